@@ -1,0 +1,220 @@
+"""What a model is and how an engine runs: plain data, checked once, at the door."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jengine.errors import InvalidArgument, ModelError
+
+DTYPES = ("float32", "bfloat16", "float16")
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context. Fields as in Hugging Face configs."""
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    factor: float
+    original_max_position: int
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer's shape, in one vocabulary for every family."""
+
+    family: str  # Hugging Face's model_type
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int  # tokens
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    activation: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_embeddings: bool = False
+    dtype: str = "float32"  # of the checkpoint
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """An engine's options. None lets the engine choose for the model and the device.
+
+    Args:
+        model: `demo`, a folder in Hugging Face's layout, or a hub id.
+        revision: of a hub id.
+        tokenizer: another model to take the tokenizer from; None takes the model's own.
+        dtype: of weights, activations and cache. auto: float32 on a CPU, the checkpoint's on a GPU.
+        max_model_len: tokens a sequence may have, prompt and output together; None takes the model's.
+        max_num_seqs: sequences running at once.
+        max_num_batched_tokens: tokens a step may carry: decode rows and prompt tiles together.
+        page_size: tokens a page of the cache holds; None is 16 on a CPU, 64 on a GPU.
+        tile_size: tokens of a prompt tile.
+        kv_cache_memory: bytes for pages; a number, or text such as "512MiB". None on a CPU holds
+            max_num_seqs sequences of max_model_len, at most 1 GiB; on a GPU, see gpu_memory_utilization.
+        gpu_memory_utilization: share of a GPU's memory for weights, programs and cache together.
+        num_pages: pages of the cache, instead of a size in bytes; the null page is one of them.
+        policy: order of waiting requests: first come first served, or Request.priority.
+        overlap: dispatch a step before the last one's tokens are read.
+        seed: from which requests without a seed of their own draw theirs.
+        cache_dir: where compiled programs are kept; None is jengine's folder in the user's cache.
+        compile_threads: programs compiled at once.
+        tensor_parallel_size: devices that share the model.
+    """
+
+    model: str = "demo"
+    revision: str | None = None
+    tokenizer: str | None = None
+    dtype: Dtype = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    page_size: int | None = None
+    tile_size: int = 64
+    kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float = 0.9
+    num_pages: int | None = None
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    overlap: bool = True
+    seed: int = 0
+    cache_dir: str | Path | None = None
+    compile_threads: int = 2
+    tensor_parallel_size: int = 1
+
+    @classmethod
+    def of(cls, model: str, options: dict[str, Any]) -> EngineConfig:
+        """From keyword options.
+
+        Raises:
+            InvalidArgument: an unknown option, or a value out of range.
+        """
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name, value in options.items():
+            if name not in known:
+                raise InvalidArgument(name, value, f"no such option; options are {', '.join(known)}")
+        return cls(model=model, **options)
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tile_size", "compile_threads", "tensor_parallel_size"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("max_model_len", "page_size"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.num_pages is not None:
+            _at_least("num_pages", self.num_pages, 2)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise InvalidArgument("gpu_memory_utilization", self.gpu_memory_utilization, "must be in (0, 1]")
+        if self.dtype not in ("auto", *DTYPES):
+            raise InvalidArgument("dtype", self.dtype, f"must be auto, {', '.join(DTYPES)}")
+        if self.policy not in ("fcfs", "priority"):
+            raise InvalidArgument("policy", self.policy, "must be fcfs or priority")
+        if self.max_num_batched_tokens < self.max_num_seqs + self.tile_size:
+            need = f"must be at least max_num_seqs + tile_size = {self.max_num_seqs + self.tile_size}"
+            raise InvalidArgument("max_num_batched_tokens", self.max_num_batched_tokens, need)
+        if self.tensor_parallel_size != 1:
+            raise InvalidArgument("tensor_parallel_size", self.tensor_parallel_size, "only 1 is supported so far")
+        parse_bytes("kv_cache_memory", self.kv_cache_memory)
+
+
+def _at_least(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise InvalidArgument(name, value, f"must be a whole number, at least {low}")
+
+
+def parse_bytes(name: str, value: int | str | None) -> int | None:
+    """Bytes from a number or from text such as 512MiB, 2GB, 1.5GiB.
+
+    Raises:
+        InvalidArgument: neither.
+    """
+    if value is None:
+        return None
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]I?)?B?\s*", str(value).upper())
+    try:
+        amount = float(match[1]) * units[match[2] or ""] if match else math.nan
+    except ValueError:
+        amount = math.nan
+    if not amount > 0:
+        raise InvalidArgument(name, value, "must be a number of bytes, or text such as 512MiB")
+    return int(amount)
+
+
+def model_config(hf: dict[str, Any], file: object = "config.json") -> ModelConfig:
+    """A ModelConfig from the content of a Hugging Face config.json of a Llama-like family.
+
+    Raises:
+        ModelError: a field is missing, of the wrong type, or contradicts another.
+    """
+    try:
+        heads = int(hf["num_attention_heads"])
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        max_position = int(hf.get("max_position_embeddings", 2048))
+        eos = hf.get("eos_token_id")
+        config = ModelConfig(
+            family=hf["model_type"],
+            vocab_size=int(hf["vocab_size"]),
+            hidden_size=int(hf["hidden_size"]),
+            intermediate_size=int(hf["intermediate_size"]),
+            num_layers=int(hf["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(hf.get("num_key_value_heads") or heads),
+            head_dim=int(hf.get("head_dim") or hf["hidden_size"] // heads),
+            max_position=max_position,
+            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
+            rope_scaling=_rope_scaling(rope, max_position, file),
+            activation=hf.get("hidden_act", "silu"),
+            attention_bias=bool(hf.get("attention_bias", False)),
+            mlp_bias=bool(hf.get("mlp_bias", False)),
+            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+        )
+    except KeyError as missing:
+        raise ModelError(f"field {missing} is missing", file=file) from None
+    except (TypeError, ValueError) as wrong:
+        raise ModelError(f"a field has the wrong type: {wrong}", file=file) from None
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(f"num_attention_heads={config.num_heads} is no multiple of num_key_value_heads={config.num_kv_heads}", file=file)
+    return config
+
+
+def _rope_scaling(rope: dict[str, Any], max_position: int, file: object) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind not in ("linear", "dynamic", "llama3", "yarn"):
+        raise ModelError(f"rope scaling {kind!r} is not supported; linear, dynamic, llama3 and yarn are", file=file)
+    optional = {"low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
+    return RopeScaling(
+        kind=kind,
+        factor=float(rope["factor"]),
+        original_max_position=int(rope.get("original_max_position_embeddings") or max_position),
+        **{name: rope[name] for name in optional if rope.get(name) is not None},
+    )

@@ -1,0 +1,34 @@
+"""Every error a user can meet."""
+
+from __future__ import annotations
+
+
+class JengineError(Exception):
+    """Base of all errors that jengine raises on purpose."""
+
+
+class InvalidArgument(JengineError, ValueError):
+    """A value that cannot be applied: names the field, the value and the limit."""
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        self.field, self.value, self.limit = field, value, limit
+        shown = repr(value)
+        super().__init__(f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'}: {limit}")
+
+
+class ModelError(JengineError):
+    """A model that cannot be read or is not supported: names the file and, where there is one, the tensor."""
+
+    def __init__(self, reason: str, *, file: object = None, tensor: str | None = None) -> None:
+        self.reason, self.file, self.tensor = reason, file, tensor
+        where = [str(file)] if file is not None else []
+        where += [f"tensor {tensor}"] if tensor is not None else []
+        super().__init__(": ".join([*where, reason]))
+
+
+class OutOfMemory(JengineError):
+    """The device cannot hold the weights, or has no room left for one page of cache a sequence."""
+
+
+class EngineDead(JengineError):
+    """The engine stopped after an error of its own; the request cannot be answered."""

@@ -1,0 +1,121 @@
+"""The finite table of static-shape programs: keys and bucket rules. Pure data.
+
+A step's token axis is `rows + tiles * tile_size`: one token for each decoding sequence, then fixed tiles
+of prompt chunks. The table is additive: decode-only trunks for every row bucket, mixed trunks for few,
+and samplers by row count and variant. Scheduling picks from it; execution compiles it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Literal
+
+Variant = Literal["greedy", "sample", "full"]
+VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "full")
+MIN_ROWS = 8  # products of fewer rows are slow paths in XLA
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TrunkKey:
+    """Embedding, layers and final norm over `rows` decode rows and `tiles` prompt tiles.
+
+    `pages` is how many of a sequence's pages attention reads; 0 means each sequence's own count, known
+    on the device only (a CPU loop, or a kernel that loops inside).
+    """
+
+    rows: int
+    tiles: int
+    pages: int = 0
+
+    def __str__(self) -> str:
+        return f"trunk[{self.rows}+{self.tiles}t" + (f",{self.pages}p]" if self.pages else "]")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SamplerKey:
+    """Final hidden states of `rows` rows to tokens."""
+
+    rows: int
+    variant: Variant
+
+    def __str__(self) -> str:
+        return f"sampler[{self.rows},{self.variant}]"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramTable:
+    """Sizes, in ascending order, from which every step's programs are picked."""
+
+    row_buckets: tuple[int, ...]  # decode-only trunks
+    mixed_row_buckets: tuple[int, ...]  # trunks that also take tiles
+    tile_buckets: tuple[int, ...]
+    tile_size: int  # tokens
+    page_buckets: tuple[int, ...] = (0,)
+
+    @classmethod
+    def build(
+        cls, *, max_num_seqs: int, max_num_batched_tokens: int, tile_size: int, page_buckets: tuple[int, ...] = (0,)
+    ) -> ProgramTable:
+        """Powers of two up to the limits; mixed trunks for the fewest and for the most rows."""
+        rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
+        tiles = _powers(1, max(1, max_num_batched_tokens // tile_size))
+        return cls(rows, tuple(sorted({rows[0], rows[-1]})), tiles, tile_size, page_buckets)
+
+    @property
+    def max_rows(self) -> int:
+        return self.row_buckets[-1]
+
+    @property
+    def max_tiles(self) -> int:
+        return self.tile_buckets[-1]
+
+    @property
+    def sample_buckets(self) -> tuple[int, ...]:
+        """Row counts of samplers: a step samples its decode rows and may finish a prompt in any tile."""
+        sums = {r + t for r in self.mixed_row_buckets for t in self.tile_buckets}
+        over = max(sums)
+        inside = {next((b for b in self.row_buckets if b >= s), over) for s in sums}
+        return tuple(sorted({*self.row_buckets, *inside}))
+
+    def trunk(self, rows: int, tiles: int, pages: int = 0) -> TrunkKey:
+        """The smallest trunk that holds a step of this many rows, tiles and pages a sequence."""
+        bucket = _fit(self.mixed_row_buckets if tiles else self.row_buckets, rows)
+        return TrunkKey(bucket, _fit(self.tile_buckets, tiles) if tiles else 0, self.page_bucket(pages))
+
+    def page_bucket(self, pages: int) -> int:
+        return self.page_buckets[0] if len(self.page_buckets) == 1 else _fit(self.page_buckets, pages)
+
+    def sampler(self, trunk: TrunkKey, variant: Variant) -> SamplerKey:
+        return SamplerKey(self.sample_rows(trunk), variant)
+
+    def sample_rows(self, trunk: TrunkKey) -> int:
+        """How many hidden states a trunk hands to its sampler."""
+        return _fit(self.sample_buckets, trunk.rows + trunk.tiles)
+
+    def trunks(self) -> list[TrunkKey]:
+        plain = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self.page_buckets]
+        mixed = [TrunkKey(r, t, p) for r in self.mixed_row_buckets for t in self.tile_buckets for p in self.page_buckets]
+        return plain + mixed
+
+    def samplers(self) -> list[SamplerKey]:
+        return [SamplerKey(r, v) for r in self.sample_buckets for v in VARIANTS]
+
+    def tokens(self, key: TrunkKey) -> int:
+        """Length of a step's token axis, padding included."""
+        return key.rows + key.tiles * self.tile_size
+
+
+def _powers(low: int, high: int) -> tuple[int, ...]:
+    """low, 2 low, 4 low, ... and high itself."""
+    out = [low]
+    while out[-1] * 2 < high:
+        out.append(out[-1] * 2)
+    return (*out, high) if high > out[-1] else tuple(out)
+
+
+def _fit(buckets: tuple[int, ...], value: int) -> int:
+    at = bisect_left(buckets, value)
+    if at == len(buckets):
+        raise ValueError(f"{value} exceeds the largest bucket {buckets[-1]}")
+    return buckets[at]
