@@ -1,0 +1,62 @@
+"""One request on its way through the scheduler: its tokens, its slot, its pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from jengine.program_table import VARIANTS
+from jengine.request import FinishReason, Request
+
+
+class State(Enum):
+    WAITING = "waiting"  # owns no slot and no pages: new, or preempted
+    PREFILLING = "prefilling"  # part of its known tokens is still to be computed
+    DECODING = "decoding"  # all known tokens are computed; each step adds one
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """A request's tokens and what it owns. Hashed by identity.
+
+    A token is *known* once the host has read it and *in flight* between the dispatch of the step that
+    samples it and `collect`. While it decodes, a sequence always has one token that is not computed yet, known or in flight:
+    it is at position `num_computed` and is the input of the next row.
+    """
+
+    request: Request
+    seed: int
+    order: tuple[int, int]  # place under the policy; smaller runs first, no two are equal
+    max_len: int  # tokens, prompt and output together, at which it ends
+    eos_token_ids: tuple[int, ...]
+    stop_token_ids: frozenset[int]  # every id that ends it
+    suppressed_token_ids: tuple[int, ...]  # stop and end-of-sequence ids, none of which may come before min_tokens
+
+    tokens: list[int]  # known: prompt and output
+    num_computed: int = 0  # tokens whose keys and values are in the cache, or dispatched to be
+    in_flight: int = 0  # tokens sampled by dispatched steps and not collected; at most 1 when a step is planned
+    slot: int = 0  # 0 is the null slot: owns none
+    pages: list[int] = field(default_factory=list)
+    state: State = State.WAITING
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    prompt_len: int = field(init=False)  # tokens
+    last_position: int = field(init=False)  # of the last token it may have; that token is never an input
+    variant_rank: int = field(init=False)  # of its sampler variant in VARIANTS, the cheapest first
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_token_ids)
+        self.last_position = self.max_len - 1
+        self.variant_rank = VARIANTS.index(self.request.params.variant)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the tokens generated so far."""
+        return self.tokens[self.prompt_len :]
