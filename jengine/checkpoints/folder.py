@@ -1,0 +1,80 @@
+"""Finds a model's folder and reads its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from jengine.config import ModelConfig, model_config
+from jengine.errors import ModelError
+
+DEMO = Path(__file__).parent.parent / "demo"
+HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # weights, configuration, tokenizer
+
+
+def resolve(model: str, revision: str | None = None) -> Path:
+    """The folder of a model: `demo`, a local folder, or a hub id, which is downloaded unless it is cached.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be fetched.
+    """
+    if model == "demo":
+        return DEMO
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError("is a file; a model is a folder in Hugging Face's layout", file=path)
+    if model.startswith(("/", "./", "../", "~")) or model.count("/") != 1:
+        raise ModelError("there is no such folder", file=path)
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download  # slow to import, and needed for hub ids only
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+    except Exception as error:  # the network's and the hub's failures share no base class
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"there is no such folder, and the hub gave no model: {cause}", file=model) from error
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The configuration in a model's folder. End-of-sequence ids are generation_config.json's where it names them.
+
+    Raises:
+        ModelError: a file is missing or unreadable, or a field is missing, wrong or not supported.
+    """
+    config = model_config(read_json(path / "config.json"), file=path / "config.json")
+    generation = path / "generation_config.json"
+    if not generation.exists():
+        return config
+    eos = read_json(generation).get("eos_token_id")
+    if eos is None:
+        return config
+    ids = eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(i, int) for i in ids):
+        raise ModelError(f"eos_token_id={eos!r} is neither a token id nor a list of them", file=generation)
+    return dataclasses.replace(config, eos_token_ids=tuple(ids))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ModelError: the file is missing, unreadable or holds something else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError("is missing", file=file) from None
+    except OSError as error:
+        raise ModelError(f"cannot be read: {error.strerror}", file=file) from None
+    except ValueError as error:
+        raise ModelError(f"is not valid JSON: {error}", file=file) from None
+    if not isinstance(content, dict):
+        raise ModelError("is not a JSON object", file=file)
+    return content

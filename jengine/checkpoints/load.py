@@ -1,0 +1,66 @@
+"""Puts a checkpoint's weights on the device, one parameter at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from tqdm.auto import tqdm
+
+from jengine.checkpoints.safetensors import Tensor, read_tensors
+from jengine.errors import ModelError
+from jengine.models import Model
+from jengine.models.layers import Piece
+from jengine.parallel.mesh import shardings
+
+
+def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Any:
+    """The parameters of `model`: a tree like model.params, of arrays placed by their logical axes.
+
+    Host memory beyond what the device holds peaks at the largest parameter.
+
+    Args:
+        path: a folder in Hugging Face's layout.
+
+    Raises:
+        ModelError: a file is missing, truncated or corrupt; a tensor is missing, unknown or of the wrong shape.
+    """
+    tensors = read_tensors(path)
+    abstract, tree = jax.tree.flatten(model.params)
+    sources: list[tuple[Piece, ...]] = tree.flatten_up_to(model.sources)
+    _check(path, tensors, [piece for source in sources for piece in source], model.config.tie_embeddings)
+    total = sum(a.size * a.dtype.itemsize for a in abstract)
+    arrays = []
+    with tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=not progress) as bar:
+        for target, source, sharding in zip(abstract, sources, jax.tree.leaves(shardings(mesh, model.axes)), strict=True):
+            # waiting frees the host's copy; may_alias=False keeps arrays off the memory map
+            arrays.append(jax.device_put(_assemble(target, source, tensors), sharding, may_alias=False).block_until_ready())
+            bar.update(target.size * target.dtype.itemsize)
+    return jax.tree.unflatten(tree, arrays)
+
+
+def _assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
+    """A parameter on the host: a view of the file where nothing is to be done."""
+    if len(source) == 1:
+        return tensors[source[0].name].array.astype(target.dtype, copy=False)
+    out = np.empty(target.shape, target.dtype)
+    for piece in source:
+        part = out[piece.part]
+        part[...] = tensors[piece.name].array.reshape(part.shape)
+    return out
+
+
+def _check(path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bool) -> None:
+    for piece in wanted:
+        if piece.name not in tensors:
+            raise ModelError("is missing", file=path, tensor=piece.name)
+        file, array = tensors[piece.name]
+        if array.shape != piece.shape:
+            raise ModelError(f"has shape {list(array.shape)}; the configuration asks for {list(piece.shape)}", file=file, tensor=piece.name)
+    harmless = {"lm_head.weight"} if tied else set()
+    for name in sorted(tensors.keys() - {piece.name for piece in wanted} - harmless):
+        if not name.endswith("rotary_emb.inv_freq"):  # older checkpoints store what the configuration says
+            raise ModelError("is not part of this model", file=tensors[name].file, tensor=name)

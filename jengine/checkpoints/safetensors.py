@@ -1,0 +1,89 @@
+"""Reads safetensors files through a memory map: tensors are views of the file, read when they are touched.
+
+The format is 8 bytes of little-endian length, a JSON header of that length, and the tensors' bytes. The
+safetensors package's numpy side knows no bfloat16 and copies every tensor, hence this reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jengine.checkpoints.folder import read_json
+from jengine.errors import ModelError
+
+DTYPES = {"F64": np.dtype("float64"), "F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+MAX_HEADER = 100_000_000  # bytes, the format's own limit
+
+
+class Tensor(NamedTuple):
+    """A tensor and the file it lies in."""
+
+    file: Path
+    array: np.ndarray
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by name, from one file or from the files that an index names.
+
+    Raises:
+        ModelError: a file is missing, truncated or corrupt.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return _read_file(single)
+    if not index.exists():
+        raise ModelError("has neither model.safetensors nor model.safetensors.index.json; other formats are not read", file=folder)
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ModelError("weight_map is missing or does not map tensors to files", file=index)
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(places.values())):
+        tensors |= _read_file(folder / name)
+    for tensor, name in places.items():
+        if tensor not in tensors or tensors[tensor].file.name != name:
+            raise ModelError(f"is missing, though {index.name} places it here", file=folder / name, tensor=tensor)
+    return tensors
+
+
+def _read_file(file: Path) -> dict[str, Tensor]:
+    try:
+        data = np.memmap(file, np.uint8, mode="r")
+    except FileNotFoundError:
+        raise ModelError("is missing", file=file) from None
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        raise ModelError(f"cannot be mapped into memory: {error}", file=file) from None
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if data.size < 8 or length > MAX_HEADER:
+        raise ModelError("the header is corrupt: this is no safetensors file", file=file)
+    if 8 + length > data.size:
+        raise ModelError(f"is truncated: the header needs {8 + length} bytes, the file has {data.size}", file=file)
+    try:
+        header = json.loads(data[8 : 8 + length].tobytes())
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, AttributeError):
+        raise ModelError("the header is corrupt: it is no JSON object", file=file) from None
+    body = data[8 + length :]
+    return {name: Tensor(file, _view(body, entry, file, name)) for name, entry in entries.items()}
+
+
+def _view(body: np.ndarray, entry: Any, file: Path, name: str) -> np.ndarray:
+    try:
+        kind, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
+        begin, end = (int(n) for n in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError):
+        raise ModelError("the header is corrupt: it lacks dtype, shape or data_offsets", file=file, tensor=name) from None
+    if kind not in DTYPES:
+        raise ModelError(f"dtype {kind} is not supported; {', '.join(DTYPES)} are", file=file, tensor=name)
+    size = math.prod(shape) * DTYPES[kind].itemsize
+    if begin < 0 or min(shape, default=0) < 0 or end - begin != size:
+        raise ModelError(f"the header is corrupt: {kind}{list(shape)} does not fill bytes {begin} to {end}", file=file, tensor=name)
+    if end > body.size:
+        raise ModelError(f"is truncated: the tensors reach to byte {end}, the file to {body.size}", file=file, tensor=name)
+    array: np.ndarray = body[begin:end].view(DTYPES[kind]).reshape(shape)
+    return array

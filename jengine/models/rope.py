@@ -1,0 +1,93 @@
+"""Rotary position embedding, and the ways families stretch it beyond the trained context."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jengine.config import ModelConfig, RopeScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary frequencies as plain numbers: they become constants of a program, not arrays it closes over."""
+
+    frequencies: tuple[float, ...]  # radians a token; channel i turns with channel i + head_dim / 2
+    magnitude: float = 1.0  # factor of cos and sin (yarn)
+
+    def cos_sin(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """For int32[N], two float32[N, 1, head_dim / 2]."""
+        angles = positions.astype(jnp.float32)[:, None] * jnp.array(self.frequencies, jnp.float32)
+        return (jnp.cos(angles) * self.magnitude)[:, None], (jnp.sin(angles) * self.magnitude)[:, None]
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates x [N, heads, head_dim], whose first and second halves are the pairs' members; in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def rope(config: ModelConfig, max_model_len: int) -> Rope:
+    """The model's frequencies, by the formulas of transformers' modeling_rope_utils.
+
+    Dynamic scaling is fixed for sequences of max_model_len tokens, so that a token's result depends
+    neither on its neighbours nor on how far its sequence has come; within the trained context it is the default.
+    """
+    dim, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+    if scaling is None:
+        return Rope(_powers(theta, dim))
+    if scaling.kind == "linear":
+        return Rope(tuple(f / scaling.factor for f in _powers(theta, dim)))
+    if scaling.kind == "dynamic":
+        stretch = max(max_model_len, config.max_position) / config.max_position
+        theta *= (scaling.factor * stretch - (scaling.factor - 1)) ** (dim / (dim - 2))
+        return Rope(_powers(theta, dim))
+    if scaling.kind == "llama3":
+        return Rope(tuple(_llama3(f, scaling) for f in _powers(theta, dim)))
+    return _yarn(theta, dim, scaling)
+
+
+def _powers(theta: float, dim: int) -> tuple[float, ...]:
+    return tuple(theta ** (-i / dim) for i in range(0, dim, 2))
+
+
+def _llama3(frequency: float, s: RopeScaling) -> float:
+    """Short waves stay, long waves are stretched, those between are blended."""
+    turns = s.original_max_position * frequency / (2 * math.pi)  # within the trained context
+    if turns > s.high_freq_factor:
+        return frequency
+    if turns < s.low_freq_factor:
+        return frequency / s.factor
+    kept = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    return (1 - kept) * frequency / s.factor + kept * frequency
+
+
+def _yarn(theta: float, dim: int, s: RopeScaling) -> Rope:
+    """YaRN (Peng et al. 2023): a linear ramp over channels between kept and stretched frequencies."""
+
+    def channel(turns: float) -> float:
+        """The channel that turns this often within the trained context."""
+        return dim * math.log(s.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel(s.beta_fast), channel(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    span = high - low if high != low else 0.001
+    stretched = [min(max((i - low) / span, 0.0), 1.0) for i in range(dim // 2)]
+    frequencies = tuple(f / s.factor * r + f * (1 - r) for f, r in zip(_powers(theta, dim), stretched, strict=True))
+    return Rope(frequencies, _yarn_magnitude(s))
+
+
+def _yarn_magnitude(s: RopeScaling) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if s.factor <= 1 else 0.1 * weight * math.log(s.factor) + 1.0
+
+    if s.attention_factor is not None:
+        return s.attention_factor
+    if s.mscale and s.mscale_all_dim:
+        return mscale(s.mscale) / mscale(s.mscale_all_dim)
+    return mscale(1.0)
