@@ -1,0 +1,59 @@
+# `make` alone lists the commands.
+
+EXTRAS ?= dev
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+comma := ,
+STAMP := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
+PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolved under the first
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full lint format goldens clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with everything needed (EXTRAS=dev,cuda12 for an NVIDIA GPU)
+
+$(STAMP): pyproject.toml constraints.txt
+	@if command -v uv >/dev/null; then \
+	    test -x $(PYTHON) || uv venv --quiet --python $(firstword $(PYTHONS)) $(VENV) || exit 1; \
+	    install="uv pip install --python $(PYTHON)"; \
+	else \
+	    $(PYTHON) -m pip --version >/dev/null 2>&1 || { \
+	        python=$$(tools/find_python $(PYTHONS)) && "$$python" -m venv --clear $(VENV); } || exit 1; \
+	    install="$(PYTHON) -m pip install --disable-pip-version-check"; \
+	fi; \
+	echo "Installing into $(VENV) (some minutes the first time)"; \
+	$$install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' >$(VENV)/setup.log 2>&1 \
+	    || { cat $(VENV)/setup.log >&2; exit 1; }
+	@touch $@
+
+demo: setup ## stream text from the embedded model
+	@$(VENV)/bin/jengine generate demo "def fibonacci(n):" --echo
+
+test: setup lint ## check style and types, run the tests (minutes)
+	$(PYTHON) -m pytest
+
+test-full: setup lint ## the same with the long tests
+	$(PYTHON) -m pytest -m "full or not full" --timeout 3600
+
+lint: setup ## ruff and mypy
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+format: setup ## let ruff format and repair
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+# The reference implementation, PyTorch, has an environment of its own: no test and no user needs it.
+goldens: ## record the golden tests' expected values again, under PyTorch
+	@test -e .venv-goldens/.ready || { \
+	    python=$$(tools/find_python 3.11) && "$$python" -m venv --clear .venv-goldens \
+	    && .venv-goldens/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 && touch .venv-goldens/.ready; }
+	.venv-goldens/bin/python tests/golden/record.py
+
+clean: ## delete the environments and all caches
+	rm -rf .venv .venv-goldens .cache .hypothesis .pytest_cache .ruff_cache .mypy_cache *.egg-info dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
