@@ -11,8 +11,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal
 
-Variant = Literal["greedy", "sample", "full"]
-VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "full")
+Variant = Literal["greedy", "sample", "full", "logprobs"]
+VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "full", "logprobs")  # each does all that those before it do
 MIN_ROWS = 8  # products of fewer rows are slow paths in XLA
 
 

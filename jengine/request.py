@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jengine.errors import InvalidArgument
+from jengine.program_table import Variant
 
 MAX_STOP_TOKEN_IDS = 16  # end-of-sequence ids included: the width of a slot's stop list on the device
 MAX_LOGPROBS = 20
@@ -77,10 +78,12 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def variant(self) -> Literal["greedy", "sample", "full"]:
+    def variant(self) -> Variant:
         """The cheapest sampler program that applies every parameter."""
+        if self.logprobs is not None:
+            return "logprobs"
         truncates = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-        if truncates or self.min_tokens > 0 or self.logprobs is not None:
+        if truncates or self.min_tokens > 0:
             return "full"
         return "greedy" if self.greedy else "sample"
 

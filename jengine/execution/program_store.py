@@ -1,0 +1,85 @@
+"""Saved executables: a folder for each fingerprint, private to its user, every file checked by its hash.
+
+A saved executable is code that runs in this process. So the folder and its files must belong to the user and be
+writable by nobody else, and a file whose hash is not the recorded one is not loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jax.experimental import serialize_executable
+from platformdirs import user_cache_path
+
+ENVIRONMENT = "JENGINE_CACHE_DIR"
+
+
+def default_root() -> Path:
+    """JENGINE_CACHE_DIR, or jengine's folder in the user's cache."""
+    return Path(os.environ.get(ENVIRONMENT) or user_cache_path("jengine"))
+
+
+class ProgramStore:
+    """Executables under `root/programs/fingerprint`. Anything that cannot be trusted or read counts as absent."""
+
+    def __init__(self, root: Path, fingerprint: str, facts: dict[str, object]) -> None:
+        self.folder = root / "programs" / fingerprint
+        self.facts = facts
+
+    def load(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(executables by name, notes); both empty where there is nothing to trust."""
+        manifest = self.folder / "manifest.json"
+        try:
+            if not all(_private(p) for p in (self.folder, manifest)):
+                return {}, {}
+            index = json.loads(manifest.read_text())
+            loaded = {name: self._load_one(name, digest) for name, digest in index["programs"].items()}
+        except (OSError, ValueError, KeyError):
+            return {}, {}
+        return {name: program for name, program in loaded.items() if program is not None}, index["notes"]
+
+    def _load_one(self, name: str, digest: str) -> Any | None:
+        path = self.folder / f"{name}.bin"
+        if not _private(path):
+            return None
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != digest:
+            return None
+        return serialize_executable.deserialize_and_load(*pickle.loads(data))
+
+    def save(self, programs: dict[str, Any], notes: dict[str, Any]) -> None:
+        """Write all executables, then the manifest that names them."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.chmod(0o700)
+        digests = {}
+        for name, program in programs.items():
+            data = pickle.dumps(serialize_executable.serialize(program))
+            digests[name] = hashlib.sha256(data).hexdigest()
+            _write(self.folder / f"{name}.bin", data)
+        manifest = {"facts": self.facts, "programs": digests, "notes": notes}
+        _write(self.folder / "manifest.json", json.dumps(manifest, indent=1, default=list).encode())
+
+
+def _private(path: Path) -> bool:
+    """Whether it belongs to this user and nobody else may write it."""
+    if not hasattr(os, "getuid"):
+        return path.exists()
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        return False
+    return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all, readable by its owner only."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    os.replace(temporary, path)

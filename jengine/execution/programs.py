@@ -1,0 +1,120 @@
+"""The table's programs: lowered from abstract values, compiled in a thread pool, saved, loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from jengine.execution.kv_cache import Cache
+from jengine.execution.program_store import ProgramStore
+from jengine.execution.sampler import make_sampler
+from jengine.execution.slots import SlotState
+from jengine.execution.spec import ExecutionSpec
+from jengine.execution.trunk import make_trunk
+from jengine.program_table import SamplerKey, TrunkKey
+
+ALLOCATE: Literal["allocate"] = "allocate"
+Key = TrunkKey | SamplerKey | Literal["allocate"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramMemory:
+    """Bytes of a program on one device, as XLA reports them."""
+
+    arguments: int
+    outputs: int
+    aliased: int  # outputs that are written over donated arguments
+    temporaries: int
+
+
+class Programs:
+    """Every program of the table, ready to call.
+
+    Attributes:
+        compiled: how many were compiled by this process.
+        loaded: how many came from the store.
+        memory: by program.
+        costs: measured seconds of each trunk, by name, where warm-up has noted them.
+    """
+
+    def __init__(self, spec: ExecutionSpec, store: ProgramStore | None, *, threads: int, progress: bool) -> None:
+        self._store = store
+        keys = program_keys(spec)
+        found, notes = store.load() if store else ({}, {})
+        self._programs: dict[Key, Any] = {key: found[_file_name(key)] for key in keys if _file_name(key) in found}
+        self.loaded = len(self._programs)
+        missing = [key for key in keys if key not in self._programs]
+        self.compiled = len(missing)
+        # The largest first: they take longest, and if memory is short it shows at once.
+        missing.sort(key=lambda key: -spec.table.tokens(key) if isinstance(key, TrunkKey) else 0)
+        with ThreadPoolExecutor(threads, "compile") as pool:
+            jobs = pool.map(lambda key: (key, lower(spec, key).compile()), missing)
+            for key, program in tqdm(jobs, "compiling", len(missing), unit="program", disable=not progress or not missing, leave=False):
+                self._programs[key] = program
+        self.memory: dict[Key, ProgramMemory] = {}
+        for key in keys:
+            noted = notes.get("memory", {}).get(str(key)) if key not in missing else None
+            self.memory[key] = ProgramMemory(**noted) if noted else _memory(self._programs[key])
+        self.costs: dict[str, float] = notes.get("costs", {}) if not missing else {}
+
+    def __getitem__(self, key: Key) -> Any:
+        return self._programs[key]
+
+    def save(self) -> None:
+        """Keep what was compiled, with what warm-up measured, for the next start."""
+        if self._store and self.compiled:
+            notes = {"memory": {str(k): asdict(m) for k, m in self.memory.items()}, "costs": self.costs}
+            self._store.save({_file_name(key): program for key, program in self._programs.items()}, notes)
+
+
+def open_store(spec: ExecutionSpec, root: Path) -> ProgramStore:
+    return ProgramStore(root, spec.fingerprint(), spec.facts())
+
+
+def program_keys(spec: ExecutionSpec) -> list[Key]:
+    return [ALLOCATE, *spec.table.trunks(), *spec.table.samplers()]
+
+
+def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
+    """A program's lowering from abstract values alone; nothing is closed over."""
+    cache_out = jax.tree.map(lambda x: x.sharding, spec.cache)
+    slots_out = jax.tree.map(lambda x: x.sharding, spec.slots)
+    everywhere = spec.replicated
+    if isinstance(key, TrunkKey):
+        trunk = _named(make_trunk(spec.model, key, spec.table, spec.page_size), f"trunk_{key.rows}_{key.tiles}_{key.pages}")
+        jitted = jax.jit(trunk, donate_argnums=(1, 2), out_shardings=(cache_out, slots_out, everywhere))
+        return jitted.lower(spec.params, spec.cache, spec.slots, spec.packed(key))
+    if isinstance(key, SamplerKey):
+        sampler = _named(make_sampler(spec.model, key.variant), f"sampler_{key.rows}_{key.variant}")
+        jitted = jax.jit(sampler, donate_argnums=1, out_shardings=everywhere)
+        return jitted.lower(spec.params, spec.slots.last_token, spec.slots.sampling, spec.to_sample(key))
+
+    def allocate() -> tuple[Cache, SlotState]:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (spec.cache, spec.slots))
+
+    return jax.jit(allocate, out_shardings=(cache_out, slots_out)).lower()
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    function.__name__ = function.__qualname__ = name  # shown in profiles
+    return function
+
+
+def _file_name(key: Key) -> str:
+    if isinstance(key, TrunkKey):
+        return f"trunk-{key.rows}-{key.tiles}-{key.pages}"
+    return f"sampler-{key.rows}-{key.variant}" if isinstance(key, SamplerKey) else key
+
+
+def _memory(program: Any) -> ProgramMemory:
+    facts = program.memory_analysis()
+    return ProgramMemory(
+        facts.argument_size_in_bytes, facts.output_size_in_bytes, facts.alias_size_in_bytes, facts.temp_size_in_bytes
+    )

@@ -1,0 +1,159 @@
+"""The compiled samplers: final hidden states to tokens. A few variants, each a program, none a branch.
+
+Truncation needs no sort: the k-th largest logit, and the logit at which the likeliest tokens' mass reaches
+top_p, are found by bisection over the 32 bits of a float. Ties at a threshold are all kept. A row draws one uniform number
+and inverts the cumulative distribution, so no noise the size of the vocabulary is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jengine.execution.slots import Sampling, sampling_of
+from jengine.execution.trunk import ToSample
+from jengine.models import Model, Params
+from jengine.program_table import Variant
+from jengine.request import MAX_LOGPROBS
+
+BLOCK = 128  # vocabulary entries summed together when the distribution is inverted
+
+
+class Sampled(NamedTuple):
+    """A step's result, in sampler rows."""
+
+    tokens: jax.Array  # int32 [rows]
+
+
+class SampledLogprobs(NamedTuple):
+    """The same with log probabilities of the raw logits, natural logarithm."""
+
+    tokens: jax.Array  # int32 [rows]
+    logprobs: jax.Array  # float32 [rows], of the tokens
+    ranks: jax.Array  # int32 [rows], from 1
+    top_ids: jax.Array  # int32 [rows, MAX_LOGPROBS], likeliest first
+    top_logprobs: jax.Array  # float32 [rows, MAX_LOGPROBS]
+
+
+def make_sampler(model: Model, variant: Variant) -> Callable[..., tuple[jax.Array, Sampled | SampledLogprobs]]:
+    """The function to compile: (params, last_token, sampling words, to sample) -> (last_token, sampled)."""
+
+    def sampler(params: Params, last_token: jax.Array, words: jax.Array, to: ToSample) -> tuple[jax.Array, Sampled | SampledLogprobs]:
+        logits = model.bind(params).logits(to.hidden)
+        sampling = sampling_of(words[to.slots])
+        tokens = choose(logits, sampling, to.positions, variant)
+        last_token = last_token.at[to.slots].set(tokens)
+        if variant == "logprobs":
+            return last_token, with_logprobs(logits, tokens)
+        return last_token, Sampled(tokens)
+
+    return sampler
+
+
+def choose(logits: jax.Array, sampling: Sampling, positions: jax.Array, variant: Variant) -> jax.Array:
+    """Tokens, int32 [rows], from float32 logits [rows, vocab] by each row's parameters."""
+    if variant == "greedy":
+        return jnp.argmax(logits, -1).astype(jnp.int32)
+    if variant != "sample":
+        logits = suppress_stops(logits, sampling, positions)
+    greedy = jnp.argmax(logits, -1).astype(jnp.int32)
+    is_greedy = sampling.temperature == 0.0
+    scaled = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
+    scaled -= scaled.max(-1, keepdims=True)
+    if variant != "sample":
+        scaled = truncate(scaled, sampling)
+    return jnp.where(is_greedy, greedy, invert(jnp.exp(scaled), uniform(sampling, positions)))
+
+
+def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
+    """A number in [0, 1) for each row, float32 [rows], from its seed, sample index and position alone."""
+
+    def one(high: jax.Array, low: jax.Array, sample: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.key(0)
+        for word in (high, low, sample, position):
+            key = jax.random.fold_in(key, word)
+        return jax.random.uniform(key)
+
+    return jax.vmap(one)(sampling.seed_high, sampling.seed_low, sampling.sample_index, positions)
+
+
+def suppress_stops(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
+    """Stop tokens at -inf in rows that have not reached min_tokens."""
+    vocab = logits.shape[-1]
+    early = (positions < sampling.min_position)[:, None] & (sampling.stop_ids >= 0)
+    ids = jnp.where(early, sampling.stop_ids, vocab)  # out of range is dropped
+    return logits.at[jnp.arange(logits.shape[0])[:, None], ids].set(-jnp.inf, mode="drop")
+
+
+def truncate(scaled: jax.Array, sampling: Sampling) -> jax.Array:
+    """min_p, then top_k, then top_p over what is left: dropped tokens at -inf. The largest of each row is 0."""
+    scaled = jnp.where(scaled < jnp.log(sampling.min_p)[:, None], -jnp.inf, scaled)
+    vocab = scaled.shape[-1]
+    k = jnp.where((sampling.top_k == 0) | (sampling.top_k > vocab), vocab, sampling.top_k)
+    ones = jnp.ones((), jnp.float32)
+    scaled = jnp.where(scaled < _threshold(scaled, ones, k.astype(jnp.float32))[:, None], -jnp.inf, scaled)
+    mass = jnp.exp(scaled)
+    wanted = jnp.where(sampling.top_p >= 1.0, jnp.inf, sampling.top_p * mass.sum(-1))  # inf: no threshold reaches it
+    return jnp.where(scaled < _threshold(scaled, mass, wanted)[:, None], -jnp.inf, scaled)
+
+
+def _threshold(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The largest t, [rows], for which the weights of {x >= t} sum to `wanted`; -inf where none does.
+
+    Bisects the order-preserving integer images of float32: 32 sums over the row, whatever its values.
+    """
+
+    def value(image: jax.Array) -> jax.Array:
+        bits = jnp.where(image < 0, image ^ jnp.int32(0x7FFFFFFF), image)
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # no overflow
+        enough = jnp.sum(jnp.where(x >= value(middle)[:, None], weight, 0.0), -1) >= wanted
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    def image(number: float) -> jax.Array:
+        bits = lax.bitcast_convert_type(jnp.float32(number), jnp.int32)
+        return jnp.full(x.shape[:1], jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits))
+
+    low, _ = lax.fori_loop(0, 32, halve, (image(-jnp.inf), image(jnp.inf)))
+    return value(low)
+
+
+def invert(mass: jax.Array, u: jax.Array) -> jax.Array:
+    """The first token at which the cumulative mass exceeds u of the total: int32 [rows].
+
+    Two levels, blocks and then tokens of one block, since a scan over a whole vocabulary is slow. Rounding may
+    leave the target at or above the last sum; the last token with mass is taken then, never one without.
+    """
+    rows, vocab = mass.shape
+    blocks = jnp.pad(mass, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+    sums = blocks.sum(-1)
+    ends = jnp.cumsum(sums, -1)
+    target = u * ends[:, -1]
+    block = _first_over(ends, target, sums)
+    row = jnp.arange(rows)
+    inside = blocks[row, block]
+    before = ends[row, block] - sums[row, block]
+    token = _first_over(before[:, None] + jnp.cumsum(inside, -1), target, inside)
+    return (block * BLOCK + token).astype(jnp.int32)
+
+
+def _first_over(ends: jax.Array, target: jax.Array, mass: jax.Array) -> jax.Array:
+    over = (ends > target[:, None]) & (mass > 0)
+    last = mass.shape[-1] - 1 - jnp.argmax(jnp.flip(mass > 0, -1), -1)
+    return jnp.where(over.any(-1), jnp.argmax(over, -1), last)
+
+
+def with_logprobs(logits: jax.Array, tokens: jax.Array) -> SampledLogprobs:
+    """Log probabilities of raw logits, as they are before any parameter."""
+    logprobs = jax.nn.log_softmax(logits, -1)
+    chosen = jnp.take_along_axis(logprobs, tokens[:, None], -1)
+    ranks = 1 + jnp.sum(logprobs > chosen, -1)
+    top, ids = lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+    return SampledLogprobs(tokens, chosen[:, 0], ranks.astype(jnp.int32), ids.astype(jnp.int32), top)

@@ -1,0 +1,75 @@
+"""Per-slot device state: what the next step needs of a running sequence, addressed by its slot. Slot 0 is null."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jengine.request import MAX_STOP_TOKEN_IDS
+from jengine.scheduling.step_plan import SlotReset
+
+SCALARS = 8
+SAMPLING_WORDS = SCALARS + MAX_STOP_TOKEN_IDS
+
+
+class SlotState(NamedTuple):
+    """The state of all slots; donated to every step and updated in place.
+
+    Attributes:
+        last_token: int32 [slots], the token that the slot's next decode row reads.
+        block_table: int32 [slots, width], page ids in order.
+        sampling: int32 [slots, SAMPLING_WORDS], a `Sampling` row in words; one array, so that a step takes few.
+    """
+
+    last_token: jax.Array
+    block_table: jax.Array
+    sampling: jax.Array
+
+
+class Sampling(NamedTuple):
+    """Sampling parameters of rows, each [rows] but for stop_ids [rows, MAX_STOP_TOKEN_IDS], padded with -1."""
+
+    temperature: jax.Array  # float32
+    top_p: jax.Array  # float32
+    min_p: jax.Array  # float32
+    top_k: jax.Array  # int32; 0 keeps all
+    seed_low: jax.Array  # uint32
+    seed_high: jax.Array  # uint32
+    sample_index: jax.Array  # int32
+    min_position: jax.Array  # int32; no stop token is sampled for a position before this
+    stop_ids: jax.Array  # int32
+
+
+def words_of(reset: SlotReset) -> np.ndarray:
+    """A reset as int32 [1 + SAMPLING_WORDS]: the slot, then its row of SlotState.sampling."""
+    params = reset.params
+    row = np.full(1 + SAMPLING_WORDS, -1, np.int32)
+    row[0] = reset.slot
+    row[1:4] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
+    seed = np.array([reset.seed % 2**64], np.uint64).view(np.int32)
+    row[4:9] = max(params.top_k, 0), *seed, reset.sample_index, reset.prompt_len + params.min_tokens
+    row[1 + SCALARS : 1 + SCALARS + len(reset.stop_token_ids)] = reset.stop_token_ids
+    return row
+
+
+def sampling_of(rows: jax.Array) -> Sampling:
+    """Rows of SlotState.sampling, int32 [rows, SAMPLING_WORDS], by name."""
+
+    def cast(column: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+        return lax.bitcast_convert_type(rows[:, column], dtype)
+
+    floats = [cast(i, jnp.float32) for i in range(3)]
+    return Sampling(*floats, rows[:, 3], cast(4, jnp.uint32), cast(5, jnp.uint32), rows[:, 6], rows[:, 7], rows[:, SCALARS:])
+
+
+def abstract_slots(slots: int, width: int, sharding: jax.sharding.Sharding) -> SlotState:
+    """SlotState's shapes for `slots` slots, the null slot included, and `width` pages a sequence."""
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+    return SlotState(ints(slots), ints(slots, width), ints(slots, SAMPLING_WORDS))  # type: ignore[arg-type]

@@ -1,0 +1,129 @@
+"""Everything that decides the programs' shapes, in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jaxlib
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jengine
+import pallas_kernels
+from jengine.execution.batch import BatchLayout
+from jengine.execution.kv_cache import Cache, abstract_cache, page_bytes
+from jengine.execution.slots import SlotState, abstract_slots
+from jengine.execution.trunk import ToSample
+from jengine.models import Model, Params
+from jengine.parallel.mesh import shardings
+from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionSpec:
+    """A model, its cache and its table on a mesh: what programs are made from. No arrays.
+
+    Attributes:
+        max_slots: sequences running at once; the null slot comes on top.
+        table_width: pages a sequence may have.
+        num_pages: pages of the cache, the null page included.
+    """
+
+    model: Model
+    mesh: Mesh
+    table: ProgramTable
+    max_slots: int
+    page_size: int
+    table_width: int
+    num_pages: int
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.num_pages * page_bytes(self.model.config, self.page_size, np.dtype(self.model.dtype))
+
+    def layout(self, key: TrunkKey) -> BatchLayout:
+        return BatchLayout.of(key, tile_size=self.table.tile_size, page_size=self.page_size)
+
+    # Abstract values, with shardings, from which programs are lowered.
+
+    @functools.cached_property
+    def params(self) -> Params:
+        placed = shardings(self.mesh, self.model.axes)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.model.params, placed)
+
+    @functools.cached_property
+    def cache(self) -> Cache:
+        return abstract_cache(
+            self.model.config, num_pages=self.num_pages, page_size=self.page_size, dtype=np.dtype(self.model.dtype), mesh=self.mesh
+        )
+
+    @functools.cached_property
+    def slots(self) -> SlotState:
+        return abstract_slots(self.max_slots + 1, self.table_width, self.replicated)
+
+    def packed(self, key: TrunkKey) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.layout(key).size,), np.int32, sharding=self.replicated)
+
+    def to_sample(self, key: SamplerKey) -> ToSample:
+        hidden = jax.ShapeDtypeStruct((key.rows, self.model.config.hidden_size), self.model.dtype, sharding=self.replicated)
+        ints = jax.ShapeDtypeStruct((key.rows,), np.int32, sharding=self.replicated)
+        return ToSample(hidden, ints, ints)  # type: ignore[arg-type]
+
+    def facts(self) -> dict[str, object]:
+        """All that a saved program depends on, as plain values: equal facts, equal programs."""
+        device = self.mesh.devices.flat[0]
+        return {
+            "model": dataclasses.asdict(self.model.config),
+            "dtype": str(np.dtype(self.model.dtype)),
+            "max_model_len": self.model.max_model_len,
+            "table": dataclasses.asdict(self.table),
+            "max_slots": self.max_slots,
+            "page_size": self.page_size,
+            "table_width": self.table_width,
+            "num_pages": self.num_pages,
+            "mesh": {name: int(size) for name, size in self.mesh.shape.items()},
+            "platform": device.platform,
+            "device": device.device_kind,
+            "processor": _cpu_features() if device.platform == "cpu" else "",
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "source": _source_digest(),
+        }
+
+    def fingerprint(self) -> str:
+        text = json.dumps(self.facts(), sort_keys=True, default=list)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Of every file that programs are traced from."""
+    digest = hashlib.sha256()
+    roots = [*map(Path, jengine.__path__), *map(Path, pallas_kernels.__path__)]
+    for root in roots:
+        for path in sorted(root.rglob("*.py")):
+            if root.name == "pallas_kernels" or path.relative_to(root).parts[0] in ("execution", "models", "program_table.py"):
+                digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _cpu_features() -> str:
+    """What the host's instruction set offers: code for one processor may not run on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        import platform
+
+        return f"{platform.machine()} {platform.processor()}"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(("flags", "Features"))), "")

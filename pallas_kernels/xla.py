@@ -1,0 +1,140 @@
+"""XLA forms of every function: a CPU's, and those of GPUs that no kernel here serves.
+
+Attention is an online softmax over blocks of pages (Milakov and Gimelshein, 2018; Dao et al., 2022). How many
+blocks a loop takes is either a device value, on a CPU, or static (`pages`), on a GPU, where XLA would wait for the
+host at a loop of unknown length.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
+ROW_GROUP = 8  # decode rows that loop together
+DECODE_BLOCK = 64  # tokens read at a time
+PREFILL_BLOCK = 128
+
+
+def kv_write(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Write tokens' keys and values into their pages; in place where the caller donates the cache.
+
+    Args:
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim].
+        k, v: [tokens, kv_heads, head_dim].
+        page_ids: int32 [tokens]; padding names the null page, 0.
+        offsets: int32 [tokens], in [0, page_size).
+    """
+
+    def put(pages: jax.Array, new: jax.Array) -> jax.Array:
+        return pages.at[page_ids, :, offsets].set(new.astype(pages.dtype))
+
+    return put(k_pages, k), put(v_pages, v)
+
+
+def paged_attention_decode(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, scale: float, pages: int = 0
+) -> jax.Array:
+    """One query a sequence, over all of the sequence's tokens.
+
+    Args:
+        q: [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim].
+        block_tables: int32 [rows, width], page ids in order.
+        lengths: int32 [rows], tokens of each sequence, the query's own included; 0 gives zeros.
+        scale: multiplies the scores.
+        pages: pages read of every sequence; 0 reads as many as the longest of each few rows has.
+
+    Returns:
+        [rows, heads, head_dim], in q's dtype.
+    """
+    rows = q.shape[0]
+    group = math.gcd(rows, ROW_GROUP)
+    queries = q.reshape(rows // group, group, 1, *q.shape[1:])
+
+    def one(args: tuple[jax.Array, ...]) -> jax.Array:
+        q, table, length = args
+        return _attend(q, k_pages, v_pages, table, length - 1, length, scale, pages, DECODE_BLOCK)
+
+    out = lax.map(one, (queries, block_tables.reshape(rows // group, group, -1), lengths.reshape(rows // group, group)))
+    return out.reshape(q.shape)
+
+
+def paged_attention_prefill(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    pages: int = 0,
+) -> jax.Array:
+    """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
+
+    Args:
+        q: [tiles, tile, heads, head_dim]; the tile's own keys and values are already in the pages.
+        k_pages, v_pages, scale, pages: as in `paged_attention_decode`.
+        block_tables: int32 [tiles, width].
+        positions: int32 [tiles], of each tile's first query.
+        lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.
+
+    Returns:
+        [tiles, tile, heads, head_dim], in q's dtype.
+    """
+
+    def one(args: tuple[jax.Array, ...]) -> jax.Array:
+        q, table, position, length = (x[None] for x in args)
+        return _attend(q, k_pages, v_pages, table, position, position + length, scale, pages, PREFILL_BLOCK)[0]
+
+    return lax.map(one, (q, block_tables, positions, lengths))
+
+
+def _attend(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    tables: jax.Array,
+    positions: jax.Array,
+    ends: jax.Array,
+    scale: float,
+    pages: int,
+    block: int,
+) -> jax.Array:
+    """q [n, queries, heads, head_dim] at positions[n] + arange(queries), over tokens [0, ends[n])."""
+    n, queries, heads, head_dim = q.shape
+    kv_heads, page_size = k_pages.shape[1:3]
+    width = tables.shape[1]
+    step = min(max(block // page_size, 1), pages or width)  # pages a block
+    span = step * page_size
+    q = q.reshape(n, queries, kv_heads, heads // kv_heads, head_dim)
+    at = positions[:, None] + jnp.arange(queries)
+
+    def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        m, total, acc = carry
+        index = i * step + jnp.arange(step)
+        ids = jnp.where(index < width, tables[:, jnp.minimum(index, width - 1)], 0)
+        token = i * span + jnp.arange(span)
+        used = token < ends[:, None]  # [n, span]
+        k = k_pages[ids]  # [n, step, kv_heads, page_size, head_dim]
+        v = jnp.where(used.reshape(n, step, 1, page_size, 1), v_pages[ids], 0)  # 0 * NaN is NaN
+        s = jnp.einsum("nqhgd,nphsd->nhgqps", q, k, preferred_element_type=jnp.float32)
+        s = s.reshape(*s.shape[:4], span) * scale
+        seen = ((token <= at[..., None]) & used[:, None])[:, None, None]  # [n, 1, 1, queries, span]
+        s = jnp.where(seen, s, MASKED)
+        m_new = jnp.maximum(m, s.max(-1))
+        p = jnp.where(seen, jnp.exp(s - m_new[..., None]), 0.0)
+        alpha = jnp.exp(m - m_new)
+        pv = jnp.einsum("nhgqps,nphsd->nhgqd", p.reshape(*p.shape[:4], step, page_size).astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return m_new, total * alpha + p.sum(-1), acc * alpha[..., None] + pv
+
+    shape = (n, kv_heads, heads // kv_heads, queries)
+    start = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)
+    blocks = -(-pages // step) if pages else (jnp.max(ends) + span - 1) // span
+    _, total, acc = lax.fori_loop(0, blocks, body, start)
+    out = acc / jnp.maximum(total, 1e-30)[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(n, queries, heads, head_dim).astype(q.dtype)

@@ -1,0 +1,72 @@
+"""The XLA forms against the naive ones."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import reference, xla
+
+NUM_PAGES, WIDTH = 40, 7
+
+
+def cache(rng, kv_heads, page_size, head_dim, dtype):
+    shape = (NUM_PAGES, kv_heads, page_size, head_dim)
+    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+
+
+def poisoned(pages, tables, ends, page_size):
+    """NaN wherever no sequence has a token."""
+    used = np.zeros((NUM_PAGES, page_size), bool)
+    for table, end in zip(np.asarray(tables), np.asarray(ends), strict=True):
+        for token in range(end):
+            used[table[token // page_size], token % page_size] = True
+    return jnp.where(used[:, None, :, None], pages, jnp.nan)
+
+
+@pytest.mark.parametrize("pages", [0, WIDTH])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page_size"), [(4, 2, 64, 16), (6, 1, 24, 16), (3, 3, 32, 64)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decode_matches_reference(heads, kv_heads, head_dim, page_size, pages, dtype):
+    rng = np.random.default_rng(0)
+    lengths = jnp.array([0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size, WIDTH * page_size, 5], jnp.int32)
+    tables = jnp.asarray(rng.permutation(np.arange(1, NUM_PAGES))[None, :WIDTH] * np.ones((8, 1)), jnp.int32)  # shared pages
+    tables = tables.at[6].set(jnp.arange(20, 20 + WIDTH))
+    k, v = (poisoned(x, tables, lengths, page_size) for x in cache(rng, kv_heads, page_size, head_dim, dtype))
+    q = jnp.asarray(rng.normal(size=(8, heads, head_dim)), dtype)
+    args = (q, k, v, tables, lengths)
+    got = xla.paged_attention_decode(*args, scale=0.3, pages=pages)
+    clean = (q, *(jnp.nan_to_num(x) for x in (k, v)), tables, lengths)
+    want = reference.paged_attention_decode(*clean, scale=0.3)
+    np.testing.assert_allclose(got[1:], want[1:], atol=2e-6 if dtype == "float32" else 2e-2)
+    assert not np.any(np.asarray(got[0]))
+
+
+@pytest.mark.parametrize("pages", [0, WIDTH])
+@pytest.mark.parametrize(("tile", "page_size"), [(8, 16), (64, 16), (64, 64)])
+def test_prefill_matches_reference(tile, page_size, pages):
+    rng = np.random.default_rng(1)
+    k, v = cache(rng, 2, page_size, 32, "float32")
+    tables = jnp.asarray(np.stack([rng.permutation(np.arange(1, NUM_PAGES))[:WIDTH] for _ in range(4)]), jnp.int32)
+    positions = jnp.array([0, page_size - 1, 0, WIDTH * page_size - tile], jnp.int32)
+    lengths = jnp.array([tile, tile // 2, 0, tile], jnp.int32)
+    q = jnp.asarray(rng.normal(size=(4, tile, 6, 32)), jnp.float32)
+    run = (q, k, v, tables, positions, lengths)
+    got = np.asarray(xla.paged_attention_prefill(*run, scale=0.2, pages=pages))
+    want = np.asarray(reference.paged_attention_prefill(*run, scale=0.2))
+    for i, n in enumerate(np.asarray(lengths)):
+        np.testing.assert_allclose(got[i, :n], want[i, :n], atol=2e-6)
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_write_touches_its_own_tokens_only(dtype):
+    rng = np.random.default_rng(2)
+    k, v = cache(rng, 2, 16, 8, dtype)
+    new_k, new_v = (jnp.asarray(rng.normal(size=(5, 2, 8)), jnp.float32) for _ in range(2))
+    where = jnp.array([3, 3, 9, 1, 30], jnp.int32), jnp.array([0, 15, 4, 7, 2], jnp.int32)
+    for got, want in zip(*(partial(f.kv_write, k, v, new_k, new_v, *where)() for f in (xla, reference)), strict=True):
+        np.testing.assert_array_equal(got, want)
