@@ -1,0 +1,57 @@
+"""A request's tokens as they come, made into a CompletionOutput: text, stop strings, log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jengine.request import CompletionOutput, FinishReason, Logprob, SamplingParams
+from jengine.text.stop_strings import StopStrings
+from jengine.text.tokenizer import Tokenizer
+
+
+class CompletionBuilder:
+    """Grows `output` by one token at a time; each costs the same however long it has become."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.output = CompletionOutput()
+        self._tokenizer = tokenizer
+        self._params = params
+        self._detokenizer = tokenizer.detokenizer()
+        self._stops = StopStrings(tuple(params.stop))
+        if params.logprobs is not None:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+
+    def push(self, token: int, *, ends: bool) -> str | None:
+        """Takes a token; returns the stop string that it completes, if one. `ends`: a stop token, which has no text."""
+        self.output.token_ids.append(token)
+        if ends:
+            return None
+        delta = self._detokenizer.push(token)
+        if len(self.output.token_ids) <= self._params.min_tokens:
+            self.output.text += delta
+            return None
+        return self._emit(delta)
+
+    def push_logprobs(self, token: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> None:
+        """`top`: the likeliest tokens, as many as were asked for, likeliest first. The chosen one comes first, as in vLLM."""
+        assert self.output.logprobs is not None and self.output.cumulative_logprob is not None
+        self.output.cumulative_logprob += logprob
+        entry = {token: Logprob(logprob, rank, self._tokenizer.token_text(token))}
+        for i, (other, value) in enumerate(top, start=1):
+            entry.setdefault(other, Logprob(value, i, self._tokenizer.token_text(other)))
+        self.output.logprobs.append(entry)
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Ends the output: text held back comes out, unless a stop string ended it. Tells of one met only now."""
+        if not (reason == "stop" and isinstance(stop_reason, str)):
+            matched = self._emit(self._detokenizer.flush())
+            if matched is None:
+                self.output.text += self._stops.flush()
+            else:
+                reason, stop_reason = "stop", matched
+        self.output.finish_reason, self.output.stop_reason = reason, stop_reason
+
+    def _emit(self, delta: str) -> str | None:
+        text, matched = self._stops.push(delta)
+        self.output.text += text
+        return matched

@@ -1,0 +1,91 @@
+"""Token ids to text, token by token: each costs the same however long the output, and no delta ends in half a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from functools import cache
+from typing import Protocol
+
+MAX_HELD = 16  # tokens that may wait for the rest of a character; a character is at most 4 bytes
+
+
+class Detokenizer(Protocol):
+    """Incremental `decode(ids, skip_special_tokens=True)`: the deltas of all tokens and of `flush` join to its text."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; often empty."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end, an unfinished character as U+FFFD. Call once, last."""
+        ...
+
+
+class ByteLevelDetokenizer:
+    """For byte-level BPE (GPT-2, Llama 3, Qwen): every token is bytes, and UTF-8 decodes incrementally.
+
+    Exact for any ids: both this and the tokenizers library replace each maximal ill-formed part by one U+FFFD,
+    as the Unicode Standard recommends (section 3.9).
+    """
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._bytes_of(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any other decoder, where a token's text may depend on its neighbours (SentencePiece's, say).
+
+    Decodes a window again at each token: the tokens of the last delta, as context, and those that wait. The delta
+    is what the window's text has beyond the context's. This is the two-offset method of vLLM and TGI, with the wait
+    bounded. Exact for well-formed text; byte tokens that form no character become one U+FFFD each.
+    """
+
+    def __init__(self, shows: Callable[[int], bool], decode: Callable[[list[int]], str]) -> None:
+        self._shows, self._decode = shows, decode
+        self._context: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if not self._shows(token_id):
+            return ""
+        self._held.append(token_id)
+        delta = self._delta()
+        if len(self._held) < MAX_HELD and (not delta or delta.endswith("\ufffd")):
+            return ""
+        self._context, self._held = self._held, []
+        return delta
+
+    def flush(self) -> str:
+        return self._delta()
+
+    def _delta(self) -> str:
+        if not self._held:
+            return ""
+        context = self._decode(self._context)
+        text = self._decode(self._context + self._held)
+        # A broken character after the context spoils the byte run that they share; then the context must stay out.
+        return text.removeprefix(context) if text.startswith(context) else self._decode(self._held)
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes that a byte-level vocabulary writes as this token; a token not written so stands for itself."""
+    try:
+        return bytes(_byte_of_character()[c] for c in token)
+    except KeyError:
+        return token.encode()
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 bytes are themselves, the others take the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -1,0 +1,74 @@
+"""Finding stop strings in text that comes in pieces."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Node:
+    """A state of the automaton: the text read so far ends with this prefix of some stop, and with no longer one."""
+
+    depth: int  # characters of that prefix
+    next: dict[str, _Node] = field(default_factory=dict)
+    fail: _Node | None = None  # the longest proper suffix that is a prefix too; None at the root
+    stop: str | None = None  # the longest stop that ends here
+
+
+class StopStrings:
+    """Cuts a text at the first stop string that is completed, reading character by character.
+
+    So the answer does not depend on where the pieces were cut; of stops that end together the longest counts. Text is
+    held back only while it may still become a stop. One step of an Aho-Corasick automaton a character: a push costs
+    O(len(delta) + longest stop).
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._root = self._state = _automaton(stops)
+        self._held = ""
+        self._none = not stops
+
+    def push(self, delta: str) -> tuple[str, str | None]:
+        """Text that is safe to emit, and the stop that was met or None. After a stop, push no more."""
+        if self._none:
+            return delta, None
+        text, state = self._held + delta, self._state
+        for end, character in enumerate(delta, start=len(self._held) + 1):
+            while character not in state.next and state.fail is not None:
+                state = state.fail
+            state = state.next.get(character, self._root)
+            if state.stop is not None:
+                self._state, self._held = self._root, ""
+                return text[: end - len(state.stop)], state.stop
+        safe = len(text) - state.depth
+        self._state, self._held = state, text[safe:]
+        return text[:safe], None
+
+    def flush(self) -> str:
+        """The text held back, when the output has ended otherwise."""
+        held, self._held, self._state = self._held, "", self._root
+        return held
+
+
+def _automaton(stops: tuple[str, ...]) -> _Node:
+    """Aho and Corasick, "Efficient string matching", 1975."""
+    root = _Node(depth=0)
+    for stop in stops:
+        node = root
+        for character in stop:
+            node = node.next.setdefault(character, _Node(node.depth + 1))
+        node.stop = stop
+    nodes = deque(root.next.values())
+    for node in nodes:
+        node.fail = root
+    while nodes:
+        node = nodes.popleft()
+        for character, child in node.next.items():
+            fail = node.fail
+            while fail is not None and character not in fail.next:
+                fail = fail.fail
+            child.fail = fail.next[character] if fail is not None else root
+            child.stop = child.stop or child.fail.stop
+            nodes.append(child)
+    return root

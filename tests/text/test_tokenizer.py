@@ -1,0 +1,83 @@
+"""The tokenizer against transformers' own reading of the same folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from jengine.errors import ModelError
+from jengine.text.tokenizer import Tokenizer
+
+TEXTS = ["def fibonacci(n):", "  naïve 你好 🙂\n\ttab", "", " ", "</s> inside", "unseen: Ж ß \x00"]
+
+
+@pytest.mark.parametrize("folder", ["byte_level_folder", "byte_fallback_folder"])
+def test_agrees_with_transformers(folder: str, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(folder)
+    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+    assert (ours.vocab_size, ours.eos_token_id) == (len(theirs), theirs.eos_token_id)
+    assert {theirs.bos_token_id, theirs.eos_token_id} <= ours.special_ids
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text)
+        assert ids[0] == theirs.bos_token_id
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+        for skip in (True, False):
+            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+def test_text_of_one_token_shows_special_tokens(byte_level_folder: Path) -> None:
+    tokenizer = Tokenizer.load(byte_level_folder)
+    assert tokenizer.eos_token_id is not None
+    assert tokenizer.token_text(tokenizer.eos_token_id) == "</s>"
+    assert tokenizer.token_text(tokenizer.encode("def", add_special_tokens=False)[0]) in "def"
+    assert tokenizer.token_text(tokenizer.vocab_size) == "", "an id that only the model's padding has"
+
+
+def test_limits_of_the_file_do_not_cut_prompts(byte_level_folder: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(byte_level_folder)
+    tokenizer.backend.enable_truncation(3)
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.load(tmp_path).encode("one two three four five")) > 3
+
+
+@pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "special": True}])
+def test_end_of_sequence_is_read_from_either_file(byte_level_folder: Path, tmp_path: Path, eos: object) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((byte_level_folder / "tokenizer.json").read_bytes())
+    assert Tokenizer.load(tmp_path).eos_token_id is None
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": eos}))
+    assert Tokenizer.load(tmp_path).eos_token_id == 1
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>"}))
+    assert Tokenizer.load(tmp_path).eos_token_id == 0
+
+
+def test_older_files_go_through_transformers(byte_level_folder: Path, tmp_path: Path) -> None:
+    model = json.loads((byte_level_folder / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    older, newer = Tokenizer.load(tmp_path), Tokenizer.load(byte_level_folder)
+    assert older.encode("def naïve", add_special_tokens=False) == newer.encode("def naïve", add_special_tokens=False)
+    assert older.eos_token_id == 1
+
+
+def test_unreadable_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ModelError, match=r"tokenizer\.json: not a tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_loading_imports_neither_transformers_nor_jax(byte_level_folder: Path) -> None:
+    code = (
+        "import sys, pathlib; from jengine.text.tokenizer import Tokenizer; Tokenizer.load(pathlib.Path(sys.argv[1]));"
+        "sys.exit(bool({'transformers', 'jax'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(byte_level_folder)], check=True)
