@@ -1,0 +1,235 @@
+"""What the scheduler plans, refuses and promises, case by case."""
+
+from __future__ import annotations
+
+import pytest
+from strict_device import Loop, alone
+
+from jengine.errors import InvalidArgument
+from jengine.program_table import TrunkKey
+from jengine.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
+from jengine.scheduling.sequence import State
+
+NO_END = {"ignore_eos": True}
+
+
+def loop(**options):
+    defaults = {"max_model_len": 64, "tile_size": 8, "page_size": 4, "num_pages": 65, "max_num_seqs": 4, "max_num_batched_tokens": 36}
+    return Loop(**{**defaults, **options})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field", "limit"),
+    [
+        ([], {}, "prompt_token_ids", "at least 1"),
+        ([1] * 64, {}, "prompt_token_ids", "at most max_model_len - 1 = 63"),
+        ([1] * 30, {"max_tokens": None}, "max_tokens", "30 prompt tokens and up to 34 more need 16 pages of 4 tokens; the cache has 10"),
+        ([1] * 30, {"max_tokens": 12}, "max_tokens", "need 11 pages"),
+        ([1], {"stop_token_ids": list(range(1, MAX_STOP_TOKEN_IDS + 1))}, "stop_token_ids", "17 with end-of-sequence; at most 16"),
+    ],
+)
+def test_refuses_what_can_never_run(prompt, params, field, limit):
+    small = loop(num_pages=11)
+    with pytest.raises(InvalidArgument) as refusal:
+        small.add(prompt, **params)
+    assert refusal.value.field == field and limit in str(refusal.value)
+    assert not small.scheduler.has_work
+
+
+def test_an_id_is_refused_while_its_request_lives():
+    one = loop()
+    first = one.add([1, 2], max_tokens=2)
+    with pytest.raises(InvalidArgument, match="not finished"):
+        one.scheduler.add(first.request, seed=1, eos_token_ids=())
+    one.drain(overlap=False)
+    one.scheduler.add(first.request, seed=1, eos_token_ids=())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_longest_request_that_is_accepted_fills_the_pool_alone(overlap):
+    """40 tokens and one that is never an input: 10 pages. It is never preempted, whoever waits behind it."""
+    full = loop(num_pages=11)
+    first = full.add([1] * 30, max_tokens=11, **NO_END)
+    second = full.add([2] * 30, max_tokens=11, **NO_END)
+    full.drain(overlap)
+    assert full.exhausted
+    assert first.num_preemptions == 0 and len(first.output_token_ids) == len(second.output_token_ids) == 11
+
+
+def test_max_tokens_is_cut_to_the_models_length():
+    one = loop()
+    sequence = one.add([1] * 60, max_tokens=100, **NO_END)
+    one.drain(overlap=True)
+    assert len(sequence.output_token_ids) == 4 and sequence.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("eos", "params", "reason", "stop_reason"),
+    [
+        ((), {"stop_token_ids": [7]}, "stop", 7),
+        ((6, 7), {}, "stop", None),
+        ((7,), {"stop_token_ids": [7]}, "stop", None),
+        ((7,), {"stop_token_ids": [7], **NO_END}, "stop", 7),
+        ((7,), NO_END, None, None),
+    ],
+)
+def test_a_stop_token_is_named_and_end_of_sequence_is_not(eos, params, reason, stop_reason):
+    scheduler = loop().scheduler
+    request = Request(request_id="r", prompt_token_ids=[1, 2, 3], params=SamplingParams(**params))
+    sequence = scheduler.add(request, seed=0, eos_token_ids=eos)
+    plan = scheduler.schedule()
+    assert set(plan.resets[0].stop_token_ids) == {*eos, *request.params.stop_token_ids}
+    scheduler.collect(plan, [7] * plan.sampler.rows)
+    assert sequence.output_token_ids == [7]
+    assert (sequence.finish_reason, sequence.stop_reason) == (reason, stop_reason)
+
+
+def test_a_late_token_is_dropped():
+    one = loop()
+    sequence = one.add([1, 2, 3], max_tokens=30, **NO_END)
+    one.step(overlap=True)
+    one.step(overlap=True)
+    assert sequence.in_flight == 1 and len(sequence.output_token_ids) == 1
+    one.abort(sequence)
+    assert one.scheduler.pool.free == one.scheduler.pool.capacity
+    one.step(overlap=True)
+    assert sequence.in_flight == 0 and len(sequence.output_token_ids) == 1
+
+
+def test_a_stop_string_overrides_the_length_it_ends_with():
+    one = loop()
+    sequence = one.add([1, 2, 3], max_tokens=1, **NO_END)
+    one.step(overlap=False)
+    assert sequence.finish_reason == "length"
+    one.stop_at_string(sequence)
+    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", "text")
+
+
+def test_no_row_beyond_max_tokens_with_overlap():
+    one = loop()
+    one.add([1, 2, 3], max_tokens=3, **NO_END)
+    assert [one.step(overlap=True) for _ in range(4)] == [True, True, True, False]
+
+
+def test_prompts_are_prefilled_in_chunks_beside_decode_rows():
+    mixed = loop(max_num_batched_tokens=4 + 16)
+    mixed.add([1] * 4, max_tokens=20, **NO_END)
+    mixed.step(overlap=False)
+    mixed.add([2] * 37, max_tokens=4, **NO_END)
+    seen = []
+    for _ in range(4):
+        plan = mixed.scheduler.schedule()
+        seen.append((len(plan.row_slots), [(tile.position, len(tile.token_ids), tile.samples) for tile in plan.tiles], len(plan.sampled)))
+        mixed.scheduler.collect(plan, mixed.device.run(plan))
+    assert seen == [
+        (1, [(0, 8, False), (8, 8, False)], 1),
+        (1, [(16, 8, False), (24, 8, False)], 1),
+        (1, [(32, 5, True)], 2),
+        (2, [], 2),
+    ]
+
+
+def test_the_tile_bucket_is_chosen_by_cost():
+    """Five tiles pending: eight places cost twice as much as four, so four run; at equal cost, all five."""
+    for eight, tiles in [(2.0, 4), (1.0, 5)]:
+        one = loop(max_num_batched_tokens=8 * 8 + 4)
+        one.scheduler.costs.measured.update({TrunkKey(8, 1): 1.0, TrunkKey(8, 2): 1.0, TrunkKey(8, 4): 1.0, TrunkKey(8, 8): eight})
+        one.add([1] * 39)
+        assert len(one.scheduler.schedule().tiles) == tiles
+
+
+@pytest.mark.parametrize(("params", "variant"), [({"temperature": 0.0}, "greedy"), ({"temperature": 1.0}, "sample"), ({"top_k": 3}, "full")])
+def test_the_sampler_is_the_costliest_that_a_sampled_sequence_needs(params, variant):
+    """32 tokens are more than a step's tiles: while the prompt is under way, its own variant is not needed."""
+    one = loop(max_num_batched_tokens=20)
+    one.add([1] * 3, temperature=0.0, **NO_END)
+    one.step(overlap=False)
+    one.add([2] * 32, max_tokens=1, **params)
+    variants = []
+    for _ in range(3):
+        plan = one.scheduler.schedule()
+        variants.append(plan.sampler.variant)
+        one.scheduler.collect(plan, one.device.run(plan))
+    assert variants == ["greedy", variant, "greedy"]
+
+
+def test_pages_of_the_program_cover_the_longest_sequence():
+    one = loop(page_buckets=(2, 4, 16))
+    one.add([1] * 7, max_tokens=30, **NO_END)
+    pages = []
+    for _ in range(12):
+        plan = one.scheduler.schedule()
+        pages.append(plan.trunk.pages)
+        one.scheduler.collect(plan, one.device.run(plan))
+    assert pages == [2] * 2 + [4] * 8 + [16] * 2  # 7 prompt tokens, then one more each step: 2 pages hold 8, 4 hold 16
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_fcfs_admits_in_order_and_starves_nobody(overlap):
+    """A request that needs nearly the whole pool, amid an endless stream of small ones."""
+    crowd = loop(num_pages=17)
+    for _ in range(6):
+        crowd.add([1, 2, 3], max_tokens=9, **NO_END)
+    large = crowd.add([5] * 50, max_tokens=10, **NO_END)
+    for _ in range(200):
+        crowd.add([1, 2, 3], max_tokens=9, **NO_END)
+        crowd.step(overlap)
+        if large.finish_reason:
+            break
+    assert large.finish_reason == "length"
+    first = list(dict.fromkeys(crowd.admitted))
+    assert first == sorted(first)
+    crowd.drain(overlap)
+
+
+def test_priority_decides_who_is_admitted():
+    one = loop(max_num_seqs=1, policy="priority")
+    for priority in (2, 0, 1, 0, 2):
+        one.add([1] * 20, priority, max_tokens=5, **NO_END)
+    one.drain(overlap=True)
+    assert one.admitted == [1, 3, 2, 0, 4]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("policy", "victim"), [("fcfs", 2), ("priority", 0)])
+def test_the_last_under_the_policy_is_preempted_and_resumes_first(policy, victim, overlap):
+    one = loop(num_pages=1 + 18, policy=policy)
+    for priority in (2, 0, 1):
+        one.add([1] * 8, priority, max_tokens=30, **NO_END)
+    while not one.scheduler.num_preemptions:
+        assert one.step(overlap)
+    assert [s.num_preemptions for s in one.sequences] == [int(i == victim) for i in range(3)]
+    assert one.sequences[victim].state is State.WAITING
+    newcomer = one.add([1], 2, max_tokens=1)
+    one.drain(overlap)
+    assert one.exhausted
+    assert one.admitted[3:].index(victim) < one.admitted[3:].index(newcomer.seed)
+
+
+def test_a_preempted_sequence_keeps_the_token_in_flight():
+    """It is read after the preemption, counts, and is computed again with the others, not sampled again."""
+    one = loop(num_pages=1 + 16)
+    for token in (1, 2):
+        one.add([token] * 16, max_tokens=33, **NO_END)
+    last = one.sequences[1]
+    while last.state is not State.WAITING or not last.num_preemptions:
+        known = len(last.output_token_ids)
+        one.step(overlap=True)
+    assert one.exhausted and len(last.output_token_ids) == known + 1
+    one.drain(overlap=True)
+    assert last.output_token_ids == alone(last.request, last.seed, one.max_model_len)[0]
+
+
+def test_admission_leaves_a_page_for_each_running_sequence():
+    one = loop(num_pages=1 + 9)
+    for token, length in [(1, 15), (2, 15), (3, 4)]:
+        one.add([token] * length, max_tokens=4, **NO_END)
+    one.step(overlap=False)
+    assert one.scheduler.num_running == 2 and one.scheduler.pool.free == 1
+    one.drain(overlap=False)
+    assert one.scheduler.num_preemptions == 1  # both running ones grow by a page, and there was one
+
+
+def test_aborting_what_is_unknown_does_nothing():
+    one = loop()
+    assert one.scheduler.abort("nobody") is None

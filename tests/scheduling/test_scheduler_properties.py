@@ -1,0 +1,110 @@
+"""Random arrivals, aborts, priorities, stops and overlap, on pools small enough to run out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from strict_device import VOCAB, Loop
+
+from jengine.scheduling.costs import StepCosts
+
+
+def random_costs(seed: int) -> StepCosts:
+    """Costs without sense: they may change how long things take, never what comes out."""
+
+    class Drawn(dict):  # type: ignore[type-arg]
+        def get(self, key: object, default: object = None) -> float:
+            return random.Random(f"{seed} {key}").uniform(0.1, 10.0)
+
+    return StepCosts(measured=Drawn())
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        page_size=st.sampled_from([1, 2, 3, 4, 8]),
+        tile_size=st.sampled_from([1, 2, 4, 8]),
+        max_num_seqs=st.integers(1, 10),
+        more_tokens=st.integers(0, 16),
+        max_model_len=st.integers(2, 40),
+        more_pages=st.integers(0, 6),
+        bucketed=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        costs=st.none() | st.integers(0, 9),
+    )
+    def start(self, page_size, tile_size, max_num_seqs, more_tokens, max_model_len, more_pages, bucketed, policy, costs):
+        pages = -(-max_model_len // page_size)  # of the longest sequence
+        self.loop = Loop(
+            max_model_len=max_model_len,
+            tile_size=tile_size,
+            page_size=page_size,
+            num_pages=1 + pages + more_pages,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + tile_size + more_tokens,
+            page_buckets=tuple(sorted({1, (pages + 1) // 2, pages})) if bucketed else (0,),
+            policy=policy,
+            costs=None if costs is None else random_costs(costs),
+        )
+
+    @rule(data=st.data(), priority=st.integers(-1, 1), ignore_eos=st.booleans(), stops=st.lists(st.integers(0, VOCAB - 1), max_size=3))
+    def add(self, data, priority, ignore_eos, stops):
+        prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=self.loop.max_model_len - 1))
+        max_tokens = data.draw(st.none() | st.integers(1, 30))
+        min_tokens = data.draw(st.integers(0, min(3, max_tokens or 3)))
+        self.loop.add(prompt, priority, max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, stop_token_ids=stops)
+
+    @rule(overlap=st.booleans(), steps=st.integers(1, 8))
+    def step(self, overlap, steps):
+        for _ in range(steps):
+            self.loop.step(overlap)
+
+    @precondition(lambda self: self.loop.sequences)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.loop.abort(data.draw(st.sampled_from(self.loop.sequences)))
+
+    @precondition(lambda self: any(s.output_token_ids for s in self.loop.sequences if s.finish_reason is None))
+    @rule(data=st.data())
+    def stop_at_string(self, data):
+        running = [s for s in self.loop.sequences if s.output_token_ids and s.finish_reason is None]
+        self.loop.stop_at_string(data.draw(st.sampled_from(running)))
+
+    @precondition(lambda self: self.loop.sequences)
+    @rule(overlap=st.booleans())
+    def drain(self, overlap):
+        self.loop.drain(overlap)
+
+    @invariant()
+    def integrity(self):
+        if hasattr(self, "loop"):
+            self.loop.check()
+
+    def teardown(self):
+        if hasattr(self, "loop"):
+            self.loop.drain(overlap=True)
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
+TestScheduler = SchedulerMachine.TestCase
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pool_that_runs_out_changes_no_output(policy, overlap, seed):
+    """Two sequences of full length fill the pool; six want to run."""
+    draw = random.Random(seed)
+    loop = Loop(
+        max_model_len=48, tile_size=8, page_size=4, num_pages=1 + 24, max_num_seqs=6, max_num_batched_tokens=22, policy=policy
+    )
+    for _ in range(40):
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 24))]
+        loop.add(prompt, draw.randint(0, 2), max_tokens=draw.randint(1, 40), ignore_eos=draw.random() < 0.7)
+        for _ in range(draw.randint(0, 3)):
+            loop.step(overlap)
+    loop.drain(overlap)
+    assert loop.exhausted
+    assert loop.scheduler.num_preemptions == sum(s.num_preemptions for s in loop.sequences) > 3
