@@ -30,18 +30,23 @@ class ExecutionSpec:
     """A model, its cache and its table on a mesh: what programs are made from. No arrays.
 
     Attributes:
+        max_model_len: tokens a sequence may have.
         max_slots: sequences running at once; the null slot comes on top.
-        table_width: pages a sequence may have.
         num_pages: pages of the cache, the null page included.
     """
 
     model: Model
     mesh: Mesh
     table: ProgramTable
+    max_model_len: int
     max_slots: int
     page_size: int
-    table_width: int
     num_pages: int
+
+    @property
+    def table_width(self) -> int:
+        """Pages a sequence may have."""
+        return -(-self.max_model_len // self.page_size)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -85,11 +90,10 @@ class ExecutionSpec:
         return {
             "model": dataclasses.asdict(self.model.config),
             "dtype": str(np.dtype(self.model.dtype)),
-            "max_model_len": self.model.max_model_len,
+            "max_model_len": self.max_model_len,
             "table": dataclasses.asdict(self.table),
             "max_slots": self.max_slots,
             "page_size": self.page_size,
-            "table_width": self.table_width,
             "num_pages": self.num_pages,
             "mesh": {name: int(size) for name, size in self.mesh.shape.items()},
             "platform": device.platform,

@@ -71,8 +71,8 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self._live)
 
-    def add(self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...]) -> Sequence:
-        """Queues a request. max_tokens beyond max_model_len is cut to what fits, as vLLM does.
+    def check(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
+        """Refuses what can never be answered.
 
         Raises:
             InvalidArgument: the id is in use, the prompt is empty or leaves no room for a token, there are too many stop
@@ -86,11 +86,10 @@ class Scheduler:
         if len(prompt) >= self.max_model_len:
             limit = f"{len(prompt)} tokens; at most max_model_len - 1 = {self.max_model_len - 1}, so that one can be generated"
             raise InvalidArgument("prompt_token_ids", prompt, limit)
-        suppressed = tuple(dict.fromkeys((*params.stop_token_ids, *eos_token_ids)))
-        if len(suppressed) > MAX_STOP_TOKEN_IDS:
-            limit = f"{len(suppressed)} with end-of-sequence; at most {MAX_STOP_TOKEN_IDS}"
-            raise InvalidArgument("stop_token_ids", params.stop_token_ids, limit)
-        max_len = self.max_model_len if params.max_tokens is None else min(len(prompt) + params.max_tokens, self.max_model_len)
+        stops = len({*params.stop_token_ids, *eos_token_ids})
+        if stops > MAX_STOP_TOKEN_IDS:
+            raise InvalidArgument("stop_token_ids", params.stop_token_ids, f"{stops} with end-of-sequence; at most {MAX_STOP_TOKEN_IDS}")
+        max_len = self._max_len(request)
         # The last token is never an input, so its keys and values are never written.
         pages = self._pages(max_len - 1)
         if pages > self.pool.capacity:
@@ -99,15 +98,25 @@ class Scheduler:
                 f"the cache has {self.pool.capacity}"
             )
             raise InvalidArgument("max_tokens", params.max_tokens, limit)
+
+    def add(self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...]) -> Sequence:
+        """Queues a request. max_tokens beyond max_model_len is cut to what fits, as vLLM does.
+
+        Raises:
+            InvalidArgument: as `check`; nothing has been queued then.
+        """
+        self.check(request, eos_token_ids)
+        params = request.params
+        suppressed = tuple(dict.fromkeys((*params.stop_token_ids, *eos_token_ids)))
         sequence = Sequence(
             request=request,
             seed=seed,
             order=order_of(self.policy, request, self._arrivals),
-            max_len=max_len,
+            max_len=self._max_len(request),
             eos_token_ids=eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else suppressed),
             suppressed_token_ids=suppressed,
-            tokens=list(prompt),
+            tokens=list(request.prompt_token_ids),
         )
         self._arrivals += 1
         self._live[request.request_id] = sequence
@@ -215,6 +224,11 @@ class Scheduler:
         assert all(s.state in (State.PREFILLING, State.DECODING) for s in running), "a running sequence neither prefills nor decodes"
         assert {*running, *waiting} == {*self._live.values()}, "a request is lost"
         assert len(running) + len(waiting) == len(self._live), "a request is in two places"
+
+    def _max_len(self, request: Request) -> int:
+        """Tokens, prompt and output together, at which the request ends."""
+        most = request.params.max_tokens
+        return self.max_model_len if most is None else min(len(request.prompt_token_ids) + most, self.max_model_len)
 
     def _pages(self, tokens: int) -> int:
         """Pages that hold this many tokens."""

@@ -1,0 +1,174 @@
+"""The offline face: a model as a library import."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from tqdm.auto import tqdm
+
+from jengine.config import EngineConfig
+from jengine.engine import Engine, TokenUpdate
+from jengine.errors import InvalidArgument
+from jengine.request import Request, RequestOutput, SamplingParams
+from jengine.text.completion import CompletionBuilder
+from jengine.text.tokenizer import Tokenizer
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenized already."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | list[int] | TokensPrompt
+
+
+class LLM:
+    """A model, loaded and compiled, ready for prompts.
+
+    Args:
+        model: `demo`, a folder in Hugging Face's layout, or a hub id.
+        progress: show bars while loading and compiling.
+        options: fields of EngineConfig.
+
+    Raises:
+        InvalidArgument: an unknown option, or a value out of range.
+        ModelError: the model cannot be read, or is not supported.
+        OutOfMemory: the device is too small.
+
+    Example:
+        >>> llm = LLM("demo")
+        >>> llm.generate("def fib(n):", SamplingParams(temperature=0.0))[0].outputs[0].text
+    """
+
+    def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
+        config = EngineConfig.of(str(model), options)
+        self.engine = Engine(config, progress=progress)
+        started = time.perf_counter()
+        self.tokenizer = Tokenizer.load(self.engine.folder if config.tokenizer is None else Path(config.tokenizer))
+        self.engine.start_seconds["tokenizer"] = time.perf_counter() - started
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; results in the order of the prompts.
+
+        Args:
+            prompts: text, token ids, {"prompt_token_ids": ids}, or a list of such.
+            sampling_params: one for all prompts, or one each; None is SamplingParams().
+
+        Raises:
+            InvalidArgument: a prompt or parameter that can never be answered. Nothing has been run then.
+        """
+        listed = _listed(prompts)
+        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params or SamplingParams()] * len(listed)
+        if len(params) != len(listed):
+            raise InvalidArgument("sampling_params", len(params), f"must be one, or as many as prompts ({len(listed)})")
+        requests = [self._request(prompt, p) for prompt, p in zip(listed, params, strict=True)]
+        for request in requests:
+            self.engine.check(request)
+        done: dict[str, RequestOutput] = {}
+        with tqdm(total=len(requests), desc="generating", unit="request", disable=not use_tqdm, leave=False) as bar:
+            tokens, start = 0, time.perf_counter()
+            for output in self._run(requests):
+                if output.finished:
+                    done[output.request_id] = output
+                    tokens += len(output.outputs[0].token_ids)
+                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
+                    bar.update()
+        return [done[request.request_id] for request in requests]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding the same output object, grown, after each token.
+
+        Closing the iterator early aborts the request.
+
+        Raises:
+            InvalidArgument: at the call, if the prompt or a parameter can never be answered.
+        """
+        request = self._request(prompt, sampling_params or SamplingParams())
+        self.engine.check(request)
+        return self._run([request])
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What the start took, in seconds and compilations, and what has been compiled since (always 0, or it is a bug)."""
+        return {
+            "programs_compiled": self.engine.programs.compiled,
+            "programs_loaded": self.engine.programs.loaded,
+            "compiles_since_start": self.engine.compiles_since_start,
+            "start_seconds": dict(self.engine.start_seconds),
+            "preemptions": self.engine.scheduler.num_preemptions,
+        }
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise InvalidArgument("sampling_params", params, "must be a SamplingParams")
+        text = None
+        if isinstance(prompt, str):
+            text, ids = prompt, self.tokenizer.encode(prompt) if prompt else []
+        elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
+            ids = list(prompt["prompt_token_ids"])
+        elif isinstance(prompt, list):
+            ids = list(prompt)
+        else:
+            raise InvalidArgument("prompt", prompt, 'must be text, a list of token ids, or {"prompt_token_ids": [...]}')
+        if not ids:
+            raise InvalidArgument("prompt", prompt, "must not be empty")
+        return Request(request_id=str(next(self._ids)), prompt=text, prompt_token_ids=ids, params=params, arrival=time.monotonic())
+
+    def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        """Outputs as they grow, until all have ended or the caller stops listening."""
+        live: dict[str, tuple[RequestOutput, CompletionBuilder]] = {}
+        try:
+            for request in requests:
+                builder = CompletionBuilder(self.tokenizer, request.params)
+                output = RequestOutput(
+                    request_id=request.request_id, prompt=request.prompt, prompt_token_ids=request.prompt_token_ids, outputs=[builder.output]
+                )
+                live[request.request_id] = output, builder
+                self.engine.add(request)
+            while live:
+                for update in self.engine.step():
+                    request_id = update.sequence.request_id
+                    if request_id in live:
+                        output, builder = live[request_id]
+                        output.finished = self._grow(builder, update)
+                        if output.finished:
+                            del live[request_id]
+                        yield output
+        finally:
+            for request_id in live:
+                self.engine.abort(request_id)
+            while self.engine.has_work:  # steps that were dispatched are read, so that the next call starts clean
+                self.engine.step()
+
+    def _grow(self, builder: CompletionBuilder, update: TokenUpdate) -> bool:
+        """Gives a token to its output; returns whether that ended it."""
+        sequence = update.sequence
+        if sequence.request.params.logprobs is not None:
+            builder.push_logprobs(update.token, update.logprob, update.rank, update.top)
+        matched = builder.push(update.token, ends=sequence.finish_reason == "stop")
+        if matched is not None:
+            self.engine.finish(sequence, "stop", matched)
+        if sequence.finish_reason is None:
+            return False
+        builder.finish(sequence.finish_reason, sequence.stop_reason)
+        return True
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list: a list of whole numbers is one prompt."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    items = list(prompts)
+    return [items] if items and all(isinstance(item, int) for item in items) else items  # type: ignore[list-item]
