@@ -169,7 +169,7 @@ def model_config(hf: dict[str, Any], file: object = "config.json") -> ModelConfi
     """A ModelConfig from the content of a Hugging Face config.json of a Llama-like family.
 
     Raises:
-        ModelError: a field is missing, of the wrong type, or contradicts another.
+        ModelError: a field is missing, wrong, contradicts another, or asks for what is not supported.
     """
     try:
         heads = int(hf["num_attention_heads"])
@@ -198,15 +198,28 @@ def model_config(hf: dict[str, Any], file: object = "config.json") -> ModelConfi
         )
     except KeyError as missing:
         raise ModelError(f"field {missing} is missing", file=file) from None
-    except (TypeError, ValueError) as wrong:
-        raise ModelError(f"a field has the wrong type: {wrong}", file=file) from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as wrong:
+        raise ModelError(f"a field has the wrong type or value: {wrong}", file=file) from None
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position"):
+        if getattr(config, name) < 1:
+            raise ModelError(f"{name}={getattr(config, name)} must be at least 1", file=file)
     if config.num_heads % config.num_kv_heads:
         raise ModelError(f"num_attention_heads={config.num_heads} is no multiple of num_key_value_heads={config.num_kv_heads}", file=file)
+    if config.head_dim % 2:
+        raise ModelError(f"head_dim={config.head_dim} must be even, for rotary embedding", file=file)
+    unsupported = {
+        "use_sliding_window": bool(hf.get("use_sliding_window")),
+        "quantization_config": hf.get("quantization_config") is not None,
+        "partial_rotary_factor": (rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0) != 1.0,
+    }
+    for name, present in unsupported.items():
+        if present:
+            raise ModelError(f"{name} is not supported", file=file)
     return config
 
 
 def _rope_scaling(rope: dict[str, Any], max_position: int, file: object) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind: Any = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind not in ("linear", "dynamic", "llama3", "yarn"):

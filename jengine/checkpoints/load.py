@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from tqdm.auto import tqdm
 
 from jengine.checkpoints.safetensors import Tensor, read_tensors
-from jengine.errors import ModelError
-from jengine.models import Model
+from jengine.errors import ModelError, OutOfMemory
+from jengine.models import Model, Params
 from jengine.models.layers import Piece
 from jengine.parallel.mesh import shardings
 
 
-def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Any:
+def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
     """The parameters of `model`: a tree like model.params, of arrays placed by their logical axes.
 
     Host memory beyond what the device holds peaks at the largest parameter.
@@ -27,19 +26,26 @@ def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Any:
 
     Raises:
         ModelError: a file is missing, truncated or corrupt; a tensor is missing, unknown or of the wrong shape.
+        OutOfMemory: the device cannot hold the weights.
     """
     tensors = read_tensors(path)
-    abstract, tree = jax.tree.flatten(model.params)
-    sources: list[tuple[Piece, ...]] = tree.flatten_up_to(model.sources)
-    _check(path, tensors, [piece for source in sources for piece in source], model.config.tie_embeddings)
-    total = sum(a.size * a.dtype.itemsize for a in abstract)
-    arrays = []
+    pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
+    _check(path, tensors, pieces, model.config.tie_embeddings)
+    total = sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(model.params))
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=not progress) as bar:
-        for target, source, sharding in zip(abstract, sources, jax.tree.leaves(shardings(mesh, model.axes)), strict=True):
-            # waiting frees the host's copy; may_alias=False keeps arrays off the memory map
-            arrays.append(jax.device_put(_assemble(target, source, tensors), sharding, may_alias=False).block_until_ready())
-            bar.update(target.size * target.dtype.itemsize)
-    return jax.tree.unflatten(tree, arrays)
+
+        def place(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], sharding: NamedSharding) -> jax.Array:
+            # may_alias=False keeps arrays off the memory map; waiting frees the host's copy
+            array: jax.Array = jax.device_put(_assemble(target, source, tensors), sharding, may_alias=False).block_until_ready()
+            bar.update(array.nbytes)
+            return array
+
+        try:
+            return jax.tree.map(place, model.params, model.sources, shardings(mesh, model.axes))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise OutOfMemory(f"the device cannot hold the weights, {total} bytes as {model.dtype}") from error
 
 
 def _assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:

@@ -18,6 +18,7 @@ from jengine.models.layers import ACTIVATIONS
 from jengine.models.llama import Llama
 from jengine.models.qwen3 import Qwen3
 
+Params = Any  # nested dicts of arrays, as `Model.params` describes them
 FAMILIES: dict[str, type[Llama]] = {"llama": Llama, "qwen3": Qwen3}
 
 
@@ -33,12 +34,12 @@ class Model:
 
     config: ModelConfig
     dtype: jnp.dtype
-    params: Any
+    params: Params
     axes: Any
     sources: Any
     graph: nnx.GraphDef[Llama] = field(repr=False)
 
-    def bind(self, params: Any) -> Llama:
+    def bind(self, params: Params) -> Llama:
         """The module over these parameters, inside a traced function or outside."""
         return nnx.merge(self.graph, params)
 

@@ -1,0 +1,77 @@
+"""A model's declaration: what build returns before there are any weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jengine.config import model_config
+from jengine.errors import ModelError
+from jengine.models import build
+from jengine.models.layers import Piece
+from tests.golden.weights import VARIANTS, tensor_shapes
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_checkpoint_tensor_is_declared_once_and_fills_its_parameter(variant: str) -> None:
+    model = build(model_config(VARIANTS[variant]), "float32", 64)
+    pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
+    assert sorted((p.name, p.shape) for p in pieces) == sorted(tensor_shapes(VARIANTS[variant]).items())
+
+    def check(target: jax.ShapeDtypeStruct, axes: tuple[str | None, ...], source: tuple[Piece, ...]) -> None:
+        filled = np.zeros(target.shape, int)
+        for piece in source:
+            assert filled[piece.part].size == math.prod(piece.shape)
+            filled[piece.part] += 1
+        assert (filled == 1).all()
+        assert len(axes) == len(target.shape)
+
+    jax.tree.map(check, model.params, model.axes, model.sources)
+
+
+def test_fused_shapes_and_axes() -> None:
+    model = build(model_config(VARIANTS["qwen3_tied"]), "bfloat16", 64)  # 8 heads, 2 kv heads, head_dim 24
+    layer, axes = model.params["layers"][1], model.axes["layers"][1]
+    assert layer["attention"]["qkv"] == jax.ShapeDtypeStruct((2, (4 + 2) * 24, 64), jnp.bfloat16)
+    assert layer["attention"]["o"].shape == (64, 8 * 24)
+    assert layer["mlp"]["gate_up"].shape == (2, 112, 64)
+    assert layer["mlp"]["down"].shape == (64, 112)
+    assert model.params["embed"].shape == (96, 64)
+    assert "lm_head" not in model.params
+    assert axes["attention"]["qkv"] == ("kv_heads", None, None)
+    assert axes["attention"]["o"] == (None, "heads")
+    assert axes["mlp"]["gate_up"] == (None, "ffn", None)
+    assert model.axes["embed"] == ("vocab", None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
+    model = build(model_config(VARIANTS["qwen3_untied"]), dtype, 64)
+    seen = []
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float) -> jax.Array:
+        seen.append((layer, q.shape, k.shape, v.shape, scale))
+        return q
+
+    def run(params, tokens):
+        module = model.bind(params)
+        hidden = module.hidden(tokens, tokens, attend)
+        return hidden, module.logits(hidden)
+
+    program = jax.make_jaxpr(run)(model.params, jax.ShapeDtypeStruct((5,), jnp.int32))
+    assert [(a.shape, a.dtype) for a in program.out_avals] == [((5, 64), dtype), ((5, 96), "float32")]
+    assert seen == [(layer, (5, 8, 24), (5, 2, 24), (5, 2, 24), 24**-0.5) for layer in range(2)]
+    assert sum(np.size(constant) for constant in program.consts) <= 12  # no more than one frequency a pair of channels
+
+
+def test_unsupported_models_are_named() -> None:
+    config = model_config(VARIANTS["llama_mha"])
+    with pytest.raises(ModelError, match=r"model_type 'gpt2' is not supported; llama, qwen3 are"):
+        build(dataclasses.replace(config, family="gpt2"), "float32", 64)
+    with pytest.raises(ModelError, match=r"hidden_act 'relu6' is not supported; silu is"):
+        build(dataclasses.replace(config, activation="relu6"), "float32", 64)

@@ -1,0 +1,84 @@
+"""Models against transformers, with attention at its plainest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jengine.checkpoints import load, read_config
+from jengine.models import Params, build
+from jengine.models.layers import Attend
+from jengine.parallel.mesh import make_mesh
+from tests.golden.weights import VARIANTS, Golden, max_model_len, write_model
+
+ROOT = Path(__file__).parent.parent.parent
+TOLERANCE = 1e-4
+
+
+def dense_causal(sequence: jax.Array, positions: jax.Array) -> Attend:
+    """Attention of many sequences on one token axis: a token sees its own sequence up to itself."""
+    visible = (sequence[:, None] == sequence) & (positions[:, None] >= positions)
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float) -> jax.Array:
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        scores = jnp.where(visible, jnp.einsum("qhd,khd->hqk", q, k) * scale, -jnp.inf)
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v)
+
+    return attend
+
+
+def differences(variant: str, folder: Path, tensor_parallel_size: int = 1) -> list[float]:
+    """How far logits are from the recorded ones at most, for each prompt; checks the greedy tokens as well."""
+    golden, mesh = Golden.read(variant), make_mesh(tensor_parallel_size)
+    write_model(folder, variant)
+    model = build(read_config(folder), "float32", max_model_len(variant))
+    params = load(folder, model, mesh, progress=False)
+    texts = [np.concatenate([case.prompt, case.tokens[:-1]]) for case in golden.cases]
+    sequence = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
+    positions = np.concatenate([np.arange(len(text)) for text in texts])
+
+    @jax.jit
+    def run(params: Params, tokens: jax.Array, positions: jax.Array, sequence: jax.Array) -> jax.Array:
+        module = model.bind(params)
+        return module.logits(module.hidden(tokens, positions, dense_causal(sequence, positions)))
+
+    logits = np.asarray(run(params, np.concatenate(texts), positions, sequence))
+    assert logits.dtype == np.float32
+    out = []
+    for i, case in enumerate(golden.cases):
+        mine, last = logits[sequence == i], len(case.prompt) - 1
+        assert mine[last:].argmax(1).tolist() == case.tokens.tolist()
+        out.append(float(np.abs(mine[last:] - case.logits).max()))
+        if case.everywhere is not None:
+            out.append(float(np.abs(mine[: last + 1] - case.everywhere).max()))
+    return out
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_match_transformers(variant: str, tmp_path: Path) -> None:
+    assert max(differences(variant, tmp_path)) < TOLERANCE
+
+
+def test_sharded_over_two_devices(tmp_path: Path) -> None:
+    """In a process of its own: the number of a CPU's devices is fixed when JAX starts."""
+    code = "import sys, pathlib; from tests.models.test_golden import differences; "
+    code += "print(max(differences('llama_attention_bias', pathlib.Path(sys.argv[1]), 2)))"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    run = subprocess.run([sys.executable, "-c", code, tmp_path], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < TOLERANCE
+
+
+def test_goldens_are_what_they_claim() -> None:
+    for variant in VARIANTS:
+        golden = Golden.read(variant)
+        assert golden.config == VARIANTS[variant], f"{variant} has changed since it was recorded"
+        assert golden.smallest_margin > 1e-3
+        assert sum(case.everywhere is not None for case in golden.cases) >= 1

@@ -1,0 +1,46 @@
+"""Rotary frequencies; their formulas are held against transformers by test_golden.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jengine.config import ModelConfig, model_config
+from jengine.models.rope import rope, rotate
+from tests.golden.weights import VARIANTS
+
+
+def config(variant: str) -> ModelConfig:
+    return model_config(VARIANTS[variant])
+
+
+def test_default_frequencies() -> None:
+    found = rope(config("llama_mha"), 256)
+    assert found.frequencies == pytest.approx([10000 ** (-i / 16) for i in range(0, 16, 2)])
+    assert found.magnitude == 1.0
+
+
+def test_dynamic_is_the_default_within_the_trained_context_and_stretched_beyond() -> None:
+    dynamic = config("rope_dynamic_beyond")  # trained on 64 tokens
+    default = dataclasses.replace(dynamic, rope_scaling=None)
+    assert rope(dynamic, 10) == rope(dynamic, 64) == rope(default, 64)
+    assert rope(dynamic, 192).frequencies[-1] < rope(dynamic, 65).frequencies[-1] < rope(dynamic, 64).frequencies[-1]
+
+
+def test_yarn_magnitudes() -> None:
+    assert rope(config("rope_yarn"), 256).magnitude == pytest.approx(0.1 * np.log(4) + 1)
+    assert rope(config("rope_yarn_mscale"), 256).magnitude == pytest.approx((0.1 * np.log(4) + 1) / (0.05 * np.log(4) + 1))
+    assert rope(config("rope_yarn_attention_factor"), 256).magnitude == 0.9
+
+
+def test_rotation_turns_each_pair_by_its_angle() -> None:
+    turned = rope(config("llama_mha"), 256)
+    x = np.random.default_rng(0).standard_normal((3, 2, 16)).astype(np.float32)
+    positions = np.array([0, 1, 77], np.int32)
+    found = rotate(jnp.array(x), *turned.cos_sin(jnp.array(positions)))
+    angles = positions[:, None, None] * np.array(turned.frequencies)
+    pairs = (x[..., :8] + 1j * x[..., 8:]) * np.exp(1j * angles)
+    np.testing.assert_allclose(found, np.concatenate([pairs.real, pairs.imag], -1), atol=1e-5)
