@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tokenizers
 
-from jengine.errors import ModelError
+from jengine.errors import InvalidArgument, ModelError
 from jengine.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_bytes
 
 
@@ -48,8 +48,15 @@ class Tokenizer:
         return cls(backend, _eos_token(path))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; with the special tokens around a text, such as a leading <s>, that the tokenizer prescribes."""
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids; with the special tokens around a text, such as a leading <s>, that the tokenizer prescribes.
+
+        Raises:
+            InvalidArgument: text with lone surrogates, which is no Unicode text.
+        """
+        try:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (TypeError, UnicodeEncodeError):
+            raise InvalidArgument("prompt", text, "must be text that UTF-8 can encode") from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text; ids outside the vocabulary have none, bytes that are no UTF-8 become U+FFFD."""

@@ -1,0 +1,173 @@
+"""The command's own work: flags, streams, exit codes. A stand-in takes the engine's place; what it makes is tested elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import jengine
+from jengine import EngineConfig, InvalidArgument, SamplingParams, cli
+from jengine.request import CompletionOutput, RequestOutput
+
+STAND_IN = """
+import itertools, sys, time
+import jengine
+from jengine import cli
+from jengine.request import CompletionOutput, RequestOutput
+
+class Endless:
+    def __init__(self, model, **options): pass
+    def stream(self, prompt, params):
+        completion = CompletionOutput()
+        for token in itertools.count():
+            completion.text += "word "
+            completion.token_ids.append(token)
+            yield RequestOutput(request_id="0", prompt=prompt, prompt_token_ids=[1], outputs=[completion])
+            time.sleep(0.001)
+
+jengine.LLM = Endless
+sys.exit(cli.main(["generate", "demo", "go"]))
+"""
+
+
+class StandIn:
+    """Streams what it was given, one character a token."""
+
+    made: list[tuple[str, dict[str, Any], SamplingParams]] = []  # noqa: RUF012
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.model, self.options = model, options
+        self.stats = {"programs_compiled": 3, "programs_loaded": 4}
+
+    def stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
+        if prompt == "bad":
+            raise InvalidArgument("prompt", prompt, "must be good")
+        self.made.append((self.model, self.options, params))
+        return self._outputs(prompt)
+
+    def _outputs(self, prompt: str) -> Iterator[RequestOutput]:
+        completion = CompletionOutput()
+        for token, character in enumerate(f"<{prompt}>"):
+            completion.text += character
+            completion.token_ids.append(token)
+            yield RequestOutput(request_id="0", prompt=prompt, prompt_token_ids=[1], outputs=[completion])
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], SamplingParams]]:
+    """The model, engine options and sampling parameters of each generation that the command asked for."""
+    monkeypatch.setattr(jengine, "LLM", StandIn, raising=False)
+    monkeypatch.setattr(StandIn, "made", [])
+    return StandIn.made
+
+
+def test_streams_text_to_stdout_and_statistics_to_stderr(made: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "demo", "été"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "<été>\n"
+    assert err.startswith("5 tokens, ") and err.endswith(" s after process start, programs: 3 compiled, 4 loaded\n")
+    model, options, params = made[0]
+    assert (model, options) == ("demo", {"progress": True})
+    assert params == SamplingParams(**cli.GENERATE_DEFAULTS)
+
+
+@pytest.mark.parametrize("flag", ["--quiet", "--no-stats"])
+def test_statistics_can_be_left_out(flag: str, made: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "demo", "go", flag, "--echo"]) == 0
+    assert capsys.readouterr() == ("go<go>\n", "")
+    assert made[0][1]["progress"] is (flag != "--quiet")
+
+
+def test_every_field_has_a_flag(made: list[Any]) -> None:
+    values: dict[str, Any] = {
+        "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "seed": -5, "max_tokens": 9, "min_tokens": 2,
+        "ignore_eos": True, "stop": ("a", "b"), "stop_token_ids": (3, 4), "logprobs": 2,
+        "revision": "main", "tokenizer": "other", "dtype": "bfloat16", "max_model_len": 99, "max_num_seqs": 4,
+        "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
+        "num_pages": 12, "policy": "priority", "overlap": False, "cache_dir": "somewhere", "compile_threads": 3,
+        "tensor_parallel_size": 1,
+    }  # fmt: skip
+    sampling = {field.name for field in dataclasses.fields(SamplingParams)}
+    engine = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "seed"}
+    assert set(values) == sampling | engine, "a field was added: give it a value here, other than its default"
+    arguments = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}={item}" for item in (value if isinstance(value, tuple) else (value,))]
+    assert cli.main(["generate", "demo", "go", *arguments]) == 0
+    _, options, params = made[0]
+    assert dataclasses.asdict(params) == {name: values[name] for name in sampling}
+    assert options == {"progress": True, **{name: values[name] for name in engine}}
+
+
+def test_every_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    for of in (SamplingParams, EngineConfig):
+        helps = cli._field_helps(of)
+        assert all(helps[field.name] for field in dataclasses.fields(of))
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["generate", "--help"])
+    assert exit_.value.code == 0
+    assert "(default: 0.8)" in capsys.readouterr().out
+
+
+def test_prompt_from_stdin(made: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("two\nlines ü".encode())))
+    assert cli.main(["generate", "demo", "-", "--quiet"]) == 0
+    assert capsys.readouterr().out == "<two\nlines ü>\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["bad"], "prompt='bad': must be good"),
+        (["go", "--temperature=-1"], "temperature=-1.0: must be a finite number, at least 0"),
+        (["go", "--top-p=nan"], "top_p=nan: must be in (0, 1]"),
+        (["go", "--kv-cache-memory=lots"], "kv_cache_memory='lots': must be a number of bytes, or text such as 512MiB"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, made: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", "demo", *arguments]) == 2
+    assert capsys.readouterr() == ("", f"jengine: error: {message}\n")
+    assert made == []
+
+
+def start(code: str, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def test_interrupt_leaves_no_traceback() -> None:
+    with start(STAND_IN) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(10) == b"word word "
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, b"")
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    with start(STAND_IN) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(10) == b"word word "
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+        assert process.stderr.read() == b""
+
+
+def test_help_and_version_do_not_wait_for_jax() -> None:
+    code = "import sys; from jengine import cli\ntry: cli.main([sys.argv[1]])\nfinally: assert not {'jax', 'numpy'} & set(sys.modules)"
+    for flag, shown in (("--help", "generate"), ("--version", jengine.__version__)):
+        done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True, env=dict(os.environ))
+        assert shown in done.stdout

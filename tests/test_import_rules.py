@@ -1,0 +1,200 @@
+"""The rules of the house about who may import what, read from the source; and that importing jengine changes nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import jengine
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("jengine", "pallas_kernels", "serving")
+MAX_LINES = 400
+OPEN_TO_ALL = {"jengine", "jengine.__version__"}  # other public names are asked of the module that has them, not of the front door
+STEP_PLAN = "jengine.scheduling.step_plan"
+
+
+@dataclass(frozen=True)
+class Import:
+    importer: str  # module
+    target: str  # module, or module.name
+    lazy: bool  # inside a function
+
+    def __str__(self) -> str:
+        return f"{self.importer} imports {self.target}" + (" (lazily)" if self.lazy else "")
+
+
+def sources() -> dict[str, str]:
+    """Module name to source, of all three packages."""
+    out = {}
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            out[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text()
+    return out
+
+
+def imports_of(modules: dict[str, str]) -> list[Import]:
+    return [found for name, source in modules.items() for found in _imports(name, ast.parse(source), lazy=False)]
+
+
+def _imports(importer: str, node: ast.AST, lazy: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(importer, alias.name, lazy) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0 and child.module, f"{importer}: relative import; say the full name"
+            yield from (Import(importer, f"{child.module}.{alias.name}", lazy) for alias in child.names)
+        else:
+            yield from _imports(importer, child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+
+def inside(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def broken_rules(imports: list[Import]) -> list[str]:
+    public = {f"jengine.{name}" for name in jengine.__all__} | {"jengine"}
+    out = []
+    for found in imports:
+        who, what = found.importer, found.target
+        forbidden = (
+            (inside(who, "jengine.scheduling") and inside(what, "jax", "jaxlib", "flax", "jengine.execution"))
+            or (
+                inside(who, "jengine.execution") and inside(what, "jengine.scheduling") and not inside(what, "jengine.scheduling.step_plan")
+            )
+            or (inside(who, "jengine.models") and inside(what, "jengine.execution"))
+            or (inside(who, "pallas_kernels") and inside(what, "jengine", "serving"))
+            or (inside(who, "serving") and inside(what, "jengine") and what not in public)
+            or (inside(who, "jengine") and inside(what, "serving") and not (who == "jengine.cli" and found.lazy))
+            or (inside(who, "jengine") and who not in ("jengine", "jengine.cli") and what in public - OPEN_TO_ALL)
+        )
+        if forbidden:
+            out.append(str(found))
+    places = [str(found) for found in imports if inside(found.importer, "jengine") and inside(found.target, "serving")]
+    return out + (places if len(places) > 1 else [])
+
+
+def package_of(module: str) -> str:
+    """jengine.text of jengine.text.tokenizer: packages and single modules are the nodes of the graph that must have no cycle."""
+    return ".".join(module.split(".")[:2])
+
+
+def cycle(imports: list[Import], modules: dict[str, str]) -> list[str]:
+    """The packages along some import cycle; empty when there is none."""
+    nodes = {package_of(module) for module in modules if inside(module, "jengine")}
+    graph: dict[str, set[str]] = {}
+    for found in imports:
+        importer, target = package_of(found.importer), package_of(found.target)
+        if {importer, target} <= nodes and importer not in (target, "jengine"):  # the front door imports nothing until asked
+            graph.setdefault(importer, set()).add(target)
+    path: list[str] = []
+    done: set[str] = set()
+
+    def visit(node: str) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        path.append(node)
+        for following in sorted(graph.get(node, ())):
+            if loop := visit(following):
+                return loop
+        done.add(path.pop())
+        return []
+
+    return next((loop for node in sorted(graph) if (loop := visit(node))), [])
+
+
+def test_the_house_keeps_its_rules() -> None:
+    assert broken_rules(imports_of(sources())) == []
+
+
+def test_no_import_cycle() -> None:
+    modules = sources()
+    assert cycle(imports_of(modules), modules) == []
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("jengine.scheduling.policy", "import jax.numpy as jnp"),
+        ("jengine.scheduling.policy", "def f():\n    from jengine.execution import runner"),
+        ("jengine.execution.batch", "from jengine.scheduling import scheduler"),
+        ("jengine.execution.batch", "from jengine.scheduling.page_pool import PagePool"),
+        ("jengine.models.llama", "from jengine.execution.trunk import Trunk"),
+        ("pallas_kernels.xla", "from jengine.config import EngineConfig"),
+        ("serving.server", "from jengine.engine import Engine"),
+        ("serving.server", "import jengine.engine"),
+        ("jengine.engine", "from jengine import SamplingParams"),
+        ("jengine.cli", "import serving"),
+        ("jengine.engine", "def f():\n    import serving.server"),
+        ("jengine.cli", "def f():\n    import serving.server\ndef g():\n    import serving.client"),
+    ],
+)
+def test_each_rule_fires(module: str, source: str) -> None:
+    assert broken_rules(imports_of({module: source}))
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("jengine.execution.batch", "from jengine.scheduling.step_plan import StepPlan"),
+        ("jengine.execution.batch", "from jengine.scheduling import step_plan"),
+        ("serving.server", "import jengine\nfrom jengine import LLM, SamplingParams"),
+        ("jengine.cli", "def serve():\n    from serving.server import run"),
+    ],
+)
+def test_what_is_allowed_passes(module: str, source: str) -> None:
+    assert broken_rules(imports_of({module: source})) == []
+
+
+def test_cycles_are_found() -> None:
+    modules = {"jengine": "", "jengine.a": "", "jengine.b.x": "from jengine.a import thing", "jengine.b": ""}
+    assert cycle(imports_of(modules), modules) == []
+    modules["jengine.a"] = "def lazily():\n    import jengine.b.x"
+    assert cycle(imports_of(modules), modules) == ["jengine.a", "jengine.b", "jengine.a"]
+
+
+def test_files_stay_short() -> None:
+    folders = (*PACKAGES, "tests", "tools", "benchmarks")
+    lines = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for folder in folders for f in (ROOT / folder).rglob("*.py")}
+    assert len(lines) > 20
+    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
+
+
+SIDE_EFFECTS = """
+import logging, os, signal, sys
+
+def state():
+    handlers = [signal.getsignal(s) for s in signal.valid_signals()]
+    loggers = logging.root, logging.getLogger("jengine")
+    return handlers, [(list(logger.handlers), logger.level) for logger in loggers], os.environ.get("XLA_FLAGS")
+
+before, environment = state(), dict(os.environ)
+import jengine
+assert not {"jax", "numpy", "transformers", "grpc"} & set(sys.modules), "import jengine must be instant"
+assert dict(os.environ) == environment
+for name in jengine.__all__:
+    assert getattr(jengine, name) is not None
+assert "jax" in sys.modules, "LLM needs it, so this checks something"
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+assert state() == before
+"""
+
+
+def test_importing_has_no_side_effects() -> None:
+    subprocess.run([sys.executable, "-c", SIDE_EFFECTS], check=True)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'LLMS'"):
+        _ = jengine.LLMS
+    assert {"LLM", "SamplingParams"} <= set(dir(jengine))
