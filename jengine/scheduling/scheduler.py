@@ -7,7 +7,7 @@ from jengine.program_table import VARIANTS, ProgramTable
 from jengine.request import MAX_STOP_TOKEN_IDS, FinishReason, Request
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.page_pool import PagePool
-from jengine.scheduling.policy import Policy, WaitingQueue, by_order, order_of, victim
+from jengine.scheduling.policy import Policy, WaitingQueue, order_of, victim
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.step_plan import SlotReset, StepPlan, Tile
 
@@ -16,8 +16,8 @@ class Scheduler:
     """Plans steps, one program of the table each, and takes in the tokens they sampled.
 
     Plans run on the device in the order in which they were made, each once, and each is collected once, in that order.
-    A plan may be made before the previous one is collected: every running sequence is then taken to get one more
-    token. Where that token turns out to end the sequence, the row planned after it was in vain, and what it samples is dropped.
+    A plan may be made before earlier ones are collected: every running sequence is then taken to get one more token from
+    each. Where one of these turns out to end the sequence, rows planned after it were in vain, and what they sample is dropped.
 
     Slots and pages are freed as soon as a sequence finishes or is preempted, even if a dispatched
     step still uses them. Steps cannot overtake each other, since each takes the cache and the slots that the one before it gives
@@ -270,13 +270,13 @@ class Scheduler:
             chunks.append((sequence, tiles, sequence.num_computed + min(left, tiles * tile_size)))
             return tiles
 
-        for sequence in sorted((s for s in self._running if s.state is State.PREFILLING), key=by_order):
-            if limit > 0:
+        for sequence in self._running:  # at most one has begun and not ended: each is cut to its end before the next one's turn
+            if sequence.state is State.PREFILLING and limit > 0:
                 limit -= take(sequence)
         slots, pages, running = len(self._free_slots), self.pool.free, len(self._running)
         for sequence in self._waiting:
             needed = self._pages(len(sequence.tokens))
-            # A preempted sequence whose token is in flight is not known in full yet; nobody passes it.
+            # A preempted sequence with tokens in flight is not known in full yet; nobody passes it.
             if limit <= 0 or not slots or needed + running > pages or sequence.in_flight:
                 break
             limit -= take(sequence)

@@ -21,8 +21,8 @@ class Sequence:
     """A request's tokens and what it owns. Hashed by identity.
 
     A token is *known* once the host has read it and *in flight* between the dispatch of the step that
-    samples it and `collect`. While it decodes, a sequence always has one token that is not computed yet, known or in flight:
-    it is at position `num_computed` and is the input of the next row.
+    samples it and `collect`. A decoding sequence always has one token that is not computed yet, known or
+    in flight: it is at position `num_computed` and is the input of the next row.
     """
 
     request: Request
@@ -35,7 +35,7 @@ class Sequence:
 
     tokens: list[int]  # known: prompt and output
     num_computed: int = 0  # tokens whose keys and values are in the cache, or dispatched to be
-    in_flight: int = 0  # tokens sampled by dispatched steps and not collected; at most 1 when a step is planned
+    in_flight: int = 0  # tokens sampled by dispatched steps and not collected
     slot: int = 0  # 0 is the null slot: owns none
     pages: list[int] = field(default_factory=list)
     state: State = State.WAITING

@@ -158,33 +158,32 @@ class Loop:
         self.scheduler.finish(sequence, "stop", "text")
         self.check()
 
-    def step(self, overlap: bool) -> bool:
-        """Plans and runs one step; collects it too, or with overlap the one before. False if there was nothing to run."""
+    def step(self, ahead: int) -> bool:
+        """Plans and runs one step, then collects all but the last `ahead` steps. False if there was nothing to run."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self.admitted += [reset.seed for reset in plan.resets]
             self.dispatched.append((plan, self.device.run(plan)))
         self.check()
         self.exhausted |= self.scheduler.pool.free == 0
-        while len(self.dispatched) > (1 if overlap and plan is not None else 0):
+        while len(self.dispatched) > (0 if plan is None else ahead):
             for sequence, token in self.scheduler.collect(*self.dispatched.pop(0)):
                 assert sequence not in self.ended, "a token after the end"
                 self.outputs[sequence].append(token)
             self.check()
         return plan is not None
 
-    def drain(self, overlap: bool, limit: int = 10_000) -> int:
-        """Steps until everything has ended; returns how many it took."""
-        for steps in range(limit):
+    def drain(self, ahead: int, limit: int = 10_000) -> None:
+        """Steps until everything has ended."""
+        for _ in range(limit):
             if not self.scheduler.has_work:
                 break
             under_way = bool(self.dispatched)
-            assert self.step(overlap) or under_way, "unfinished requests, and nothing to run or to wait for"
+            assert self.step(ahead) or under_way, "unfinished requests, and nothing to run or to wait for"
         else:
             raise AssertionError(f"not done after {limit} steps")
-        self.step(overlap=False)  # collects what is still under way
+        self.step(ahead=0)  # collects what is still under way
         self.check_idle()
-        return steps
 
     def check(self) -> None:
         self.scheduler.check_integrity()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from strict_device import Loop, alone
 
 from jengine.errors import InvalidArgument
 from jengine.program_table import TrunkKey
 from jengine.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
 from jengine.scheduling.sequence import State
+from tests.scheduling.strict_device import Loop, alone
 
 NO_END = {"ignore_eos": True}
 
@@ -41,17 +41,17 @@ def test_an_id_is_refused_while_its_request_lives():
     first = one.add([1, 2], max_tokens=2)
     with pytest.raises(InvalidArgument, match="not finished"):
         one.scheduler.add(first.request, seed=1, eos_token_ids=())
-    one.drain(overlap=False)
+    one.drain(ahead=0)
     one.scheduler.add(first.request, seed=1, eos_token_ids=())
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_longest_request_that_is_accepted_fills_the_pool_alone(overlap):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_longest_request_that_is_accepted_fills_the_pool_alone(ahead):
     """40 tokens and one that is never an input: 10 pages. It is never preempted, whoever waits behind it."""
     full = loop(num_pages=11)
     first = full.add([1] * 30, max_tokens=11, **NO_END)
     second = full.add([2] * 30, max_tokens=11, **NO_END)
-    full.drain(overlap)
+    full.drain(ahead)
     assert full.exhausted
     assert first.num_preemptions == 0 and len(first.output_token_ids) == len(second.output_token_ids) == 11
 
@@ -59,7 +59,7 @@ def test_the_longest_request_that_is_accepted_fills_the_pool_alone(overlap):
 def test_max_tokens_is_cut_to_the_models_length():
     one = loop()
     sequence = one.add([1] * 60, max_tokens=100, **NO_END)
-    one.drain(overlap=True)
+    one.drain(ahead=1)
     assert len(sequence.output_token_ids) == 4 and sequence.finish_reason == "length"
 
 
@@ -87,34 +87,34 @@ def test_a_stop_token_is_named_and_end_of_sequence_is_not(eos, params, reason, s
 def test_a_late_token_is_dropped():
     one = loop()
     sequence = one.add([1, 2, 3], max_tokens=30, **NO_END)
-    one.step(overlap=True)
-    one.step(overlap=True)
+    one.step(ahead=1)
+    one.step(ahead=1)
     assert sequence.in_flight == 1 and len(sequence.output_token_ids) == 1
     one.abort(sequence)
     assert one.scheduler.pool.free == one.scheduler.pool.capacity
-    one.step(overlap=True)
+    one.step(ahead=1)
     assert sequence.in_flight == 0 and len(sequence.output_token_ids) == 1
 
 
 def test_a_stop_string_overrides_the_length_it_ends_with():
     one = loop()
     sequence = one.add([1, 2, 3], max_tokens=1, **NO_END)
-    one.step(overlap=False)
+    one.step(ahead=0)
     assert sequence.finish_reason == "length"
     one.stop_at_string(sequence)
     assert (sequence.finish_reason, sequence.stop_reason) == ("stop", "text")
 
 
-def test_no_row_beyond_max_tokens_with_overlap():
+def test_no_row_beyond_max_tokens():
     one = loop()
     one.add([1, 2, 3], max_tokens=3, **NO_END)
-    assert [one.step(overlap=True) for _ in range(4)] == [True, True, True, False]
+    assert [one.step(ahead=1) for _ in range(4)] == [True, True, True, False]
 
 
 def test_prompts_are_prefilled_in_chunks_beside_decode_rows():
     mixed = loop(max_num_batched_tokens=4 + 16)
     mixed.add([1] * 4, max_tokens=20, **NO_END)
-    mixed.step(overlap=False)
+    mixed.step(ahead=0)
     mixed.add([2] * 37, max_tokens=4, **NO_END)
     seen = []
     for _ in range(4):
@@ -134,16 +134,19 @@ def test_the_tile_bucket_is_chosen_by_cost():
     for eight, tiles in [(2.0, 4), (1.0, 5)]:
         one = loop(max_num_batched_tokens=8 * 8 + 4)
         one.scheduler.costs.measured.update({TrunkKey(8, 1): 1.0, TrunkKey(8, 2): 1.0, TrunkKey(8, 4): 1.0, TrunkKey(8, 8): eight})
-        one.add([1] * 39)
+        one.add([1] * 20)
+        one.add([2] * 15)
         assert len(one.scheduler.schedule().tiles) == tiles
 
 
-@pytest.mark.parametrize(("params", "variant"), [({"temperature": 0.0}, "greedy"), ({"temperature": 1.0}, "sample"), ({"top_k": 3}, "full")])
+@pytest.mark.parametrize(
+    ("params", "variant"), [({"temperature": 0.0}, "greedy"), ({"temperature": 1.0}, "sample"), ({"top_k": 3}, "full")]
+)
 def test_the_sampler_is_the_costliest_that_a_sampled_sequence_needs(params, variant):
     """32 tokens are more than a step's tiles: while the prompt is under way, its own variant is not needed."""
     one = loop(max_num_batched_tokens=20)
     one.add([1] * 3, temperature=0.0, **NO_END)
-    one.step(overlap=False)
+    one.step(ahead=0)
     one.add([2] * 32, max_tokens=1, **params)
     variants = []
     for _ in range(3):
@@ -164,8 +167,8 @@ def test_pages_of_the_program_cover_the_longest_sequence():
     assert pages == [2] * 2 + [4] * 8 + [16] * 2  # 7 prompt tokens, then one more each step: 2 pages hold 8, 4 hold 16
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_fcfs_admits_in_order_and_starves_nobody(overlap):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_fcfs_admits_in_order_and_starves_nobody(ahead):
     """A request that needs nearly the whole pool, amid an endless stream of small ones."""
     crowd = loop(num_pages=17)
     for _ in range(6):
@@ -173,35 +176,35 @@ def test_fcfs_admits_in_order_and_starves_nobody(overlap):
     large = crowd.add([5] * 50, max_tokens=10, **NO_END)
     for _ in range(200):
         crowd.add([1, 2, 3], max_tokens=9, **NO_END)
-        crowd.step(overlap)
+        crowd.step(ahead)
         if large.finish_reason:
             break
     assert large.finish_reason == "length"
     first = list(dict.fromkeys(crowd.admitted))
     assert first == sorted(first)
-    crowd.drain(overlap)
+    crowd.drain(ahead)
 
 
 def test_priority_decides_who_is_admitted():
     one = loop(max_num_seqs=1, policy="priority")
     for priority in (2, 0, 1, 0, 2):
         one.add([1] * 20, priority, max_tokens=5, **NO_END)
-    one.drain(overlap=True)
+    one.drain(ahead=1)
     assert one.admitted == [1, 3, 2, 0, 4]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", 2), ("priority", 0)])
-def test_the_last_under_the_policy_is_preempted_and_resumes_first(policy, victim, overlap):
+def test_the_last_under_the_policy_is_preempted_and_resumes_first(policy, victim, ahead):
     one = loop(num_pages=1 + 18, policy=policy)
     for priority in (2, 0, 1):
         one.add([1] * 8, priority, max_tokens=30, **NO_END)
     while not one.scheduler.num_preemptions:
-        assert one.step(overlap)
+        assert one.step(ahead)
     assert [s.num_preemptions for s in one.sequences] == [int(i == victim) for i in range(3)]
     assert one.sequences[victim].state is State.WAITING
     newcomer = one.add([1], 2, max_tokens=1)
-    one.drain(overlap)
+    one.drain(ahead)
     assert one.exhausted
     assert one.admitted[3:].index(victim) < one.admitted[3:].index(newcomer.seed)
 
@@ -214,9 +217,9 @@ def test_a_preempted_sequence_keeps_the_token_in_flight():
     last = one.sequences[1]
     while last.state is not State.WAITING or not last.num_preemptions:
         known = len(last.output_token_ids)
-        one.step(overlap=True)
+        one.step(ahead=1)
     assert one.exhausted and len(last.output_token_ids) == known + 1
-    one.drain(overlap=True)
+    one.drain(ahead=1)
     assert last.output_token_ids == alone(last.request, last.seed, one.max_model_len)[0]
 
 
@@ -224,9 +227,9 @@ def test_admission_leaves_a_page_for_each_running_sequence():
     one = loop(num_pages=1 + 9)
     for token, length in [(1, 15), (2, 15), (3, 4)]:
         one.add([token] * length, max_tokens=4, **NO_END)
-    one.step(overlap=False)
+    one.step(ahead=0)
     assert one.scheduler.num_running == 2 and one.scheduler.pool.free == 1
-    one.drain(overlap=False)
+    one.drain(ahead=0)
     assert one.scheduler.num_preemptions == 1  # both running ones grow by a page, and there was one
 
 

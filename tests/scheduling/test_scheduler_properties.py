@@ -1,4 +1,4 @@
-"""Random arrivals, aborts, priorities, stops and overlap, on pools small enough to run out."""
+"""Random arrivals, aborts, priorities, stops and steps planned ahead, on pools small enough to run out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from strict_device import VOCAB, Loop
 
 from jengine.scheduling.costs import StepCosts
+from tests.scheduling.strict_device import VOCAB, Loop
 
 
 def random_costs(seed: int) -> StepCosts:
@@ -56,10 +56,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens = data.draw(st.integers(0, min(3, max_tokens or 3)))
         self.loop.add(prompt, priority, max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, stop_token_ids=stops)
 
-    @rule(overlap=st.booleans(), steps=st.integers(1, 8))
-    def step(self, overlap, steps):
+    @rule(ahead=st.integers(0, 2), steps=st.integers(1, 8))
+    def step(self, ahead, steps):
         for _ in range(steps):
-            self.loop.step(overlap)
+            self.loop.step(ahead)
 
     @precondition(lambda self: self.loop.sequences)
     @rule(data=st.data())
@@ -73,9 +73,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.loop.stop_at_string(data.draw(st.sampled_from(running)))
 
     @precondition(lambda self: self.loop.sequences)
-    @rule(overlap=st.booleans())
-    def drain(self, overlap):
-        self.loop.drain(overlap)
+    @rule(ahead=st.integers(0, 2))
+    def drain(self, ahead):
+        self.loop.drain(ahead)
 
     @invariant()
     def integrity(self):
@@ -84,27 +84,25 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "loop"):
-            self.loop.drain(overlap=True)
+            self.loop.drain(ahead=1)
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 TestScheduler = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_pool_that_runs_out_changes_no_output(policy, overlap, seed):
+def test_a_pool_that_runs_out_changes_no_output(policy, ahead, seed):
     """Two sequences of full length fill the pool; six want to run."""
     draw = random.Random(seed)
-    loop = Loop(
-        max_model_len=48, tile_size=8, page_size=4, num_pages=1 + 24, max_num_seqs=6, max_num_batched_tokens=22, policy=policy
-    )
+    loop = Loop(max_model_len=48, tile_size=8, page_size=4, num_pages=1 + 24, max_num_seqs=6, max_num_batched_tokens=22, policy=policy)
     for _ in range(40):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 24))]
         loop.add(prompt, draw.randint(0, 2), max_tokens=draw.randint(1, 40), ignore_eos=draw.random() < 0.7)
         for _ in range(draw.randint(0, 3)):
-            loop.step(overlap)
-    loop.drain(overlap)
+            loop.step(ahead)
+    loop.drain(ahead)
     assert loop.exhausted
     assert loop.scheduler.num_preemptions == sum(s.num_preemptions for s in loop.sequences) > 3
