@@ -52,7 +52,7 @@ goldens: ## record the golden tests' expected values again, under PyTorch
 	@test -e .venv-goldens/.ready || { \
 	    python=$$(tools/find_python 3.11) && "$$python" -m venv --clear .venv-goldens \
 	    && .venv-goldens/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 && touch .venv-goldens/.ready; }
-	.venv-goldens/bin/python tests/golden/record.py
+	.venv-goldens/bin/python -m tests.golden.record
 
 clean: ## delete the environments and all caches
 	rm -rf .venv .venv-goldens .cache .hypothesis .pytest_cache .ruff_cache .mypy_cache *.egg-info dist

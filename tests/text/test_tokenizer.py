@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from jengine.errors import ModelError
+from jengine.errors import InvalidArgument, ModelError
 from jengine.text.tokenizer import Tokenizer
 
 TEXTS = ["def fibonacci(n):", "  naïve 你好 🙂\n\ttab", "", " ", "</s> inside", "unseen: Ж ß \x00"]
@@ -81,3 +81,8 @@ def test_loading_imports_neither_transformers_nor_jax(byte_level_folder: Path) -
         "sys.exit(bool({'transformers', 'jax'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code, str(byte_level_folder)], check=True)
+
+
+def test_text_that_is_no_unicode_is_refused(byte_level_folder: Path) -> None:
+    with pytest.raises(InvalidArgument, match="prompt='a.*must be text that UTF-8 can encode"):
+        Tokenizer.load(byte_level_folder).encode("a\udc80")
