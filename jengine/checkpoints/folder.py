@@ -56,7 +56,7 @@ def read_config(path: Path) -> ModelConfig:
     if eos is None:
         return config
     ids = eos if isinstance(eos, list) else [eos]
-    if not all(isinstance(i, int) for i in ids):
+    if not all(type(i) is int and i >= 0 for i in ids):
         raise ModelError(f"eos_token_id={eos!r} is neither a token id nor a list of them", file=generation)
     return dataclasses.replace(config, eos_token_ids=tuple(ids))
 

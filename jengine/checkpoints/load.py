@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import jax
@@ -14,6 +15,8 @@ from jengine.errors import ModelError, OutOfMemory
 from jengine.models import Model, Params
 from jengine.models.layers import Piece
 from jengine.parallel.mesh import shardings
+
+ALIGNMENT = 64  # bytes; what a CPU device asks of memory that it takes over without a copy
 
 
 def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
@@ -35,8 +38,8 @@ def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=not progress) as bar:
 
         def place(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], sharding: NamedSharding) -> jax.Array:
-            # may_alias=False keeps arrays off the memory map; waiting frees the host's copy
-            array: jax.Array = jax.device_put(_assemble(target, source, tensors), sharding, may_alias=False).block_until_ready()
+            array: jax.Array = jax.device_put(_assemble(target, source, tensors), sharding).block_until_ready()
+            gc.collect(0)  # JAX lets go of the host's copy when Python collects
             bar.update(array.nbytes)
             return array
 
@@ -49,10 +52,11 @@ def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
 
 
 def _assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
-    """A parameter on the host: a view of the file where nothing is to be done."""
-    if len(source) == 1:
-        return tensors[source[0].name].array.astype(target.dtype, copy=False)
-    out = np.empty(target.shape, target.dtype)
+    """A parameter in memory of its own: a CPU device may take that over as it is, so it must not be the file's."""
+    size = target.size * target.dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    out: np.ndarray = memory[start : start + size].view(target.dtype).reshape(target.shape)
     for piece in source:
         part = out[piece.part]
         part[...] = tensors[piece.name].array.reshape(part.shape)

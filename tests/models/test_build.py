@@ -39,13 +39,13 @@ def test_fused_shapes_and_axes() -> None:
     layer, axes = model.params["layers"][1], model.axes["layers"][1]
     assert layer["attention"]["qkv"] == jax.ShapeDtypeStruct((2, (4 + 2) * 24, 64), jnp.bfloat16)
     assert layer["attention"]["o"].shape == (64, 8 * 24)
-    assert layer["mlp"]["gate_up"].shape == (2, 112, 64)
+    assert layer["mlp"]["gate_up"].shape == (112, 2, 64)
     assert layer["mlp"]["down"].shape == (64, 112)
     assert model.params["embed"].shape == (96, 64)
     assert "lm_head" not in model.params
     assert axes["attention"]["qkv"] == ("kv_heads", None, None)
     assert axes["attention"]["o"] == (None, "heads")
-    assert axes["mlp"]["gate_up"] == (None, "ffn", None)
+    assert axes["mlp"]["gate_up"] == ("ffn", None, None)
     assert model.axes["embed"] == ("vocab", None)
 
 

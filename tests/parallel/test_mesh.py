@@ -35,8 +35,8 @@ def test_parameters_over_two_devices() -> None:
     assert attention["qkv_bias"].spec == P("tensor", None)
     assert attention["o"].spec == P(None, "tensor")
     assert attention["o_bias"].spec == placed["norm"]["weight"].spec == P(None)
-    assert mlp["gate_up"].spec == P(None, "tensor", None)
+    assert mlp["gate_up"].spec == P("tensor", None, None)
     assert mlp["down"].spec == P(None, "tensor")
     shapes = jax.tree.map(lambda sharding, p: sharding.shard_shape(p.shape), placed, model.params)
     assert shapes["layers"][0]["attention"]["qkv"] == (1, 64, 64)  # one kv head with its queries on each
-    assert shapes["layers"][0]["mlp"]["gate_up"] == (2, 56, 64)
+    assert shapes["layers"][0]["mlp"]["gate_up"] == (56, 2, 64)

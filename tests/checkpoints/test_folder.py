@@ -1,0 +1,137 @@
+"""Finding a model and reading its configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+import jengine
+from jengine.checkpoints import read_config, resolve
+from jengine.config import RopeScaling
+from jengine.errors import ModelError
+from tests.golden.weights import VARIANTS
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """A config.json; a field changed to ... is left out."""
+    config = {name: value for name, value in {**VARIANTS["llama_gqa"], **changes}.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_demo_is_the_packages_own() -> None:
+    assert resolve("demo") == Path(jengine.__file__).parent / "demo"
+
+
+def test_local_folder(tmp_path: Path) -> None:
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+def test_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def download(repo: str, **options: Any) -> str:
+        asked.update(options, repo=repo)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve("someone/model", "v2") == tmp_path
+    assert (asked["repo"], asked["revision"]) == ("someone/model", "v2")
+    assert {"*.safetensors", "*.json"} <= set(asked["allow_patterns"])
+
+
+@pytest.mark.parametrize("failure", [OSError("no route\nto host"), ValueError("bad id"), RuntimeError("")])
+def test_hub_failure_is_one_line(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise failure
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelError, match=r"^someone/model: there is no such folder, and the hub gave no model: .+$") as caught:
+        resolve("someone/model")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "/no/where", "~/nowhere-at-all", "a/b/c", "nowhere"])
+def test_no_such_folder(model: str) -> None:
+    with pytest.raises(ModelError, match="there is no such folder"):
+        resolve(model)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "weights").touch()
+    with pytest.raises(ModelError, match="is a file; a model is a folder"):
+        resolve(str(tmp_path / "weights"))
+
+
+def test_configuration(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, eos_token_id=7))
+    assert (config.family, config.num_heads, config.num_kv_heads, config.group, config.head_dim) == ("llama", 8, 2, 4, 8)
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers) == (96, 64, 112, 2)
+    assert (config.max_position, config.norm_eps, config.rope_theta, config.rope_scaling) == (256, 1e-5, 10000.0, None)
+    assert config.eos_token_ids == (7,)
+
+
+def test_fields_that_may_be_left_out(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, num_key_value_heads=..., rms_norm_eps=..., rope_theta=..., eos_token_id=...))
+    assert (config.num_kv_heads, config.norm_eps, config.rope_theta, config.eos_token_ids) == (8, 1e-6, 10000.0, ())
+
+
+def test_rope_scaling_old_and_new_spelling(tmp_path: Path) -> None:
+    old = read_config(write(tmp_path, rope_scaling={"type": "linear", "factor": 2}, rope_theta=5e5))
+    new = read_config(write(tmp_path, rope_theta=..., rope_parameters={"rope_type": "linear", "factor": 2, "rope_theta": 5e5}))
+    assert old == new
+    assert old.rope_scaling == RopeScaling(kind="linear", factor=2.0, original_max_position=256)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [({"eos_token_id": 3}, (3,)), ({"eos_token_id": [3, 4]}, (3, 4)), ({"eos_token_id": None}, (7,)), ({}, (7,)), (None, (7,))],
+)
+def test_generation_config_names_the_end_of_sequence(tmp_path: Path, generation: dict[str, Any] | None, expected: tuple[int, ...]) -> None:
+    write(tmp_path, eos_token_id=7)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_config(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("eos", ["</s>", [1, "2"], True, -1])
+def test_generation_config_with_a_wrong_end_of_sequence(tmp_path: Path, eos: object) -> None:
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id=.* is neither a token id nor a list of them"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"hidden_size": ...}, "field 'hidden_size' is missing"),
+        ({"model_type": ...}, "field 'model_type' is missing"),
+        ({"vocab_size": "many"}, "a field has the wrong type or value"),
+        ({"rope_scaling": "yarn"}, "a field has the wrong type or value"),
+        ({"num_attention_heads": 0}, "a field has the wrong type or value"),
+        ({"num_hidden_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_attention_heads=6 is no multiple of num_key_value_heads=4"),
+        ({"head_dim": 7}, "head_dim=7 must be even"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope scaling 'longrope' is not supported; linear, dynamic"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "field 'factor' is missing"),
+        ({"use_sliding_window": True}, "use_sliding_window is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    ],
+)
+def test_wrong_configuration(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json: {match}"):
+        read_config(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(("content", "match"), [(None, "is missing"), ("{", "is not valid JSON"), ("[]", "is not a JSON object")])
+def test_unreadable_configuration(tmp_path: Path, content: str | None, match: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=rf"config\.json: {match}"):
+        read_config(tmp_path)

@@ -1,0 +1,245 @@
+"""Checkpoints onto the device, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from safetensors.numpy import save_file
+
+from jengine.checkpoints import load, read_config
+from jengine.errors import ModelError
+from jengine.models import Model, Params, build
+from jengine.models.layers import Piece
+from jengine.parallel.mesh import make_mesh
+from tests.golden.weights import weights, write_model
+
+VARIANT = "llama_attention_bias"
+INDEX = "model.safetensors.index.json"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path, VARIANT)
+    return tmp_path
+
+
+def declared(folder: Path, dtype: str = "float32") -> Model:
+    return build(read_config(folder), dtype, 64)
+
+
+def loaded(folder: Path, dtype: str = "float32") -> Params:
+    return load(folder, declared(folder, dtype), make_mesh(1), progress=False)
+
+
+def shard(folder: Path) -> None:
+    """Splits model.safetensors over two files, with the parts of fused parameters apart."""
+    tensors = weights(VARIANT)
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    places = {tensor: names[i % 2] for i, tensor in enumerate(sorted(tensors))}
+    for name in names:
+        save_file({tensor: tensors[tensor] for tensor, place in places.items() if place == name}, folder / name)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (folder / "model.safetensors").unlink()
+
+
+def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    tensors = weights(VARIANT)
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def rewrite_header(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def test_values_are_fused_and_placed(folder: Path) -> None:
+    tensors, params = weights(VARIANT), loaded(folder)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(lambda a: (a.shape, a.dtype), declared(folder).params)
+    assert params["embed"].sharding.spec == PartitionSpec("tensor", None)
+    np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"])
+    q, k, v = (tensors[f"model.layers.1.self_attn.{p}_proj.weight"].reshape(2, -1, 64) for p in "qkv")  # by kv head
+    np.testing.assert_array_equal(params["layers"][1]["attention"]["qkv"], np.concatenate([q, k, v], axis=1))
+    gate_up = np.stack([tensors[f"model.layers.0.mlp.{p}_proj.weight"] for p in ("gate", "up")], axis=1)
+    np.testing.assert_array_equal(params["layers"][0]["mlp"]["gate_up"], gate_up)
+
+
+def test_sharded_files_give_the_same(folder: Path) -> None:
+    whole = loaded(folder)
+    shard(folder)
+    jax.tree.map(np.testing.assert_array_equal, loaded(folder), whole)
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
+def test_dtypes_are_converted(folder: Path, stored: str, wanted: str) -> None:
+    kind = {"F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+    tensors = {name: array.astype(stored) for name, array in weights(VARIANT).items()}
+    header, body = {}, b""
+    for name, array in tensors.items():  # the safetensors package's numpy side writes no bfloat16
+        code = next(code for code, dtype in kind.items() if dtype == stored)
+        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [len(body), len(body) + array.nbytes]}
+        body += array.tobytes()
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + body)
+    found = loaded(folder, wanted)["lm_head"]
+    assert found.dtype == wanted
+    expected = tensors["lm_head.weight"].astype(ml_dtypes.bfloat16 if wanted == "bfloat16" else wanted)
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+def test_weights_do_not_hang_on_the_file(folder: Path) -> None:
+    params = loaded(folder)
+    before = jax.tree.map(np.array, params)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(bytes((folder / "model.safetensors").stat().st_size))
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+
+
+def test_host_memory_peaks_at_the_largest_parameter(tmp_path: Path) -> None:
+    hidden, ffn, layers = 128, 4096, 6
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 2}))
+    model = declared(tmp_path, "bfloat16")  # from float32, so that every parameter passes through host memory
+    pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
+    save_file({piece.name: np.zeros(piece.shape, np.float32) for piece in pieces}, tmp_path / "model.safetensors")
+    largest = 2 * ffn * hidden * 2  # gate-up, in bytes
+    tracemalloc.start()
+    params = load(tmp_path, model, make_mesh(1), progress=False)
+    held, peak = tracemalloc.get_traced_memory()  # a CPU device may have taken the host's memory over: that is held
+    tracemalloc.stop()
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert total > 8 * largest  # or the bounds below would say nothing
+    assert held < total + largest / 8
+    assert peak - held < 1.25 * largest
+
+
+def test_progress_is_shown_when_asked(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load(folder, declared(folder), make_mesh(1), progress=False)
+    assert capfd.readouterr().err == ""
+    load(folder, declared(folder), make_mesh(1))
+    assert "weights" in capfd.readouterr().err
+
+
+def test_known_extras_are_accepted(tmp_path: Path) -> None:
+    write_model(tmp_path, "llama_tied")
+    tensors = weights("llama_tied")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "lm_head" not in loaded(tmp_path)
+
+
+def fails(folder: Path, *, file: str, match: str, tensor: str | None = None) -> None:
+    with pytest.raises(ModelError, match=match) as caught:
+        loaded(folder)
+    assert caught.value.file == folder / file
+    assert caught.value.tensor == tensor
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_tensor(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.pop(Q_PROJ))
+    fails(folder, file="", tensor=Q_PROJ, match=f"tensor {Q_PROJ}: is missing")
+
+
+def test_unknown_tensor(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}))
+    fails(folder, file="model.safetensors", tensor="model.layers.2.mlp.up_proj.weight", match="is not part of this model")
+
+
+def test_output_head_of_an_untied_model_is_no_extra(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    fails(folder, file="", tensor="lm_head.weight", match="is missing")
+
+
+def test_wrong_shape(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ][:-1]}))
+    fails(folder, file="model.safetensors", tensor=Q_PROJ, match=r"has shape \[63, 64\]; the configuration asks for \[64, 64\]")
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    fails(folder, file="", match="has neither model.safetensors nor model.safetensors.index.json")
+
+
+def test_missing_shard(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    fails(folder, file="model-00002-of-00002.safetensors", match="is missing")
+
+
+def test_index_places_a_tensor_where_it_is_not(folder: Path) -> None:
+    shard(folder)
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["absent"] = "model-00001-of-00002.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    fails(folder, file="model-00001-of-00002.safetensors", tensor="absent", match="is missing, though")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
+def test_index_without_a_map(folder: Path, content: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX).write_text(content)
+    fails(folder, file=INDEX, match="weight_map is missing or does not map")
+
+
+def test_truncated_body(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(ModelError, match=r"model\.safetensors: tensor .*: is truncated: the tensors reach to byte"):
+        loaded(folder)
+
+
+def test_truncated_header(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    fails(folder, file="model.safetensors", match=r"is truncated: the header needs \d+ bytes, the file has 100")
+
+
+@pytest.mark.parametrize("content", [b"short", b"\xff" * 64])
+def test_no_safetensors_file(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    fails(folder, file="model.safetensors", match="the header is corrupt: this is no safetensors file")
+
+
+def test_empty_file(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+    fails(folder, file="model.safetensors", match="cannot be mapped into memory")
+
+
+@pytest.mark.parametrize("header", [b"{not json", b"[1, 2]", b"\xff\xfe"])
+def test_header_is_no_object(folder: Path, header: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    fails(folder, file="model.safetensors", match="the header is corrupt: it is no JSON object")
+
+
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        (lambda entry: entry.pop("dtype"), "it lacks dtype, shape or data_offsets"),
+        (lambda entry: entry.update(shape="wide"), "it lacks dtype, shape or data_offsets"),
+        (lambda entry: entry.update(dtype="I64"), "dtype I64 is not supported; F64, F32, F16, BF16 are"),
+        (lambda entry: entry["data_offsets"].__setitem__(1, entry["data_offsets"][1] + 4), r"F32\[64, 64\] does not fill bytes"),
+        (lambda entry: entry.update(shape=[-64, -64]), r"F32\[-64, -64\] does not fill bytes"),
+    ],
+)
+def test_header_entry_is_wrong(folder: Path, edit: Callable[[dict[str, Any]], object], match: str) -> None:
+    rewrite_header(folder, lambda header: edit(header[Q_PROJ]))
+    fails(folder, file="model.safetensors", tensor=Q_PROJ, match=match)
