@@ -27,7 +27,7 @@ class Scheduler:
         page_size: tokens a page holds.
         num_pages: of the cache, the null page included.
         max_num_seqs: sequences running at once; they own slots 1 to max_num_seqs, slot 0 is the null slot.
-        max_num_batched_tokens: of one step, decode rows and whole tiles together.
+        max_num_batched_tokens: of one step, decode rows and whole tiles together; at least max_num_seqs + one tile.
         max_model_len: tokens of a sequence, prompt and output together.
     """
 
@@ -271,7 +271,7 @@ class Scheduler:
             return tiles
 
         for sequence in self._running:  # at most one has begun and not ended: each is cut to its end before the next one's turn
-            if sequence.state is State.PREFILLING and limit > 0:
+            if sequence.state is State.PREFILLING:
                 limit -= take(sequence)
         slots, pages, running = len(self._free_slots), self.pool.free, len(self._running)
         for sequence in self._waiting:

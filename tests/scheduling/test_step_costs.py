@@ -37,3 +37,8 @@ def test_before_measurement_a_nearly_empty_bucket_is_not_worth_it():
     costs = StepCosts()
     assert costs.best_tiles(TABLE, rows=0, pending=5, pages=0) == 4
     assert costs.best_tiles(TABLE, rows=0, pending=8, pages=0) == 8
+
+
+def test_of_equal_rates_the_larger_bucket_wins():
+    costs = StepCosts({TrunkKey(8, 1): 1.0, TrunkKey(8, 2): 2.0, TrunkKey(8, 4): 5.0})
+    assert costs.best_tiles(TABLE, rows=0, pending=4, pages=0) == 2
