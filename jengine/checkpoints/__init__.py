@@ -1,6 +1,6 @@
 """Models on disk: where they are, what they are, and their weights on the device."""
 
 from jengine.checkpoints.folder import read_config, resolve
-from jengine.checkpoints.load import load
+from jengine.checkpoints.weights import load
 
 __all__ = ["load", "read_config", "resolve"]
