@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import os
 import re
+import signal
 import sys
 import time
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from jengine import EngineConfig, JengineError, SamplingParams, __version__
 
@@ -22,21 +23,28 @@ GENERATE_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "max_tok
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
+    """Runs one command; returns the exit code: 0, or 2 for bad input. Ctrl-C ends the process with 130."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notices and warnings; errors still show
     run: Callable[[argparse.Namespace], None] = options.run
+    before = signal.signal(signal.SIGINT, _leave)
     try:
         run(options)
         return 0
     except JengineError as error:
         print(f"jengine: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # the reader, such as head, has enough; what is still buffered must not fail at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(*_: object) -> NoReturn:
+    """At once. A KeyboardInterrupt would first wait for the programs that threads are compiling, for ten seconds or more."""
+    os.write(sys.stderr.fileno(), b"\n")  # so that the shell's prompt does not follow a half-drawn bar or sentence
+    os._exit(130)
 
 
 def _parser() -> argparse.ArgumentParser:

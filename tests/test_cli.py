@@ -19,6 +19,7 @@ from jengine.request import CompletionOutput, RequestOutput
 
 STAND_IN = """
 import itertools, sys, time
+from concurrent.futures import ThreadPoolExecutor
 import jengine
 from jengine import cli
 from jengine.request import CompletionOutput, RequestOutput
@@ -154,7 +155,18 @@ def test_interrupt_leaves_no_traceback() -> None:
         assert process.stdout.read(10) == b"word word "
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, b"")
+    assert (process.returncode, err) == (130, b"\n")
+
+
+def test_interrupt_does_not_wait_for_threads_that_compile() -> None:
+    compiling = "with ThreadPoolExecutor() as pool: print('compiling', flush=True); pool.submit(time.sleep, 300)"
+    code = STAND_IN.replace(": pass", ":\n        " + compiling)
+    with start(code) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"compiling\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, b"\n")
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
