@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
@@ -183,11 +184,11 @@ class Engine:
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is None:
         return model.max_position
-    longest = model.max_position
-    if model.rope_scaling is not None:
-        longest = max(longest, int(model.rope_scaling.factor * model.rope_scaling.original_max_position))
+    longest, rope = float(model.max_position), model.rope_scaling
+    if rope is not None:
+        longest = math.inf if rope.kind == "dynamic" else max(longest, rope.factor * rope.original_max_position)
     if config.max_model_len > longest:
-        raise InvalidArgument("max_model_len", config.max_model_len, f"the model's positions end at {longest}")
+        raise InvalidArgument("max_model_len", config.max_model_len, f"the model's positions end at {longest:.0f}")
     return config.max_model_len
 
 

@@ -1,0 +1,32 @@
+"""Engines over tiny random models, with tables small enough to compile in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jengine.config import EngineConfig
+from jengine.engine import Engine
+from tests.engine.running import SMALL
+from tests.golden.weights import max_model_len, write_model
+
+
+@pytest.fixture(scope="session")
+def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
+    """make_engine(variant, **options) -> Engine; options are EngineConfig's, over SMALL."""
+    root: Path = tmp_path_factory.mktemp("models")
+
+    def make(variant: str = "llama_gqa", **options: object) -> Engine:
+        folder = root / variant
+        if not folder.exists():
+            write_model(folder, variant)
+        return Engine(EngineConfig.of(str(folder), {"max_model_len": max_model_len(variant), **SMALL, **options}), progress=False)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine: Callable[..., Engine]) -> Engine:
+    return make_engine()

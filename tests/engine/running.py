@@ -1,0 +1,45 @@
+"""Running requests through an engine, in tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jengine.engine import Engine, TokenUpdate
+from jengine.request import Request, SamplingParams
+from jengine.scheduling.sequence import Sequence
+
+SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "page_size": 16, "num_pages": 120}
+
+
+@dataclass
+class Answer:
+    sequence: Sequence
+    updates: list[TokenUpdate] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [update.token for update in self.updates]
+
+
+def run(engine: Engine, work: list[tuple[list[int], SamplingParams]]) -> list[Answer]:
+    """Answers in order. Checks that each ended once, and that every page and slot came back."""
+    answers = {}
+    for i, (prompt, params) in enumerate(work):
+        sequence = engine.add(Request(request_id=str(i), prompt_token_ids=list(prompt), params=params))
+        answers[sequence] = Answer(sequence)
+    while engine.has_work:
+        for update in engine.step():
+            assert not any(u.finished for u in answers[update.sequence].updates), "a token after the end"
+            answers[update.sequence].updates.append(update)
+        engine.scheduler.check_integrity()
+    assert engine.scheduler.pool.owned == 0
+    assert all(a.updates[-1].finished and a.sequence.finish_reason for a in answers.values())
+    return list(answers.values())
+
+
+def prompts(count: int, *, vocab: int, longest: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts of 1 to `longest` tokens, of all sizes."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, int(length)).tolist() for length in np.linspace(1, longest, count).round()]

@@ -1,0 +1,40 @@
+"""The engine against transformers: prefill, decode, chunks, batches that cross tile and page borders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from jengine.engine import Engine
+from jengine.request import MAX_LOGPROBS, SamplingParams
+from tests.engine.running import Answer, run
+from tests.golden.weights import VARIANTS, Case, Golden
+
+QUICK = {"llama_mqa", "llama_head_dim", "rope_dynamic_beyond", "qwen3_tied"}  # the rest differ outside what the engine adds
+CASES = [variant if variant in QUICK else pytest.param(variant, marks=pytest.mark.full) for variant in VARIANTS]
+
+
+def assert_equal(answer: Answer, case: Case) -> None:
+    """Tokens equal, and the likeliest tokens' log probabilities within 1e-4, at every step."""
+    assert answer.tokens == case.tokens.tolist()
+    for update, logits in zip(answer.updates, case.logits.astype(np.float64), strict=True):
+        logprobs = logits - np.logaddexp.reduce(logits)
+        assert [token for token, _ in update.top][:1] == [int(logits.argmax())]
+        for token, value in update.top:
+            assert abs(value - logprobs[token]) < 1e-4
+
+
+@pytest.mark.parametrize("variant", CASES)
+def test_greedy_tokens_and_logprobs(variant: str, make_engine: Callable[..., Engine]) -> None:
+    engine, cases = make_engine(variant), Golden.read(variant).cases
+    work = [
+        (case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=len(case.tokens), ignore_eos=True, logprobs=MAX_LOGPROBS))
+        for case in cases
+    ]
+    for answer, case in zip(run(engine, work), cases, strict=True):  # together: tiles beside rows, chunks of two tiles a step
+        assert_equal(answer, case)
+    for answer, case in zip(run(engine, work[-1:]), cases[-1:], strict=True):  # the longest alone
+        assert_equal(answer, case)
+    assert engine.compiles_since_start == 0

@@ -1,0 +1,70 @@
+"""In float32 a request's tokens do not depend on what runs beside it, nor on how it was cut or interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from jengine.engine import Engine
+from jengine.request import SamplingParams
+from tests.engine.running import prompts, run
+
+LENGTH = 40  # tokens generated
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=LENGTH),
+    SamplingParams(temperature=1.0, seed=7, max_tokens=LENGTH),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, seed=-3, max_tokens=LENGTH),
+    SamplingParams(temperature=1.3, seed=2**64 - 1, max_tokens=LENGTH, logprobs=2),
+]
+WORK = [(prompt, dataclasses.replace(PARAMS[i % 4])) for i, prompt in enumerate(prompts(32, vocab=96, longest=140))]
+
+
+@pytest.fixture(scope="module")
+def alone(make_engine: Callable[..., Engine]) -> list[list[int]]:
+    engine = make_engine()
+    return [run(engine, [work])[0].tokens for work in WORK]
+
+
+def test_in_a_batch_of_32(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(max_num_seqs=32, max_num_batched_tokens=160, num_pages=400)
+    seen = []
+    dispatch = engine.runner.dispatch
+    engine.runner.dispatch = lambda plan: seen.append(len(plan.row_slots)) or dispatch(plan)  # type: ignore[method-assign,func-returns-value]
+    assert [answer.tokens for answer in run(engine, WORK)] == alone
+    assert max(seen) == 32, "the batch was never full"
+    assert engine.compiles_since_start == 0
+
+
+def test_in_chunks_of_one_small_tile(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(tile_size=16, max_num_batched_tokens=24)
+    assert [answer.tokens for answer in run(engine, WORK[16:])] == alone[16:]
+    steps = sum(event.kind == "dispatch" for event in engine.trace.events)
+    assert steps > sum(-(-len(prompt) // 16) for prompt, _ in WORK[16:]), "prompts were not cut"
+
+
+def test_preempted_and_resumed(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(num_pages=26)
+    assert [answer.tokens for answer in run(engine, WORK)] == alone
+    assert engine.scheduler.num_preemptions > 10, "the pool was too large to force anything"
+
+
+def test_without_overlap(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(overlap=False)
+    assert [answer.tokens for answer in run(engine, WORK[:8])] == alone[:8]
+    overlapped, steps = engine.trace.overlapped()
+    assert steps > LENGTH and overlapped == 0
+
+
+def test_seeds(make_engine: Callable[..., Engine]) -> None:
+    """The same seed repeats, another differs, and so do both halves of a 64-bit one; without seeds the engine's decides."""
+    engine, prompt = make_engine(), [1, 2, 3]
+
+    def tokens(seed: int | None, of: Engine = engine) -> list[int]:
+        return run(of, [(prompt, SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH))])[0].tokens
+
+    assert tokens(5) == tokens(5)
+    assert len({tuple(tokens(seed)) for seed in (5, 6, 5 + 2**32, 5 + 2**63)}) == 4
+    assert tokens(None) != tokens(None)
+    assert tokens(None, make_engine(seed=1)) == tokens(None, make_engine(seed=1)) != tokens(None, make_engine(seed=2))
