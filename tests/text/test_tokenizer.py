@@ -84,5 +84,5 @@ def test_loading_imports_neither_transformers_nor_jax(byte_level_folder: Path) -
 
 
 def test_text_that_is_no_unicode_is_refused(byte_level_folder: Path) -> None:
-    with pytest.raises(InvalidArgument, match="prompt='a.*must be text that UTF-8 can encode"):
+    with pytest.raises(InvalidArgument, match=r"prompt='a.*must be text that UTF-8 can encode"):
         Tokenizer.load(byte_level_folder).encode("a\udc80")
