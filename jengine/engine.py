@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import random
-import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Protocol
 
-import jax
-import numpy as np
-
-from jengine.checkpoints import load, read_config, resolve
-from jengine.config import EngineConfig, ModelConfig
+from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument
-from jengine.execution.memory import pages_for
-from jengine.execution.program_store import default_root
-from jengine.execution.programs import Programs, open_store
-from jengine.execution.runner import InFlight, Runner, StepResult
-from jengine.execution.spec import ExecutionSpec
-from jengine.models import Model, build
+from jengine.execution.runner import InFlight, StepResult
 from jengine.observe.compiles import compile_count
 from jengine.observe.trace import StepTrace
-from jengine.parallel.mesh import make_mesh
-from jengine.program_table import ProgramTable
 from jengine.request import FinishReason, Request
-from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence, State
+from jengine.scheduling.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,71 +30,40 @@ class TokenUpdate:
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
+class Runs(Protocol):
+    """What an engine asks of a runner."""
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Start a step; returns before it has run."""
+
+    def read(self, step: InFlight) -> StepResult:
+        """Wait for a step's tokens."""
+
+
 class Engine:
-    """A model, loaded and warmed up, and the requests that it works on.
+    """Requests, and the loop that works on them.
 
     Attributes:
         model: its configuration.
-        start_seconds: what each part of the start took.
         trace: when steps were dispatched and read.
+
+    Args:
+        overlap: dispatch a step before the last one's tokens are read.
+        seed: from which requests without a seed of their own draw theirs.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
-        self.config = config
-        self.start_seconds: dict[str, float] = {}
+    def __init__(self, model: ModelConfig, runner: Runs, scheduler: Scheduler, *, overlap: bool = True, seed: int = 0) -> None:
+        self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self.trace = StepTrace()
-        compile_count()  # starts counting
-        clock = time.perf_counter()
-
-        def lap(name: str) -> None:
-            nonlocal clock
-            now = time.perf_counter()
-            self.start_seconds[name], clock = now - clock, now
-
-        self.folder: Path = resolve(config.model, config.revision)
-        self.model: ModelConfig = read_config(self.folder)
-        mesh = make_mesh(config.tensor_parallel_size)
-        device = mesh.devices.flat[0]
-        max_model_len = _max_model_len(config, self.model)
-        model = build(self.model, _dtype(config, self.model, device), max_model_len)
-        lap("configuration")
-        params = load(self.folder, model, mesh, progress=progress)
-        weights = sum(x.nbytes for x in jax.tree.leaves(params))
-        lap("weights")
-        self.spec = _spec(config, model, mesh, max_model_len, weights)
-        root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
-        self.programs = Programs(self.spec, open_store(self.spec, root), threads=config.compile_threads, progress=progress)
-        lap("programs")
-        self.runner = Runner(self.spec, self.programs, params)
-        if self.programs.compiled:
-            self.runner.warm_up(progress=progress)
-            self.programs.save()
-        else:
-            self.runner.check()
-        lap("warm-up")
-        self.scheduler = Scheduler(
-            self.spec.table,
-            page_size=self.spec.page_size,
-            num_pages=self.spec.num_pages,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            policy=config.policy,
-            costs=StepCosts(self.runner.trunk_costs()),
-        )
-        self._seeds = random.Random(config.seed)
+        self._seeds = random.Random(seed)
         self._in_flight: deque[tuple[int, InFlight]] = deque()
         self._steps = 0
-        self.compiles_at_start = compile_count()
-
-    @property
-    def max_model_len(self) -> int:
-        return self.spec.max_model_len
+        self._compiles_at_start = compile_count()
 
     @property
     def compiles_since_start(self) -> int:
         """XLA compilations in this process since warm-up; each is a bug, here or in what else the process runs."""
-        return compile_count() - self.compiles_at_start
+        return compile_count() - self._compiles_at_start
 
     @property
     def has_work(self) -> bool:
@@ -157,7 +113,7 @@ class Engine:
             self._in_flight.append((self._steps, self.runner.dispatch(plan)))
             self.trace.add("dispatch", self._steps, f"{plan.trunk} {plan.sampler}")
             self._steps += 1
-        wait_for = 1 if self.config.overlap and plan is not None else 0
+        wait_for = 1 if self.overlap and plan is not None else 0
         updates: list[TokenUpdate] = []
         while len(self._in_flight) > wait_for:
             number, step = self._in_flight.popleft()
@@ -179,47 +135,3 @@ class Engine:
             finished = sequence.state is State.FINISHED
             updates.append(TokenUpdate(sequence, token, finished, float(got.logprobs[row]), int(got.ranks[row]), top))
         return updates
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_model_len is None:
-        return model.max_position
-    longest, rope = float(model.max_position), model.rope_scaling
-    if rope is not None:
-        longest = math.inf if rope.kind == "dynamic" else max(longest, rope.factor * rope.original_max_position)
-    if config.max_model_len > longest:
-        raise InvalidArgument("max_model_len", config.max_model_len, f"the model's positions end at {longest:.0f}")
-    return config.max_model_len
-
-
-def _dtype(config: EngineConfig, model: ModelConfig, device: jax.Device) -> str:
-    """auto: what the checkpoint has, but float32 on a CPU, where narrower products are emulated."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if device.platform == "cpu" else model.dtype
-
-
-def _spec(config: EngineConfig, model: Model, mesh: jax.sharding.Mesh, max_model_len: int, weights: int) -> ExecutionSpec:
-    device = mesh.devices.flat[0]
-    on_cpu = device.platform == "cpu"
-    page_size = config.page_size or (16 if on_cpu else 64)
-    num_pages = pages_for(
-        config, model.config, page_size=page_size, max_model_len=max_model_len, dtype=np.dtype(model.dtype), device=device, weights=weights
-    )
-    table = ProgramTable.build(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        tile_size=config.tile_size,
-        page_buckets=(0,) if on_cpu else page_buckets(-(-max_model_len // page_size)),
-    )
-    return ExecutionSpec(
-        model=model, mesh=mesh, table=table, max_model_len=max_model_len, max_slots=config.max_num_seqs, page_size=page_size, num_pages=num_pages
-    )
-
-
-def page_buckets(width: int) -> tuple[int, ...]:
-    """Static page counts for XLA attention on a GPU: fourfold steps up to the table's width."""
-    buckets = [width]
-    while buckets[-1] > 32:
-        buckets.append(-(-buckets[-1] // 4))
-    return tuple(reversed(buckets))

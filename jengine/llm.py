@@ -6,14 +6,15 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from tqdm.auto import tqdm
 
 from jengine.config import EngineConfig
-from jengine.engine import Engine, TokenUpdate
+from jengine.engine import TokenUpdate
 from jengine.errors import InvalidArgument
 from jengine.request import Request, RequestOutput, SamplingParams
+from jengine.start import start
 from jengine.text.completion import CompletionBuilder
 from jengine.text.tokenizer import Tokenizer
 
@@ -47,10 +48,10 @@ class LLM:
 
     def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
         config = EngineConfig.of(str(model), options)
-        self.engine = Engine(config, progress=progress)
+        self.engine, self.started = start(config, progress=progress)
         started = time.perf_counter()
-        self.tokenizer = Tokenizer.load(self.engine.folder if config.tokenizer is None else Path(config.tokenizer))
-        self.engine.start_seconds["tokenizer"] = time.perf_counter() - started
+        self.tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else Path(config.tokenizer))
+        self.started.seconds["tokenizer"] = time.perf_counter() - started
         self._ids = itertools.count()
 
     def generate(
@@ -103,10 +104,10 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """What the start took, in seconds and compilations, and what has been compiled since (always 0, or it is a bug)."""
         return {
-            "programs_compiled": self.engine.programs.compiled,
-            "programs_loaded": self.engine.programs.loaded,
+            "programs_compiled": self.started.programs_compiled,
+            "programs_loaded": self.started.programs_loaded,
             "compiles_since_start": self.engine.compiles_since_start,
-            "start_seconds": dict(self.engine.start_seconds),
+            "start_seconds": dict(self.started.seconds),
             "preemptions": self.engine.scheduler.num_preemptions,
         }
 
@@ -133,7 +134,10 @@ class LLM:
             for request in requests:
                 builder = CompletionBuilder(self.tokenizer, request.params)
                 output = RequestOutput(
-                    request_id=request.request_id, prompt=request.prompt, prompt_token_ids=request.prompt_token_ids, outputs=[builder.output]
+                    request_id=request.request_id,
+                    prompt=request.prompt,
+                    prompt_token_ids=request.prompt_token_ids,
+                    outputs=[builder.output],
                 )
                 live[request.request_id] = output, builder
                 self.engine.add(request)
@@ -170,5 +174,5 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list: a list of whole numbers is one prompt."""
     if isinstance(prompts, str | dict):
         return [prompts]
-    items = list(prompts)
-    return [items] if items and all(isinstance(item, int) for item in items) else items  # type: ignore[list-item]
+    one = isinstance(prompts, list) and bool(prompts) and all(isinstance(item, int) for item in prompts)
+    return [cast(list[int], prompts)] if one else cast(list[Prompt], list(prompts))

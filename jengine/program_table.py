@@ -54,9 +54,7 @@ class ProgramTable:
     page_buckets: tuple[int, ...] = (0,)
 
     @classmethod
-    def build(
-        cls, *, max_num_seqs: int, max_num_batched_tokens: int, tile_size: int, page_buckets: tuple[int, ...] = (0,)
-    ) -> ProgramTable:
+    def build(cls, *, max_num_seqs: int, max_num_batched_tokens: int, tile_size: int, page_buckets: tuple[int, ...] = (0,)) -> ProgramTable:
         """Powers of two up to the limits; mixed trunks for the fewest and for the most rows."""
         rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
         tiles = _powers(1, max(1, max_num_batched_tokens // tile_size))

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 
-def kv_write(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> tuple[jax.Array, jax.Array]:
+def kv_write(
+    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """See `xla.kv_write`."""
     for i in range(k.shape[0]):
         k_pages = k_pages.at[page_ids[i], :, offsets[i]].set(k[i].astype(k_pages.dtype))
@@ -17,7 +19,9 @@ def kv_write(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array,
     return k_pages, v_pages
 
 
-def paged_attention_decode(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, scale: float) -> jax.Array:
+def paged_attention_decode(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, scale: float
+) -> jax.Array:
     """See `xla.paged_attention_decode`."""
     out = paged_attention_prefill(q[:, None], k_pages, v_pages, block_tables, lengths - 1, jnp.minimum(lengths, 1), scale=scale)
     return out[:, 0]

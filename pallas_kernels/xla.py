@@ -19,7 +19,9 @@ DECODE_BLOCK = 64  # tokens read at a time
 PREFILL_BLOCK = 128
 
 
-def kv_write(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> tuple[jax.Array, jax.Array]:
+def kv_write(
+    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Write tokens' keys and values into their pages; in place where the caller donates the cache.
 
     Args:
@@ -129,7 +131,8 @@ def _attend(
         m_new = jnp.maximum(m, s.max(-1))
         p = jnp.where(seen, jnp.exp(s - m_new[..., None]), 0.0)
         alpha = jnp.exp(m - m_new)
-        pv = jnp.einsum("nhgqps,nphsd->nhgqd", p.reshape(*p.shape[:4], step, page_size).astype(v.dtype), v, preferred_element_type=jnp.float32)
+        weights = p.reshape(*p.shape[:4], step, page_size).astype(v.dtype)
+        pv = jnp.einsum("nhgqps,nphsd->nhgqd", weights, v, preferred_element_type=jnp.float32)
         return m_new, total * alpha + p.sum(-1), acc * alpha[..., None] + pv
 
     shape = (n, kv_heads, heads // kv_heads, queries)

@@ -162,7 +162,15 @@ def as_stream(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.nd
 def init(key: jax.Array) -> dict:
     h, f, d = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
     q, kv = CONFIG["num_attention_heads"] * d, CONFIG["num_key_value_heads"] * d
-    shapes = {"q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q), "gate_proj": (f, h), "up_proj": (f, h), "down_proj": (h, f)}
+    shapes = {
+        "q_proj": (q, h),
+        "k_proj": (kv, h),
+        "v_proj": (kv, h),
+        "o_proj": (h, q),
+        "gate_proj": (f, h),
+        "up_proj": (f, h),
+        "down_proj": (h, f),
+    }
     layers = []
     for i in range(CONFIG["num_hidden_layers"]):
         keys = jax.random.split(jax.random.fold_in(key, i), len(shapes))

@@ -15,7 +15,9 @@ CPU_DEFAULT = 1 << 30  # bytes
 PAGE_GRID = 64  # pages: a count rounded down to this is likelier to be the same at the next start
 
 
-def pages_for(config: EngineConfig, model: ModelConfig, *, page_size: int, max_model_len: int, dtype: np.dtype, device: jax.Device, weights: int) -> int:
+def pages_for(
+    config: EngineConfig, model: ModelConfig, *, page_size: int, max_model_len: int, dtype: np.dtype, device: jax.Device, weights: int
+) -> int:
     """Pages of the cache, the null page included.
 
     A number in the config wins, then a size in bytes. Otherwise a CPU gets what max_num_seqs sequences of

@@ -97,7 +97,8 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
         return jitted.lower(spec.params, spec.slots.last_token, spec.slots.sampling, spec.to_sample(key))
 
     def allocate() -> tuple[Cache, SlotState]:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (spec.cache, spec.slots))
+        zeros: tuple[Cache, SlotState] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (spec.cache, spec.slots))
+        return zeros
 
     return jax.jit(allocate, out_shardings=(cache_out, slots_out)).lower()
 
@@ -115,6 +116,4 @@ def _file_name(key: Key) -> str:
 
 def _memory(program: Any) -> ProgramMemory:
     facts = program.memory_analysis()
-    return ProgramMemory(
-        facts.argument_size_in_bytes, facts.output_size_in_bytes, facts.alias_size_in_bytes, facts.temp_size_in_bytes
-    )
+    return ProgramMemory(facts.argument_size_in_bytes, facts.output_size_in_bytes, facts.alias_size_in_bytes, facts.temp_size_in_bytes)

@@ -53,9 +53,8 @@ class Runner:
 
     def read(self, step: InFlight) -> StepResult:
         """Wait for a step's tokens."""
-        arrays = [np.asarray(array) for array in step.sampled]
-        logprobs = SampledLogprobs(*arrays) if isinstance(step.sampled, SampledLogprobs) else None
-        return StepResult(arrays[0].tolist(), logprobs)
+        sampled = jax.tree.map(np.asarray, step.sampled)
+        return StepResult(sampled.tokens.tolist(), sampled if isinstance(sampled, SampledLogprobs) else None)
 
     def warm_up(self, *, progress: bool) -> None:
         """Run every program through `dispatch` with padding alone, and note what each trunk costs."""
@@ -81,5 +80,3 @@ class Runner:
         smallest = {table.sample_rows(key): key for key in sorted(table.trunks(), key=table.tokens, reverse=True)}
         covered = {plan.sampler for plan in plans}
         return plans + [StepPlan(smallest[key.rows], key) for key in table.samplers() if key not in covered]
-
-

@@ -62,8 +62,17 @@ def sampling_of(rows: jax.Array) -> Sampling:
     def cast(column: int, dtype: jax.typing.DTypeLike) -> jax.Array:
         return lax.bitcast_convert_type(rows[:, column], dtype)
 
-    floats = [cast(i, jnp.float32) for i in range(3)]
-    return Sampling(*floats, rows[:, 3], cast(4, jnp.uint32), cast(5, jnp.uint32), rows[:, 6], rows[:, 7], rows[:, SCALARS:])
+    return Sampling(
+        temperature=cast(0, jnp.float32),
+        top_p=cast(1, jnp.float32),
+        min_p=cast(2, jnp.float32),
+        top_k=rows[:, 3],
+        seed_low=cast(4, jnp.uint32),
+        seed_high=cast(5, jnp.uint32),
+        sample_index=rows[:, 6],
+        min_position=rows[:, 7],
+        stop_ids=rows[:, SCALARS:],
+    )
 
 
 def abstract_slots(slots: int, width: int, sharding: jax.sharding.Sharding) -> SlotState:

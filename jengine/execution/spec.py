@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -100,7 +100,7 @@ class ExecutionSpec:
             "device": device.device_kind,
             "processor": _cpu_features() if device.platform == "cpu" else "",
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
             "source": _source_digest(),
         }
 

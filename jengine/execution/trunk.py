@@ -77,7 +77,9 @@ def _make_attend(
         out = [xla.paged_attention_decode(q[: key.rows], *kv, row_tables, row_lengths, scale=scale, pages=key.pages)]
         if key.tiles:
             tiles = q[key.rows :].reshape(key.tiles, -1, *q.shape[1:])
-            got = xla.paged_attention_prefill(tiles, *kv, tile_tables, batch.tile_positions, batch.tile_lengths, scale=scale, pages=key.pages)
+            got = xla.paged_attention_prefill(
+                tiles, *kv, tile_tables, batch.tile_positions, batch.tile_lengths, scale=scale, pages=key.pages
+            )
             out.append(got.reshape(-1, *q.shape[1:]))
         return jnp.concatenate(out)
 

@@ -13,7 +13,7 @@ _count = 0
 _listening = False
 
 
-def _heard(event: str, duration: float, **_: object) -> None:
+def _heard(event: str, duration_secs: float, **_: str | int) -> None:
     global _count
     if event == COMPILE_EVENT:
         with _lock:

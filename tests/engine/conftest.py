@@ -9,6 +9,7 @@ import pytest
 
 from jengine.config import EngineConfig
 from jengine.engine import Engine
+from jengine.start import start
 from tests.engine.running import SMALL
 from tests.golden.weights import max_model_len, write_model
 
@@ -22,7 +23,8 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
         folder = root / variant
         if not folder.exists():
             write_model(folder, variant)
-        return Engine(EngineConfig.of(str(folder), {"max_model_len": max_model_len(variant), **SMALL, **options}), progress=False)
+        config = EngineConfig.of(str(folder), {"max_model_len": max_model_len(variant), **SMALL, **options})
+        return start(config, progress=False)[0]
 
     return make
 

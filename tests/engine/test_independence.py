@@ -45,9 +45,9 @@ def test_in_chunks_of_one_small_tile(alone: list[list[int]], make_engine: Callab
 
 
 def test_preempted_and_resumed(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(num_pages=26)
+    engine = make_engine(num_pages=18)
     assert [answer.tokens for answer in run(engine, WORK)] == alone
-    assert engine.scheduler.num_preemptions > 10, "the pool was too large to force anything"
+    assert engine.scheduler.num_preemptions > 5, "the pool was too large to force anything"
 
 
 def test_without_overlap(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:

@@ -1,0 +1,141 @@
+"""From options to a running engine: find the model, load it, get its programs, warm them up."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jengine.checkpoints import load, read_config, resolve
+from jengine.config import EngineConfig, ModelConfig
+from jengine.engine import Engine
+from jengine.errors import InvalidArgument
+from jengine.execution.memory import pages_for
+from jengine.execution.program_store import default_root
+from jengine.execution.programs import Programs, open_store
+from jengine.execution.runner import Runner
+from jengine.execution.spec import ExecutionSpec
+from jengine.models import Model, build
+from jengine.observe.compiles import compile_count
+from jengine.parallel.mesh import make_mesh
+from jengine.program_table import ProgramTable
+from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class Started:
+    """What the start found and took.
+
+    Attributes:
+        folder: the model's.
+        seconds: by part, in order.
+    """
+
+    folder: Path
+    programs_compiled: int = 0
+    programs_loaded: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def start(config: EngineConfig, *, progress: bool = True) -> tuple[Engine, Started]:
+    """Everything that comes before the first request.
+
+    Raises:
+        InvalidArgument: an option that this model or device cannot meet.
+        ModelError: the model cannot be read, or is not supported.
+        OutOfMemory: the device is too small.
+    """
+    compile_count()  # starts counting
+    clock = time.perf_counter()
+    started = Started(resolve(config.model, config.revision))
+
+    def lap(name: str) -> None:
+        nonlocal clock
+        now = time.perf_counter()
+        started.seconds[name], clock = now - clock, now
+
+    facts = read_config(started.folder)
+    mesh = make_mesh(config.tensor_parallel_size)
+    max_model_len = _max_model_len(config, facts)
+    model = build(facts, _dtype(config, facts, mesh.devices.flat[0]), max_model_len)
+    lap("configuration")
+    params = load(started.folder, model, mesh, progress=progress)
+    lap("weights")
+    spec = _spec(config, model, mesh, max_model_len, weights=sum(x.nbytes for x in jax.tree.leaves(params)))
+    root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
+    programs = Programs(spec, open_store(spec, root), threads=config.compile_threads, progress=progress)
+    started.programs_compiled, started.programs_loaded = programs.compiled, programs.loaded
+    lap("programs")
+    runner = Runner(spec, programs, params)
+    if programs.compiled:
+        runner.warm_up(progress=progress)
+        programs.save()
+    else:
+        runner.check()
+    lap("warm-up")
+    scheduler = Scheduler(
+        spec.table,
+        page_size=spec.page_size,
+        num_pages=spec.num_pages,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        policy=config.policy,
+        costs=StepCosts(runner.trunk_costs()),
+    )
+    return Engine(facts, runner, scheduler, overlap=config.overlap, seed=config.seed), started
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_position
+    longest, rope = float(model.max_position), model.rope_scaling
+    if rope is not None:
+        longest = math.inf if rope.kind == "dynamic" else max(longest, rope.factor * rope.original_max_position)
+    if config.max_model_len > longest:
+        raise InvalidArgument("max_model_len", config.max_model_len, f"the model's positions end at {longest:.0f}")
+    return config.max_model_len
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, device: jax.Device) -> str:
+    """auto: what the checkpoint has, but float32 on a CPU, where narrower products are emulated."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if device.platform == "cpu" else model.dtype
+
+
+def _spec(config: EngineConfig, model: Model, mesh: jax.sharding.Mesh, max_model_len: int, weights: int) -> ExecutionSpec:
+    device = mesh.devices.flat[0]
+    on_cpu = device.platform == "cpu"
+    page_size = config.page_size or (16 if on_cpu else 64)
+    num_pages = pages_for(
+        config, model.config, page_size=page_size, max_model_len=max_model_len, dtype=np.dtype(model.dtype), device=device, weights=weights
+    )
+    table = ProgramTable.build(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        tile_size=config.tile_size,
+        page_buckets=(0,) if on_cpu else page_buckets(-(-max_model_len // page_size)),
+    )
+    return ExecutionSpec(
+        model=model,
+        mesh=mesh,
+        table=table,
+        max_model_len=max_model_len,
+        max_slots=config.max_num_seqs,
+        page_size=page_size,
+        num_pages=num_pages,
+    )
+
+
+def page_buckets(width: int) -> tuple[int, ...]:
+    """Static page counts for XLA attention on a GPU: fourfold steps up to the table's width."""
+    buckets = [width]
+    while buckets[-1] > 32:
+        buckets.append(-(-buckets[-1] // 4))
+    return tuple(reversed(buckets))
