@@ -10,6 +10,7 @@ from typing import Any, TypedDict, cast
 
 from tqdm.auto import tqdm
 
+from jengine.checkpoints import resolve
 from jengine.config import EngineConfig
 from jengine.engine import TokenUpdate
 from jengine.errors import InvalidArgument
@@ -50,7 +51,7 @@ class LLM:
         config = EngineConfig.of(str(model), options)
         self.engine, self.started = start(config, progress=progress)
         started = time.perf_counter()
-        self.tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else Path(config.tokenizer))
+        self.tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer))
         self.started.seconds["tokenizer"] = time.perf_counter() - started
         self._ids = itertools.count()
 

@@ -61,7 +61,7 @@ def paged_attention_decode(
         q, table, length = args
         return _attend(q, k_pages, v_pages, table, length - 1, length, scale, pages, DECODE_BLOCK)
 
-    out = lax.map(one, (queries, block_tables.reshape(rows // group, group, -1), lengths.reshape(rows // group, group)))
+    out: jax.Array = lax.map(one, (queries, block_tables.reshape(rows // group, group, -1), lengths.reshape(rows // group, group)))
     return out.reshape(q.shape)
 
 
@@ -93,7 +93,8 @@ def paged_attention_prefill(
         q, table, position, length = (x[None] for x in args)
         return _attend(q, k_pages, v_pages, table, position, position + length, scale, pages, PREFILL_BLOCK)[0]
 
-    return lax.map(one, (q, block_tables, positions, lengths))
+    out: jax.Array = lax.map(one, (q, block_tables, positions, lengths))
+    return out
 
 
 def _attend(
@@ -139,5 +140,5 @@ def _attend(
     start = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)
     blocks = -(-pages // step) if pages else (jnp.max(ends) + span - 1) // span
     _, total, acc = lax.fori_loop(0, blocks, body, start)
-    out = acc / jnp.maximum(total, 1e-30)[..., None]
+    out: jax.Array = acc / jnp.maximum(total, 1e-30)[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(n, queries, heads, head_dim).astype(q.dtype)
