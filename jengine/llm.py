@@ -6,17 +6,16 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NoReturn, TypedDict, cast
 
 from tqdm.auto import tqdm
 
 from jengine.checkpoints import resolve
 from jengine.config import EngineConfig
-from jengine.engine import TokenUpdate
 from jengine.errors import InvalidArgument
+from jengine.outputs import LiveOutputs
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.start import start
-from jengine.text.completion import CompletionBuilder
 from jengine.text.tokenizer import Tokenizer
 
 
@@ -53,6 +52,7 @@ class LLM:
         started = time.perf_counter()
         self.tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer))
         self.started.seconds["tokenizer"] = time.perf_counter() - started
+        self._live = LiveOutputs(self.engine, self.tokenizer)
         self._ids = itertools.count()
 
     def generate(
@@ -78,16 +78,13 @@ class LLM:
         requests = [self._request(prompt, p) for prompt, p in zip(listed, params, strict=True)]
         for request in requests:
             self.engine.check(request)
-        done: dict[str, RequestOutput] = {}
-        with tqdm(total=len(requests), desc="generating", unit="request", disable=not use_tqdm, leave=False) as bar:
-            tokens, start = 0, time.perf_counter()
-            for output in self._run(requests):
-                if output.finished:
-                    done[output.request_id] = output
-                    tokens += len(output.outputs[0].token_ids)
-                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
-                    bar.update()
-        return [done[request.request_id] for request in requests]
+        outputs = [self._live.submit(request) for request in requests]
+        try:
+            with tqdm(total=len(requests), desc="generating", unit="request", disable=not use_tqdm, leave=False) as bar:
+                self._finish(outputs, bar)
+        finally:
+            self._abandon(outputs)
+        return outputs
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the same output object, grown, after each token.
@@ -99,7 +96,7 @@ class LLM:
         """
         request = self._request(prompt, sampling_params or SamplingParams())
         self.engine.check(request)
-        return self._run([request])
+        return self._follow(request)
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -128,47 +125,38 @@ class LLM:
             raise InvalidArgument("prompt", prompt, "must not be empty")
         return Request(request_id=str(next(self._ids)), prompt=text, prompt_token_ids=ids, params=params, arrival=time.monotonic())
 
-    def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
-        """Outputs as they grow, until all have ended or the caller stops listening."""
-        live: dict[str, tuple[RequestOutput, CompletionBuilder]] = {}
-        try:
-            for request in requests:
-                builder = CompletionBuilder(self.tokenizer, request.params)
-                output = RequestOutput(
-                    request_id=request.request_id,
-                    prompt=request.prompt,
-                    prompt_token_ids=request.prompt_token_ids,
-                    outputs=[builder.output],
-                )
-                live[request.request_id] = output, builder
-                self.engine.add(request)
-            while live:
-                for update in self.engine.step():
-                    request_id = update.sequence.request_id
-                    if request_id in live:
-                        output, builder = live[request_id]
-                        output.finished = self._grow(builder, update)
-                        if output.finished:
-                            del live[request_id]
-                        yield output
-        finally:
-            for request_id in live:
-                self.engine.abort(request_id)
-            while self.engine.has_work:  # steps that were dispatched are read, so that the next call starts clean
-                self.engine.step()
+    def _finish(self, outputs: list[RequestOutput], bar: tqdm[NoReturn]) -> None:
+        """Work until all of these have ended."""
+        mine = {output.request_id for output in outputs}
+        tokens, start = 0, time.perf_counter()
+        while mine:
+            for output in self._live.advance():
+                if output.finished and output.request_id in mine:
+                    mine.remove(output.request_id)
+                    tokens += len(output.outputs[0].token_ids)
+                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
+                    bar.update()
 
-    def _grow(self, builder: CompletionBuilder, update: TokenUpdate) -> bool:
-        """Gives a token to its output; returns whether that ended it."""
-        sequence = update.sequence
-        if sequence.request.params.logprobs is not None:
-            builder.push_logprobs(update.token, update.logprob, update.rank, update.top)
-        matched = builder.push(update.token, ends=sequence.finish_reason == "stop")
-        if matched is not None:
-            self.engine.finish(sequence, "stop", matched)
-        if sequence.finish_reason is None:
-            return False
-        builder.finish(sequence.finish_reason, sequence.stop_reason)
-        return True
+    def _follow(self, request: Request) -> Iterator[RequestOutput]:
+        """Yield a request's output whenever it has grown, whoever made it grow: other calls advance it too."""
+        output, seen, ended = self._live.submit(request), 0, False
+        try:
+            while not ended:
+                if output.finished or len(output.outputs[0].token_ids) > seen:
+                    seen, ended = len(output.outputs[0].token_ids), output.finished
+                    yield output
+                else:
+                    self._live.advance()
+        finally:
+            self._abandon([output])
+
+    def _abandon(self, outputs: list[RequestOutput]) -> None:
+        """What nobody waits for any more is aborted, and what was dispatched for it is read."""
+        for output in outputs:
+            if not output.finished:
+                self._live.abort(output.request_id)
+        while self.engine.has_work and not self.engine.scheduler.has_work:
+            self._live.advance()
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from jengine.errors import InvalidArgument
 from jengine.program_table import Variant
@@ -135,6 +135,16 @@ class CompletionOutput:
 
 
 @dataclass(slots=True, kw_only=True)
+class RequestMetrics:
+    """When things happened, in seconds of time.monotonic(), and how often the request was interrupted."""
+
+    arrival: float = 0.0
+    first_token: float | None = None
+    finished: float | None = None
+    preemptions: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """A request with what has been generated for it so far."""
 
@@ -143,4 +153,4 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)

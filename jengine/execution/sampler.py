@@ -62,8 +62,8 @@ def choose(logits: jax.Array, sampling: Sampling, positions: jax.Array, variant:
         logits = suppress_stops(logits, sampling, positions)
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     is_greedy = sampling.temperature == 0.0
-    scaled = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
-    scaled -= scaled.max(-1, keepdims=True)
+    scaled = logits - logits.max(-1, keepdims=True)  # before the division: a small temperature cannot overflow
+    scaled /= jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
     if variant != "sample":
         scaled = truncate(scaled, sampling)
     return jnp.where(is_greedy, greedy, invert(jnp.exp(scaled), uniform(sampling, positions)))

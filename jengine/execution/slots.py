@@ -14,6 +14,8 @@ from jengine.scheduling.step_plan import SlotReset
 
 SCALARS = 8
 SAMPLING_WORDS = SCALARS + MAX_STOP_TOKEN_IDS
+SMALLEST = float(np.finfo(np.float32).tiny)  # of normal numbers: processors may take a smaller one, or its inverse, for 0
+INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 class SlotState(NamedTuple):
@@ -45,13 +47,19 @@ class Sampling(NamedTuple):
 
 
 def words_of(reset: SlotReset) -> np.ndarray:
-    """A reset as int32 [1 + SAMPLING_WORDS]: the slot, then its row of SlotState.sampling."""
+    """A reset as int32 [1 + SAMPLING_WORDS]: the slot, then its row of SlotState.sampling.
+
+    Values that 32 bits cannot hold become the nearest that they can: the tokens are the same.
+    """
     params = reset.params
+    temperature = 0.0 if params.greedy else min(max(params.temperature, SMALLEST), 1 / SMALLEST)
+    top_p = max(params.top_p, SMALLEST)  # 0 would leave no token
+    min_position = min(reset.prompt_len + params.min_tokens, INT32_MAX)
     row = np.full(1 + SAMPLING_WORDS, -1, np.int32)
     row[0] = reset.slot
-    row[1:4] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
+    row[1:4] = np.array([temperature, top_p, params.min_p], np.float32).view(np.int32)
     seed = np.array([reset.seed % 2**64], np.uint64).view(np.int32)
-    row[4:9] = max(params.top_k, 0), *seed, reset.sample_index, reset.prompt_len + params.min_tokens
+    row[4:9] = min(max(params.top_k, 0), INT32_MAX), *seed, reset.sample_index, min_position
     row[1 + SCALARS : 1 + SCALARS + len(reset.stop_token_ids)] = reset.stop_token_ids
     return row
 
