@@ -1,0 +1,360 @@
+"""The sampler against an oracle in float64, its distribution, and what its random numbers depend on.
+
+Results may differ from the oracle's only where float32 rounding decides: a token that lies on a threshold, or a draw on
+the border between two tokens. `Oracle` knows both, and the tests assert that this is rare.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2  # a dependency of jax
+
+from jengine.execution.sampler import choose, invert, truncate, uniform, with_logprobs
+from jengine.execution.slots import sampling_of, words_of
+from jengine.program_table import Variant
+from jengine.request import MAX_LOGPROBS, SamplingParams
+from jengine.scheduling.step_plan import SlotReset
+
+ROWS, VOCAB = 8, 300  # no multiple of the block in which the distribution is inverted
+EPS = 1e-5  # of a probability: what float32 sums over a vocabulary may lose
+PROMPT_LEN = 5
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@functools.cache
+def compiled(variant: Variant) -> object:
+    return jax.jit(lambda logits, words, positions: choose(logits, sampling_of(words), positions, variant))
+
+
+@jax.jit
+def uniforms(words: jax.Array, positions: jax.Array) -> jax.Array:
+    return uniform(sampling_of(words), positions)
+
+
+@jax.jit
+def truncated(scaled: jax.Array, words: jax.Array) -> jax.Array:
+    return truncate(scaled, sampling_of(words))
+
+
+@dataclass
+class Row:
+    """A sampler row: what its slot holds, and the position it samples for."""
+
+    params: SamplingParams
+    seed: int = 1
+    sample_index: int = 0
+    position: int = PROMPT_LEN
+    stops: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> np.ndarray:
+        return words_of(SlotReset(1, self.params, self.seed, self.sample_index, PROMPT_LEN, self.stops))[1:]
+
+
+def stacked(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
+    return np.stack([row.words for row in rows]), np.array([row.position for row in rows], np.int32)
+
+
+def tokens_of(logits: np.ndarray, rows: list[Row], variant: Variant = "full") -> list[int]:
+    return np.asarray(compiled(variant)(logits, *stacked(rows))).tolist()  # type: ignore[operator]
+
+
+class Oracle:
+    """One row's distribution, from the documented meaning of each parameter in vLLM's order, in float64."""
+
+    def __init__(self, logits: np.ndarray, row: Row) -> None:
+        p, logits = row.params, logits.astype(np.float64)
+        if row.position < PROMPT_LEN + p.min_tokens:
+            logits[list(row.stops)] = -np.inf
+        self.best = int(logits.argmax())
+        z = (logits - logits.max()) / (1.0 if p.greedy else np.clip(p.temperature, 1e-40, 1e40))
+        self.kept, self.maybe = self._kept(z, p, -1), self._kept(z, p, 1)
+        self.mass = np.exp(z) * self.kept
+
+    @staticmethod
+    def _kept(z: np.ndarray, p: SamplingParams, side: int) -> np.ndarray:
+        """The tokens left, with what lies on a threshold (side 1) or without (side -1)."""
+        slack = 1e-6 * (1 + np.abs(z))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            kept = (z >= np.log(p.min_p) + np.where(np.isfinite(z), -side * slack, 0.0)) | (z == 0)
+        if 0 < p.top_k < kept.sum():
+            kth = np.sort(z[kept])[-p.top_k]
+            kept &= z >= kth - (slack if side > 0 and np.isfinite(kth) else 0)  # rounding keeps order, but may tie
+        if p.top_p < 1:
+            mass = np.exp(z) * kept
+            order = np.argsort(-z, kind="stable")
+            before = np.concatenate([[0.0], np.cumsum(mass[order])])[np.searchsorted(-z[order], -z)]  # of the likelier ones
+            kept &= (before / mass.sum() < p.top_p + side * EPS) | (z == 0)
+        return kept
+
+    @property
+    def exact(self) -> bool:
+        """Whether no token lies on a threshold."""
+        return bool((self.kept == self.maybe).all())
+
+    def drawn(self, u: float) -> set[int]:
+        """The tokens that a draw of u may give: one, or two at a border."""
+        ends = np.cumsum(self.mass / self.mass.sum())
+        low, high = (int(np.argmax((ends > x) & (self.mass > 0))) for x in (max(u - EPS, 0.0), min(u + EPS, ends[-1] * (1 - 1e-12))))
+        return {token for token in range(low, high + 1) if self.mass[token] > 0}
+
+
+LOGITS = {
+    "normal": lambda rng: rng.normal(0, 1, VOCAB),
+    "wide": lambda rng: rng.normal(0, 8, VOCAB),
+    "peaked": lambda rng: np.where(np.arange(VOCAB) == rng.integers(VOCAB), 60.0, rng.normal(0, 1, VOCAB)),
+    "ties": lambda rng: rng.integers(-3, 3, VOCAB).astype(np.float64),
+    "equal": lambda rng: np.full(VOCAB, rng.normal()),
+    "masked": lambda rng: np.where(rng.random(VOCAB) < 0.5, -np.inf, rng.normal(0, 2, VOCAB)),
+    "far below": lambda rng: np.where(rng.random(VOCAB) < 0.9, -1e30, rng.normal(0, 2, VOCAB)),
+}
+
+
+def logits_for(kinds: list[str], seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.stack([LOGITS[kind](rng) for kind in kinds]).astype(np.float32)
+
+
+def assert_like_oracle(logits: np.ndarray, rows: list[Row], tokens: list[int]) -> int:
+    """Returns in how many rows only one token was possible."""
+    draws, certain = np.asarray(uniforms(*stacked(rows)), np.float64), 0
+    for scores, row, token, u in zip(logits, rows, tokens, draws, strict=True):
+        oracle = Oracle(scores, row)
+        possible = oracle.drawn(u) if oracle.exact else set(np.flatnonzero(oracle.maybe).tolist())
+        expected = {oracle.best} if row.params.greedy else possible
+        assert token in expected, (row, u)
+        certain += len(expected) == 1
+    return certain
+
+
+ONE_AT_A_TIME = {
+    "greedy": [{"temperature": 0.0}],
+    "temperature": [{"temperature": t} for t in (1.0, 0.3, 2.5, 1e-3, 50.0)],
+    "extreme temperature": [{"temperature": t} for t in (1e-30, 1e-44, 1e-300, 1e30, 3e38, 1e300)],
+    "top_k": [{"top_k": k} for k in (1, 2, 40, VOCAB - 1, VOCAB, VOCAB + 1, 2**32 + 1, -1)],
+    "top_p": [{"top_p": p} for p in (0.9, 0.5, 0.1, 0.999, 1e-6, 1e-30, 1e-44, 1e-300)],
+    "min_p": [{"min_p": p} for p in (0.05, 0.5, 1.0, 1e-4, 1e-44, 1e-300)],
+    "min_tokens": [{"min_tokens": n} for n in (1, 3, 10)],
+    "greedy min_tokens": [{"temperature": 0.0, "min_tokens": n} for n in (1, 3, 10)],
+}
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("values", ONE_AT_A_TIME.values(), ids=ONE_AT_A_TIME)
+def test_each_parameter_alone(values: list[dict[str, float]], kind: str) -> None:
+    rows = [Row(SamplingParams(**values[i % len(values)]), seed=i, position=PROMPT_LEN + i % 4) for i in range(ROWS * 4)]  # type: ignore[arg-type]
+    for start in range(0, len(rows), ROWS):
+        some, logits = rows[start : start + ROWS], logits_for([kind] * ROWS, seed=start)
+        for row, scores in zip(some, logits, strict=True):  # the likeliest are the ones that may not come
+            row.stops = tuple(np.argsort(-scores)[:3].tolist())
+        assert_like_oracle(logits, some, tokens_of(logits, some))
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 1.3, 20.0]),
+    top_k=st.sampled_from([0, 0, -1, 1, 2, 7, 50, 299, 300, 1000]),
+    top_p=st.one_of(st.just(1.0), st.floats(1e-9, 1.0)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
+    max_tokens=st.just(8),
+    min_tokens=st.sampled_from([0, 0, 4, 8]),
+)
+STOPS = st.lists(st.integers(0, VOCAB - 1), max_size=16, unique=True).map(tuple)
+ROW = st.builds(
+    Row,
+    params=PARAMS,
+    seed=st.integers(0, 2**64 - 1),
+    sample_index=st.integers(0, 3),
+    position=st.integers(PROMPT_LEN, PROMPT_LEN + 10),
+    stops=STOPS,
+)
+BATCH = st.tuples(
+    st.lists(ROW, min_size=ROWS, max_size=ROWS),
+    st.lists(st.sampled_from(list(LOGITS)), min_size=ROWS, max_size=ROWS),
+    st.integers(0, 2**32),
+)
+
+
+def test_random_combinations() -> None:
+    certain, seen = 0, 0
+
+    @settings(max_examples=120)
+    @given(BATCH)
+    def check(batch: tuple[list[Row], list[str], int]) -> None:
+        nonlocal certain, seen
+        rows, kinds, seed = batch
+        logits = logits_for(kinds, seed)
+        certain += assert_like_oracle(logits, rows, tokens_of(logits, rows))
+        seen += len(rows)
+
+    check()
+    assert certain > 0.97 * seen, "the oracle allows so much that the test says little"
+
+
+@settings(max_examples=120)
+@given(BATCH)
+def test_truncation_keeps_the_tokens_it_should(batch: tuple[list[Row], list[str], int]) -> None:
+    rows, kinds, seed = batch
+    logits = logits_for(kinds, seed)
+    scaled = logits - logits.max(-1, keepdims=True)
+    got = np.isfinite(np.asarray(truncated(scaled, stacked(rows)[0]))) | np.isneginf(scaled)
+    for i, row in enumerate(rows):
+        oracle = Oracle(scaled[i], Row(_without_temperature(row.params)))
+        kept, maybe = oracle.kept | np.isneginf(scaled[i]), oracle.maybe | np.isneginf(scaled[i])
+        assert (kept <= got[i]).all() and (got[i] <= maybe).all()
+
+
+def _without_temperature(p: SamplingParams) -> SamplingParams:
+    return SamplingParams(top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
+
+
+def test_ties_at_a_threshold_are_all_kept() -> None:
+    scaled = np.full((ROWS, VOCAB), -5.0, np.float32)
+    scaled[:, :4], scaled[:, 4:7] = [0, -1, -1, -1], -2
+    cases = {"top_k=1": 1, "top_k=2": 4, "top_k=4": 4, "top_k=5": 7, "min_p=0.37": 1, "min_p=0.36": 4, "min_p=0.13": 7}
+    cases |= {"top_p=0.22": 1, "top_p=0.23": 4, "top_p=0.46": 4, "top_p=0.48": 7}
+    for text, count in cases.items():
+        name, value = text.split("=")
+        rows = [Row(SamplingParams(**{name: int(value) if name == "top_k" else float(value)}))] * ROWS  # type: ignore[arg-type]
+        assert np.isfinite(np.asarray(truncated(scaled, stacked(rows)[0]))).sum(-1).tolist() == [count] * ROWS, text
+
+
+@settings(max_examples=60)
+@given(BATCH)
+def test_a_row_does_not_depend_on_its_neighbours_or_its_place(batch: tuple[list[Row], list[str], int]) -> None:
+    rows, kinds, seed = batch
+    logits = logits_for(kinds, seed)
+    together = tokens_of(logits, rows)
+    for i in range(ROWS):
+        padding, nothing = [Row(GREEDY)] * ROWS, np.zeros_like(logits)
+        place = (i + seed) % ROWS
+        padding[place], nothing[place] = rows[i], logits[i]
+        assert tokens_of(nothing, padding)[place] == together[i]
+
+
+def test_each_variant_does_all_that_those_before_it_do() -> None:
+    """A neighbour that needs a larger variant changes nothing for a row that does not."""
+    logits = logits_for(["normal", "wide"] * (ROWS // 2), 0)
+    plain = [Row(SamplingParams(temperature=0.0 if i % 3 == 0 else 0.8), seed=i, stops=(3, 5)) for i in range(ROWS)]
+    greedy = [Row(GREEDY)] * ROWS
+    assert tokens_of(logits, greedy, "greedy") == logits.argmax(-1).tolist()
+    assert tokens_of(logits, greedy, "greedy") == tokens_of(logits, greedy, "sample") == tokens_of(logits, greedy, "full")
+    assert tokens_of(logits, plain, "sample") == tokens_of(logits, plain, "full")
+    full = [Row(SamplingParams(top_k=9, top_p=0.8, min_tokens=2), seed=i, stops=(3, 5)) for i in range(ROWS)]
+    assert tokens_of(logits, full, "full") == tokens_of(logits, full, "logprobs")
+
+
+@pytest.mark.parametrize("u", [0.0, 0.25, 0.5, 1 - 2**-24])
+def test_a_draw_never_gives_a_token_without_mass(u: float) -> None:
+    """The blocks before, between and after those with mass are empty, and so is most of each."""
+    mass = np.zeros((3, VOCAB), np.float32)
+    mass[0, [150, 250]] = 0.5
+    mass[1, 299] = 1e-30
+    mass[2, [0, 127, 128]] = [1, 1e-7, 1]
+    got = np.asarray(invert(mass, np.full(3, u, np.float32)))
+    assert got.tolist() == [150 if u < 0.5 else 250, 299, 0 if u < 0.5 else 127 if u == 0.5 else 128]
+
+
+def test_min_tokens_holds_until_its_position() -> None:
+    logits = np.zeros((ROWS, VOCAB), np.float32)
+    logits[:, [7, 9]] = 50.0, 40.0
+    rows = [Row(SamplingParams(min_tokens=4, temperature=i % 2), position=PROMPT_LEN + i, stops=(7,)) for i in range(ROWS)]
+    assert tokens_of(logits, rows) == [9] * 4 + [7] * 4
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = logits_for(["normal", "wide", "peaked", "far below"] * 2, 1)
+    tokens = np.array([3, 299, 0, 17, 128, 5, 6, 7], np.int32)
+    exact = logits.astype(np.float64)
+    exact -= np.logaddexp.reduce(exact, -1, keepdims=True)
+    got = jax.tree.map(np.asarray, jax.jit(with_logprobs)(logits, tokens))
+    assert got.tokens.tolist() == tokens.tolist() and got.top_ids.shape == (ROWS, MAX_LOGPROBS)
+    chosen = exact[np.arange(ROWS), tokens]
+    np.testing.assert_allclose(got.logprobs, chosen, rtol=1e-6, atol=1e-5)
+    assert got.ranks.tolist() == (1 + (logits > logits[np.arange(ROWS), tokens, None]).sum(-1)).tolist()
+    for row in range(ROWS):
+        assert len(set(got.top_ids[row].tolist())) == MAX_LOGPROBS
+        np.testing.assert_allclose(got.top_logprobs[row], np.sort(exact[row])[::-1][:MAX_LOGPROBS], rtol=1e-6, atol=1e-5)
+        np.testing.assert_allclose(exact[row, got.top_ids[row]], got.top_logprobs[row], rtol=1e-6, atol=1e-5)
+
+
+# Randomness.
+
+DRAWS = 8192
+
+
+def draws(probabilities: np.ndarray, rows: list[Row]) -> np.ndarray:
+    """DRAWS tokens of one distribution."""
+    logits = np.broadcast_to(np.log(probabilities).astype(np.float32), (DRAWS, len(probabilities)))
+    return np.array(tokens_of(logits, rows))
+
+
+def assert_distributed(tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    """Pearson's chi-square test, at a level at which a right sampler fails one time in a million."""
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    assert not counts[probabilities == 0].any()
+    expected = (probabilities * len(tokens))[probabilities > 0]
+    assert expected.min() > 5, "too few draws for the test to hold"
+    statistic = ((counts[probabilities > 0] - expected) ** 2 / expected).sum()
+    assert statistic < chi2.isf(1e-6, len(expected) - 1)
+
+
+UNEVEN = np.array([0.3, 0.02, 0.1, 0.05, 0.2, 0.01, 0.02, 0.3])
+SPREAD = np.tile(UNEVEN, 33)[:260] + 0.05
+SPREAD /= SPREAD.sum()  # over three blocks
+
+
+@pytest.mark.parametrize("vary", ["position", "seed", "high half of the seed", "sample_index"])
+def test_distribution(vary: str) -> None:
+    def row(i: int) -> Row:
+        match vary:
+            case "position":
+                return Row(SamplingParams(), seed=11, position=i)
+            case "seed":
+                return Row(SamplingParams(), seed=i)
+            case "sample_index":
+                return Row(SamplingParams(), sample_index=i)
+        return Row(SamplingParams(), seed=i << 32)
+
+    tokens = draws(UNEVEN, [row(i) for i in range(DRAWS)])
+    assert_distributed(tokens, UNEVEN)
+    common = np.where(UNEVEN > 0.04, np.arange(len(UNEVEN)), 1)  # the rarest are counted as one
+    merged = np.bincount(common, UNEVEN)
+    pairs = common[tokens[::2]] * len(merged) + common[tokens[1::2]]
+    assert_distributed(pairs, np.outer(merged, merged).reshape(-1))  # neighbours are independent
+
+
+def test_distribution_over_a_larger_vocabulary() -> None:
+    assert_distributed(draws(SPREAD, [Row(SamplingParams(), seed=i) for i in range(DRAWS)]), SPREAD)
+
+
+@pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.75}, {"min_p": 0.2}, {"temperature": 2.0}, {"temperature": 0.5, "top_k": 4}])
+def test_distribution_after_truncation(params: dict[str, float]) -> None:
+    row = Row(SamplingParams(**params))  # type: ignore[arg-type]
+    oracle = Oracle(np.log(UNEVEN), row)
+    assert_distributed(draws(UNEVEN, [Row(row.params, seed=i) for i in range(DRAWS)]), oracle.mass / oracle.mass.sum())
+
+
+def test_equal_inputs_repeat_and_each_input_matters() -> None:
+    def number(seed: int = 5, sample_index: int = 0, position: int = 9) -> float:
+        rows = [Row(SamplingParams(), seed, sample_index, position)] * ROWS
+        got = set(np.asarray(uniforms(*stacked(rows))).tolist())
+        assert len(got) == 1, "a row's place matters"
+        return got.pop()
+
+    base = {"seed": 5, "sample_index": 0, "position": 9}
+    seeds = [6, 5 + 2**31, 5 + 2**32, 5 + 2**63, -5]
+    others = [*({"seed": seed} for seed in seeds), {"sample_index": 1}, {"position": 10}]
+    numbers = [number(**{**base, **other}) for other in others]
+    assert number(**base) == number(**base)
+    assert number(seed=-5) == number(seed=2**64 - 5)
+    assert len({number(**base), *numbers}) == 1 + len(others)
+    assert number(seed=9, position=5) != number(seed=5, position=9) != number(seed=5 << 32, position=9), "inputs are mixed up"
+    assert all(0 <= n < 1 for n in numbers)
