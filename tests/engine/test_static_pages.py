@@ -1,0 +1,59 @@
+"""The form that GPUs take without kernels: attention over a static number of pages, picked from buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jengine.engine import Engine
+from jengine.execution.programs import Programs, lower
+from jengine.execution.runner import Runner
+from jengine.program_table import TrunkKey
+from jengine.request import SamplingParams
+from jengine.scheduling.scheduler import Scheduler
+from jengine.start import page_buckets
+from tests.engine.running import SMALL, run
+from tests.golden.weights import Golden
+
+
+def test_buckets_end_at_the_width_and_grow_fourfold() -> None:
+    assert page_buckets(12) == (12,)
+    assert page_buckets(2048) == (32, 128, 512, 2048)
+    assert page_buckets(100) == (25, 100)
+
+
+def test_tokens_are_the_same(make_engine: Callable[..., Engine]) -> None:
+    dynamic = make_engine("llama_mqa")
+    before: Runner = dynamic.runner  # type: ignore[assignment]
+    spec = dataclasses.replace(before.spec, table=dataclasses.replace(before.spec.table, page_buckets=(4, 12)))
+    runner = Runner(spec, Programs(spec, None, threads=2, progress=False), before.params)
+    scheduler = Scheduler(
+        spec.table,
+        page_size=spec.page_size,
+        num_pages=spec.num_pages,
+        max_num_seqs=SMALL["max_num_seqs"],
+        max_num_batched_tokens=SMALL["max_num_batched_tokens"],
+        max_model_len=spec.max_model_len,
+    )
+    engine = Engine(dynamic.model, runner, scheduler)
+    cases = Golden.read("llama_mqa").cases
+    work = [(case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)) for case in cases]
+    assert [answer.tokens for answer in run(engine, work)] == [case.tokens.tolist() for case in cases]
+    used = {event.detail.split()[0] for event in engine.trace.events if event.kind == "dispatch"}
+    assert any(",4p]" in trunk for trunk in used) and any(",12p]" in trunk for trunk in used)
+
+
+def test_no_loop_of_unknown_length(make_engine: Callable[..., Engine]) -> None:
+    """XLA can count every loop of a static program; of the dynamic form it cannot."""
+    spec = make_engine("llama_mqa").runner.spec  # type: ignore[attr-defined]
+    static = dataclasses.replace(spec, table=dataclasses.replace(spec.table, page_buckets=(4, 12)))
+
+    def loops(of: object, key: TrunkKey) -> tuple[int, int]:
+        text = lower(of, key).compile().as_text()  # type: ignore[arg-type]
+        whiles = [line for line in text.splitlines() if " while(" in line]
+        return len(whiles), sum("known_trip_count" in line for line in whiles)
+
+    total, known = loops(static, TrunkKey(8, 2, 12))
+    assert total == known > 0
+    total, known = loops(spec, TrunkKey(8, 2, 0))
+    assert known < total
