@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from jengine.checkpoints import load, read_config, resolve
 from jengine.config import EngineConfig, ModelConfig
 from jengine.engine import Engine
 from jengine.errors import InvalidArgument
-from jengine.execution.memory import pages_for
-from jengine.execution.program_store import default_root
+from jengine.execution.memory import claim_gpu_memory, pages_that_fit, pages_to_use
+from jengine.execution.program_store import default_root, saved_page_counts
 from jengine.execution.programs import Programs, open_store
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
@@ -60,14 +60,15 @@ def start(config: EngineConfig, *, progress: bool = True) -> tuple[Engine, Start
         started.seconds[name], clock = now - clock, now
 
     facts = read_config(started.folder)
+    claim_gpu_memory(config.gpu_memory_utilization)
     mesh = make_mesh(config.tensor_parallel_size)
     max_model_len = _max_model_len(config, facts)
     model = build(facts, _dtype(config, facts, mesh.devices.flat[0]), max_model_len)
     lap("configuration")
     params = load(started.folder, model, mesh, progress=progress)
     lap("weights")
-    spec = _spec(config, model, mesh, max_model_len, weights=sum(x.nbytes for x in jax.tree.leaves(params)))
     root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
+    spec = _spec(config, model, mesh, max_model_len, root)
     programs = Programs(spec, open_store(spec, root), threads=config.compile_threads, progress=progress)
     started.programs_compiled, started.programs_loaded = programs.compiled, programs.loaded
     lap("programs")
@@ -109,28 +110,21 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: jax.Device) -> str:
     return "float32" if device.platform == "cpu" else model.dtype
 
 
-def _spec(config: EngineConfig, model: Model, mesh: jax.sharding.Mesh, max_model_len: int, weights: int) -> ExecutionSpec:
-    device = mesh.devices.flat[0]
-    on_cpu = device.platform == "cpu"
+def _spec(config: EngineConfig, model: Model, mesh: jax.sharding.Mesh, max_model_len: int, root: Path) -> ExecutionSpec:
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
     page_size = config.page_size or (16 if on_cpu else 64)
-    num_pages = pages_for(
-        config, model.config, page_size=page_size, max_model_len=max_model_len, dtype=np.dtype(model.dtype), device=device, weights=weights
-    )
     table = ProgramTable.build(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         tile_size=config.tile_size,
         page_buckets=(0,) if on_cpu else page_buckets(-(-max_model_len // page_size)),
     )
-    return ExecutionSpec(
-        model=model,
-        mesh=mesh,
-        table=table,
-        max_model_len=max_model_len,
-        max_slots=config.max_num_seqs,
-        page_size=page_size,
-        num_pages=num_pages,
+    spec = ExecutionSpec(
+        model=model, mesh=mesh, table=table, max_model_len=max_model_len, max_slots=config.max_num_seqs, page_size=page_size, num_pages=0
     )
+    fit = pages_that_fit(config, spec)
+    chosen = config.num_pages is not None or config.kv_cache_memory is not None or on_cpu
+    return dataclasses.replace(spec, num_pages=fit if chosen else pages_to_use(fit, saved_page_counts(root, spec.fingerprint())))
 
 
 def page_buckets(width: int) -> tuple[int, ...]:

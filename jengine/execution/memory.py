@@ -2,47 +2,65 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
 import jax
 import numpy as np
+from jax._src import xla_bridge  # whether a backend exists: JAX has no public way to ask
 
-from jengine.config import EngineConfig, ModelConfig, parse_bytes
+from jengine.config import EngineConfig, parse_bytes
 from jengine.errors import OutOfMemory
 from jengine.execution.kv_cache import page_bytes
 from jengine.execution.spec import ExecutionSpec
 from jengine.program_table import SamplerKey, TrunkKey
 
 CPU_DEFAULT = 1 << 30  # bytes
+PROGRAM_SHARE = 20  # one in this many bytes is left to programs: temporaries and code
 PAGE_GRID = 64  # pages: a count rounded down to this is likelier to be the same at the next start
 
 
-def pages_for(
-    config: EngineConfig, model: ModelConfig, *, page_size: int, max_model_len: int, dtype: np.dtype, device: jax.Device, weights: int
-) -> int:
-    """Pages of the cache, the null page included.
+def claim_gpu_memory(share: float) -> None:
+    """Let JAX reserve this share of a GPU's memory, if it has not started yet; else say that what it has is used."""
+    if not xla_bridge.backends_are_initialized():
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(share))
+    elif jax.default_backend() == "gpu" and os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") != str(share):
+        warnings.warn(f"JAX has started already: gpu_memory_utilization={share} cannot change what it reserved", stacklevel=2)
+
+
+def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
+    """Pages of the cache, the null page included. `spec.num_pages` is not looked at.
 
     A number in the config wins, then a size in bytes. Otherwise a CPU gets what max_num_seqs sequences of
-    max_model_len take, at most 1 GiB, and a GPU gets `gpu_memory_utilization` of its memory less the weights and a
-    margin for programs.
+    max_model_len take, at most 1 GiB, and a GPU gets what the weights have left of the memory that JAX reserved, less a margin
+    for programs, rounded down to a coarse grid.
 
     Raises:
-        OutOfMemory: no room for one sequence's first page.
+        OutOfMemory: no room for one page beside the null page.
     """
     if config.num_pages is not None:
         return config.num_pages
-    each = page_bytes(model, page_size, dtype)
-    everyone = 1 + config.max_num_seqs * -(-max_model_len // page_size)
+    each = page_bytes(spec.model.config, spec.page_size, np.dtype(spec.model.dtype))
+    everyone = 1 + spec.max_slots * spec.table_width
     given = parse_bytes("kv_cache_memory", config.kv_cache_memory)
+    device = spec.mesh.devices.flat[0]
     if given is not None:
         count = given // each
     elif device.platform == "cpu":
         count = min(everyone, CPU_DEFAULT // each)
     else:
-        limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-        programs = limit // 20  # temporaries and code; a program's own bound is far below
-        count = min(everyone, int(limit * config.gpu_memory_utilization - weights - programs) // each // PAGE_GRID * PAGE_GRID)
+        stats = device.memory_stats() or {}
+        limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
+        count = min(everyone, (limit - used - limit // PROGRAM_SHARE) // each // PAGE_GRID * PAGE_GRID)
     if count < 2:
-        raise OutOfMemory(f"no room for the KV cache: a page of {page_size} tokens takes {each / 2**20:.1f} MiB, and 2 are needed at least")
+        size = f"a page of {spec.page_size} tokens takes {each / 2**20:.1f} MiB, and 2 are needed at least"
+        raise OutOfMemory(f"no room for the KV cache: {size}")
     return count
+
+
+def pages_to_use(fit: int, saved: list[int]) -> int:
+    """A count that programs are saved for, if it fits and wastes less than a fifth; else what fits."""
+    return max((count for count in saved if 0.8 * fit <= count <= fit), default=fit)
 
 
 def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:

@@ -25,11 +25,17 @@ def default_root() -> Path:
     return Path(os.environ.get(ENVIRONMENT) or user_cache_path("jengine"))
 
 
-class ProgramStore:
-    """Executables under `root/programs/fingerprint`. Anything that cannot be trusted or read counts as absent."""
+def saved_page_counts(root: Path, fingerprint: str) -> list[int]:
+    """For how many pages programs of this fingerprint have been saved."""
+    names = (path.name.removeprefix(f"{fingerprint}-") for path in (root / "programs").glob(f"{fingerprint}-*"))
+    return [int(name) for name in names if name.isdecimal()]
 
-    def __init__(self, root: Path, fingerprint: str, facts: dict[str, object]) -> None:
-        self.folder = root / "programs" / fingerprint
+
+class ProgramStore:
+    """Executables under `root/programs/fingerprint-pages`. Anything that cannot be trusted or read counts as absent."""
+
+    def __init__(self, root: Path, fingerprint: str, num_pages: int, facts: dict[str, object]) -> None:
+        self.folder = root / "programs" / f"{fingerprint}-{num_pages}"
         self.facts = facts
 
     def load(self) -> tuple[dict[str, Any], dict[str, Any]]:

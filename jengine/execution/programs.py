@@ -75,7 +75,7 @@ class Programs:
 
 
 def open_store(spec: ExecutionSpec, root: Path) -> ProgramStore:
-    return ProgramStore(root, spec.fingerprint(), spec.facts())
+    return ProgramStore(root, spec.fingerprint(), spec.num_pages, spec.facts())
 
 
 def program_keys(spec: ExecutionSpec) -> list[Key]:
