@@ -1,0 +1,61 @@
+"""What a figure was measured on, saved beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MODELS = ROOT / ".cache" / "models"
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # those that decide how fast products are
+
+
+def facts() -> dict[str, Any]:
+    """The processor, the devices, the versions, the time, and the load by others as the benchmark ends."""
+    import jax  # here, so that a process whose start is timed imports it when its model does
+
+    info = _cpuinfo()
+    return {
+        "cpu": info.get("model name", platform.processor()),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "flags": [flag for flag in FLAGS if flag in info.get("flags", "").split()],
+        "devices": [device.device_kind for device in jax.devices()],
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def save(name: str, result: dict[str, Any]) -> None:
+    """Writes benchmarks/results/NAME.json, in place of an earlier one."""
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / f"{name}.json"
+    file.write_text(json.dumps({"machine": facts(), **result}, indent=1) + "\n")
+    print(f"\nsaved to {file.relative_to(ROOT)}")
+
+
+def made_model(shape: str) -> Path:
+    """The folder of a model of random weights, made by tools/make_model.py where it is not there yet."""
+    from tools.make_model import make_model
+
+    folder = MODELS / shape
+    if not (folder / "model.safetensors").exists():
+        make_model(shape, folder, seed=0)
+    return folder
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's entry in /proc/cpuinfo; empty where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
