@@ -1,0 +1,18 @@
+"""Specs of tiny models, from configurations alone: programs are compiled without weights."""
+
+from __future__ import annotations
+
+from jengine.config import model_config
+from jengine.execution.spec import ExecutionSpec
+from jengine.models import build
+from jengine.parallel.mesh import make_mesh
+from jengine.program_table import ProgramTable
+from tests.golden.weights import VARIANTS
+
+
+def make_spec(
+    variant: str = "llama_gqa", *, num_pages: int = 64, dtype: str = "float32", page_buckets: tuple[int, ...] = (0,)
+) -> ExecutionSpec:
+    table = ProgramTable((16,), (8,), (1,), 32, page_buckets)  # one of each kind, all with samplers of 16 rows
+    model = build(model_config(VARIANTS[variant]), dtype, 192)
+    return ExecutionSpec(model=model, mesh=make_mesh(1), table=table, max_model_len=192, max_slots=16, page_size=16, num_pages=num_pages)
