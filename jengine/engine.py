@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument
@@ -14,20 +13,27 @@ from jengine.observe.compiles import compile_count
 from jengine.observe.trace import StepTrace
 from jengine.request import FinishReason, Request
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.sequence import Sequence, State
+from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class TokenUpdate:
-    """A sequence's next token. Its finish_reason, once set, is final unless a stop string is found in the text."""
+class TokenLogprobs(NamedTuple):
+    """Log probabilities of raw logits, natural logarithm: of the token, its rank from 1, and (id, value) of the likeliest."""
 
-    sequence: Sequence
+    chosen: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class TokenUpdate(NamedTuple):
+    """A request's next token, and why it is the last one, if it is. Plain data: it may cross threads and processes."""
+
+    request_id: str
     token: int
-    finished: bool
-    logprob: float = 0.0
-    rank: int = 0
-    top: list[tuple[int, float]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: TokenLogprobs | None = None
+    preemptions: int = 0
 
 
 class Runs(Protocol):
@@ -98,13 +104,12 @@ class Engine:
             eos_token_ids=self.model.eos_token_ids,
         )
 
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """End a sequence for a reason that only the text shows."""
-        self.scheduler.finish(sequence, reason, stop_reason)
-
-    def abort(self, request_id: str) -> Sequence | None:
-        """End a request early; None where there is none, or it has ended."""
-        return self.scheduler.abort(request_id)
+    def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
+        """End a request for a reason of the caller's: a stop string in its text, or nobody waits. False where it has ended."""
+        sequence = self.scheduler.find(request_id)
+        if sequence is not None:
+            self.scheduler.finish(sequence, reason, stop_reason)
+        return sequence is not None
 
     def step(self) -> list[TokenUpdate]:
         """Dispatch the next step, then read the one before it. Returns the tokens that were read."""
@@ -124,14 +129,16 @@ class Engine:
 
     def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate]:
         collected = self.scheduler.collect(step.plan, result.tokens)
-        if result.logprobs is None:
-            return [TokenUpdate(sequence, token, sequence.state is State.FINISHED) for sequence, token in collected]
-        rows = {sequence: row for row, sequence in step.plan.sampled}
         got = result.logprobs
+        if got is None:
+            return [TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, None, s.num_preemptions) for s, token in collected]
+        rows = {sequence: row for row, sequence in step.plan.sampled}
         updates = []
-        for sequence, token in collected:
-            row, count = rows[sequence], sequence.request.params.logprobs or 0
-            top = list(zip(got.top_ids[row, :count].tolist(), got.top_logprobs[row, :count].tolist(), strict=True))
-            finished = sequence.state is State.FINISHED
-            updates.append(TokenUpdate(sequence, token, finished, float(got.logprobs[row]), int(got.ranks[row]), top))
+        for s, token in collected:
+            row, count = rows[s], s.request.params.logprobs
+            logprobs = None
+            if count is not None:
+                top = zip(got.top_ids[row, :count].tolist(), got.top_logprobs[row, :count].tolist(), strict=True)
+                logprobs = TokenLogprobs(float(got.logprobs[row]), int(got.ranks[row]), list(top))
+            updates.append(TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, logprobs, s.num_preemptions))
         return updates

@@ -52,7 +52,7 @@ class LLM:
         started = time.perf_counter()
         self.tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer))
         self.started.seconds["tokenizer"] = time.perf_counter() - started
-        self._live = LiveOutputs(self.engine, self.tokenizer)
+        self._live = LiveOutputs(self.tokenizer)
         self._ids = itertools.count()
 
     def generate(
@@ -78,7 +78,7 @@ class LLM:
         requests = [self._request(prompt, p) for prompt, p in zip(listed, params, strict=True)]
         for request in requests:
             self.engine.check(request)
-        outputs = [self._live.submit(request) for request in requests]
+        outputs = [self._submit(request) for request in requests]
         try:
             with tqdm(total=len(requests), desc="generating", unit="request", disable=not use_tqdm, leave=False) as bar:
                 self._finish(outputs, bar)
@@ -125,12 +125,24 @@ class LLM:
             raise InvalidArgument("prompt", prompt, "must not be empty")
         return Request(request_id=str(next(self._ids)), prompt=text, prompt_token_ids=ids, params=params, arrival=time.monotonic())
 
+    def _submit(self, request: Request) -> RequestOutput:
+        self.engine.add(request)
+        return self._live.open(request)
+
+    def _advance(self) -> list[RequestOutput]:
+        """One step of the engine. Returns the outputs that grew."""
+        grown = self._live.take(self.engine.step())
+        for request_id, stop in self._live.stopped:
+            self.engine.end(request_id, "stop", stop)
+        self._live.stopped.clear()
+        return grown
+
     def _finish(self, outputs: list[RequestOutput], bar: tqdm[NoReturn]) -> None:
         """Work until all of these have ended."""
         mine = {output.request_id for output in outputs}
         tokens, start = 0, time.perf_counter()
         while mine:
-            for output in self._live.advance():
+            for output in self._advance():
                 if output.finished and output.request_id in mine:
                     mine.remove(output.request_id)
                     tokens += len(output.outputs[0].token_ids)
@@ -139,14 +151,14 @@ class LLM:
 
     def _follow(self, request: Request) -> Iterator[RequestOutput]:
         """Yield a request's output whenever it has grown, whoever made it grow: other calls advance it too."""
-        output, seen, ended = self._live.submit(request), 0, False
+        output, seen, ended = self._submit(request), 0, False
         try:
             while not ended:
                 if output.finished or len(output.outputs[0].token_ids) > seen:
                     seen, ended = len(output.outputs[0].token_ids), output.finished
                     yield output
                 else:
-                    self._live.advance()
+                    self._advance()
         finally:
             self._abandon([output])
 
@@ -154,9 +166,10 @@ class LLM:
         """What nobody waits for any more is aborted, and what was dispatched for it is read."""
         for output in outputs:
             if not output.finished:
+                self.engine.end(output.request_id, "abort")
                 self._live.abort(output.request_id)
         while self.engine.has_work and not self.engine.scheduler.has_work:
-            self._live.advance()
+            self._advance()
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

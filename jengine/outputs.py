@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
-from jengine.engine import Engine, TokenUpdate
+from jengine.engine import TokenUpdate
 from jengine.request import Request, RequestOutput
 from jengine.text.completion import CompletionBuilder
 from jengine.text.tokenizer import Tokenizer
 
 
 class LiveOutputs:
-    """An engine seen through text: requests go in, outputs grow."""
+    """Tokens go in, outputs grow. Knows no engine: what ends a request there is for the caller to pass on.
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
+    Attributes:
+        stopped: (request id, stop string) of requests that their text has ended and the engine does not know of yet; the
+            caller takes them out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._live: dict[str, tuple[RequestOutput, CompletionBuilder]] = {}
+        self.stopped: list[tuple[str, str]] = []
 
-    def submit(self, request: Request) -> RequestOutput:
-        """Queue a request; the output returned is the one that grows.
-
-        Raises:
-            InvalidArgument: as Engine.add.
-        """
-        self._engine.add(request)
+    def open(self, request: Request) -> RequestOutput:
+        """The output of a new request: the one that grows."""
         builder = CompletionBuilder(self._tokenizer, request.params)
         output = RequestOutput(
             request_id=request.request_id, prompt=request.prompt, prompt_token_ids=request.prompt_token_ids, outputs=[builder.output]
@@ -32,37 +34,38 @@ class LiveOutputs:
         self._live[request.request_id] = output, builder
         return output
 
-    def advance(self) -> list[RequestOutput]:
-        """One step of the engine. Returns the outputs that grew."""
-        return [self._grow(update) for update in self._engine.step() if update.sequence.request_id in self._live]
+    def take(self, updates: Iterable[TokenUpdate]) -> list[RequestOutput]:
+        """The outputs that these tokens have made grow. Tokens of requests that have ended are dropped."""
+        return [self._grow(update) for update in updates if update.request_id in self._live]
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request early; its output says so. None where it has ended already."""
-        sequence = self._engine.abort(request_id)
-        if sequence is None or request_id not in self._live:
+        """End a request's output early; None where it has ended already."""
+        if request_id not in self._live:
             return None
-        output, builder = self._live[request_id]
+        output, builder = self._live.pop(request_id)
         builder.finish("abort", None)
-        self._end(output, sequence.num_preemptions)
-        return output
+        return _ended(output)
 
     def _grow(self, update: TokenUpdate) -> RequestOutput:
-        sequence = update.sequence
-        output, builder = self._live[sequence.request_id]
+        output, builder = self._live[update.request_id]
         if output.metrics.first_token is None:
             output.metrics.first_token = time.monotonic()
-        if sequence.request.params.logprobs is not None:
-            builder.push_logprobs(update.token, update.logprob, update.rank, update.top)
-        matched = builder.push(update.token, ends=update.finished and sequence.finish_reason == "stop")
+        output.metrics.preemptions = update.preemptions
+        if update.logprobs is not None:
+            builder.push_logprobs(update.token, *update.logprobs)
+        reason, stop_reason = update.finish_reason, update.stop_reason
+        matched = builder.push(update.token, ends=reason == "stop")
         if matched is not None:
-            self._engine.finish(sequence, "stop", matched)
-        if matched is not None or update.finished:
-            assert sequence.finish_reason is not None
-            builder.finish(sequence.finish_reason, sequence.stop_reason)
-            self._end(output, sequence.num_preemptions)
+            if reason is None:
+                self.stopped.append((update.request_id, matched))
+            reason, stop_reason = "stop", matched
+        if reason is not None:
+            builder.finish(reason, stop_reason)
+            del self._live[update.request_id]
+            _ended(output)
         return output
 
-    def _end(self, output: RequestOutput, preemptions: int) -> None:
-        output.finished = True
-        output.metrics.finished, output.metrics.preemptions = time.monotonic(), preemptions
-        del self._live[output.request_id]
+
+def _ended(output: RequestOutput) -> RequestOutput:
+    output.finished, output.metrics.finished = True, time.monotonic()
+    return output

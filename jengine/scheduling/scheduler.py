@@ -205,6 +205,10 @@ class Scheduler:
         sequence.state = State.FINISHED
         del self._live[sequence.request_id]
 
+    def find(self, request_id: str) -> Sequence | None:
+        """The unfinished request with this id."""
+        return self._live.get(request_id)
+
     def abort(self, request_id: str) -> Sequence | None:
         """Ends a request; None if there is none with this id, or it has ended."""
         sequence = self._live.get(request_id)

@@ -28,14 +28,14 @@ def run(engine: Engine, work: list[tuple[list[int], SamplingParams]]) -> list[An
     answers = {}
     for i, (prompt, params) in enumerate(work):
         sequence = engine.add(Request(request_id=str(i), prompt_token_ids=list(prompt), params=params))
-        answers[sequence] = Answer(sequence)
+        answers[sequence.request_id] = Answer(sequence)
     while engine.has_work:
         for update in engine.step():
-            assert not any(u.finished for u in answers[update.sequence].updates), "a token after the end"
-            answers[update.sequence].updates.append(update)
+            assert not any(u.finish_reason for u in answers[update.request_id].updates), "a token after the end"
+            answers[update.request_id].updates.append(update)
         engine.scheduler.check_integrity()
     assert engine.scheduler.pool.owned == 0
-    assert all(a.updates[-1].finished and a.sequence.finish_reason for a in answers.values())
+    assert all(a.updates[-1].finish_reason for a in answers.values())
     return list(answers.values())
 
 

@@ -21,8 +21,8 @@ def assert_equal(answer: Answer, case: Case) -> None:
     assert answer.tokens == case.tokens.tolist()
     for update, logits in zip(answer.updates, case.logits.astype(np.float64), strict=True):
         logprobs = logits - np.logaddexp.reduce(logits)
-        assert [token for token, _ in update.top][:1] == [int(logits.argmax())]
-        for token, value in update.top:
+        assert update.logprobs is not None and update.logprobs.top[0][0] == int(logits.argmax())
+        for token, value in update.logprobs.top:
             assert abs(value - logprobs[token]) < 1e-4
 
 
