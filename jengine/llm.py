@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict, cast
+from typing import Any, NoReturn
 
 from tqdm.auto import tqdm
 
@@ -14,18 +14,10 @@ from jengine.checkpoints import resolve
 from jengine.config import EngineConfig
 from jengine.errors import InvalidArgument
 from jengine.outputs import LiveOutputs
+from jengine.prompts import Prompt, listed, make_request
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.start import start
 from jengine.text.tokenizer import Tokenizer
-
-
-class TokensPrompt(TypedDict):
-    """A prompt that is tokenized already."""
-
-    prompt_token_ids: list[int]
-
-
-Prompt = str | list[int] | TokensPrompt
 
 
 class LLM:
@@ -71,11 +63,11 @@ class LLM:
         Raises:
             InvalidArgument: a prompt or parameter that can never be answered. Nothing has been run then.
         """
-        listed = _listed(prompts)
-        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params or SamplingParams()] * len(listed)
-        if len(params) != len(listed):
-            raise InvalidArgument("sampling_params", len(params), f"must be one, or as many as prompts ({len(listed)})")
-        requests = [self._request(prompt, p) for prompt, p in zip(listed, params, strict=True)]
+        each = listed(prompts)
+        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(each)
+        if len(params) != len(each):
+            raise InvalidArgument("sampling_params", len(params), f"must be one, or as many as prompts ({len(each)})")
+        requests = [self._request(prompt, p) for prompt, p in zip(each, params, strict=True)]
         for request in requests:
             self.engine.check(request)
         outputs = [self._submit(request) for request in requests]
@@ -94,7 +86,7 @@ class LLM:
         Raises:
             InvalidArgument: at the call, if the prompt or a parameter can never be answered.
         """
-        request = self._request(prompt, sampling_params or SamplingParams())
+        request = self._request(prompt, sampling_params)
         self.engine.check(request)
         return self._follow(request)
 
@@ -109,21 +101,8 @@ class LLM:
             "preemptions": self.engine.scheduler.num_preemptions,
         }
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        if not isinstance(params, SamplingParams):
-            raise InvalidArgument("sampling_params", params, "must be a SamplingParams")
-        text = None
-        if isinstance(prompt, str):
-            text, ids = prompt, self.tokenizer.encode(prompt) if prompt else []
-        elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
-            ids = list(prompt["prompt_token_ids"])
-        elif isinstance(prompt, list):
-            ids = list(prompt)
-        else:
-            raise InvalidArgument("prompt", prompt, 'must be text, a list of token ids, or {"prompt_token_ids": [...]}')
-        if not ids:
-            raise InvalidArgument("prompt", prompt, "must not be empty")
-        return Request(request_id=str(next(self._ids)), prompt=text, prompt_token_ids=ids, params=params, arrival=time.monotonic())
+    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+        return make_request(self.tokenizer, prompt, params, str(next(self._ids)))
 
     def _submit(self, request: Request) -> RequestOutput:
         self.engine.add(request)
@@ -170,11 +149,3 @@ class LLM:
                 self._live.abort(output.request_id)
         while self.engine.has_work and not self.engine.scheduler.has_work:
             self._advance()
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list: a list of whole numbers is one prompt."""
-    if isinstance(prompts, str | dict):
-        return [prompts]
-    one = isinstance(prompts, list) and bool(prompts) and all(isinstance(item, int) for item in prompts)
-    return [cast(list[int], prompts)] if one else cast(list[Prompt], list(prompts))

@@ -38,12 +38,12 @@ class LiveOutputs:
         """The outputs that these tokens have made grow. Tokens of requests that have ended are dropped."""
         return [self._grow(update) for update in updates if update.request_id in self._live]
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request's output early; None where it has ended already."""
+    def abort(self, request_id: str, why: str | None = None) -> RequestOutput | None:
+        """End a request's output early, with `why` as its stop_reason; None where it has ended already."""
         if request_id not in self._live:
             return None
         output, builder = self._live.pop(request_id)
-        builder.finish("abort", None)
+        builder.finish("abort", why)
         return _ended(output)
 
     def _grow(self, update: TokenUpdate) -> RequestOutput:

@@ -37,6 +37,7 @@ class ProgramStore:
     def __init__(self, root: Path, fingerprint: str, num_pages: int, facts: dict[str, object]) -> None:
         self.folder = root / "programs" / f"{fingerprint}-{num_pages}"
         self.facts = facts
+        self._kept: dict[str, str] = {}  # digests of what was loaded
 
     def load(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """(executables by name, notes); both empty where there is nothing to trust."""
@@ -45,29 +46,45 @@ class ProgramStore:
             if not all(_private(p) for p in (self.folder, manifest)):
                 return {}, {}
             index = json.loads(manifest.read_text())
-            loaded = {name: self._load_one(name, digest) for name, digest in index["programs"].items()}
-        except (OSError, ValueError, KeyError):
+            digests, notes = dict(index["programs"]), dict(index["notes"])
+            loaded = {name: self._load_one(name, digest) for name, digest in digests.items()}
+        except (OSError, ValueError, KeyError, TypeError):
             return {}, {}
-        return {name: program for name, program in loaded.items() if program is not None}, index["notes"]
+        found = {name: program for name, program in loaded.items() if program is not None}
+        self._kept = {name: digests[name] for name in found}
+        return found, notes
 
     def _load_one(self, name: str, digest: str) -> Any | None:
-        path = self.folder / f"{name}.bin"
+        path = self._file(name, digest)
         if not _private(path):
             return None
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != digest:
             return None
-        return serialize_executable.deserialize_and_load(*pickle.loads(data))
+        try:
+            return serialize_executable.deserialize_and_load(*pickle.loads(data))
+        except Exception:  # whatever pickle and the runtime raise for what they cannot read
+            return None
+
+    def _file(self, name: str, digest: str) -> Path:
+        """Named by its content too: of processes that save at once, each writes files of its own, and the last manifest counts."""
+        return self.folder / f"{name}-{digest[:16]}.bin"
 
     def save(self, programs: dict[str, Any], notes: dict[str, Any]) -> None:
-        """Write all executables, then the manifest that names them."""
+        """Write executables, then the manifest that names them and those that were loaded.
+
+        A loaded executable must not be among them: written again it would lack its functions.
+
+        Raises:
+            OSError: the folder cannot be made or written.
+        """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        digests = {}
+        digests = dict(self._kept)
         for name, program in programs.items():
             data = pickle.dumps(serialize_executable.serialize(program))
             digests[name] = hashlib.sha256(data).hexdigest()
-            _write(self.folder / f"{name}.bin", data)
+            _write(self._file(name, digests[name]), data)
         manifest = {"facts": self.facts, "programs": digests, "notes": notes}
         _write(self.folder / "manifest.json", json.dumps(manifest, indent=1, default=list).encode())
 
@@ -86,6 +103,10 @@ def _private(path: Path) -> bool:
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all, readable by its owner only."""
     handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -51,6 +52,7 @@ class Programs:
         self._programs: dict[Key, Any] = {key: found[_file_name(key)] for key in keys if _file_name(key) in found}
         self.loaded = len(self._programs)
         missing = [key for key in keys if key not in self._programs]
+        self._missing = missing
         self.compiled = len(missing)
         # The largest first: they take longest, and if memory is short it shows at once.
         missing.sort(key=lambda key: -spec.table.tokens(key) if isinstance(key, TrunkKey) else 0)
@@ -68,10 +70,15 @@ class Programs:
         return self._programs[key]
 
     def save(self) -> None:
-        """Keep what was compiled, with what warm-up measured, for the next start."""
+        """Keep what was compiled, with what warm-up measured, for the next start. Warns where that cannot be written."""
         if self._store and self.compiled:
             notes = {"memory": {str(k): asdict(m) for k, m in self.memory.items()}, "costs": self.costs}
-            self._store.save({_file_name(key): program for key, program in self._programs.items()}, notes)
+            try:
+                self._store.save({_file_name(key): program for key, program in self._programs.items()}, notes)
+            except OSError as error:
+                warnings.warn(
+                    f"compiled programs could not be saved, the next start compiles them again: {error}", RuntimeWarning, stacklevel=2
+                )
 
 
 def open_store(spec: ExecutionSpec, root: Path) -> ProgramStore:

@@ -1,0 +1,51 @@
+"""Prompts as users give them, made into requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TypedDict, cast
+
+from jengine.errors import InvalidArgument
+from jengine.request import Request, SamplingParams
+from jengine.text.tokenizer import Tokenizer
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenized already."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | list[int] | TokensPrompt
+
+
+def make_request(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0) -> Request:
+    """A request for one prompt; None is SamplingParams().
+
+    Raises:
+        InvalidArgument: what is no prompt, or empty; what is no SamplingParams.
+    """
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise InvalidArgument("sampling_params", params, "must be a SamplingParams")
+    text = None
+    if isinstance(prompt, str):
+        text, ids = prompt, tokenizer.encode(prompt) if prompt else []
+    elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
+        ids = list(prompt["prompt_token_ids"])
+    elif isinstance(prompt, list):
+        ids = list(prompt)
+    else:
+        raise InvalidArgument("prompt", prompt, 'must be text, a list of token ids, or {"prompt_token_ids": [...]}')
+    if not ids:
+        raise InvalidArgument("prompt", prompt, "must not be empty")
+    return Request(request_id=request_id, prompt=text, prompt_token_ids=ids, params=params, priority=priority, arrival=time.monotonic())
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list: a list of whole numbers is one prompt."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    one = isinstance(prompts, list) and bool(prompts) and all(isinstance(item, int) for item in prompts)
+    return [cast(list[int], prompts)] if one else cast(list[Prompt], list(prompts))
