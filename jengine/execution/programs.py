@@ -19,6 +19,7 @@ from jengine.execution.sampler import make_sampler
 from jengine.execution.slots import SlotState
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
+from jengine.observe.compiles import retrieval_count
 from jengine.program_table import SamplerKey, TrunkKey
 
 ALLOCATE: Literal["allocate"] = "allocate"
@@ -51,15 +52,16 @@ class Programs:
         found, notes = store.load() if store else ({}, {})
         self._programs: dict[Key, Any] = {key: found[_file_name(key)] for key in keys if _file_name(key) in found}
         self.loaded = len(self._programs)
-        missing = [key for key in keys if key not in self._programs]
-        self._missing = missing
+        self._missing = missing = [key for key in keys if key not in self._programs]
         self.compiled = len(missing)
         # The largest first: they take longest, and if memory is short it shows at once.
         missing.sort(key=lambda key: -spec.table.tokens(key) if isinstance(key, TrunkKey) else 0)
+        retrieved = retrieval_count()
         with ThreadPoolExecutor(threads, "compile") as pool:
             jobs = pool.map(lambda key: (key, lower(spec, key).compile()), missing)
             for key, program in tqdm(jobs, "compiling", len(missing), unit="program", disable=not progress or not missing, leave=False):
                 self._programs[key] = program
+        self._savable = bool(missing) and retrieval_count() == retrieved
         self.memory: dict[Key, ProgramMemory] = {}
         for key in keys:
             noted = notes.get("memory", {}).get(str(key)) if key not in missing else None
@@ -70,11 +72,14 @@ class Programs:
         return self._programs[key]
 
     def save(self) -> None:
-        """Keep what was compiled, with what warm-up measured, for the next start. Warns where that cannot be written."""
-        if self._store and self.compiled:
+        """Keep what was compiled, with what warm-up measured, for the next start. Warns where that cannot be written.
+
+        Where JAX's own compilation cache is on and had some of it, nothing is kept: what it gives cannot be serialized again.
+        """
+        if self._store and self._savable:
             notes = {"memory": {str(k): asdict(m) for k, m in self.memory.items()}, "costs": self.costs}
             try:
-                self._store.save({_file_name(key): program for key, program in self._programs.items()}, notes)
+                self._store.save({_file_name(key): self._programs[key] for key in self._missing}, notes)
             except OSError as error:
                 warnings.warn(
                     f"compiled programs could not be saved, the next start compiles them again: {error}", RuntimeWarning, stacklevel=2

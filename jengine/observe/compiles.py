@@ -6,25 +6,34 @@ import threading
 
 import jax
 
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"  # also where JAX's persistent cache, if it is on, had the result
+RETRIEVED = "/jax/compilation_cache/cache_retrieval_time_sec"
 
 _lock = threading.Lock()
-_count = 0
+_counts = {COMPILED: 0, RETRIEVED: 0}
 _listening = False
 
 
 def _heard(event: str, duration_secs: float, **_: str | int) -> None:
-    global _count
-    if event == COMPILE_EVENT:
+    if event in _counts:
         with _lock:
-            _count += 1
+            _counts[event] += 1
 
 
-def compile_count() -> int:
-    """Compilations of any jitted function in this process since the first call of this function."""
+def _count(event: str) -> int:
     global _listening
     with _lock:
         if not _listening:
             jax.monitoring.register_event_duration_secs_listener(_heard)
             _listening = True
-        return _count
+        return _counts[event]
+
+
+def compile_count() -> int:
+    """Compilations of any jitted function in this process since counting began, with the first call of a function here."""
+    return _count(COMPILED)
+
+
+def retrieval_count() -> int:
+    """How many of them JAX's persistent compilation cache answered."""
+    return _count(RETRIEVED)
