@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import stat
 from collections.abc import Callable
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from jengine.execution import program_store
 from jengine.execution import programs as programs_module
 from jengine.execution.programs import ALLOCATE, Key, Programs, open_store
 from jengine.observe.compiles import retrieval_count
@@ -203,19 +205,32 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) ->
         assert start(tmp_path).compiled == len(KEYS)
 
 
-def _save_often(root: Path, times: int) -> None:
+def _save_first(root: Path, files_written: Event, other_saved: Event) -> None:
+    write = program_store._write
+
+    def hold_the_manifest_back(path: Path, data: bytes) -> None:
+        if path.name == "manifest.json":
+            files_written.set()
+            assert other_saved.wait(120)
+        write(path, data)
+
+    program_store._write = hold_the_manifest_back
     programs_module.program_keys = lambda spec: KEYS
-    spec = make_spec()
-    programs = Programs(spec, None, threads=1, progress=False)
-    programs._store = open_store(spec, root)
-    for _ in range(times):
-        programs.save()
+    start(root)
 
 
-def test_two_processes_that_save_at_once_leave_a_store_that_loads(tmp_path: Path) -> None:
-    """Their bytes differ, although their programs are the same."""
+def _save_between(root: Path, files_written: Event, other_saved: Event) -> None:
+    programs_module.program_keys = lambda spec: KEYS
+    assert files_written.wait(120)
+    start(root)
+    other_saved.set()
+
+
+def test_processes_that_save_at_once_leave_a_store_that_loads(tmp_path: Path) -> None:
+    """One saves between another's files and its manifest. Their bytes differ, although their programs are the same."""
     context = multiprocessing.get_context("spawn")
-    savers = [context.Process(target=_save_often, args=(tmp_path, 30)) for _ in range(2)]
+    events = context.Event(), context.Event()
+    savers = [context.Process(target=target, args=(tmp_path, *events)) for target in (_save_first, _save_between)]
     for process in savers:
         process.start()
     for process in savers:
