@@ -123,11 +123,11 @@ def measure(sequences: int, steps: int) -> list[dict[str, float]]:
     for i in range(sequences):
         prompt = rng.integers(2, engine.model.vocab_size, rng.integers(PROMPT[0], PROMPT[1] + 1)).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        sequence = engine.add(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
-        plain[sequence] = CompletionBuilder(tokenizer, params)
-        stopping[sequence] = CompletionBuilder(tokenizer, replace(params, stop=("\n\n\n\n", "Question: ")))
-    while engine.scheduler.num_waiting or sum(len(s.output_token_ids) > 0 for s in plain) < sequences:
-        engine.step()
+        engine.add(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
+        plain[str(i)] = CompletionBuilder(tokenizer, params)
+        stopping[str(i)] = CompletionBuilder(tokenizer, replace(params, stop=("\n\n\n\n", "Question: ")))
+    while len(engine.step()) < sequences:
+        pass  # until all have been prefilled
     clock = Clock()
     clock.wrap(Scheduler, "schedule", "schedule")
     clock.wrap(BatchLayout, "pack", "pack")
@@ -145,7 +145,7 @@ def measure(sequences: int, steps: int) -> list[dict[str, float]]:
         for name, builders in (("text", plain), ("text, two stop strings", stopping)):
             start = time.perf_counter()
             for update in updates:
-                builders[update.sequence].push(update.token, ends=False)
+                builders[update.request_id].push(update.token, ends=False)
             spent[name] = time.perf_counter() - start
         spent["loop"] = whole - sum(spent[part] for part in ("schedule", "dispatch", "collect", "read"))
         spent["transfer and calls"] = spent.pop("dispatch") - spent["pack"]
