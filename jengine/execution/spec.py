@@ -87,8 +87,10 @@ class ExecutionSpec:
     def facts(self) -> dict[str, object]:
         """All that a saved program depends on, as plain values: equal facts, equal programs."""
         device = self.mesh.devices.flat[0]
+        model = dataclasses.asdict(self.model.config)
+        del model["eos_token_ids"]  # known to slots, not to programs
         return {
-            "model": dataclasses.asdict(self.model.config),
+            "model": model,
             "dtype": str(np.dtype(self.model.dtype)),
             "max_model_len": self.max_model_len,
             "table": dataclasses.asdict(self.table),

@@ -1,0 +1,224 @@
+"""Each sampling parameter through the engine: its own effect is real, and neighbours that lack it do not notice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jengine.config import EngineConfig
+from jengine.engine import Engine
+from jengine.errors import InvalidArgument
+from jengine.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jengine.start import start
+from tests.engine.running import SMALL, Answer, prompts, run
+from tests.golden.weights import write_model
+
+VOCAB, LENGTH = 96, 24
+PROMPTS = prompts(8, vocab=VOCAB, longest=90, seed=5)
+PROMPT = PROMPTS[3]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH)
+SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=LENGTH)
+
+
+def params(base: SamplingParams = SAMPLED, **changes: object) -> SamplingParams:
+    fields = {name: getattr(base, name) for name in SamplingParams.__dataclass_fields__}
+    return SamplingParams(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def one(engine: Engine, wanted: SamplingParams, prompt: list[int] = PROMPT) -> Answer:
+    return run(engine, [(prompt, wanted)])[0]
+
+
+def ended(answer: Answer) -> tuple[str | None, int | str | None]:
+    last = answer.updates[-1]
+    return last.finish_reason, last.stop_reason
+
+
+# What a neighbour of each kind does to a batch. Greedy and sampled tokens for PROMPTS are fixed by these alone.
+KINDS = {
+    "temperature": {"temperature": 0.6},
+    "high temperature": {"temperature": 5.0},
+    "top_k": {"top_k": 10},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+    "seed": {"seed": 2**63 + 12},
+    "max_tokens": {"max_tokens": 3},
+    "min_tokens": {"min_tokens": 6, "stop_token_ids": list(range(10))},
+    "stop_token_ids": {"stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))},
+    "ignore_eos": {"ignore_eos": True},
+    "logprobs": {"logprobs": 5},
+    "all": {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "min_tokens": 4, "stop_token_ids": [1, 2], "logprobs": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Engine) -> list[list[int]]:
+    """Tokens of PROMPTS, greedy and sampled in turn, each alone."""
+    return [one(engine, SAMPLED if i % 2 else GREEDY, prompt).tokens for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbours_do_not_notice(kind: str, engine: Engine, plain: list[list[int]]) -> None:
+    """Every third request has the parameter. It has the same tokens alone as in the batch, and so do the others."""
+    wanted = params(**KINDS[kind])
+    work = [(prompt, wanted if i % 3 == 0 else SAMPLED if i % 2 else GREEDY) for i, prompt in enumerate(PROMPTS)]
+    for i, answer in enumerate(run(engine, work)):
+        expected = one(engine, wanted, PROMPTS[i]).tokens if i % 3 == 0 else plain[i]
+        assert answer.tokens == expected
+
+
+@pytest.mark.parametrize("kind", ["temperature", "high temperature", "top_k", "top_p", "min_p", "seed"])
+def test_each_has_an_effect(kind: str, engine: Engine) -> None:
+    changed = [one(engine, params(**KINDS[kind]), prompt).tokens != one(engine, SAMPLED, prompt).tokens for prompt in PROMPTS]
+    assert sum(changed) >= len(PROMPTS) // 2
+
+
+def test_parameters_that_leave_one_token_are_greedy(engine: Engine) -> None:
+    greedy = one(engine, GREEDY).tokens
+    for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-9}, {"temperature": 1e-9}, {"temperature": 20.0, "top_k": 1}):
+        assert one(engine, params(**narrow)).tokens == greedy, narrow
+
+
+def test_parameters_that_leave_every_token_change_nothing(engine: Engine) -> None:
+    plain = one(engine, SAMPLED).tokens
+    for wide in ({"top_k": VOCAB}, {"top_k": 0}, {"top_k": -1}, {"top_k": 10**6}, {"top_p": 1.0}, {"min_p": 1e-12}, {"min_tokens": 3}):
+        assert one(engine, params(**wide)).tokens == plain, wide
+
+
+def test_truncated_tokens_are_among_those_left(engine: Engine) -> None:
+    """Checked against the log probabilities that come with them: ranks within top_k, masses within top_p and min_p."""
+    for update in one(engine, params(top_k=3, temperature=50.0, logprobs=0)).updates:
+        assert update.logprobs is not None and update.logprobs.rank <= 3
+    for update in one(engine, params(min_p=0.3, logprobs=1)).updates:
+        assert update.logprobs is not None and update.logprobs.chosen >= update.logprobs.top[0][1] + np.log(0.3) - 1e-5
+    for update in one(engine, params(top_p=0.5, logprobs=MAX_LOGPROBS)).updates:
+        assert update.logprobs is not None
+        likelier = [np.exp(value) for _, value in update.logprobs.top if value > update.logprobs.chosen]
+        assert len(likelier) < MAX_LOGPROBS and sum(likelier) < 0.5 + 1e-5
+
+
+def test_temperature_flattens(engine: Engine) -> None:
+    """The hotter, the less likely what is chosen."""
+    means = []
+    for temperature in (0.2, 1.0, 3.0):
+        wanted = [params(temperature=temperature, seed=seed, logprobs=0) for seed in range(8)]
+        answers = run(engine, [(PROMPT, w) for w in wanted])
+        means.append(np.mean([u.logprobs.chosen for a in answers for u in a.updates if u.logprobs is not None]))
+    assert means[0] > means[1] + 0.2 > means[2] + 0.4
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, MAX_LOGPROBS])
+@pytest.mark.parametrize("base", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_logprobs(base: SamplingParams, count: int, engine: Engine) -> None:
+    """As many as asked for, likeliest first, with the chosen one's own; the tokens are those without."""
+    answer, most = one(engine, params(base, logprobs=count)), one(engine, params(base, logprobs=MAX_LOGPROBS))
+    assert answer.tokens == one(engine, base).tokens
+    for update, full in zip(answer.updates, most.updates, strict=True):
+        assert update.logprobs is not None and full.logprobs is not None
+        assert update.logprobs.top == full.logprobs.top[:count]
+        assert (update.logprobs.chosen, update.logprobs.rank) == (full.logprobs.chosen, full.logprobs.rank)
+        values = [value for _, value in full.logprobs.top]
+        assert values == sorted(values, reverse=True) and len(values) == MAX_LOGPROBS and np.exp(values).sum() <= 1 + 1e-5
+        if full.logprobs.rank <= MAX_LOGPROBS:
+            assert full.logprobs.top[full.logprobs.rank - 1] == (update.token, update.logprobs.chosen)
+        assert base is SAMPLED or update.logprobs.rank == 1
+    assert all(update.logprobs is None for update in one(engine, base).updates)
+
+
+def test_logprobs_are_those_of_the_raw_logits(engine: Engine) -> None:
+    """Whatever the other parameters do to the first token."""
+    first = one(engine, params(GREEDY, logprobs=MAX_LOGPROBS)).updates[0].logprobs
+    assert first is not None
+    hot = one(engine, params(temperature=4.0, top_k=2, min_tokens=4, stop_token_ids=[first.top[0][0]], logprobs=MAX_LOGPROBS))
+    assert hot.updates[0].logprobs is not None and hot.updates[0].logprobs.top == first.top
+
+
+def test_stop_token_ids(engine: Engine) -> None:
+    """The output ends with the stop token, and names it."""
+    tokens = one(engine, GREEDY).tokens
+    at = next(i for i in range(4, LENGTH) if tokens[i] not in tokens[:i])
+    answer = one(engine, params(GREEDY, stop_token_ids=[tokens[at]]))
+    assert answer.tokens == tokens[: at + 1] and ended(answer) == ("stop", tokens[at])
+    unused = next(t for t in range(VOCAB) if t not in tokens)
+    assert one(engine, params(GREEDY, stop_token_ids=[unused])).tokens == tokens
+
+
+def test_min_tokens_suppresses_stop_tokens_until_then(engine: Engine) -> None:
+    stop = one(engine, GREEDY).tokens[0]
+    assert len(one(engine, params(GREEDY, stop_token_ids=[stop])).tokens) == 1
+    for least in (1, 2, 5):
+        answer = one(engine, params(GREEDY, stop_token_ids=[stop], min_tokens=least))
+        assert len(answer.tokens) > least and stop not in answer.tokens[:least]
+    stops = list(range(MAX_STOP_TOKEN_IDS))
+    for seed in range(4):
+        answer = one(engine, params(seed=seed, temperature=50.0, stop_token_ids=stops, min_tokens=12))
+        assert len(answer.tokens) >= 12 and not {*answer.tokens[:12]} & {*stops}
+
+
+@pytest.mark.parametrize("base", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_max_tokens(base: SamplingParams, engine: Engine) -> None:
+    for most in (1, 2, LENGTH):
+        answer = one(engine, params(base, max_tokens=most))
+        assert len(answer.tokens) == most and ended(answer) == ("length", None)
+        assert answer.tokens == one(engine, base).tokens[:most]
+
+
+@pytest.mark.parametrize("most", [None, 10_000])
+def test_max_model_len_cuts(most: int | None, engine: Engine) -> None:
+    limit = engine.scheduler.max_model_len
+    for length in (limit - 1, limit - 20):
+        answer = one(engine, params(GREEDY, max_tokens=most, ignore_eos=True), [7] * length)
+        assert len(answer.tokens) == limit - length and ended(answer) == ("length", None)
+    with pytest.raises(InvalidArgument, match=f"max_model_len - 1 = {limit - 1}"):
+        one(engine, GREEDY, [7] * limit)
+
+
+# End of sequence: a model whose end-of-sequence tokens are ones that it is sure to choose soon.
+
+
+@pytest.fixture(scope="module")
+def eos(engine: Engine) -> int:
+    return one(engine, GREEDY).tokens[5]
+
+
+@pytest.fixture(scope="module")
+def with_eos(eos: int, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder: Path = tmp_path_factory.mktemp("eos")
+    write_model(folder, "llama_gqa")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [eos, VOCAB - 1]}))
+    return start(EngineConfig.of(str(folder), {"max_model_len": 192, **SMALL}), progress=False)[0]
+
+
+def test_end_of_sequence(eos: int, with_eos: Engine, engine: Engine) -> None:
+    tokens = one(engine, GREEDY).tokens
+    at = tokens.index(eos)
+    answer = one(with_eos, GREEDY)
+    assert answer.tokens == tokens[: at + 1] and ended(answer) == ("stop", None)
+
+
+def test_ignore_eos(eos: int, with_eos: Engine, engine: Engine) -> None:
+    tokens = one(engine, GREEDY).tokens
+    answer = one(with_eos, params(GREEDY, ignore_eos=True))
+    assert answer.tokens == tokens and eos in tokens and ended(answer) == ("length", None)
+    at = tokens.index(eos)
+    named = one(with_eos, params(GREEDY, ignore_eos=True, stop_token_ids=[eos]))
+    assert named.tokens == tokens[: at + 1] and ended(named) == ("stop", eos), "a stop token all the same"
+
+
+def test_min_tokens_suppresses_end_of_sequence(eos: int, with_eos: Engine) -> None:
+    """Also where ignore_eos would let it pass: vLLM suppresses it all the same."""
+    at = one(with_eos, GREEDY).tokens.index(eos)
+    for ignore in (False, True):
+        answer = one(with_eos, params(GREEDY, min_tokens=at + 4, ignore_eos=ignore))
+        assert len(answer.tokens) >= at + 4 and not {*answer.tokens[: at + 4]} & {eos, VOCAB - 1}
+
+
+def test_too_many_stop_tokens_with_end_of_sequence(with_eos: Engine) -> None:
+    stops = list(range(10, 10 + MAX_STOP_TOKEN_IDS))
+    with pytest.raises(InvalidArgument, match="with end-of-sequence; at most"):
+        one(with_eos, params(stop_token_ids=stops))
+    assert not with_eos.has_work
