@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jengine.errors import InvalidArgument, ModelError
+from jengine.errors import InvalidArgument
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -19,7 +19,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context. Fields as in Hugging Face configs."""
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: float
     original_max_position: int
     low_freq_factor: float = 1.0  # llama3
@@ -30,11 +30,28 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()  # longrope: for each pair of channels, within the trained context
+    long_factor: tuple[float, ...] = ()  # and beyond it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer's shape, in one vocabulary for every family."""
+    """A decoder-only transformer's shape, in one vocabulary for every family.
+
+    Attributes:
+        max_position: tokens a sequence may have; with learned positions, the length of their table.
+        rotary_dim: channels of a head that rotate; None is all of them.
+        local_rope_theta: of layers with a window, where it differs from the others'.
+        windows: for each layer, how many tokens a query sees, itself included; None is all; empty is None everywhere.
+        attention_scale: multiplies scores; None is head_dim ** -0.5.
+        attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap).
+        norm_offset: added to the weight of every RMS norm.
+        pre_norm: norms come before attention and MLP, and one at the end; else after each.
+        embedding_size: of tokens, projected to and from hidden_size; None is hidden_size, without projections.
+        expert_layers: which layers route tokens to experts.
+        expert_size: an expert's intermediate size.
+        normalize_experts: the chosen experts' probabilities are scaled to a sum of 1.
+    """
 
     family: str  # Hugging Face's model_type
     vocab_size: int
@@ -44,14 +61,29 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position: int  # tokens
+    max_position: int
     norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    pre_norm: bool = True
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    local_rope_theta: float | None = None
+    windows: tuple[int | None, ...] = ()
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
     activation: str = "silu"
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False  # of attention
     mlp_bias: bool = False
     tie_embeddings: bool = False
+    embedding_size: int | None = None
+    expert_layers: tuple[int, ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normalize_experts: bool = False
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
 
@@ -59,6 +91,10 @@ class ModelConfig:
     def group(self) -> int:
         """Query heads that share a kv head."""
         return self.num_heads // self.num_kv_heads
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query sees in a layer, itself included; None is all."""
+        return self.windows[layer] if self.windows else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,71 +199,3 @@ def parse_bytes(name: str, value: int | str | None) -> int | None:
     if not amount > 0:
         raise InvalidArgument(name, value, "must be a number of bytes, or text such as 512MiB")
     return int(amount)
-
-
-def model_config(hf: dict[str, Any], file: object = "config.json") -> ModelConfig:
-    """A ModelConfig from the content of a Hugging Face config.json of a Llama-like family.
-
-    Raises:
-        ModelError: a field is missing, wrong, contradicts another, or asks for what is not supported.
-    """
-    try:
-        heads = int(hf["num_attention_heads"])
-        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        max_position = int(hf.get("max_position_embeddings", 2048))
-        eos = hf.get("eos_token_id")
-        config = ModelConfig(
-            family=hf["model_type"],
-            vocab_size=int(hf["vocab_size"]),
-            hidden_size=int(hf["hidden_size"]),
-            intermediate_size=int(hf["intermediate_size"]),
-            num_layers=int(hf["num_hidden_layers"]),
-            num_heads=heads,
-            num_kv_heads=int(hf.get("num_key_value_heads") or heads),
-            head_dim=int(hf.get("head_dim") or hf["hidden_size"] // heads),
-            max_position=max_position,
-            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
-            rope_scaling=_rope_scaling(rope, max_position, file),
-            activation=hf.get("hidden_act", "silu"),
-            attention_bias=bool(hf.get("attention_bias", False)),
-            mlp_bias=bool(hf.get("mlp_bias", False)),
-            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
-        )
-    except KeyError as missing:
-        raise ModelError(f"field {missing} is missing", file=file) from None
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as wrong:
-        raise ModelError(f"a field has the wrong type or value: {wrong}", file=file) from None
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position"):
-        if getattr(config, name) < 1:
-            raise ModelError(f"{name}={getattr(config, name)} must be at least 1", file=file)
-    if config.num_heads % config.num_kv_heads:
-        raise ModelError(f"num_attention_heads={config.num_heads} is no multiple of num_key_value_heads={config.num_kv_heads}", file=file)
-    if config.head_dim % 2:
-        raise ModelError(f"head_dim={config.head_dim} must be even, for rotary embedding", file=file)
-    unsupported = {
-        "use_sliding_window": bool(hf.get("use_sliding_window")),
-        "quantization_config": hf.get("quantization_config") is not None,
-        "partial_rotary_factor": (rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0) != 1.0,
-    }
-    for name, present in unsupported.items():
-        if present:
-            raise ModelError(f"{name} is not supported", file=file)
-    return config
-
-
-def _rope_scaling(rope: dict[str, Any], max_position: int, file: object) -> RopeScaling | None:
-    kind: Any = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind not in ("linear", "dynamic", "llama3", "yarn"):
-        raise ModelError(f"rope scaling {kind!r} is not supported; linear, dynamic, llama3 and yarn are", file=file)
-    optional = {"low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
-    return RopeScaling(
-        kind=kind,
-        factor=float(rope["factor"]),
-        original_max_position=int(rope.get("original_max_position_embeddings") or max_position),
-        **{name: rope[name] for name in optional if rope.get(name) is not None},
-    )

@@ -20,15 +20,33 @@ def kv_write(
 
 
 def paged_attention_decode(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, scale: float
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """See `xla.paged_attention_decode`."""
-    out = paged_attention_prefill(q[:, None], k_pages, v_pages, block_tables, lengths - 1, jnp.minimum(lengths, 1), scale=scale)
+    tiles, real = q[:, None], jnp.minimum(lengths, 1)
+    out = paged_attention_prefill(tiles, k_pages, v_pages, block_tables, lengths - 1, real, scale=scale, window=window, soft_cap=soft_cap)
     return out[:, 0]
 
 
 def paged_attention_prefill(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, positions: jax.Array, lengths: jax.Array, *, scale: float
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """See `xla.paged_attention_prefill`."""
     tiles, tile, heads, head_dim = q.shape
@@ -43,8 +61,11 @@ def paged_attention_prefill(
     at = positions[:, None] + jnp.arange(tile)
     used = jnp.arange(width) < (positions + lengths)[:, None]
     v = jnp.where(used[:, None, :, None], v, 0.0)
-    seen = (jnp.arange(width) <= at[..., None]) & used[:, None]
+    distance = at[..., None] - jnp.arange(width)
+    seen = (distance >= 0) & (distance < (window or width + tile)) & used[:, None]
     scores = jnp.einsum("tqhgd,thkd->thgqk", grouped, k) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
     out = jnp.einsum("thgqk,thkd->tqhgd", weights, v).reshape(q.shape)
     real = jnp.arange(tile) < lengths[:, None]

@@ -38,7 +38,16 @@ def kv_write(
 
 
 def paged_attention_decode(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array, lengths: jax.Array, *, scale: float, pages: int = 0
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    pages: int = 0,
 ) -> jax.Array:
     """One query a sequence, over all of the sequence's tokens.
 
@@ -48,6 +57,8 @@ def paged_attention_decode(
         block_tables: int32 [rows, width], page ids in order.
         lengths: int32 [rows], tokens of each sequence, the query's own included; 0 gives zeros.
         scale: multiplies the scores.
+        window: a query at position p sees keys in (p - window, p]; None sees all up to p.
+        soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap).
         pages: pages read of every sequence; 0 reads as many as the longest of each few rows has.
 
     Returns:
@@ -59,7 +70,7 @@ def paged_attention_decode(
 
     def one(args: tuple[jax.Array, ...]) -> jax.Array:
         q, table, length = args
-        return _attend(q, k_pages, v_pages, table, length - 1, length, scale, pages, DECODE_BLOCK)
+        return _attend(q, k_pages, v_pages, table, length - 1, length, scale, window, soft_cap, pages, DECODE_BLOCK)
 
     out: jax.Array = lax.map(one, (queries, block_tables.reshape(rows // group, group, -1), lengths.reshape(rows // group, group)))
     return out.reshape(q.shape)
@@ -74,13 +85,15 @@ def paged_attention_prefill(
     lengths: jax.Array,
     *,
     scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
     pages: int = 0,
 ) -> jax.Array:
     """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
 
     Args:
         q: [tiles, tile, heads, head_dim]; the tile's own keys and values are already in the pages.
-        k_pages, v_pages, scale, pages: as in `paged_attention_decode`.
+        k_pages, v_pages, scale, window, soft_cap, pages: as in `paged_attention_decode`.
         block_tables: int32 [tiles, width].
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.
@@ -91,7 +104,7 @@ def paged_attention_prefill(
 
     def one(args: tuple[jax.Array, ...]) -> jax.Array:
         q, table, position, length = (x[None] for x in args)
-        return _attend(q, k_pages, v_pages, table, position, position + length, scale, pages, PREFILL_BLOCK)[0]
+        return _attend(q, k_pages, v_pages, table, position, position + length, scale, window, soft_cap, pages, PREFILL_BLOCK)[0]
 
     out: jax.Array = lax.map(one, (q, block_tables, positions, lengths))
     return out
@@ -105,6 +118,8 @@ def _attend(
     positions: jax.Array,
     ends: jax.Array,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
     pages: int,
     block: int,
 ) -> jax.Array:
@@ -127,7 +142,12 @@ def _attend(
         v = jnp.where(used.reshape(n, step, 1, page_size, 1), v_pages[ids], 0)  # 0 * NaN is NaN
         s = jnp.einsum("nqhgd,nphsd->nhgqps", q, k, preferred_element_type=jnp.float32)
         s = s.reshape(*s.shape[:4], span) * scale
-        seen = ((token <= at[..., None]) & used[:, None])[:, None, None]  # [n, 1, 1, queries, span]
+        if soft_cap is not None:
+            s = soft_cap * jnp.tanh(s / soft_cap)
+        seen = (token <= at[..., None]) & used[:, None]
+        if window is not None:
+            seen &= token > at[..., None] - window
+        seen = seen[:, None, None]  # [n, 1, 1, queries, span]
         s = jnp.where(seen, s, MASKED)
         m_new = jnp.maximum(m, s.max(-1))
         p = jnp.where(seen, jnp.exp(s - m_new[..., None]), 0.0)
@@ -139,6 +159,10 @@ def _attend(
     shape = (n, kv_heads, heads // kv_heads, queries)
     start = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)
     blocks = -(-pages // step) if pages else (jnp.max(ends) + span - 1) // span
-    _, total, acc = lax.fori_loop(0, blocks, body, start)
+    first: int | jax.Array = 0
+    if window is not None and not pages:  # the first block that any row can see
+        oldest = jnp.where(ends > 0, positions - window + 1, 2**31 - 1)
+        first = jnp.maximum(jnp.min(oldest), 0) // span
+    _, total, acc = lax.fori_loop(first, blocks, body, start)
     out: jax.Array = acc / jnp.maximum(total, 1e-30)[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(n, queries, heads, head_dim).astype(q.dtype)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jengine.config import model_config
+from jengine.checkpoints.hugging_face import model_config
 from jengine.text.tokenizer import Tokenizer
 
 TINY = make_model.SHAPES["134m"] | {"vocab_size": 600, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import reference, xla
 
 NUM_PAGES, WIDTH = 40, 7
+WAYS = [{}, {"soft_cap": 0.5}, {"window": 1}, {"window": 20}, {"window": 80, "soft_cap": 2.0}, {"window": 1000}]
 
 
 def cache(rng, kv_heads, page_size, head_dim, dtype):
@@ -30,7 +31,8 @@ def poisoned(pages, tables, ends, page_size):
 @pytest.mark.parametrize("pages", [0, WIDTH])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page_size"), [(4, 2, 64, 16), (6, 1, 24, 16), (3, 3, 32, 64)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_decode_matches_reference(heads, kv_heads, head_dim, page_size, pages, dtype):
+@pytest.mark.parametrize("how", WAYS)
+def test_decode_matches_reference(heads, kv_heads, head_dim, page_size, pages, dtype, how):
     rng = np.random.default_rng(0)
     lengths = jnp.array([0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size, WIDTH * page_size, 5], jnp.int32)
     tables = jnp.asarray(rng.permutation(np.arange(1, NUM_PAGES))[None, :WIDTH] * np.ones((8, 1)), jnp.int32)  # shared pages
@@ -38,16 +40,17 @@ def test_decode_matches_reference(heads, kv_heads, head_dim, page_size, pages, d
     k, v = (poisoned(x, tables, lengths, page_size) for x in cache(rng, kv_heads, page_size, head_dim, dtype))
     q = jnp.asarray(rng.normal(size=(8, heads, head_dim)), dtype)
     args = (q, k, v, tables, lengths)
-    got = xla.paged_attention_decode(*args, scale=0.3, pages=pages)
+    got = xla.paged_attention_decode(*args, scale=0.3, pages=pages, **how)
     clean = (q, *(jnp.nan_to_num(x) for x in (k, v)), tables, lengths)
-    want = reference.paged_attention_decode(*clean, scale=0.3)
+    want = reference.paged_attention_decode(*clean, scale=0.3, **how)
     np.testing.assert_allclose(got[1:], want[1:], atol=2e-6 if dtype == "float32" else 2e-2)
     assert not np.any(np.asarray(got[0]))
 
 
 @pytest.mark.parametrize("pages", [0, WIDTH])
 @pytest.mark.parametrize(("tile", "page_size"), [(8, 16), (64, 16), (64, 64)])
-def test_prefill_matches_reference(tile, page_size, pages):
+@pytest.mark.parametrize("how", WAYS)
+def test_prefill_matches_reference(tile, page_size, pages, how):
     rng = np.random.default_rng(1)
     k, v = cache(rng, 2, page_size, 32, "float32")
     tables = jnp.asarray(np.stack([rng.permutation(np.arange(1, NUM_PAGES))[:WIDTH] for _ in range(4)]), jnp.int32)
@@ -55,11 +58,35 @@ def test_prefill_matches_reference(tile, page_size, pages):
     lengths = jnp.array([tile, tile // 2, 0, tile], jnp.int32)
     q = jnp.asarray(rng.normal(size=(4, tile, 6, 32)), jnp.float32)
     run = (q, k, v, tables, positions, lengths)
-    got = np.asarray(xla.paged_attention_prefill(*run, scale=0.2, pages=pages))
-    want = np.asarray(reference.paged_attention_prefill(*run, scale=0.2))
+    got = np.asarray(xla.paged_attention_prefill(*run, scale=0.2, pages=pages, **how))
+    want = np.asarray(reference.paged_attention_prefill(*run, scale=0.2, **how))
     for i, n in enumerate(np.asarray(lengths)):
         np.testing.assert_allclose(got[i, :n], want[i, :n], atol=2e-6)
     assert np.isfinite(got).all()
+
+
+def test_a_window_and_a_cap_change_the_result_and_a_wide_window_does_not():
+    rng = np.random.default_rng(3)
+    k, v = cache(rng, 2, 16, 32, "float32")
+    tables, lengths = jnp.arange(1, 1 + WIDTH, dtype=jnp.int32)[None], jnp.array([100], jnp.int32)
+    q = jnp.asarray(rng.normal(size=(1, 4, 32)), jnp.float32)
+    plain, *others = (np.asarray(reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, **how)) for how in WAYS)
+    differs = [not np.allclose(plain, other, atol=1e-3) for other in others]
+    assert differs == [True, True, True, True, False]
+    alone = reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, window=1)
+    last = v[tables[0, 99 // 16], :, 99 % 16]  # a query that sees its own token only takes its value
+    np.testing.assert_allclose(alone[0], np.repeat(last, 2, axis=0), atol=1e-6)
+
+
+def test_blocks_before_the_window_are_not_read():
+    """A loop that starts at the window: NaN keys before its first block change nothing."""
+    rng = np.random.default_rng(4)
+    k, v = cache(rng, 2, 16, 32, "float32")
+    tables, lengths = jnp.tile(jnp.arange(1, 1 + WIDTH, dtype=jnp.int32), (8, 1)), jnp.array([0, 100, 110, 98, 0, 112, 105, 100], jnp.int32)
+    q = jnp.asarray(rng.normal(size=(8, 4, 32)), jnp.float32)
+    want = xla.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, window=20)
+    got = xla.paged_attention_decode(q, k.at[1:5].set(jnp.nan), v.at[1:5].set(jnp.nan), tables, lengths, scale=0.3, window=20)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jengine.config import ModelConfig, model_config
+from jengine.checkpoints.hugging_face import model_config
+from jengine.config import ModelConfig
 from jengine.errors import ModelError
 
 DEMO = Path(__file__).parent.parent / "demo"

@@ -17,6 +17,8 @@ from jengine.models.layers import Piece
 from jengine.parallel.mesh import shardings
 
 ALIGNMENT = 64  # bytes; what a CPU device asks of memory that it takes over without a copy
+OUTPUT_HEAD = "lm_head.weight"
+CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # stored by older checkpoints: frequencies, and GPT-2's masks
 
 
 def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
@@ -31,7 +33,7 @@ def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
         ModelError: a file is missing, truncated or corrupt; a tensor is missing, unknown or of the wrong shape.
         OutOfMemory: the device cannot hold the weights.
     """
-    tensors = read_tensors(path)
+    tensors = _named(read_tensors(path), model.prefix)
     pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
     _check(path, tensors, pieces, model.config.tie_embeddings)
     total = sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(model.params))
@@ -58,9 +60,16 @@ def _assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: 
     start = -memory.ctypes.data % ALIGNMENT
     out: np.ndarray = memory[start : start + size].view(target.dtype).reshape(target.shape)
     for piece in source:
-        part = out[piece.part]
-        part[...] = tensors[piece.name].array.reshape(part.shape)
+        part, array = out[piece.part], tensors[piece.name].array
+        part[...] = (array.T if piece.transposed else array)[piece.rows].reshape(part.shape)
     return out
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Names with the prefix that checkpoints of the bare decoder lack."""
+    if any(name.startswith(prefix) for name in tensors):
+        return tensors
+    return {name if name == OUTPUT_HEAD else prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def _check(path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bool) -> None:
@@ -70,7 +79,7 @@ def _check(path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bo
         file, array = tensors[piece.name]
         if array.shape != piece.shape:
             raise ModelError(f"has shape {list(array.shape)}; the configuration asks for {list(piece.shape)}", file=file, tensor=piece.name)
-    harmless = {"lm_head.weight"} if tied else set()
+    harmless = {OUTPUT_HEAD} if tied else set()
     for name in sorted(tensors.keys() - {piece.name for piece in wanted} - harmless):
-        if not name.endswith("rotary_emb.inv_freq"):  # older checkpoints store what the configuration says
+        if not name.endswith(CONSTANTS):
             raise ModelError("is not part of this model", file=tensors[name].file, tensor=name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,14 +72,22 @@ def _make_attend(
     row_lengths = jnp.where(batch.row_slots > 0, batch.row_positions + 1, 0)
     offsets = positions % page_size
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float) -> jax.Array:
+    def attend(
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> jax.Array:
         kv = cache[layer] = xla.kv_write(*cache[layer], k, v, pages, offsets)
-        out = [xla.paged_attention_decode(q[: key.rows], *kv, row_tables, row_lengths, scale=scale, pages=key.pages)]
+        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "pages": key.pages}
+        out = [xla.paged_attention_decode(q[: key.rows], *kv, row_tables, row_lengths, **how)]
         if key.tiles:
             tiles = q[key.rows :].reshape(key.tiles, -1, *q.shape[1:])
-            got = xla.paged_attention_prefill(
-                tiles, *kv, tile_tables, batch.tile_positions, batch.tile_lengths, scale=scale, pages=key.pages
-            )
+            got = xla.paged_attention_prefill(tiles, *kv, tile_tables, batch.tile_positions, batch.tile_lengths, **how)
             out.append(got.reshape(-1, *q.shape[1:]))
         return jnp.concatenate(out)
 

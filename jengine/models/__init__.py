@@ -1,12 +1,14 @@
 """Model families: functions of arrays that are given `attend`, with every weight declared once.
 
-A new family is a module here, named in FAMILIES by Hugging Face's model_type.
+A new family is a module here, named in FAMILIES by Hugging Face's model_type, and a reader of its
+configuration in checkpoints/hugging_face.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +16,32 @@ from flax import nnx
 
 from jengine.config import ModelConfig
 from jengine.errors import ModelError
-from jengine.models.layers import ACTIVATIONS
+from jengine.models.layers import ACTIVATIONS, Attend
 from jengine.models.llama import Llama
+from jengine.models.phi3 import Phi3
 from jengine.models.qwen3 import Qwen3
 
+
+class Decoder(Protocol):
+    """A decoder-only transformer, on one flat token axis; an nnx.Module."""
+
+    prefix: str  # of the names of all tensors but the output head's; checkpoints of the bare decoder lack it
+
+    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """tokens and positions int32[N] -> [N, hidden], after the final norm."""
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[N, hidden] -> float32[N, vocab]."""
+
+
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
-FAMILIES: dict[str, type[Llama]] = {"llama": Llama, "qwen3": Qwen3}
+FAMILIES: dict[str, Callable[[ModelConfig, jnp.dtype, int], Decoder]] = {
+    "llama": Llama,
+    "mistral": Llama,
+    "phi3": Phi3,
+    "qwen2": Llama,
+    "qwen3": Qwen3,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +52,7 @@ class Model:
         params: what programs take: a jax.ShapeDtypeStruct for each parameter.
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors each parameter is made of, a tuple of layers.Piece.
+        prefix: the Decoder's.
     """
 
     config: ModelConfig
@@ -37,11 +60,13 @@ class Model:
     params: Params
     axes: Any
     sources: Any
-    graph: nnx.GraphDef[Llama] = field(repr=False)
+    prefix: str
+    graph: nnx.GraphDef[Any] = field(repr=False)
 
-    def bind(self, params: Params) -> Llama:
+    def bind(self, params: Params) -> Decoder:
         """The module over these parameters, inside a traced function or outside."""
-        return nnx.merge(self.graph, params)
+        module: Decoder = nnx.merge(self.graph, params)
+        return module
 
 
 def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> Model:
@@ -57,8 +82,9 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) 
     if config.family not in FAMILIES:
         raise ModelError(f"model_type {config.family!r} is not supported; {', '.join(sorted(FAMILIES))} are")
     if config.activation not in ACTIVATIONS:
-        raise ModelError(f"hidden_act {config.activation!r} is not supported; {', '.join(sorted(ACTIVATIONS))} is")
-    graph, state = nnx.split(FAMILIES[config.family](config, jnp.dtype(dtype), max_model_len))
+        raise ModelError(f"hidden_act {config.activation!r} is not supported; {', '.join(sorted(ACTIVATIONS))} are")
+    module = FAMILIES[config.family](config, jnp.dtype(dtype), max_model_len)
+    graph, state = nnx.split(module)
 
     def tree(leaf: Any) -> Any:
         return nnx.to_pure_dict(nnx.map_state(lambda _, parameter: leaf(parameter), state))
@@ -69,5 +95,6 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) 
         params=nnx.to_pure_dict(state),
         axes=tree(lambda p: p.get_metadata("axes")),
         sources=tree(lambda p: p.get_metadata("source")),
+        prefix=module.prefix,
         graph=graph,
     )

@@ -1,6 +1,8 @@
-"""Llama 2, 3 and 3.1+, and what is built like them."""
+"""Llama 2, 3 and 3.1+; Mistral and Qwen2 are Llamas of other configurations."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,46 +10,53 @@ from flax import nnx
 
 from jengine.config import ModelConfig
 from jengine.models.layers import Attend, Attention, GatedMlp, Piece, RMSNorm, dense, param
-from jengine.models.rope import rope
+from jengine.models.rope import Rotation, rope
 
 
 class LlamaLayer(nnx.Module):
     """Attention and MLP, each on a normed input and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, attention: type[Attention]) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, attention: Attention, mlp: Callable[[jax.Array], jax.Array]
+    ) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm")
-        self.attention = attention(config, dtype, f"{name}.self_attn")
+        self.attention = attention
         self.mlp_norm = RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm")
-        self.mlp = GatedMlp(config, dtype, f"{name}.mlp")
+        self.mlp = mlp
 
-    def __call__(self, layer: int, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
-        x = x + self.attention(layer, self.attention_norm(x), cos, sin, attend)
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation, attend: Attend) -> jax.Array:
+        x = x + self.attention(layer, self.attention_norm(x), rotation, attend)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama(nnx.Module):
     """A decoder-only transformer as a function of arrays, on one flat token axis.
 
-    A family that differs only inside attention names its own `attention` class.
+    A family that differs inside attention or MLP only names its own class of it.
     """
 
+    prefix = "model."
     attention: type[Attention] = Attention
+    mlp: type[GatedMlp] = GatedMlp
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         table, axes = (config.vocab_size, config.hidden_size), ("vocab", None)
         self.rope = rope(config, max_model_len)
         self.embed = param(table, dtype, axes, Piece("model.embed_tokens.weight", table))
-        names = (f"model.layers.{i}" for i in range(config.num_layers))
-        self.layers = nnx.List([LlamaLayer(config, dtype, name, self.attention) for name in names])
+        self.layers = nnx.List([self.layer(config, dtype, f"model.layers.{i}", i) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config, dtype, "model.norm")
         self.lm_head = None if config.tie_embeddings else param(table, dtype, axes, Piece("lm_head.weight", table))
+
+    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> nnx.Module:
+        attention, mlp = self.attention(config, dtype, f"{name}.self_attn"), self.mlp(config, dtype, f"{name}.mlp")
+        return LlamaLayer(config, dtype, name, attention, mlp)
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """tokens and positions int32[N] -> [N, hidden], after the final norm."""
         x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
-        cos, sin = self.rope.cos_sin(positions)
+        rotation = self.rope.cos_sin(positions)
         for i, layer in enumerate(self.layers):
-            x = layer(i, x, cos, sin, attend)
+            x = layer(i, x, rotation, attend)
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -10,33 +10,37 @@ import jax.numpy as jnp
 
 from jengine.config import ModelConfig, RopeScaling
 
+Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32[N, 1, rotary_dim / 2]
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary frequencies as plain numbers: they become constants of a program, not arrays it closes over."""
 
-    frequencies: tuple[float, ...]  # radians a token; channel i turns with channel i + head_dim / 2
-    magnitude: float = 1.0  # factor of cos and sin (yarn)
+    frequencies: tuple[float, ...]  # radians a token; channel i turns with channel i + rotary_dim / 2
+    magnitude: float = 1.0  # factor of cos and sin (yarn, longrope)
 
-    def cos_sin(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """For int32[N], two float32[N, 1, head_dim / 2]."""
+    def cos_sin(self, positions: jax.Array) -> Rotation:
+        """For int32[N]."""
         angles = positions.astype(jnp.float32)[:, None] * jnp.array(self.frequencies, jnp.float32)
         return (jnp.cos(angles) * self.magnitude)[:, None], (jnp.sin(angles) * self.magnitude)[:, None]
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x [N, heads, head_dim], whose first and second halves are the pairs' members; in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    """Rotates x [N, heads, head_dim] in float32. The halves of its first rotary_dim channels are the pairs' members; the rest stay."""
+    pairs = cos.shape[-1]
+    first, second = (x[..., i * pairs : (i + 1) * pairs].astype(jnp.float32) for i in range(2))
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return turned if 2 * pairs == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * pairs :]], axis=-1)
 
 
 def rope(config: ModelConfig, max_model_len: int) -> Rope:
     """The model's frequencies, by the formulas of transformers' modeling_rope_utils.
 
-    Dynamic scaling is fixed for sequences of max_model_len tokens, so that a token's result depends
-    neither on its neighbours nor on how far its sequence has come; within the trained context it is the default.
+    Dynamic scaling and longrope are fixed for sequences of max_model_len tokens, so that a token's result depends neither on its
+    neighbours nor on how far its sequence has come; within the trained context dynamic scaling is the default.
     """
-    dim, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+    dim, theta, scaling = config.rotary_dim or config.head_dim, config.rope_theta, config.rope_scaling
     if scaling is None:
         return Rope(_powers(theta, dim))
     if scaling.kind == "linear":
@@ -47,7 +51,14 @@ def rope(config: ModelConfig, max_model_len: int) -> Rope:
         return Rope(_powers(theta, dim))
     if scaling.kind == "llama3":
         return Rope(tuple(_llama3(f, scaling) for f in _powers(theta, dim)))
+    if scaling.kind == "longrope":
+        return _longrope(theta, dim, scaling, max_model_len)
     return _yarn(theta, dim, scaling)
+
+
+def local_rope(config: ModelConfig) -> Rope:
+    """The frequencies of layers with a window, in models where these have their own."""
+    return Rope(_powers(config.local_rope_theta or config.rope_theta, config.rotary_dim or config.head_dim))
 
 
 def _powers(theta: float, dim: int) -> tuple[float, ...]:
@@ -91,3 +102,12 @@ def _yarn_magnitude(s: RopeScaling) -> float:
     if s.mscale and s.mscale_all_dim:
         return mscale(s.mscale) / mscale(s.mscale_all_dim)
     return mscale(1.0)
+
+
+def _longrope(theta: float, dim: int, s: RopeScaling, max_model_len: int) -> Rope:
+    """LongRoPE (Ding et al. 2024): a factor for each frequency, from one of two lists."""
+    factors = s.long_factor if max_model_len > s.original_max_position else s.short_factor
+    magnitude = s.attention_factor
+    if magnitude is None:
+        magnitude = 1.0 if s.factor <= 1 else math.sqrt(1 + math.log(s.factor) / math.log(s.original_max_position))
+    return Rope(tuple(f / factor for f, factor in zip(_powers(theta, dim), factors, strict=True)), magnitude)

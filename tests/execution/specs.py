@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jengine.config import model_config
+from jengine.checkpoints.hugging_face import model_config
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh

@@ -1,6 +1,6 @@
 """Records what transformers computes for the tiny models, one file a variant, beside this script.
 
-Run from the repository's root, in any Python with torch and transformers: python -m tests.golden.record
+Run from the repository's root, in any Python with torch and transformers: python -m tests.golden.record [VARIANT ...]
 
 A file holds, for prompt i of `lengths`: `prompt_i` int32[length], `tokens_i` int32[24], its greedy
 continuation, `logits_i` float32[24, vocab], from which each of them was chosen, and for the lengths of
@@ -10,6 +10,7 @@ EVERYWHERE `everywhere_i` float32[length, vocab], the logits at every position o
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def record(variant: str) -> dict[str, np.ndarray]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    for name in VARIANTS:
+    for name in sys.argv[1:] or VARIANTS:
         arrays = record(name)
         path = Path(__file__).parent / f"{name}.npz"
         np.savez_compressed(path, **arrays)

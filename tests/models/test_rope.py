@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jengine.config import ModelConfig, model_config
+from jengine.checkpoints.hugging_face import model_config
+from jengine.config import ModelConfig
 from jengine.models.rope import rope, rotate
 from tests.golden.weights import VARIANTS
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jengine.config import model_config
+from jengine.checkpoints.hugging_face import model_config
 from jengine.errors import InvalidArgument
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh, shardings
