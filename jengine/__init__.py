@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jengine.async_llm import AsyncLLM
     from jengine.config import EngineConfig
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.llm import LLM
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "EngineConfig",
     "EngineDead",
@@ -32,6 +34,7 @@ __all__ = [
 
 _MODULES = {
     "jengine.llm": ("LLM",),
+    "jengine.async_llm": ("AsyncLLM",),
     "jengine.config": ("EngineConfig",),
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
     "jengine.request": ("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"),

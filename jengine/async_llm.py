@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import copy
 import itertools
+import math
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from jengine.checkpoints import resolve
 from jengine.config import EngineConfig
 from jengine.engine import Engine, TokenUpdate
-from jengine.errors import EngineDead, InvalidArgument
+from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.outputs import LiveOutputs
 from jengine.prompts import Prompt, make_request
-from jengine.request import Request, RequestOutput, SamplingParams
+from jengine.request import RequestOutput, SamplingParams
 from jengine.start import start
 from jengine.text.tokenizer import Tokenizer
 
 OutputKind = Literal["cumulative", "delta", "final"]
+OUTPUT_KINDS = ("cumulative", "delta", "final")
+
+
+@dataclass(slots=True)
+class _Caller:
+    """Somebody who iterates over a request's outputs."""
+
+    key: str  # the request's name in the engine, never used again: tokens that come late for one request cannot reach another
+    output: RequestOutput  # grows
+    kind: OutputKind
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class AsyncLLM:
-    """A model that answers many requests at once, inside one asyncio event loop.
+    """A model that answers many requests at once, inside an asyncio event loop.
 
-    The engine's loop has a thread of its own and knows tokens only; text is made in the event loop. Requests from
-    other event loops are refused.
+    The engine's loop has a thread of its own and knows tokens only; text is made in the event loop. One event loop at a
+    time: after it has been closed (asyncio.run has returned), another may go on.
 
     Args:
         model, progress, options: as for LLM.
@@ -43,8 +57,7 @@ class AsyncLLM:
     def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
         config = EngineConfig.of(str(model), options)
         engine, self.started = start(config, progress=progress)
-        tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer))
-        self._attach(engine, tokenizer)
+        self._attach(engine, Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer)))
 
     @classmethod
     def over(cls, engine: Engine, tokenizer: Tokenizer) -> AsyncLLM:
@@ -56,14 +69,15 @@ class AsyncLLM:
     def _attach(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self._live = LiveOutputs(tokenizer)
-        self._outputs: dict[str, tuple[RequestOutput, asyncio.Event]] = {}
+        self._callers: dict[str, _Caller] = {}  # by request id
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
         self._closing = False
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # what the thread shall do; None ends it
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # what the thread shall do; None ends it
         self._thread = threading.Thread(target=self._work, name="jengine", daemon=True)
         self._thread.start()
+        atexit.register(self._quit)  # a daemon thread inside XLA while the interpreter goes would crash the process
 
     # --- what users call, in the event loop ------------------------------------------------------
 
@@ -76,69 +90,62 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float | None = None,
         output_kind: OutputKind = "cumulative",
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Complete one prompt. Leaving the iteration early aborts the request.
 
         Args:
             request_id: for `abort`; must not be in use. None makes one.
             priority: lower runs first, under policy="priority".
             timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
-            output_kind: cumulative: all that there is so far, each time; delta: what is new; final: once, at the end. A slow
-                reader gets several tokens at a time.
+            output_kind: cumulative: all that there is so far, each time; delta: the text, tokens and logprobs that are new;
+                final: once, at the end. A slow reader gets several tokens at a time.
 
         Raises:
-            InvalidArgument: it can never be answered. Nothing has been queued then.
+            InvalidArgument: when the iteration begins: it can never be answered. Nothing has been queued then.
             EngineDead: the engine has failed, or was closed.
         """
-        if output_kind not in ("cumulative", "delta", "final"):
-            raise InvalidArgument("output_kind", output_kind, "must be cumulative, delta or final")
-        self._here()
-        request = make_request(
-            self.tokenizer, prompt, sampling_params, f"request-{next(self._ids)}" if request_id is None else request_id, priority
-        )
-        if request.request_id in self._outputs:
-            raise InvalidArgument("request_id", request.request_id, "a request with this id is not finished yet")
-        self.engine.check(request)
-        output, grown = self._live.open(request), asyncio.Event()
-        self._outputs[request.request_id] = output, grown
-        self._inbox.put(lambda: self._add(request))
-        cancel = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._end, request.request_id, "timeout")
-        shown = 0  # tokens
-        shown_text = 0  # characters
+        caller = self._submit(prompt, sampling_params, request_id, priority, timeout, output_kind)
+        output = caller.output
+        cancel = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._end, caller, "timeout")
+        shown: dict[int, tuple[int, int]] = {}  # of a delta's completions, by index: tokens, characters
         try:
-            while True:
-                await grown.wait()
-                grown.clear()
-                if self._dead is not None and not output.finished:
-                    raise EngineDead(f"the engine has stopped: {self._dead}") from self._dead
+            ended = False
+            while not ended:
+                await caller.grown.wait()
+                caller.grown.clear()
                 ended = output.finished
+                if self._dead is not None and not ended:
+                    raise EngineDead(f"the engine has stopped: {self._dead!r}") from self._dead
                 if ended or output_kind != "final":
-                    delta = output_kind == "delta"
-                    yield _snapshot(output, *((shown, shown_text) if delta else (0, 0)))
-                    shown, shown_text = len(output.outputs[0].token_ids), len(output.outputs[0].text)
-                if ended:
-                    return
+                    news = _snapshot(output, shown)
+                    if output_kind == "delta":
+                        shown = {c.index: (len(c.token_ids), len(c.text)) for c in output.outputs}
+                    yield news
         finally:
             if cancel is not None:
                 cancel.cancel()
-            self._end(request.request_id, None)
-            self._outputs.pop(request.request_id, None)
+            self._end(caller, None)
+            if self._callers.get(output.request_id) is caller:
+                del self._callers[output.request_id]
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; its iteration gets a last output with finish_reason "abort". False where there is none."""
-        return self._end(request_id, None)
+        """End a request; its iteration gets a last output with finish_reason "abort". False where it is unknown or has ended."""
+        caller = self._callers.get(request_id)
+        return caller is not None and self._end(caller, None)
 
     async def close(self, drain: float = 0.0) -> None:
-        """Stop: no new requests; `drain` seconds for those that run, then they are aborted; then the engine's thread ends."""
+        """Stop: no new requests; up to `drain` seconds for those that run, then they are aborted with stop_reason "shutdown";
+        then the engine's thread ends. May be called again."""
         self._closing = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(drain):
-                while self._outputs:
-                    await asyncio.sleep(0.01)
-        for request_id in list(self._outputs):
-            self._end(request_id, "shutdown")
-        self._inbox.put(None)
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        self._bind()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + drain
+        while self._dead is None and loop.time() < deadline and any(not caller.output.finished for caller in self._callers.values()):
+            await asyncio.sleep(0.01)
+        for caller in self._callers.values():
+            self._end(caller, "shutdown")
+        await loop.run_in_executor(None, self._quit)
+        atexit.unregister(self._quit)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -146,54 +153,100 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _here(self) -> None:
-        """Refuse what cannot be taken any more, and bind to the first event loop that asks."""
+    # --- their work ------------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        timeout: float | None,
+        kind: OutputKind,
+    ) -> _Caller:
+        """Check everything, then queue."""
         if self._dead is not None:
-            raise EngineDead(f"the engine has stopped: {self._dead}") from self._dead
+            raise EngineDead(f"the engine has stopped: {self._dead!r}") from self._dead
         if self._closing:
             raise EngineDead("the engine has been closed")
-        loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-        elif self._loop is not loop:
-            raise EngineDead("this AsyncLLM belongs to another event loop")
+        if kind not in OUTPUT_KINDS:
+            raise InvalidArgument("output_kind", kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
+        if timeout is not None and not (type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0):
+            raise InvalidArgument("timeout", timeout, "must be a finite number of seconds, at least 0")
+        if type(priority) is not int:
+            raise InvalidArgument("priority", priority, "must be a whole number")
+        key = f"request-{next(self._ids)}"
+        if request_id is None:
+            request_id = key
+        elif not isinstance(request_id, str):
+            raise InvalidArgument("request_id", request_id, "must be text")
+        self._bind()
+        if request_id in self._callers:
+            raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
+        request = make_request(self.tokenizer, prompt, params, key, priority)
+        self.engine.check(request)
+        output = self._live.open(request)
+        output.request_id = request_id
+        caller = self._callers[request_id] = _Caller(key, output, kind)
+        self._inbox.put(lambda: self.engine.add(request))
+        return caller
 
-    def _end(self, request_id: str, why: str | None) -> bool:
-        output = self._live.abort(request_id, why)
-        if output is None:
+    def _bind(self) -> None:
+        """To the event loop that runs now, unless requests may be waiting in another one."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None:
+            if not self._loop.is_closed():
+                raise JengineError("this AsyncLLM is used in another event loop, which has not been closed")
+            for caller in self._callers.values():
+                self._end(caller, None)
+            self._callers.clear()
+        self._loop = loop
+
+    def _end(self, caller: _Caller, why: str | None) -> bool:
+        if self._live.abort(caller.key, why) is None:
             return False
-        self._inbox.put(lambda: self._drop(request_id))
-        self._outputs[request_id][1].set()
+        self._inbox.put(lambda: self.engine.end(caller.key, "abort"))
+        caller.grown.set()
         return True
 
     def _deliver(self, updates: list[TokenUpdate]) -> None:
-        for output in self._live.take(updates):
-            if output.request_id in self._outputs:
-                self._outputs[output.request_id][1].set()
-        for request_id, stop in self._live.stopped:
-            self._inbox.put(lambda request_id=request_id, stop=stop: self._stop(request_id, stop))  # type: ignore[misc]
-        self._live.stopped.clear()
+        try:
+            for output in self._live.take(updates):
+                caller = self._callers[output.request_id]
+                if output.finished or caller.kind != "final":
+                    caller.grown.set()
+            for key, stop in self._live.stopped:
+                self._inbox.put(lambda key=key, stop=stop: self.engine.end(key, "stop", stop))  # type: ignore[misc]
+            self._live.stopped.clear()
+        except Exception as error:  # a fault in making text: the event loop would log it, and everybody would wait
+            self._inbox.put(None)
+            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self._dead = error
-        for _, grown in self._outputs.values():
-            grown.set()
+        for caller in self._callers.values():
+            caller.grown.set()
+
+    def _quit(self) -> None:
+        """End the thread, and wait until it has ended."""
+        self._inbox.put(None)
+        self._thread.join()
 
     # --- what runs in the engine's thread --------------------------------------------------------
 
     def _work(self) -> None:
         try:
-            while True:
-                if not self._take_orders():
-                    return
+            while self._take_orders():
                 updates = self.engine.step()
-                if updates and self._loop is not None:
-                    self._loop.call_soon_threadsafe(self._deliver, updates)
+                if updates:
+                    self._post(self._deliver, updates)
+            while self.engine.has_work and not self.engine.scheduler.has_work:
+                self.engine.step()  # nobody waits any more, but what was dispatched is read
         except BaseException as error:  # whatever it is, nobody may wait for ever
             self._dead = error
-            if self._loop is not None:
-                with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
-                    self._loop.call_soon_threadsafe(self._fail, error)
+            self._post(self._fail, error)
 
     def _take_orders(self) -> bool:
         """Do what has been asked; with nothing to run, wait for it. False at the end."""
@@ -206,22 +259,20 @@ class AsyncLLM:
                 return False
             order()
 
-    def _add(self, request: Request) -> None:
-        self.engine.add(request)
-
-    def _drop(self, request_id: str) -> None:
-        self.engine.end(request_id, "abort")
-
-    def _stop(self, request_id: str, stop: str) -> None:
-        self.engine.end(request_id, "stop", stop)
+    def _post(self, call: Callable[..., None], *arguments: object) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has been closed: nobody waits
+                self._loop.call_soon_threadsafe(call, *arguments)
 
 
-def _snapshot(output: RequestOutput, tokens: int, characters: int) -> RequestOutput:
-    """A copy that does not grow, from this many tokens and characters on."""
-    completion = copy.copy(output.outputs[0])
-    completion.text = completion.text[characters:]
-    completion.token_ids = completion.token_ids[tokens:]
-    completion.logprobs = None if completion.logprobs is None else completion.logprobs[tokens:]
-    out = copy.copy(output)
-    out.outputs, out.metrics = [completion], copy.copy(output.metrics)
-    return out
+def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> RequestOutput:
+    """A copy that does not grow; of each completion only what comes after these tokens and characters."""
+    news = copy.copy(output)
+    news.outputs, news.metrics = [], copy.copy(output.metrics)
+    for completion in output.outputs:
+        tokens, characters = shown.get(completion.index, (0, 0))
+        part = copy.copy(completion)
+        part.text, part.token_ids = completion.text[characters:], completion.token_ids[tokens:]
+        part.logprobs = None if completion.logprobs is None else completion.logprobs[tokens:]
+        news.outputs.append(part)
+    return news

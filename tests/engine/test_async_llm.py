@@ -1,0 +1,391 @@
+"""The online face: outputs as LLM gives them, every request ends once, nobody waits for ever, all pages return."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jengine import LLM, AsyncLLM, CompletionOutput, EngineDead, InvalidArgument, JengineError, RequestOutput, SamplingParams
+from jengine.async_llm import OutputKind
+from jengine.config import ModelConfig
+from jengine.engine import Engine
+from jengine.execution.runner import InFlight, StepResult
+from jengine.program_table import ProgramTable
+from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.step_plan import StepPlan
+from jengine.text.tokenizer import Tokenizer
+from tests.engine.running import SMALL
+from tests.text.conftest import byte_level
+
+TEXT = "The quick brown fox"
+LONG = SamplingParams(max_tokens=None, ignore_eos=True)
+WORK = [
+    (TEXT, SamplingParams(temperature=0.0, max_tokens=24)),
+    ([5, 6, 7], SamplingParams(temperature=1.0, seed=3, max_tokens=40, logprobs=2)),
+    ({"prompt_token_ids": [9] * 70}, SamplingParams(temperature=0.9, top_k=20, seed=4, max_tokens=30, stop=["ex", "qu"])),
+    ("naïve café", SamplingParams(temperature=1.2, seed=5, max_tokens=60, stop_token_ids=[7, 300, 301, 302, 303], min_tokens=4)),
+]
+
+
+class CountingRunner:
+    """A runner without a model: the tokens of a sampler row are 100, 101, ... Fails at a step if told to."""
+
+    def __init__(self, seconds: float = 0.0, fail_at: int | None = None) -> None:
+        self.seconds, self.fail_at, self.steps = seconds, fail_at, 0
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        return InFlight(plan, None)  # type: ignore[arg-type]
+
+    def read(self, step: InFlight) -> StepResult:
+        time.sleep(self.seconds)
+        if self.steps == self.fail_at:
+            raise FloatingPointError("the device is on fire")
+        self.steps += 1
+        rows = 1 + max((row for row, _ in step.plan.sampled), default=0)
+        return StepResult([100 + self.steps % 50] * rows, None)
+
+
+def counting(runner: CountingRunner, tokenizer: Tokenizer | None = None) -> AsyncLLM:
+    """An AsyncLLM that is known to work without compiling anything."""
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    config = ModelConfig(family="llama", vocab_size=400, max_position=200, **shape)  # type: ignore[arg-type]
+    table = ProgramTable.build(max_num_seqs=8, max_num_batched_tokens=136, tile_size=64)
+    limits = {"page_size": 16, "num_pages": 120, "max_num_seqs": 8, "max_num_batched_tokens": 136, "max_model_len": 192}
+    scheduler = Scheduler(table, **limits)  # type: ignore[arg-type]
+    return AsyncLLM.over(Engine(config, runner, scheduler), tokenizer or Tokenizer(byte_level()))
+
+
+@pytest.fixture(scope="module")
+def llm(text_model: Path) -> LLM:
+    return LLM(text_model, progress=False, **SMALL, max_model_len=192)
+
+
+@pytest.fixture
+def fresh(llm: LLM) -> Iterator[AsyncLLM]:
+    """Over the engine of `llm`, which is idle again afterwards."""
+    online = AsyncLLM.over(llm.engine, llm.tokenizer)
+    yield online
+    asyncio.run(online.close())
+    assert_idle(online)
+
+
+def assert_idle(llm: AsyncLLM) -> None:
+    assert not llm._thread.is_alive() and not llm.engine.has_work and not llm._callers
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.scheduler.pool.owned == 0
+
+
+async def wait_until_idle(llm: AsyncLLM) -> None:
+    async with asyncio.timeout(10):
+        while llm.engine.has_work or llm._callers:
+            await asyncio.sleep(0.005)
+    assert llm.engine.scheduler.pool.owned == 0
+
+
+async def collect(llm: AsyncLLM, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any) -> list[RequestOutput]:
+    return [output async for output in llm.generate(prompt, sampling_params, **options)]
+
+
+def joined(deltas: list[RequestOutput]) -> RequestOutput:
+    """What the deltas of a request add up to."""
+    whole = dataclasses.replace(deltas[-1])
+    parts = [delta.outputs[0] for delta in deltas]
+    logprobs = None if parts[0].logprobs is None else [entry for part in parts for entry in part.logprobs or []]
+    text, ids = "".join(part.text for part in parts), [token for part in parts for token in part.token_ids]
+    whole.outputs = [dataclasses.replace(parts[-1], text=text, token_ids=ids, logprobs=logprobs)]
+    return whole
+
+
+def assert_equal(one: CompletionOutput, other: CompletionOutput) -> None:
+    """Log probabilities up to the rounding of differently shaped programs, the rest exactly."""
+    plain = {"logprobs": None, "cumulative_logprob": None}
+    assert dataclasses.replace(one, **plain) == dataclasses.replace(other, **plain)  # type: ignore[arg-type]
+    assert (one.logprobs is None) == (other.logprobs is None)
+    for entry, known in zip(one.logprobs or [], other.logprobs or [], strict=True):
+        assert entry.keys() == known.keys()
+        assert all(abs(entry[token].logprob - known[token].logprob) < 1e-4 for token in entry)
+
+
+def test_outputs_are_those_of_llm(llm: LLM, fresh: AsyncLLM) -> None:
+    """All four at once, each in three ways: the last cumulative one, the deltas together, the final one."""
+    expected = [output.outputs for output in llm.generate([p for p, _ in WORK], [s for _, s in WORK], use_tqdm=False)]
+    assert {output[0].finish_reason for output in expected} == {"stop", "length"}, "the work lost its variety"
+
+    async def main() -> None:
+        kinds = ("cumulative", "delta", "final")
+        got = await asyncio.gather(*[collect(fresh, p, s, output_kind=kind) for kind in kinds for p, s in WORK])
+        for i, outputs in enumerate(expected):
+            cumulative, delta, final = got[i], got[len(WORK) + i], got[2 * len(WORK) + i]
+            assert len(final) == 1
+            for output in (cumulative[-1], joined(delta), final[0]):
+                assert_equal(output.outputs[0], outputs[0])
+            for series in (cumulative, delta, final):
+                assert [output.finished for output in series] == [False] * (len(series) - 1) + [True]
+            sizes = [len(output.outputs[0].token_ids) for output in cumulative]
+            assert sizes == sorted(set(sizes)), "outputs that were given away have grown"
+
+    asyncio.run(main())
+
+
+def test_a_slow_reader_gets_several_tokens_at_a_time() -> None:
+    async def main() -> None:
+        async with counting(CountingRunner(0.001)) as llm:
+            deltas = []
+            async for output in llm.generate(TEXT, LONG, output_kind="delta"):
+                deltas.append(output)
+                await asyncio.sleep(0.05)
+            whole = joined(deltas).outputs[0]
+            assert max(len(delta.outputs[0].token_ids) for delta in deltas) > 5
+            assert len(whole.token_ids) > 150 and whole.text == llm.tokenizer.decode(whole.token_ids)
+
+    asyncio.run(main())
+
+
+def test_abort(fresh: AsyncLLM) -> None:
+    async def main() -> None:
+        outputs = []
+        async for output in fresh.generate(TEXT, LONG, request_id="mine"):
+            outputs.append(output)
+            if len(outputs) == 3:
+                assert await fresh.abort("mine") and not await fresh.abort("mine") and not await fresh.abort("yours")
+        assert outputs[-1].finished and len(outputs) == 4 and outputs[-1].metrics.finished is not None
+        assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("abort", None)
+        assert not await fresh.abort("mine")
+        await wait_until_idle(fresh)
+
+    asyncio.run(main())
+
+
+def test_an_id_may_be_used_again_at_once(llm: LLM, fresh: AsyncLLM) -> None:
+    """Tokens that were dispatched for its former owner do not reach the next one."""
+    prompt, params = WORK[0]
+    expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs
+
+    async def main() -> None:
+        for _ in range(20):
+            async with aclosing(fresh.generate([3, 4], LONG, request_id="same")) as outputs:
+                await anext(outputs)
+            assert (await collect(fresh, prompt, params, request_id="same"))[-1].outputs == expected
+
+    asyncio.run(main())
+
+
+def test_leaving_the_iteration_frees_pages(fresh: AsyncLLM) -> None:
+    async def leaves(how: str) -> None:
+        async for _ in fresh.generate(TEXT, LONG):
+            if how == "break":
+                break
+            if how == "raise":
+                raise KeyError(how)
+
+    async def main() -> None:
+        await leaves("break")
+        with pytest.raises(KeyError):
+            await leaves("raise")
+        task = asyncio.create_task(leaves("never"))
+        while not fresh.engine.scheduler.num_running:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await wait_until_idle(fresh)
+
+    asyncio.run(main())
+
+
+def test_timeouts() -> None:
+    async def main() -> None:
+        async with counting(CountingRunner(0.005)) as llm:
+            start = time.monotonic()
+            now, soon, late = await asyncio.gather(*[collect(llm, TEXT, LONG, timeout=seconds) for seconds in (0, 0.2, 60.0)])
+            for outputs in (now, soon):
+                assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("abort", "timeout")
+            assert 1 <= len(now) <= 3 and 3 < len(soon) < 100
+            assert late[-1].outputs[0].finish_reason == "length" and time.monotonic() - start > 0.2
+            await wait_until_idle(llm)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "prompt, options, field",
+    [
+        ("", {}, "prompt"),
+        (7, {}, "prompt"),
+        ([400], {}, "prompt_token_ids"),
+        ([1] * 192, {}, "prompt_token_ids"),
+        (TEXT, {"sampling_params": 3}, "sampling_params"),
+        (TEXT, {"sampling_params": SamplingParams(stop_token_ids=[400])}, "stop_token_ids"),
+        (TEXT, {"output_kind": "some"}, "output_kind"),
+        (TEXT, {"timeout": -1}, "timeout"),
+        (TEXT, {"timeout": float("nan")}, "timeout"),
+        (TEXT, {"timeout": "1"}, "timeout"),
+        (TEXT, {"priority": 1.5}, "priority"),
+        (TEXT, {"request_id": 5}, "request_id"),
+        (TEXT, {"request_id": "taken"}, "request_id"),
+    ],
+)
+def test_refused_before_it_is_queued(prompt: Any, options: dict[str, Any], field: str) -> None:
+    async def main() -> None:
+        llm = counting(CountingRunner(0.001))
+        async with aclosing(llm.generate([1], LONG, request_id="taken")) as taken:
+            await anext(taken)
+            with pytest.raises(InvalidArgument) as refused:
+                await collect(llm, prompt, **options)
+            assert refused.value.field == field
+            assert list(llm._callers) == ["taken"] and len(llm._live._live) == 1 and len(llm.engine.scheduler._live) == 1
+        await llm.close()
+        assert_idle(llm)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fail_at", [0, 30])
+def test_an_error_in_the_engine_reaches_everybody(fail_at: int) -> None:
+    async def main() -> None:
+        llm = counting(CountingRunner(0.001, fail_at))
+        async with asyncio.timeout(10):
+            answers = await asyncio.gather(*[collect(llm, TEXT, LONG) for _ in range(20)], return_exceptions=True)
+            for answer in answers:  # 8 run and 12 wait
+                assert isinstance(answer, EngineDead) and "on fire" in str(answer) and isinstance(answer.__cause__, FloatingPointError)
+            with pytest.raises(EngineDead, match="on fire"):
+                await collect(llm, TEXT)
+            assert not llm._callers
+            await llm.close(drain=60)
+
+    asyncio.run(main())
+
+
+def test_an_error_in_making_text_reaches_everybody() -> None:
+    class Broken(Tokenizer):
+        def _bytes_of(self, token_id: int) -> bytes:
+            if token_id == 120:
+                raise KeyError(token_id)
+            return super()._bytes_of(token_id)
+
+    async def main() -> None:
+        llm = counting(CountingRunner(0.001), Broken(byte_level()))
+        async with asyncio.timeout(10):
+            answers = await asyncio.gather(*[collect(llm, TEXT, LONG) for _ in range(20)], return_exceptions=True)
+            assert all(isinstance(answer, EngineDead) and "120" in str(answer) for answer in answers)
+            await llm.close()
+        assert not llm._thread.is_alive()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("drain, reason", [(0.0, "abort"), (30.0, "length"), (0.05, "abort")])
+def test_close_while_requests_run(drain: float, reason: str) -> None:
+    async def main() -> None:
+        llm = counting(CountingRunner(0.003))
+        tasks = [asyncio.create_task(collect(llm, TEXT, LONG)) for _ in range(12)]
+        while llm.engine.scheduler.num_running < 8:
+            await asyncio.sleep(0.001)
+        closing = asyncio.create_task(llm.close(drain))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDead, match="closed"):
+            await collect(llm, TEXT)
+        await closing
+        for outputs in await asyncio.gather(*tasks):
+            end = outputs[-1].outputs[0]
+            assert (end.finish_reason, end.stop_reason) == (reason, "shutdown" if reason == "abort" else None)
+        await llm.close()
+        assert_idle(llm)
+
+    asyncio.run(main())
+
+
+def test_the_drain_does_not_wait_for_slow_readers_and_can_be_cut_short() -> None:
+    async def main() -> None:
+        llm = counting(CountingRunner())
+        reader = llm.generate(TEXT, LONG)
+        await anext(reader)
+        await asyncio.wait_for(llm.close(drain=60), 10)  # all is generated; that it has not been read is no reason to wait
+        assert [output.outputs[0].finish_reason async for output in reader] == ["length"]
+        llm = counting(CountingRunner(0.05))
+        reading = asyncio.create_task(collect(llm, TEXT, LONG))
+        slow = asyncio.create_task(llm.close(drain=60))
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(asyncio.gather(llm.close(), slow), 10)
+        assert (await reading)[-1].outputs[0].stop_reason == "shutdown"
+
+    asyncio.run(main())
+
+
+def test_one_event_loop_at_a_time() -> None:
+    llm = counting(CountingRunner(0.001))
+    for _ in range(2):
+        outputs = asyncio.run(collect(llm, TEXT, SamplingParams(max_tokens=5)))
+        assert outputs[-1].outputs[0].finish_reason == "length"
+
+    abandoned = asyncio.new_event_loop()  # closed with a request unfinished: nobody ever ends its iteration
+    reader = llm.generate(TEXT, LONG, request_id="mine")
+    abandoned.run_until_complete(anext(reader))
+    refused: list[Exception] = []
+
+    def elsewhere() -> None:
+        try:
+            asyncio.run(collect(llm, TEXT))
+        except JengineError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert len(refused) == 1 and "another event loop" in str(refused[0])
+    abandoned.close()
+    outputs = asyncio.run(collect(llm, TEXT, SamplingParams(max_tokens=5), request_id="mine"))
+    assert outputs[-1].outputs[0].finish_reason == "length"
+    asyncio.run(llm.close())
+    assert_idle(llm)
+
+
+def test_500_requests_with_random_aborts_and_timeouts(fresh: AsyncLLM) -> None:
+    rng = random.Random(0)
+    ends: dict[str, int] = {}
+
+    async def one(number: int) -> None:
+        how = rng.choice(["finish", "finish", "abort", "timeout", "leave", "cancel"])
+        prompt = [rng.randrange(300) for _ in range(rng.randint(1, 100))]
+        params = SamplingParams(max_tokens=rng.randint(1, 24), temperature=rng.choice([0.0, 1.0]), stop=rng.choice([[], ["e"]]))
+        ended, seen, most = 0, 0, rng.randint(1, 10)
+        name = str(number)
+        await asyncio.sleep(rng.random() * 2)
+        if how == "cancel":
+            asyncio.get_running_loop().call_later(rng.random(), asyncio.current_task().cancel)  # type: ignore[union-attr]
+        timeout = rng.random() if how == "timeout" else None
+        kind: OutputKind = rng.choice(["delta", "cumulative"])
+        try:
+            outputs = fresh.generate(prompt, params, request_id=name, timeout=timeout, output_kind=kind)
+            async for output in outputs:
+                assert not ended, "an output after the last one"
+                ended, seen = ended + output.finished, seen + 1
+                if seen == most and how == "abort":
+                    await fresh.abort(name)
+                if seen == most and how == "leave" and not ended:
+                    how = "left"
+                    break
+        except asyncio.CancelledError:
+            how = "cancelled"
+        reason = str(output.outputs[0].finish_reason) if ended else how
+        ends[reason] = ends.get(reason, 0) + 1
+        assert ended or how in ("left", "cancelled")
+
+    async def main() -> None:
+        async with asyncio.timeout(120):
+            await asyncio.gather(*[one(number) for number in range(500)])
+            await wait_until_idle(fresh)
+
+    before = fresh.engine.compiles_since_start
+    asyncio.run(main())
+    assert sum(ends.values()) == 500 and {"stop", "length", "abort", "left", "cancelled"} <= set(ends), ends
+    assert fresh.engine.compiles_since_start == before
