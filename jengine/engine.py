@@ -6,9 +6,13 @@ import random
 from collections import deque
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument
-from jengine.execution.runner import InFlight, StepResult
+from jengine.execution.logits import ALL_ALLOWED, mask_words
+from jengine.execution.runner import Begun, InFlight, StepResult
+from jengine.execution.sampler import SampledLogprobs
 from jengine.observe.compiles import compile_count
 from jengine.observe.trace import StepTrace
 from jengine.request import FinishReason, Request
@@ -36,14 +40,26 @@ class TokenUpdate(NamedTuple):
     preemptions: int = 0
 
 
+class PromptScores(NamedTuple):
+    """Log probabilities of consecutive tokens of a request's prompt, the first of them at `position`."""
+
+    request_id: str
+    position: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+
+
 class Runs(Protocol):
     """What an engine asks of a runner."""
 
-    def dispatch(self, plan: StepPlan) -> InFlight:
-        """Start a step; returns before it has run."""
+    def begin(self, plan: StepPlan) -> Begun:
+        """Start a step's trunk; returns before it has run."""
+
+    def sample(self, step: Begun, mask: np.ndarray | None = None) -> InFlight:
+        """Start its sampler."""
 
     def read(self, step: InFlight) -> StepResult:
-        """Wait for a step's tokens."""
+        """Wait for its tokens."""
 
 
 class Engine:
@@ -85,9 +101,10 @@ class Engine:
             raise InvalidArgument("prompt_token_ids", ids, "ids must be whole numbers")
         if ids and not 0 <= min(ids) <= max(ids) < vocab:
             raise InvalidArgument("prompt_token_ids", next(t for t in ids if not 0 <= t < vocab), limit)
-        for token in request.params.stop_token_ids:
-            if token >= vocab:
-                raise InvalidArgument("stop_token_ids", token, limit)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(request.params, name) or ():
+                if token >= vocab:
+                    raise InvalidArgument(name, token, limit)
         self.scheduler.check(request, self.model.eos_token_ids)
 
     def add(self, request: Request) -> Sequence:
@@ -111,21 +128,39 @@ class Engine:
             self.scheduler.finish(sequence, reason, stop_reason)
         return sequence is not None
 
-    def step(self) -> list[TokenUpdate]:
-        """Dispatch the next step, then read the one before it. Returns the tokens that were read."""
+    def step(self) -> list[TokenUpdate | PromptScores]:
+        """Dispatch the next step, then read the one before it. Returns what was read."""
         plan = self.scheduler.schedule()
-        if plan is not None:
-            self._in_flight.append((self._steps, self.runner.dispatch(plan)))
-            self.trace.add("dispatch", self._steps, f"{plan.trunk} {plan.sampler}")
-            self._steps += 1
-        wait_for = 1 if self.overlap and plan is not None else 0
-        updates: list[TokenUpdate] = []
-        while len(self._in_flight) > wait_for:
+        if plan is None:
+            return self._read_all_but(0)
+        begun = self.runner.begin(plan)
+        self.trace.add("dispatch", self._steps, f"{plan.trunk} {plan.sampler}")
+        updates: list[TokenUpdate | PromptScores] = []
+        mask = None
+        if plan.sampler.variant == "full" and any(sequence.request.mask is not None for _, sequence in plan.sampled):
+            updates = self._read_all_but(0)  # a mask depends on the token before it; the trunk works meanwhile
+            mask = self._mask(plan)
+        self._in_flight.append((self._steps, self.runner.sample(begun, mask)))
+        self._steps += 1
+        return updates + self._read_all_but(1 if self.overlap else 0)
+
+    def _read_all_but(self, left: int) -> list[TokenUpdate | PromptScores]:
+        updates: list[TokenUpdate | PromptScores] = []
+        while len(self._in_flight) > left:
             number, step = self._in_flight.popleft()
             result = self.runner.read(step)
             self.trace.add("read", number)
+            if result.scores is not None:
+                updates += _prompt_scores(step.plan, result.scores, self.scheduler.table.tile_size)
             updates += self._collect(step, result)
         return updates
+
+    def _mask(self, plan: StepPlan) -> np.ndarray:
+        mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
+        for row, sequence in plan.sampled:
+            if sequence.request.mask is not None and sequence.finish_reason is None:
+                sequence.request.mask.fill(mask[row])
+        return mask
 
     def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate]:
         collected = self.scheduler.collect(step.plan, result.tokens)
@@ -135,10 +170,25 @@ class Engine:
         rows = {sequence: row for row, sequence in step.plan.sampled}
         updates = []
         for s, token in collected:
-            row, count = rows[s], s.request.params.logprobs
-            logprobs = None
-            if count is not None:
-                top = zip(got.top_ids[row, :count].tolist(), got.top_logprobs[row, :count].tolist(), strict=True)
-                logprobs = TokenLogprobs(float(got.logprobs[row]), int(got.ranks[row]), list(top))
+            count = s.request.params.logprobs
+            logprobs = None if count is None else _logprobs(got, rows[s], count)
+            if s.request.mask is not None:
+                s.request.mask.accept(token)
             updates.append(TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, logprobs, s.num_preemptions))
         return updates
+
+
+def _logprobs(got: SampledLogprobs, row: int, count: int) -> TokenLogprobs:
+    top = zip(got.top_ids[row, :count].tolist(), got.top_logprobs[row, :count].tolist(), strict=True)
+    return TokenLogprobs(float(got.logprobs[row]), int(got.ranks[row]), list(top))
+
+
+def _prompt_scores(plan: StepPlan, scores: SampledLogprobs, tile_size: int) -> list[PromptScores]:
+    out = []
+    for i, tile in enumerate(plan.tiles):
+        if tile.scored is not None:
+            sequence, targets = tile.scored
+            count = sequence.request.params.prompt_logprobs
+            logprobs = [_logprobs(scores, i * tile_size + j, count) for j in range(len(targets))]
+            out.append(PromptScores(sequence.request_id, tile.position + 1, targets, logprobs))
+    return out

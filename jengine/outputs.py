@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from jengine.engine import TokenUpdate
+from jengine.engine import PromptScores, TokenUpdate
 from jengine.request import Request, RequestOutput
 from jengine.text.completion import CompletionBuilder
 from jengine.text.tokenizer import Tokenizer
@@ -34,9 +34,17 @@ class LiveOutputs:
         self._live[request.request_id] = output, builder
         return output
 
-    def take(self, updates: Iterable[TokenUpdate]) -> list[RequestOutput]:
+    def take(self, updates: Iterable[TokenUpdate | PromptScores]) -> list[RequestOutput]:
         """The outputs that these tokens have made grow. Tokens of requests that have ended are dropped."""
-        return [self._grow(update) for update in updates if update.request_id in self._live]
+        grown = []
+        for update in updates:
+            if update.request_id not in self._live:
+                continue
+            if isinstance(update, PromptScores):
+                self._score(update)
+            else:
+                grown.append(self._grow(update))
+        return grown
 
     def abort(self, request_id: str, why: str | None = None) -> RequestOutput | None:
         """End a request's output early, with `why` as its stop_reason; None where it has ended already."""
@@ -45,6 +53,14 @@ class LiveOutputs:
         output, builder = self._live.pop(request_id)
         builder.finish("abort", why)
         return _ended(output)
+
+    def _score(self, update: PromptScores) -> None:
+        output, builder = self._live[update.request_id]
+        if output.prompt_logprobs is None:
+            output.prompt_logprobs = [None]
+        if update.position == len(output.prompt_logprobs):  # a preempted prompt is scored again
+            entries = zip(update.tokens, update.logprobs, strict=True)
+            output.prompt_logprobs += [builder.describe(token, *logprobs) for token, logprobs in entries]
 
     def _grow(self, update: TokenUpdate) -> RequestOutput:
         output, builder = self._live[update.request_id]

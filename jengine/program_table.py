@@ -11,8 +11,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal
 
-Variant = Literal["greedy", "sample", "full", "logprobs"]
-VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "full", "logprobs")  # each does all that those before it do
+Variant = Literal["greedy", "sample", "truncated", "full"]
+VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "truncated", "full")  # each does all that those before it do
 MIN_ROWS = 8  # products of fewer rows are slow paths in XLA
 
 
@@ -41,6 +41,16 @@ class SamplerKey:
 
     def __str__(self) -> str:
         return f"sampler[{self.rows},{self.variant}]"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ScoreKey:
+    """Hidden states of a trunk's `tiles` prompt tiles to log probabilities of the tokens that follow."""
+
+    tiles: int
+
+    def __str__(self) -> str:
+        return f"score[{self.tiles}t]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +108,9 @@ class ProgramTable:
 
     def samplers(self) -> list[SamplerKey]:
         return [SamplerKey(r, v) for r in self.sample_buckets for v in VARIANTS]
+
+    def scores(self) -> list[ScoreKey]:
+        return [ScoreKey(t) for t in self.tile_buckets]
 
     def tokens(self, key: TrunkKey) -> int:
         """Length of a step's token axis, padding included."""

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from jengine.errors import InvalidArgument
 from jengine.program_table import Variant
 
 MAX_STOP_TOKEN_IDS = 16  # end-of-sequence ids included: the width of a slot's stop list on the device
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+FLOAT32_MAX = 3.4e38
 FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What an output must look like: exactly one of a JSON schema, a regular expression, a choice of texts, a Lark grammar."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InvalidArgument("structured_outputs", given, "exactly one of json, regex, choice and grammar must be given")
+        value = getattr(self, given[0])
+        kinds = {"json": (str, dict), "choice": (list, tuple)}.get(given[0], (str,))
+        if not isinstance(value, kinds) or (given[0] == "choice" and not (value and all(isinstance(x, str) and x for x in value))):
+            wanted = {"json": "text or a dict", "choice": "a list of texts"}.get(given[0], "text")
+            raise InvalidArgument(f"structured_outputs.{given[0]}", value, f"must be {wanted}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +53,19 @@ class SamplingParams:
         ignore_eos: do not end at the model's end-of-sequence.
         stop: strings at which the text ends; the string itself is left out.
         stop_token_ids: token ids at which the output ends, at most MAX_STOP_TOKEN_IDS with end-of-sequence.
+        repetition_penalty: above 1 makes tokens of prompt and output less likely, below 1 likelier; above 0.
+        presence_penalty: taken from the logits of tokens in the output; in [-2, 2].
+        frequency_penalty: taken from them once for each occurrence; in [-2, 2].
+        logit_bias: token id to what is added to its logit, at most MAX_LOGIT_BIAS of them.
+        allowed_token_ids: nothing else is sampled.
+        bad_words: texts whose last token is not sampled where it would complete them.
+        structured_outputs: what the output must look like.
+        include_stop_str_in_output: keep the stop string, or a stop token's text, at the end of the text.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: make text at all; stop strings need it.
         logprobs: return this many likeliest tokens' log probabilities (of the raw logits) and the
             chosen one's at each position; 0 gives the chosen one only; None gives none.
+        prompt_logprobs: the same for each token of the prompt but the first.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.
@@ -46,7 +81,18 @@ class SamplingParams:
     ignore_eos: bool = False
     stop: str | list[str] | tuple[str, ...] = ()
     stop_token_ids: list[int] | tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    bad_words: list[str] | tuple[str, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -61,10 +107,20 @@ class SamplingParams:
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, None)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidArgument("ignore_eos", self.ignore_eos, "must be True or False")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a finite number above 0", open_low=True)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
+        self._check_lists()
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument(name, getattr(self, name), "must be True or False")
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+            raise InvalidArgument("structured_outputs", self.structured_outputs, "must be a StructuredOutputs")
+        if self.stop and not self.detokenize:
+            raise InvalidArgument("detokenize", False, "must be True where stop strings are given")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidArgument("stop", text, "each stop must be a string of at least one character")
@@ -73,6 +129,30 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidArgument("stop_token_ids", self.stop_token_ids, f"at most {MAX_STOP_TOKEN_IDS}")
 
+    def _check_lists(self) -> None:
+        bias = self.logit_bias
+        if bias is not None:
+            if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS:
+                raise InvalidArgument("logit_bias", bias, f"must be a dict of at most {MAX_LOGIT_BIAS} token ids")
+            for token, value in bias.items():
+                _whole("logit_bias", token, 0, None)
+                _number("logit_bias", value, -FLOAT32_MAX, FLOAT32_MAX, "finite")
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _several("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise InvalidArgument("allowed_token_ids", self.allowed_token_ids, "must hold at least one id")
+            for token in self.allowed_token_ids:
+                _whole("allowed_token_ids", token, 0, None)
+        object.__setattr__(self, "bad_words", _several("bad_words", self.bad_words))
+        for text in self.bad_words:
+            if not isinstance(text, str) or not text:
+                raise InvalidArgument("bad_words", text, "each must be a string of at least one character")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens must be counted."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
@@ -80,11 +160,12 @@ class SamplingParams:
     @property
     def variant(self) -> Variant:
         """The cheapest sampler program that applies every parameter."""
-        if self.logprobs is not None:
-            return "logprobs"
+        masks = self.allowed_token_ids is not None or self.bad_words or self.structured_outputs
+        if self.logprobs is not None or self.penalizes or self.logit_bias or masks:
+            return "full"
         truncates = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
         if truncates or self.min_tokens > 0:
-            return "full"
+            return "truncated"
         return "greedy" if self.greedy else "sample"
 
 
@@ -100,6 +181,16 @@ def _number(name: str, value: object, low: float, high: float, limit: str, open_
         raise InvalidArgument(name, value, f"must be {limit}")
 
 
+class TokenMask(Protocol):
+    """Which tokens may come next, worked out on the host, one token after the other."""
+
+    def fill(self, words: np.ndarray) -> None:
+        """Clear the bits of tokens that may not come next: token t is bit t % 32 of words[t // 32], uint32."""
+
+    def accept(self, token: int) -> None:
+        """The token that did come."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Request:
     """One prompt on its way through the engine."""
@@ -108,6 +199,8 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     prompt: str | None = None
+    sample_index: int = 0  # which of a prompt's n samples
+    mask: TokenMask | None = None  # what the parameters allow beyond what programs apply
     priority: int = 0  # lower runs first, under policy="priority"
     arrival: float = 0.0  # seconds, monotonic
 
@@ -152,5 +245,6 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     finished: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)

@@ -15,15 +15,18 @@ from tqdm import tqdm
 
 from jengine.execution.kv_cache import Cache
 from jengine.execution.program_store import ProgramStore
-from jengine.execution.sampler import make_sampler
+from jengine.execution.logits import COUNT_CHUNK, count_tokens
+from jengine.execution.sampler import make_sampler, make_scorer
 from jengine.execution.slots import SlotState
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
 from jengine.observe.compiles import retrieval_count
-from jengine.program_table import SamplerKey, TrunkKey
+from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 
 ALLOCATE: Literal["allocate"] = "allocate"
-Key = TrunkKey | SamplerKey | Literal["allocate"]
+ALLOCATE_COUNTS: Literal["allocate-counts"] = "allocate-counts"
+COUNT: Literal["count"] = "count"
+Key = TrunkKey | SamplerKey | ScoreKey | Literal["allocate", "allocate-counts", "count"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ def open_store(spec: ExecutionSpec, root: Path) -> ProgramStore:
 
 
 def program_keys(spec: ExecutionSpec) -> list[Key]:
-    return [ALLOCATE, *spec.table.trunks(), *spec.table.samplers()]
+    table = spec.table
+    return [ALLOCATE, ALLOCATE_COUNTS, COUNT, *table.trunks(), *table.samplers(), *table.scores()]
 
 
 def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
@@ -101,12 +105,23 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     everywhere = spec.replicated
     if isinstance(key, TrunkKey):
         trunk = _named(make_trunk(spec.model, key, spec.table, spec.page_size), f"trunk_{key.rows}_{key.tiles}_{key.pages}")
-        jitted = jax.jit(trunk, donate_argnums=(1, 2), out_shardings=(cache_out, slots_out, everywhere))
+        jitted = jax.jit(trunk, donate_argnums=(1, 2), out_shardings=(cache_out, slots_out, everywhere, everywhere))
         return jitted.lower(spec.params, spec.cache, spec.slots, spec.packed(key))
     if isinstance(key, SamplerKey):
         sampler = _named(make_sampler(spec.model, key.variant), f"sampler_{key.rows}_{key.variant}")
         jitted = jax.jit(sampler, donate_argnums=1, out_shardings=everywhere)
+        if key.variant == "full":
+            state = spec.slots.last_token, spec.counts
+            return jitted.lower(spec.params, state, spec.slots.sampling, spec.to_sample(key), spec.mask(key))
         return jitted.lower(spec.params, spec.slots.last_token, spec.slots.sampling, spec.to_sample(key))
+    if isinstance(key, ScoreKey):
+        scorer = _named(make_scorer(spec.model, spec.table.tile_size), f"score_{key.tiles}")
+        return jax.jit(scorer, out_shardings=everywhere).lower(spec.params, *spec.to_score(key))
+    if key == COUNT:
+        packed = jax.ShapeDtypeStruct((3 + COUNT_CHUNK,), jnp.int32, sharding=everywhere)
+        return jax.jit(count_tokens, donate_argnums=0, out_shardings=everywhere).lower(spec.counts, packed)
+    if key == ALLOCATE_COUNTS:
+        return jax.jit(lambda: jnp.zeros(spec.counts.shape, spec.counts.dtype), out_shardings=everywhere).lower()
 
     def allocate() -> tuple[Cache, SlotState]:
         zeros: tuple[Cache, SlotState] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (spec.cache, spec.slots))
@@ -123,6 +138,8 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _file_name(key: Key) -> str:
     if isinstance(key, TrunkKey):
         return f"trunk-{key.rows}-{key.tiles}-{key.pages}"
+    if isinstance(key, ScoreKey):
+        return f"score-{key.tiles}"
     return f"sampler-{key.rows}-{key.variant}" if isinstance(key, SamplerKey) else key
 
 

@@ -8,12 +8,13 @@ and inverts the cumulative distribution, so no noise the size of the vocabulary 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jengine.execution.logits import add_bias, apply_mask, penalize, suppress_stops
 from jengine.execution.slots import Sampling, sampling_of
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
@@ -39,27 +40,49 @@ class SampledLogprobs(NamedTuple):
     top_logprobs: jax.Array  # float32 [rows, MAX_LOGPROBS]
 
 
-def make_sampler(model: Model, variant: Variant) -> Callable[..., tuple[jax.Array, Sampled | SampledLogprobs]]:
-    """The function to compile: (params, last_token, sampling words, to sample) -> (last_token, sampled)."""
+def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
+    """The function to compile.
 
-    def sampler(params: Params, last_token: jax.Array, words: jax.Array, to: ToSample) -> tuple[jax.Array, Sampled | SampledLogprobs]:
+    (params, last_token, sampling words, to sample) -> (last_token, sampled); the full variant takes two more, counts int32
+    [slots, vocab] and a token mask uint32 [rows, mask_words], and gives ((last_token, counts), sampled).
+    """
+
+    def sampler(params: Params, last_token: jax.Array, words: jax.Array, to: ToSample) -> tuple[jax.Array, Sampled]:
         logits = model.bind(params).logits(to.hidden)
-        sampling = sampling_of(words[to.slots])
-        tokens = choose(logits, sampling, to.positions, variant)
-        last_token = last_token.at[to.slots].set(tokens)
-        if variant == "logprobs":
-            return last_token, with_logprobs(logits, tokens)
-        return last_token, Sampled(tokens)
+        tokens = choose(logits, sampling_of(words[to.slots]), to.positions, variant)
+        return last_token.at[to.slots].set(tokens), Sampled(tokens)
 
-    return sampler
+    def full(
+        params: Params, state: tuple[jax.Array, jax.Array], words: jax.Array, to: ToSample, mask: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], SampledLogprobs]:
+        last_token, counts = state
+        logits = model.bind(params).logits(to.hidden)
+        tokens = choose(logits, sampling_of(words[to.slots]), to.positions, "full", counts[to.slots], mask)
+        counts = counts.at[to.slots, tokens].add(2)
+        return (last_token.at[to.slots].set(tokens), counts), with_logprobs(logits, tokens)
+
+    return full if variant == "full" else sampler
 
 
-def choose(logits: jax.Array, sampling: Sampling, positions: jax.Array, variant: Variant) -> jax.Array:
-    """Tokens, int32 [rows], from float32 logits [rows, vocab] by each row's parameters."""
+def choose(
+    logits: jax.Array,
+    sampling: Sampling,
+    positions: jax.Array,
+    variant: Variant,
+    counts: jax.Array | None = None,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """Tokens, int32 [rows], from float32 logits [rows, vocab] by each row's parameters; counts and mask for `full`."""
     if variant == "greedy":
         return jnp.argmax(logits, -1).astype(jnp.int32)
+    if variant == "full":
+        assert counts is not None and mask is not None
+        logits = apply_mask(logits, mask)
     if variant != "sample":
         logits = suppress_stops(logits, sampling, positions)
+    if variant == "full":
+        assert counts is not None
+        logits = penalize(add_bias(logits, sampling), sampling, counts)
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     is_greedy = sampling.temperature == 0.0
     scaled = logits - logits.max(-1, keepdims=True)  # before the division: a small temperature cannot overflow
@@ -79,14 +102,6 @@ def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
         return jax.random.uniform(key)
 
     return jax.vmap(one)(sampling.seed_high, sampling.seed_low, sampling.sample_index, positions)
-
-
-def suppress_stops(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """Stop tokens at -inf in rows that have not reached min_tokens."""
-    vocab = logits.shape[-1]
-    early = (positions < sampling.min_position)[:, None] & (sampling.stop_ids >= 0)
-    ids = jnp.where(early, sampling.stop_ids, vocab)  # out of range is dropped
-    return logits.at[jnp.arange(logits.shape[0])[:, None], ids].set(-jnp.inf, mode="drop")
 
 
 def truncate(scaled: jax.Array, sampling: Sampling) -> jax.Array:
@@ -157,3 +172,22 @@ def with_logprobs(logits: jax.Array, tokens: jax.Array) -> SampledLogprobs:
     ranks = 1 + jnp.sum(logprobs > chosen, -1)
     top, ids = lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
     return SampledLogprobs(tokens, chosen[:, 0], ranks.astype(jnp.int32), ids.astype(jnp.int32), top)
+
+
+def make_scorer(model: Model, tile_size: int) -> Callable[..., SampledLogprobs]:
+    """The function to compile: (params, hidden [tokens, hidden_size], targets int32 [tokens]) -> of each target.
+
+    Tile by tile: logits of a whole prompt would be gigabytes.
+    """
+
+    def score(params: Params, hidden: jax.Array, targets: jax.Array) -> SampledLogprobs:
+        module = model.bind(params)
+
+        def one(tile: tuple[jax.Array, jax.Array]) -> SampledLogprobs:
+            return with_logprobs(module.logits(tile[0]), tile[1])
+
+        tiles = hidden.reshape(-1, tile_size, hidden.shape[-1]), targets.reshape(-1, tile_size)
+        scores: SampledLogprobs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), lax.map(one, tiles))
+        return scores
+
+    return score

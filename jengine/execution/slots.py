@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jengine.request import MAX_STOP_TOKEN_IDS
+from jengine.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jengine.scheduling.step_plan import SlotReset
 
-SCALARS = 8
-SAMPLING_WORDS = SCALARS + MAX_STOP_TOKEN_IDS
+FLOATS, SCALARS = 6, 11
+STOPS = SCALARS + MAX_STOP_TOKEN_IDS  # where each list ends
+BIAS_IDS = STOPS + MAX_LOGIT_BIAS
+SAMPLING_WORDS = BIAS_IDS + MAX_LOGIT_BIAS
 SMALLEST = float(np.finfo(np.float32).tiny)  # of normal numbers: processors may take a smaller one, or its inverse, for 0
 INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -33,17 +35,22 @@ class SlotState(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """Sampling parameters of rows, each [rows] but for stop_ids [rows, MAX_STOP_TOKEN_IDS], padded with -1."""
+    """Sampling parameters of rows, each [rows] but for lists, [rows, MAX_...]; ids are padded with -1."""
 
     temperature: jax.Array  # float32
     top_p: jax.Array  # float32
     min_p: jax.Array  # float32
+    repetition_penalty: jax.Array  # float32
+    presence_penalty: jax.Array  # float32
+    frequency_penalty: jax.Array  # float32
     top_k: jax.Array  # int32; 0 keeps all
     seed_low: jax.Array  # uint32
     seed_high: jax.Array  # uint32
     sample_index: jax.Array  # int32
     min_position: jax.Array  # int32; no stop token is sampled for a position before this
     stop_ids: jax.Array  # int32
+    bias_ids: jax.Array  # int32
+    bias: jax.Array  # float32
 
 
 def words_of(reset: SlotReset) -> np.ndarray:
@@ -57,10 +64,17 @@ def words_of(reset: SlotReset) -> np.ndarray:
     min_position = min(reset.prompt_len + params.min_tokens, INT32_MAX)
     row = np.full(1 + SAMPLING_WORDS, -1, np.int32)
     row[0] = reset.slot
-    row[1:4] = np.array([temperature, top_p, params.min_p], np.float32).view(np.int32)
+    words = row[1:]
+    repetition = min(max(params.repetition_penalty, SMALLEST), 1 / SMALLEST)
+    penalties = repetition, params.presence_penalty, params.frequency_penalty
+    words[:FLOATS] = np.array([temperature, top_p, params.min_p, *penalties], np.float32).view(np.int32)
     seed = np.array([reset.seed % 2**64], np.uint64).view(np.int32)
-    row[4:9] = min(max(params.top_k, 0), INT32_MAX), *seed, reset.sample_index, min_position
-    row[1 + SCALARS : 1 + SCALARS + len(reset.stop_token_ids)] = reset.stop_token_ids
+    words[FLOATS:SCALARS] = min(max(params.top_k, 0), INT32_MAX), *seed, reset.sample_index, min_position
+    words[SCALARS : SCALARS + len(reset.stop_token_ids)] = reset.stop_token_ids
+    if params.logit_bias:
+        count = len(params.logit_bias)
+        words[STOPS : STOPS + count] = list(params.logit_bias)
+        words[BIAS_IDS : BIAS_IDS + count] = np.array(list(params.logit_bias.values()), np.float32).view(np.int32)
     return row
 
 
@@ -74,12 +88,17 @@ def sampling_of(rows: jax.Array) -> Sampling:
         temperature=cast(0, jnp.float32),
         top_p=cast(1, jnp.float32),
         min_p=cast(2, jnp.float32),
-        top_k=rows[:, 3],
-        seed_low=cast(4, jnp.uint32),
-        seed_high=cast(5, jnp.uint32),
-        sample_index=rows[:, 6],
-        min_position=rows[:, 7],
-        stop_ids=rows[:, SCALARS:],
+        repetition_penalty=cast(3, jnp.float32),
+        presence_penalty=cast(4, jnp.float32),
+        frequency_penalty=cast(5, jnp.float32),
+        top_k=rows[:, 6],
+        seed_low=cast(7, jnp.uint32),
+        seed_high=cast(8, jnp.uint32),
+        sample_index=rows[:, 9],
+        min_position=rows[:, 10],
+        stop_ids=rows[:, SCALARS:STOPS],
+        bias_ids=rows[:, STOPS:BIAS_IDS],
+        bias=lax.bitcast_convert_type(rows[:, BIAS_IDS:], jnp.float32),
     )
 
 

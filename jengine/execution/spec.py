@@ -18,11 +18,12 @@ import jengine
 import pallas_kernels
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import Cache, abstract_cache, page_bytes
+from jengine.execution.logits import mask_words
 from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
 from jengine.parallel.mesh import shardings
-from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
+from jengine.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,19 @@ class ExecutionSpec:
         hidden = jax.ShapeDtypeStruct((key.rows, self.model.config.hidden_size), self.model.dtype, sharding=self.replicated)
         ints = jax.ShapeDtypeStruct((key.rows,), np.int32, sharding=self.replicated)
         return ToSample(hidden, ints, ints)  # type: ignore[arg-type]
+
+    @property
+    def counts(self) -> jax.ShapeDtypeStruct:
+        """Occurrences of every token in every slot, for penalties; allocated when a request first needs it."""
+        return jax.ShapeDtypeStruct((self.max_slots + 1, self.model.config.vocab_size), np.int32, sharding=self.replicated)
+
+    def mask(self, key: SamplerKey) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((key.rows, mask_words(self.model.config.vocab_size)), np.uint32, sharding=self.replicated)
+
+    def to_score(self, key: ScoreKey) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        tokens = key.tiles * self.table.tile_size
+        hidden = jax.ShapeDtypeStruct((tokens, self.model.config.hidden_size), self.model.dtype, sharding=self.replicated)
+        return hidden, jax.ShapeDtypeStruct((tokens,), np.int32, sharding=self.replicated)
 
     def facts(self) -> dict[str, object]:
         """All that a saved program depends on, as plain values: equal facts, equal programs."""

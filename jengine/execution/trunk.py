@@ -24,19 +24,22 @@ class ToSample(NamedTuple):
     positions: jax.Array  # int32 [rows], of the token to be sampled
 
 
-def make_trunk(model: Model, key: TrunkKey, table: ProgramTable, page_size: int) -> Callable[..., tuple[Cache, SlotState, ToSample]]:
-    """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, what to sample)."""
+TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]  # the last: [tiles * tile_size, hidden_size], for prompt_logprobs
+
+
+def make_trunk(model: Model, key: TrunkKey, table: ProgramTable, page_size: int) -> Callable[..., TrunkOut]:
+    """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, what to sample, the tiles' hidden states)."""
     layout = BatchLayout.of(key, tile_size=table.tile_size, page_size=page_size)
     sample_rows = table.sample_rows(key)
 
-    def trunk(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> tuple[Cache, SlotState, ToSample]:
+    def trunk(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> TrunkOut:
         batch = layout.unpack(packed)
         slots = _updated(slots, batch)
         tokens, positions, pages = _token_axis(slots, batch, page_size)
         cache = list(cache)
         attend = _make_attend(cache, slots, batch, key, positions, pages, page_size)
         hidden = model.bind(params).hidden(tokens, positions, attend)
-        return cache, slots, _to_sample(hidden, batch, sample_rows)
+        return cache, slots, _to_sample(hidden, batch, sample_rows), hidden[key.rows :]
 
     return trunk
 

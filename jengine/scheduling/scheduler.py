@@ -297,9 +297,10 @@ class Scheduler:
             slot=sequence.slot,
             params=sequence.request.params,
             seed=sequence.seed,
-            sample_index=0,
+            sample_index=sequence.request.sample_index,
             prompt_len=sequence.prompt_len,
             stop_token_ids=sequence.suppressed_token_ids,
+            counted=list(sequence.tokens) if sequence.request.params.penalizes else None,
         )
 
     def _cut(self, sequence: Sequence, count: int, tiles: list[Tile], updates: list[tuple[int, int, int]]) -> None:
@@ -309,7 +310,7 @@ class Scheduler:
             end = min(start + self.table.tile_size, len(sequence.tokens))
             updates += [(sequence.slot, i, sequence.pages[i]) for i in range(self._pages(start), self._pages(end))]
             ends = end == len(sequence.tokens)
-            tiles.append(Tile(sequence.slot, start, sequence.tokens[start:end], ends))
+            tiles.append(Tile(sequence.slot, start, sequence.tokens[start:end], ends, _scored(sequence, start, end)))
             sequence.num_computed = end
             if ends:
                 sequence.state = State.DECODING
@@ -329,3 +330,12 @@ class Scheduler:
         self.pool.release(sequence.pages)
         self._free_slots.append(sequence.slot)
         sequence.pages, sequence.slot = [], 0
+
+
+def _scored(sequence: Sequence, start: int, end: int) -> tuple[Sequence, list[int]] | None:
+    """The prompt's tokens that follow positions [start, end), where their log probabilities are asked for."""
+    request = sequence.request
+    if request.params.prompt_logprobs is None:
+        return None
+    following = request.prompt_token_ids[start + 1 : end + 1]
+    return (sequence, following) if following else None

@@ -50,7 +50,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_token_ids)
         self.last_position = self.max_len - 1
-        self.variant_rank = VARIANTS.index(self.request.params.variant)
+        self.variant_rank = VARIANTS.index("full" if self.request.mask is not None else self.request.params.variant)
 
     @property
     def request_id(self) -> str:

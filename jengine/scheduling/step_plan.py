@@ -19,6 +19,7 @@ class SlotReset:
     sample_index: int
     prompt_len: int  # tokens, for min_tokens
     stop_token_ids: tuple[int, ...]  # end-of-sequence ids included, whether or not they end the request
+    counted: list[int] | None = None  # all known tokens, where penalties need them counted
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Tile:
     position: int  # of the first token
     token_ids: list[int]
     samples: bool  # ends the known tokens, so the next one is sampled
+    scored: tuple[Any, list[int]] | None = None  # the sequence, and which tokens follow these, where prompt_logprobs wants them
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ class CompletionBuilder:
         self.output = CompletionOutput()
         self._tokenizer = tokenizer
         self._params = params
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStrings(tuple(params.stop))
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
@@ -24,7 +24,7 @@ class CompletionBuilder:
     def push(self, token: int, *, ends: bool) -> str | None:
         """Takes a token; returns the stop string that it completes, if one. `ends`: a stop token, which has no text."""
         self.output.token_ids.append(token)
-        if ends:
+        if not self._params.detokenize or (ends and not self._params.include_stop_str_in_output):
             return None
         delta = self._detokenizer.push(token)
         if len(self.output.token_ids) <= self._params.min_tokens:
@@ -33,13 +33,17 @@ class CompletionBuilder:
         return self._emit(delta)
 
     def push_logprobs(self, token: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> None:
-        """`top`: the likeliest tokens, as many as were asked for, likeliest first. The chosen one comes first, as in vLLM."""
+        """See `describe`."""
         assert self.output.logprobs is not None and self.output.cumulative_logprob is not None
         self.output.cumulative_logprob += logprob
+        self.output.logprobs.append(self.describe(token, logprob, rank, top))
+
+    def describe(self, token: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> dict[int, Logprob]:
+        """`top`: the likeliest tokens, as many as were asked for, likeliest first. The token itself comes first, as in vLLM."""
         entry = {token: Logprob(logprob, rank, self._tokenizer.token_text(token))}
         for i, (other, value) in enumerate(top, start=1):
             entry.setdefault(other, Logprob(value, i, self._tokenizer.token_text(other)))
-        self.output.logprobs.append(entry)
+        return entry
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """Ends the output: text held back comes out, unless a stop string ended it. Tells of one met only now."""
@@ -54,4 +58,6 @@ class CompletionBuilder:
     def _emit(self, delta: str) -> str | None:
         text, matched = self._stops.push(delta)
         self.output.text += text
+        if matched is not None and self._params.include_stop_str_in_output:
+            self.output.text += matched
         return matched

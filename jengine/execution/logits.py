@@ -1,0 +1,81 @@
+"""What parameters do to logits before a token is chosen, in vLLM's order: mask, stops, bias, penalties."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jengine.execution.slots import Sampling
+
+COUNT_CHUNK = 512  # tokens counted by one call
+ALL_ALLOWED = np.uint32(0xFFFFFFFF)
+
+
+def mask_words(vocab: int) -> int:
+    """uint32 words of a row of a token mask: token t is allowed where bit t % 32 of word t // 32 is set."""
+    return -(-vocab // 32)
+
+
+def apply_mask(logits: jax.Array, mask: jax.Array) -> jax.Array:
+    """Tokens that are not allowed at -inf. logits [rows, vocab], mask uint32 [rows, mask_words(vocab)]."""
+    token = jnp.arange(logits.shape[-1])
+    bits = mask[:, token // 32] >> (token % 32).astype(jnp.uint32)
+    return jnp.where(bits & 1 == 1, logits, -jnp.inf)
+
+
+def suppress_stops(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
+    """Stop tokens at -inf in rows that have not reached min_tokens."""
+    vocab = logits.shape[-1]
+    early = (positions < sampling.min_position)[:, None] & (sampling.stop_ids >= 0)
+    ids = jnp.where(early, sampling.stop_ids, vocab)  # out of range is dropped
+    return logits.at[jnp.arange(logits.shape[0])[:, None], ids].set(-jnp.inf, mode="drop")
+
+
+def add_bias(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """logit_bias, of each row its own."""
+    ids = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, logits.shape[-1])
+    return logits.at[jnp.arange(logits.shape[0])[:, None], ids].add(sampling.bias, mode="drop")
+
+
+def penalize(logits: jax.Array, sampling: Sampling, counts: jax.Array) -> jax.Array:
+    """Repetition (Keskar et al., 2019), frequency and presence penalties.
+
+    Args:
+        counts: int32 [rows, vocab]: twice the token's occurrences in the output, plus 1 if it is in the prompt.
+    """
+    repetition = sampling.repetition_penalty[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(counts > 0, repeated, logits)
+    times = counts >> 1
+    logits -= sampling.frequency_penalty[:, None] * times
+    return logits - sampling.presence_penalty[:, None] * (times > 0)
+
+
+def count_tokens(counts: jax.Array, packed: jax.Array) -> jax.Array:
+    """Count a chunk of a sequence's known tokens in its slot.
+
+    Args:
+        counts: int32 [slots, vocab], see `penalize`.
+        packed: int32 [3 + COUNT_CHUNK]: the slot; 1 if it starts anew; how many of the tokens are the prompt's; tokens, padded
+            with the size of the vocabulary.
+    """
+    slot, fresh, prompt = packed[0], packed[1], packed[2]
+    tokens = packed[3:]
+    of_prompt = jnp.arange(tokens.shape[0]) < prompt
+    row = jnp.where(fresh == 1, 0, counts[slot])
+    output = row.at[jnp.where(of_prompt, row.shape[0], tokens)].add(2, mode="drop")
+    in_prompt = jnp.zeros_like(row).at[jnp.where(of_prompt, tokens, row.shape[0])].set(1, mode="drop")
+    return counts.at[slot].set(output | in_prompt)
+
+
+def count_chunks(slot: int, tokens: list[int], prompt_len: int, vocab: int) -> list[np.ndarray]:
+    """The `packed` arguments that count these tokens."""
+    chunks = []
+    for start in range(0, len(tokens), COUNT_CHUNK):
+        packed = np.full(3 + COUNT_CHUNK, vocab, np.int32)
+        chunk = tokens[start : start + COUNT_CHUNK]
+        packed[:3] = slot, start == 0, min(max(prompt_len - start, 0), len(chunk))
+        packed[3 : 3 + len(chunk)] = chunk
+        chunks.append(packed)
+    return chunks
