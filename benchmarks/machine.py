@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +18,7 @@ FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # those that decide how 
 
 
 def facts() -> dict[str, Any]:
-    """The processor, the devices, the versions, the time, and the load by others as the benchmark ends."""
+    """The processor, the devices, the versions, the time, and how busy others have kept the machine meanwhile."""
     import jax  # here, so that a process whose start is timed imports it when its model does
 
     info = _cpuinfo()
@@ -26,12 +27,29 @@ def facts() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "flags": [flag for flag in FLAGS if flag in info.get("flags", "").split()],
         "devices": [device.device_kind for device in jax.devices()],
-        "load": round(os.getloadavg()[0], 2),
+        "used_by_others": _used_by_others(),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _busy() -> tuple[float, float]:
+    """Seconds of processor time that the whole machine has spent, and that this process and its ended children have."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
+
+
+def _used_by_others() -> float | None:
+    """Share of all processor time that other processes took since this module was imported; None where it is not known."""
+    if _START is None:
+        return None
+    (machine, own), since, (machine_then, own_then) = _busy(), time.monotonic() - _START[0], _START[1]
+    return round((machine - machine_then - own + own_then) / since / (os.cpu_count() or 1), 2)
+
+
+_START = (time.monotonic(), _busy()) if Path("/proc/stat").exists() else None
 
 
 def save(name: str, result: dict[str, Any]) -> None:

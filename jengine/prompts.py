@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypedDict, cast
 
 from jengine.errors import InvalidArgument
@@ -33,19 +33,27 @@ def make_request(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams | 
     if isinstance(prompt, str):
         text, ids = prompt, tokenizer.encode(prompt) if prompt else []
     elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
-        ids = list(prompt["prompt_token_ids"])
-    elif isinstance(prompt, list):
-        ids = list(prompt)
+        ids = prompt["prompt_token_ids"]
     else:
+        ids = prompt  # type: ignore[assignment]
+    if not isinstance(ids, list):
         raise InvalidArgument("prompt", prompt, 'must be text, a list of token ids, or {"prompt_token_ids": [...]}')
     if not ids:
         raise InvalidArgument("prompt", prompt, "must not be empty")
-    return Request(request_id=request_id, prompt=text, prompt_token_ids=ids, params=params, priority=priority, arrival=time.monotonic())
+    return Request(
+        request_id=request_id, prompt=text, prompt_token_ids=list(ids), params=params, priority=priority, arrival=time.monotonic()
+    )
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list: a list of whole numbers is one prompt."""
+    """One prompt or many, as a list: a list of whole numbers is one prompt.
+
+    Raises:
+        InvalidArgument: neither.
+    """
     if isinstance(prompts, str | dict):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidArgument("prompts", prompts, "must be a prompt or a list of prompts")
     one = isinstance(prompts, list) and bool(prompts) and all(isinstance(item, int) for item in prompts)
     return [cast(list[int], prompts)] if one else cast(list[Prompt], list(prompts))

@@ -96,8 +96,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", tuple(stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", _several("stop", stop))
+        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids))
         _number("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")
         _whole("top_k", self.top_k, -1, None)
         _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", open_low=True)
@@ -169,6 +169,12 @@ class SamplingParams:
         return "greedy" if self.greedy else "sample"
 
 
+def _several(name: str, value: object) -> tuple[object, ...]:
+    if value is not None and not isinstance(value, list | tuple):
+        raise InvalidArgument(name, value, "must be a list")
+    return tuple(value or ())
+
+
 def _whole(name: str, value: object, low: int, high: int | None) -> None:
     limit = f"must be a whole number, at least {low}" + ("" if high is None else f" and at most {high}")
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
@@ -176,8 +182,8 @@ def _whole(name: str, value: object, low: int, high: int | None) -> None:
 
 
 def _number(name: str, value: object, low: float, high: float, limit: str, open_low: bool = False) -> None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high and value != math.inf
+    if not fits or (open_low and value == low):
         raise InvalidArgument(name, value, f"must be {limit}")
 
 

