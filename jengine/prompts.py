@@ -8,6 +8,7 @@ from typing import TypedDict, cast
 
 from jengine.errors import InvalidArgument
 from jengine.request import Request, SamplingParams
+from jengine.text.masks import make_mask
 from jengine.text.tokenizer import Tokenizer
 
 
@@ -41,7 +42,13 @@ def make_request(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams | 
     if not ids:
         raise InvalidArgument("prompt", prompt, "must not be empty")
     return Request(
-        request_id=request_id, prompt=text, prompt_token_ids=list(ids), params=params, priority=priority, arrival=time.monotonic()
+        request_id=request_id,
+        prompt=text,
+        prompt_token_ids=list(ids),
+        params=params,
+        mask=make_mask(params, tokenizer),
+        priority=priority,
+        arrival=time.monotonic(),
     )
 
 

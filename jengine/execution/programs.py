@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jengine.execution.kv_cache import Cache
-from jengine.execution.program_store import ProgramStore
 from jengine.execution.logits import COUNT_CHUNK, count_tokens
+from jengine.execution.program_store import ProgramStore
 from jengine.execution.sampler import make_sampler, make_scorer
 from jengine.execution.slots import SlotState
 from jengine.execution.spec import ExecutionSpec

@@ -107,9 +107,8 @@ class Runner:
         return scores
 
     def _get_counts(self) -> jax.Array:
-        if self._counts is None:
-            self._counts = self.programs[ALLOCATE_COUNTS]()
-        return self._counts
+        counts: jax.Array = self.programs[ALLOCATE_COUNTS]() if self._counts is None else self._counts
+        return counts
 
     def _count(self, slot: int, tokens: list[int], prompt_len: int) -> None:
         for chunk in count_chunks(slot, tokens, prompt_len, self.spec.model.config.vocab_size):

@@ -66,20 +66,22 @@ class Tokenizer:
         """One token's text, special tokens included: what `Logprob.decoded_token` shows."""
         return self.decode([token_id], skip_special_tokens=False)
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental detokeniser, for one output."""
+        hidden = self.special_ids if skip_special_tokens else frozenset[int]()
         if isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel):
-            return ByteLevelDetokenizer(self._bytes_of)
-        return WindowDetokenizer(self._shows, lambda ids: self.decode(ids, skip_special_tokens=False))
+            return ByteLevelDetokenizer(lambda token: b"" if token in hidden else self._bytes_of(token))
 
-    def _shows(self, token_id: int) -> bool:
-        return token_id not in self.special_ids and self.backend.id_to_token(token_id) is not None
+        def shows(token: int) -> bool:
+            return token not in hidden and self.backend.id_to_token(token) is not None
+
+        return WindowDetokenizer(shows, lambda ids: self.decode(ids, skip_special_tokens=False))
 
     def _bytes_of(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
         if known is None:
             token = self.backend.id_to_token(token_id)
-            known = b"" if token is None or token_id in self.special_ids else byte_level_bytes(token)
+            known = b"" if token is None else token.encode() if token_id in self.special_ids else byte_level_bytes(token)
             self._bytes[token_id] = known
         return known
 

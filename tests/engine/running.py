@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jengine.engine import Engine, TokenUpdate
-from jengine.request import Request, SamplingParams
+from jengine.engine import Engine, PromptScores, TokenUpdate
+from jengine.request import Request, SamplingParams, TokenMask
 from jengine.scheduling.sequence import Sequence
+from jengine.text.masks import AllowedTokens
 
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "page_size": 16, "num_pages": 120}
 
@@ -17,6 +18,7 @@ SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "pag
 class Answer:
     sequence: Sequence
     updates: list[TokenUpdate] = field(default_factory=list)
+    scores: list[PromptScores] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -27,16 +29,24 @@ def run(engine: Engine, work: list[tuple[list[int], SamplingParams]]) -> list[An
     """Answers in order. Checks that each ended once, and that every page and slot came back."""
     answers = {}
     for i, (prompt, params) in enumerate(work):
-        sequence = engine.add(Request(request_id=str(i), prompt_token_ids=list(prompt), params=params))
+        sequence = engine.add(Request(request_id=str(i), prompt_token_ids=list(prompt), params=params, mask=mask_of(params)))
         answers[sequence.request_id] = Answer(sequence)
     while engine.has_work:
         for update in engine.step():
+            if isinstance(update, PromptScores):
+                answers[update.request_id].scores.append(update)
+                continue
             assert not any(u.finish_reason for u in answers[update.request_id].updates), "a token after the end"
             answers[update.request_id].updates.append(update)
         engine.scheduler.check_integrity()
     assert engine.scheduler.pool.owned == 0
     assert all(a.updates[-1].finish_reason for a in answers.values())
     return list(answers.values())
+
+
+def mask_of(params: SamplingParams) -> TokenMask | None:
+    """What needs no tokenizer."""
+    return None if params.allowed_token_ids is None else AllowedTokens(params.allowed_token_ids)
 
 
 def prompts(count: int, *, vocab: int, longest: int, seed: int = 0) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,16 @@ KINDS = {
     "stop_token_ids": {"stop_token_ids": list(range(MAX_STOP_TOKEN_IDS))},
     "ignore_eos": {"ignore_eos": True},
     "logprobs": {"logprobs": 5},
-    "all": {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "min_tokens": 4, "stop_token_ids": [1, 2], "logprobs": 2},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": -1.0},
+    "logit_bias": {"logit_bias": {i: (-1.0) ** i * 5 for i in range(40)}},
+    "allowed_token_ids": {"allowed_token_ids": list(range(0, 96, 3))},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "all": {
+        **{"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "min_tokens": 4, "stop_token_ids": [1, 2], "logprobs": 2},
+        **{"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": {7: 3.0}},
+    },
 }
 
 
@@ -70,7 +80,11 @@ def test_neighbours_do_not_notice(kind: str, engine: Engine, plain: list[list[in
         assert answer.tokens == expected
 
 
-@pytest.mark.parametrize("kind", ["temperature", "high temperature", "top_k", "top_p", "min_p", "seed"])
+EFFECTIVE = ["temperature", "high temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "allowed_token_ids"]
+EFFECTIVE += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
+
+
+@pytest.mark.parametrize("kind", EFFECTIVE)
 def test_each_has_an_effect(kind: str, engine: Engine) -> None:
     changed = [one(engine, params(**KINDS[kind]), prompt).tokens != one(engine, SAMPLED, prompt).tokens for prompt in PROMPTS]
     assert sum(changed) >= len(PROMPTS) // 2
@@ -222,3 +236,56 @@ def test_too_many_stop_tokens_with_end_of_sequence(with_eos: Engine) -> None:
     with pytest.raises(InvalidArgument, match="with end-of-sequence; at most"):
         one(with_eos, params(stop_token_ids=stops))
     assert not with_eos.has_work
+
+
+def test_allowed_tokens_are_all_that_come(engine: Engine) -> None:
+    for base in (GREEDY, SAMPLED):
+        assert {*one(engine, params(base, allowed_token_ids=[5, 17, 95])).tokens} <= {5, 17, 95}
+
+
+def test_a_large_bias_decides(engine: Engine) -> None:
+    assert {*one(engine, params(logit_bias={41: 1e6})).tokens} == {41}
+    assert 41 not in one(engine, params(logit_bias={41: -1e6}, max_tokens=90)).tokens
+
+
+def test_penalties_are_those_of_the_formula(engine: Engine) -> None:
+    """Greedy tokens replayed: the raw log probabilities of all tokens are not known, but those of the likeliest decide."""
+    prompt = [3, 3, 9, 20]
+    for penalties in ({"repetition_penalty": 1.8}, {"presence_penalty": 2.0}, {"frequency_penalty": 1.0}, {"frequency_penalty": -0.5}):
+        answer = one(engine, params(GREEDY, logprobs=MAX_LOGPROBS, **penalties), prompt)
+        wanted = params(**penalties)
+        output: list[int] = []
+        for update in answer.updates:
+            assert update.logprobs is not None
+            if "repetition_penalty" not in penalties:  # that one scales logits, which log probabilities give up to a constant
+                values = {
+                    token: value - wanted.presence_penalty * (token in output) - wanted.frequency_penalty * output.count(token)
+                    for token, value in update.logprobs.top
+                }
+                assert values[update.token] >= max(values.values()) - 1e-4
+            output.append(update.token)
+    repeated = one(engine, params(GREEDY, repetition_penalty=50.0, max_tokens=60)).tokens
+    assert len({*repeated}) > len({*one(engine, params(GREEDY, max_tokens=60)).tokens})
+
+
+def test_penalties_survive_preemption(make_engine: Callable[..., Engine]) -> None:
+    """Counts are made anew from all known tokens."""
+    wanted = params(frequency_penalty=1.0, repetition_penalty=1.3, max_tokens=60)
+    roomy, tight = make_engine(), make_engine(num_pages=18)
+    work = [(prompt, wanted) for prompt in PROMPTS]
+    assert [a.tokens for a in run(tight, work)] == [a.tokens for a in run(roomy, work)]
+    assert tight.scheduler.num_preemptions > 0
+
+
+def test_prompt_logprobs(engine: Engine) -> None:
+    """Those of a greedy continuation are what decoding gave for the same tokens."""
+    greedy = one(engine, params(GREEDY, logprobs=3))
+    longer = PROMPT + greedy.tokens
+    scores = [s for answer in [one(engine, params(GREEDY, prompt_logprobs=3, max_tokens=1), longer)] for s in answer.scores]
+    assert [s.position for s in scores] == [1 + 64 * i for i in range(len(scores))]
+    assert [token for s in scores for token in s.tokens] == longer[1:]
+    got = [entry for s in scores for entry in s.logprobs][len(PROMPT) - 1 :]
+    for entry, update in zip(got, greedy.updates, strict=True):
+        assert update.logprobs is not None
+        assert abs(entry.chosen - update.logprobs.chosen) < 1e-4 and entry.rank == 1
+        assert [token for token, _ in entry.top] == [token for token, _ in update.logprobs.top]

@@ -10,12 +10,14 @@ import functools
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2  # a dependency of jax
 
+from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.sampler import choose, invert, truncate, uniform, with_logprobs
 from jengine.execution.slots import sampling_of, words_of
 from jengine.program_table import Variant
@@ -30,7 +32,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @functools.cache
 def compiled(variant: Variant) -> object:
-    return jax.jit(lambda logits, words, positions: choose(logits, sampling_of(words), positions, variant))
+    extra = (jnp.zeros((ROWS, VOCAB), jnp.int32), jnp.full((ROWS, mask_words(VOCAB)), ALL_ALLOWED)) if variant == "full" else ()
+    return jax.jit(lambda logits, words, positions: choose(logits, sampling_of(words), positions, variant, *extra))
 
 
 @jax.jit
@@ -62,7 +65,7 @@ def stacked(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([row.words for row in rows]), np.array([row.position for row in rows], np.int32)
 
 
-def tokens_of(logits: np.ndarray, rows: list[Row], variant: Variant = "full") -> list[int]:
+def tokens_of(logits: np.ndarray, rows: list[Row], variant: Variant = "truncated") -> list[int]:
     return np.asarray(compiled(variant)(logits, *stacked(rows))).tolist()  # type: ignore[operator]
 
 
@@ -245,10 +248,15 @@ def test_each_variant_does_all_that_those_before_it_do() -> None:
     plain = [Row(SamplingParams(temperature=0.0 if i % 3 == 0 else 0.8), seed=i, stops=(3, 5)) for i in range(ROWS)]
     greedy = [Row(GREEDY)] * ROWS
     assert tokens_of(logits, greedy, "greedy") == logits.argmax(-1).tolist()
-    assert tokens_of(logits, greedy, "greedy") == tokens_of(logits, greedy, "sample") == tokens_of(logits, greedy, "full")
-    assert tokens_of(logits, plain, "sample") == tokens_of(logits, plain, "full")
+    assert (
+        tokens_of(logits, greedy, "greedy")
+        == tokens_of(logits, greedy, "sample")
+        == tokens_of(logits, greedy, "truncated")
+        == tokens_of(logits, greedy, "full")
+    )
+    assert tokens_of(logits, plain, "sample") == tokens_of(logits, plain, "truncated") == tokens_of(logits, plain, "full")
     full = [Row(SamplingParams(top_k=9, top_p=0.8, min_tokens=2), seed=i, stops=(3, 5)) for i in range(ROWS)]
-    assert tokens_of(logits, full, "full") == tokens_of(logits, full, "logprobs")
+    assert tokens_of(logits, full, "truncated") == tokens_of(logits, full, "full")
 
 
 @pytest.mark.parametrize("u", [0.0, 0.25, 0.5, 1 - 2**-24])

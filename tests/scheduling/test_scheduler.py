@@ -140,7 +140,8 @@ def test_the_tile_bucket_is_chosen_by_cost():
 
 
 @pytest.mark.parametrize(
-    ("params", "variant"), [({"temperature": 0.0}, "greedy"), ({"temperature": 1.0}, "sample"), ({"top_k": 3}, "full")]
+    ("params", "variant"),
+    [({"temperature": 0.0}, "greedy"), ({"temperature": 1.0}, "sample"), ({"top_k": 3}, "truncated"), ({"presence_penalty": 1.0}, "full")],
 )
 def test_the_sampler_is_the_costliest_that_a_sampled_sequence_needs(params, variant):
     """32 tokens are more than a step's tiles: while the prompt is under way, its own variant is not needed."""

@@ -1,0 +1,106 @@
+"""Token masks: what bad_words and structured_outputs allow."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jengine.errors import InvalidArgument
+from jengine.request import SamplingParams, StructuredOutputs
+from jengine.text.masks import AllowedTokens, BadWords, bad_sequences, make_mask
+from jengine.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    import jengine
+
+    return Tokenizer.load(Path(jengine.__file__).parent / "demo")
+
+
+def allowed(mask, size: int) -> set[int]:
+    words = np.full(-(-size // 32), 0xFFFFFFFF, np.uint32)
+    mask.fill(words)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:size]
+    return set(np.flatnonzero(bits).tolist())
+
+
+def walk(mask, tokenizer: Tokenizer, seed: int, most: int = 200) -> str:
+    """Text of random allowed tokens, to the end-of-sequence."""
+    rng, tokens = np.random.default_rng(seed), []
+    for _ in range(most):
+        token = int(rng.choice(sorted(allowed(mask, tokenizer.vocab_size))))
+        mask.accept(token)
+        if token == tokenizer.eos_token_id:
+            return tokenizer.decode(tokens)
+        tokens.append(token)
+    raise AssertionError(f"no end after {most} tokens: {tokenizer.decode(tokens)!r}")
+
+
+def test_bad_words_end_where_they_would_be_complete() -> None:
+    mask = BadWords([[7], [1, 2, 3], [2, 5]])
+    everything = set(range(40))
+    assert allowed(mask, 40) == everything - {7}
+    mask.accept(1)
+    mask.accept(2)
+    assert allowed(mask, 40) == everything - {7, 3, 5}
+    mask.accept(2)
+    assert allowed(mask, 40) == everything - {7, 5}
+
+
+def test_bad_words_are_found_with_and_without_a_space(tokenizer: Tokenizer) -> None:
+    sequences = bad_sequences(["self"], tokenizer)
+    assert [tokenizer.decode(sequence) for sequence in sequences] == ["self", " self"]
+
+
+def test_masks_are_joined(tokenizer: Tokenizer) -> None:
+    params = SamplingParams(allowed_token_ids=[10, 11, tokenizer.encode("self", False)[0]], bad_words=["self"])
+    assert allowed(make_mask(params, tokenizer), tokenizer.vocab_size) == {10, 11}
+    assert make_mask(SamplingParams(), tokenizer) is None
+    assert allowed(AllowedTokens([0, 63]), 64) == {0, 63}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_regex(tokenizer: Tokenizer, seed: int) -> None:
+    pattern = r"[0-9]{2,4}-(ab|cd)[x-z]"
+    mask = make_mask(SamplingParams(structured_outputs=StructuredOutputs(regex=pattern)), tokenizer)
+    assert re.fullmatch(pattern, walk(mask, tokenizer, seed))
+
+
+def test_choice_and_grammar(tokenizer: Tokenizer) -> None:
+    for what in (StructuredOutputs(choice=['a "b"', "ünïcode", "a"]), StructuredOutputs(grammar='start: "x" /[0-9]/ ("," /[0-9]/)~0..2')):
+        for seed in range(5):
+            text = walk(make_mask(SamplingParams(structured_outputs=what), tokenizer), tokenizer, seed)
+            assert text in (what.choice or ()) or re.fullmatch(r"x[0-9](,[0-9]){0,2}", text)
+
+
+def test_json_schema(tokenizer: Tokenizer) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}, "kind": {"enum": ["a", "b"]}},
+        "required": ["n", "kind"],
+        "additionalProperties": False,
+    }
+    for form in (schema, json.dumps(schema)):
+        mask = make_mask(SamplingParams(structured_outputs=StructuredOutputs(json=form)), tokenizer)
+        value = json.loads(walk(mask, tokenizer, 3, most=2000))
+        assert set(value) == {"n", "kind"} and 0 <= value["n"] <= 9 and value["kind"] in ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"choice": [""]}, {"choice": "a"}, {"regex": 3}, {"json": 3}],
+)
+def test_what_is_no_structure_is_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument, match="structured_outputs"):
+        StructuredOutputs(**bad)  # type: ignore[arg-type]
+
+
+def test_a_grammar_that_cannot_be_read_is_refused(tokenizer: Tokenizer) -> None:
+    for what in (StructuredOutputs(regex="("), StructuredOutputs(grammar="start: ~~"), StructuredOutputs(json="{")):
+        with pytest.raises(InvalidArgument, match="structured_outputs"):
+            make_mask(SamplingParams(structured_outputs=what), tokenizer)
