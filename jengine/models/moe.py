@@ -15,14 +15,7 @@ from jengine.models.qwen3 import Qwen3
 PRODUCT = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [experts, out, in]
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
-
-
-def grouped_dense(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """x [N, in], whose first sizes[0] rows belong to weight[0] and so on; weight [experts, *out, in] -> [N, *out]."""
-    flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = lax.ragged_dot_general(x, flat, sizes, PRODUCT, precision=precision, preferred_element_type=x.dtype)
-    return y.reshape(x.shape[0], *weight.shape[1:-1])
+MAX_BLOCK = 64  # rows
 
 
 class Experts(nnx.Module):
@@ -49,12 +42,49 @@ class Experts(nnx.Module):
         weights, chosen = lax.top_k(jax.nn.softmax(dense(x, self.router[...], dtype=jnp.float32)), k)  # [N, k]
         if self.config.normalize_experts:
             weights /= weights.sum(-1, keepdims=True)
-        order = jnp.argsort(chosen.reshape(-1))  # of (token, choice), by expert
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.config.num_experts)
-        gate_up = grouped_dense(x[order // k], self.gate_up[...], sizes)
-        y = ACTIVATIONS[self.config.activation](gate_up[..., 0]) * gate_up[..., 1]
-        y = grouped_dense(y, self.down[...], sizes)[jnp.argsort(order)].reshape(*chosen.shape, -1)
-        return jnp.einsum("nkh,nk->nh", y, weights, precision=lax.Precision.HIGHEST).astype(x.dtype)
+        params = self.gate_up[...], self.down[...]
+        y = lax.platform_dependent(jnp.repeat(x, k, axis=0), chosen.reshape(-1), *params, cpu=self.by_block, default=self.by_ragged_dot)
+        return jnp.einsum("nkh,nk->nh", y.reshape(*chosen.shape, -1), weights, precision=lax.Precision.HIGHEST).astype(x.dtype)
+
+    def by_ragged_dot(self, x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        """Row i of x [rows, hidden] through expert chosen[i]: one product over rows in the experts' order."""
+        sizes, rank = _counted(chosen, self.config.num_experts)
+        place = (jnp.cumsum(sizes) - sizes)[chosen] + rank
+
+        def product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+            flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
+            precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+            y = lax.ragged_dot_general(rows, flat, sizes, PRODUCT, precision=precision, preferred_element_type=rows.dtype)
+            return y.reshape(rows.shape[0], *weight.shape[1:-1])
+
+        return product(self.gated(product(jnp.zeros_like(x).at[place].set(x), gate_up)), down)[place]
+
+    def by_block(self, x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        """The same in blocks of rows that share an expert: on a CPU, ragged_dot copies all weights and multiplies by all of them."""
+        experts, (rows, hidden) = self.config.num_experts, x.shape
+        block = min(8 * -(-rows // (8 * experts)), MAX_BLOCK)
+        sizes, rank = _counted(chosen, experts)
+        blocks = -(-sizes // block)
+        ends = jnp.cumsum(blocks)
+        count = min(experts, rows) + rows // block  # as many as there can be
+        place = (ends - blocks)[chosen] * block + rank
+        padded = jnp.zeros((count * block, hidden), x.dtype).at[place].set(x)
+
+        def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
+            expert, rows = args
+            return dense(self.gated(dense(rows, gate_up[expert])), down[expert])
+
+        owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)
+        return lax.map(one, (owners, padded.reshape(count, block, hidden))).reshape(-1, hidden)[place]
+
+    def gated(self, gate_up: jax.Array) -> jax.Array:
+        return ACTIVATIONS[self.config.activation](gate_up[..., 0]) * gate_up[..., 1]
+
+
+def _counted(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+    """How many rows chose each expert, and each row's rank among those of its expert."""
+    hits = jax.nn.one_hot(chosen, experts, dtype=jnp.int32)  # [rows, experts]
+    return hits.sum(0), ((jnp.cumsum(hits, axis=0) - 1) * hits).sum(-1)
 
 
 class Mixtral(Llama):
