@@ -13,11 +13,12 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
+from jengine.chat import ChatOptions, Conversation, chat_prompt
 from jengine.checkpoints import resolve
 from jengine.config import EngineConfig
-from jengine.engine import Engine, TokenUpdate
+from jengine.engine import Engine, PromptScores, TokenUpdate
 from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.outputs import LiveOutputs
 from jengine.prompts import Prompt, make_request
@@ -128,6 +129,30 @@ class AsyncLLM:
             if self._callers.get(output.request_id) is caller:
                 del self._callers[output.request_id]
 
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        output_kind: OutputKind = "cumulative",
+        **options: Unpack[ChatOptions],
+    ) -> AsyncGenerator[RequestOutput]:
+        """Answer one conversation, by the model's chat template; as `generate`.
+
+        Args:
+            messages: dicts with "role" and "content".
+            options: how the conversation becomes a prompt; see ChatOptions.
+
+        Raises:
+            InvalidArgument: at the call, a message or option is wrong; when the iteration begins, as `generate`.
+            ModelError: the model has no chat template.
+        """
+        prompt = chat_prompt(self.tokenizer, messages, **options)
+        return self.generate(prompt, sampling_params, request_id=request_id, priority=priority, timeout=timeout, output_kind=output_kind)
+
     async def abort(self, request_id: str) -> bool:
         """End a request; its iteration gets a last output with finish_reason "abort". False where it is unknown or has ended."""
         caller = self._callers.get(request_id)
@@ -211,7 +236,7 @@ class AsyncLLM:
         caller.grown.set()
         return True
 
-    def _deliver(self, updates: list[TokenUpdate]) -> None:
+    def _deliver(self, updates: list[TokenUpdate | PromptScores]) -> None:
         try:
             for output in self._live.take(updates):
                 caller = self._callers[output.request_id]

@@ -163,7 +163,14 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), 1)
         if self.num_pages is not None:
             _at_least("num_pages", self.num_pages, 2)
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+        for name in ("revision", "tokenizer", "cache_dir"):
+            if not isinstance(getattr(self, name), str | Path | None):
+                raise InvalidArgument(name, getattr(self, name), "must be text or a path")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise InvalidArgument("seed", self.seed, "must be a whole number")
+        if not isinstance(self.overlap, bool):
+            raise InvalidArgument("overlap", self.overlap, "must be True or False")
+        if not isinstance(self.gpu_memory_utilization, int | float) or not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise InvalidArgument("gpu_memory_utilization", self.gpu_memory_utilization, "must be in (0, 1]")
         if self.dtype not in ("auto", *DTYPES):
             raise InvalidArgument("dtype", self.dtype, f"must be auto, {', '.join(DTYPES)}")

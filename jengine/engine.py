@@ -52,8 +52,11 @@ class PromptScores(NamedTuple):
 class Runs(Protocol):
     """What an engine asks of a runner."""
 
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Start a step; returns before it has run."""
+
     def begin(self, plan: StepPlan) -> Begun:
-        """Start a step's trunk; returns before it has run."""
+        """Start a step's trunk alone."""
 
     def sample(self, step: Begun, mask: np.ndarray | None = None) -> InFlight:
         """Start its sampler."""
@@ -133,14 +136,15 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None:
             return self._read_all_but(0)
-        begun = self.runner.begin(plan)
-        self.trace.add("dispatch", self._steps, f"{plan.trunk} {plan.sampler}")
         updates: list[TokenUpdate | PromptScores] = []
-        mask = None
         if plan.sampler.variant == "full" and any(sequence.request.mask is not None for _, sequence in plan.sampled):
+            begun = self.runner.begin(plan)
             updates = self._read_all_but(0)  # a mask depends on the token before it; the trunk works meanwhile
-            mask = self._mask(plan)
-        self._in_flight.append((self._steps, self.runner.sample(begun, mask)))
+            step = self.runner.sample(begun, self._mask(plan))
+        else:
+            step = self.runner.dispatch(plan)
+        self.trace.add("dispatch", self._steps, f"{plan.trunk} {plan.sampler}")
+        self._in_flight.append((self._steps, step))
         self._steps += 1
         return updates + self._read_all_but(1 if self.overlap else 0)
 

@@ -6,15 +6,16 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 from tqdm.auto import tqdm
 
+from jengine.chat import ChatOptions, Conversation, chat_prompt, conversations
 from jengine.checkpoints import resolve
 from jengine.config import EngineConfig
 from jengine.errors import InvalidArgument
 from jengine.outputs import LiveOutputs
-from jengine.prompts import Prompt, listed, make_request
+from jengine.prompts import Prompt, TokensPrompt, listed, make_request
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.start import start
 from jengine.text.tokenizer import Tokenizer
@@ -89,6 +90,32 @@ class LLM:
         request = self._request(prompt, sampling_params)
         self.engine.check(request)
         return self._follow(request)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **options: Unpack[ChatOptions],
+    ) -> list[RequestOutput]:
+        """Answer every conversation, by the model's chat template; results in the order of the conversations.
+
+        Args:
+            messages: dicts with "role" and "content", or a list of such conversations.
+            sampling_params: one for all, or one each; None is SamplingParams().
+            options: how a conversation becomes a prompt; see ChatOptions.
+
+        Raises:
+            InvalidArgument: a message, option or parameter that can never be answered. Nothing has been run then.
+            ModelError: the model has no chat template.
+        """
+        prompts = [self.chat_prompt(conversation, **options) for conversation in conversations(messages)]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
+        """What `chat` completes for one conversation; to be streamed, or counted. Raises as `chat`."""
+        return chat_prompt(self.tokenizer, messages, **options)
 
     @property
     def stats(self) -> dict[str, Any]:

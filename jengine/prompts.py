@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 from jengine.errors import InvalidArgument
 from jengine.request import Request, SamplingParams
@@ -13,9 +13,10 @@ from jengine.text.tokenizer import Tokenizer
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is tokenized already."""
+    """A prompt that is tokenized already; `prompt` is its text, to be shown."""
 
     prompt_token_ids: list[int]
+    prompt: NotRequired[str]
 
 
 Prompt = str | list[int] | TokensPrompt
@@ -33,8 +34,10 @@ def make_request(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams | 
     text = None
     if isinstance(prompt, str):
         text, ids = prompt, tokenizer.encode(prompt) if prompt else []
-    elif isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
-        ids = prompt["prompt_token_ids"]
+    elif isinstance(prompt, dict) and {"prompt_token_ids"} <= set(prompt) <= {"prompt_token_ids", "prompt"}:
+        text, ids = prompt.get("prompt"), prompt["prompt_token_ids"]
+        if text is not None and not isinstance(text, str):
+            raise InvalidArgument("prompt", text, "must be text, beside prompt_token_ids")
     else:
         ids = prompt  # type: ignore[assignment]
     if not isinstance(ids, list):

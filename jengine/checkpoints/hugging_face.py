@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json into a ModelConfig, one function a family. Defaults are those of transformers.
+"""Reads a Hugging Face config.json into a ModelConfig, one function a family.
 
 A field that changes what a model computes, and that its family's function does not read, is refused.
 """
@@ -27,6 +27,22 @@ UNLESS_READ: dict[str, object] = {  # the value that asks for nothing, as null d
     "use_bidirectional_attention": False,
     "use_sliding_window": False,
 }
+_GEMMA = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {  # what transformers takes for absent fields, where families differ
+    "gemma2": {**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {**_GEMMA, "max_position_embeddings": 131072},
+    "gpt2": {"tie_word_embeddings": True},
+    "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "mixtral": {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "opt": {"tie_word_embeddings": True},
+    "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+}
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 AT_LEAST_ONE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position")
 
@@ -53,7 +69,7 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
     Raises:
         ModelError: a field is missing, wrong, contradicts another, or asks for what is not supported.
     """
-    hf = Content(fields)
+    hf = Content({**DEFAULTS.get(str(fields.get("model_type")), {}), **fields})
     try:
         family = str(hf["model_type"])
         if family not in READERS:
@@ -102,7 +118,7 @@ def _check(config: ModelConfig, file: object) -> None:
 # What families share.
 
 
-def _decoder(hf: Content, *, theta: float = 10000.0) -> dict[str, Any]:
+def _decoder(hf: Content) -> dict[str, Any]:
     """Names and defaults that Llama's descendants have in common."""
     heads = int(hf["num_attention_heads"])
     return {
@@ -117,12 +133,12 @@ def _decoder(hf: Content, *, theta: float = 10000.0) -> dict[str, Any]:
         "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
         "activation": hf.get("hidden_act", "silu"),
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        **_rope(hf, hf.get("rope_parameters") or hf.get("rope_scaling") or {}, theta),
+        **_rope(hf, hf.get("rope_parameters") or hf.get("rope_scaling") or {}),
     }
 
 
-def _rope(hf: Content, rope: dict[str, Any], theta: float) -> dict[str, Any]:
-    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or theta)
+def _rope(hf: Content, rope: dict[str, Any]) -> dict[str, Any]:
+    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise ModelError("partial_rotary_factor is not supported")
     kind: Any = rope.get("rope_type") or rope.get("type") or "default"
@@ -176,7 +192,7 @@ def _llama(hf: Content) -> dict[str, Any]:
 
 
 def _mistral(hf: Content) -> dict[str, Any]:
-    return {**_decoder(hf), **_everywhere(hf, hf.get("sliding_window", 4096))}
+    return {**_decoder(hf), **_everywhere(hf, hf.get("sliding_window"))}
 
 
 def _qwen_windows(hf: Content) -> dict[str, Any]:
@@ -204,10 +220,109 @@ def _phi3(hf: Content) -> dict[str, Any]:
     return {**fields, "rotary_dim": None if share == 1.0 else int(fields["head_dim"] * share)}
 
 
+def _gemma(hf: Content) -> dict[str, Any]:
+    return {
+        **_decoder(hf),
+        **_biases(hf),
+        "activation": hf["hidden_activation"],
+        "attention_scale": float(hf["query_pre_attn_scalar"]) ** -0.5,
+        "logit_soft_cap": hf.get("final_logit_softcapping"),
+        "norm_offset": 1.0,
+    }
+
+
+def _gemma2(hf: Content) -> dict[str, Any]:
+    windows = _by_layer_types(hf, hf["sliding_window"], _every(int(hf["num_hidden_layers"]), 2))
+    return {**_gemma(hf), **windows, "attention_soft_cap": hf.get("attn_logit_softcapping")}
+
+
+def _gemma3(hf: Content) -> dict[str, Any]:
+    pattern = int(hf.get("sliding_window_pattern") or 6)
+    windows = _by_layer_types(hf, hf["sliding_window"], _every(int(hf["num_hidden_layers"]), pattern))
+    ropes = hf.get("rope_parameters") or {}
+    full, local = ropes.get("full_attention") or {}, ropes.get("sliding_attention") or {}
+    if local.get("rope_type", "default") != "default":
+        raise ModelError(f"rope scaling {local['rope_type']!r} of sliding_attention is not supported")
+    hf["rope_parameters"] = {"rope_theta": hf.get("rope_theta") or 1e6, **full, **(hf.get("rope_scaling") or {})}
+    local_theta = local.get("rope_theta") or hf.get("rope_local_base_freq") or 10000.0
+    return {**_gemma(hf), **windows, "local_rope_theta": float(local_theta)}
+
+
+def _gpt2(hf: Content) -> dict[str, Any]:
+    heads, hidden = int(hf["n_head"]), int(hf["n_embd"])
+    return {
+        "vocab_size": int(hf["vocab_size"]),
+        "hidden_size": hidden,
+        "intermediate_size": int(hf.get("n_inner") or 4 * hidden),
+        "num_layers": int(hf["n_layer"]),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "max_position": int(hf["n_positions"]),
+        "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
+        "activation": hf.get("activation_function", "gelu_new"),
+        "attention_scale": None if hf.get("scale_attn_weights", True) else 1.0,
+        "tie_embeddings": bool(hf["tie_word_embeddings"]),
+        **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True),
+    }
+
+
+def _opt(hf: Content) -> dict[str, Any]:
+    heads, hidden = int(hf["num_attention_heads"]), int(hf["hidden_size"])
+    return {
+        "vocab_size": int(hf["vocab_size"]),
+        "hidden_size": hidden,
+        "intermediate_size": int(hf["ffn_dim"]),
+        "num_layers": int(hf["num_hidden_layers"]),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "max_position": int(hf.get("max_position_embeddings", 2048)),
+        "norm_eps": 1e-5,
+        "pre_norm": bool(hf.get("do_layer_norm_before", True)),
+        "activation": hf.get("activation_function", "relu"),
+        "embedding_size": int(hf.get("word_embed_proj_dim") or hidden),
+        "tie_embeddings": bool(hf["tie_word_embeddings"]),
+        **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), bool(hf.get("enable_bias", True))),
+    }
+
+
+def _mixtral(hf: Content) -> dict[str, Any]:
+    fields = {**_decoder(hf), **_everywhere(hf, hf.get("sliding_window"))}
+    return {
+        **fields,
+        "expert_layers": tuple(range(fields["num_layers"])),
+        "num_experts": int(hf.get("num_local_experts") or hf.get("num_experts", 8)),
+        "experts_per_token": int(hf.get("num_experts_per_tok", 2)),
+        "expert_size": fields["intermediate_size"],
+        "normalize_experts": True,
+    }
+
+
+def _qwen3_moe(hf: Content) -> dict[str, Any]:
+    window = hf.get("sliding_window", 4096)
+    fields = {**_decoder(hf), **_biases(hf), **_everywhere(hf, window if hf.get("use_sliding_window") else None)}
+    dense, step = hf.get("mlp_only_layers") or [], int(hf.get("decoder_sparse_step", 1))
+    return {
+        **fields,
+        "expert_layers": tuple(i for i in range(fields["num_layers"]) if i not in dense and (i + 1) % step == 0),
+        "num_experts": int(hf.get("num_experts") or hf.get("num_local_experts", 128)),
+        "experts_per_token": int(hf.get("num_experts_per_tok", 8)),
+        "expert_size": int(hf.get("moe_intermediate_size", 768)),
+        "normalize_experts": bool(hf.get("norm_topk_prob", False)),
+    }
+
+
 READERS: dict[str, Callable[[Content], dict[str, Any]]] = {
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "gpt2": _gpt2,
     "llama": _llama,
     "mistral": _mistral,
+    "mixtral": _mixtral,
+    "opt": _opt,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
 }

@@ -62,8 +62,12 @@ class Runner:
         self._layouts = {key: spec.layout(key) for key in spec.table.trunks()}
         self._no_mask: dict[int, jax.Array] = {}  # by rows
 
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        """Start a step that needs no mask; returns before it has run."""
+        return self.sample(self.begin(plan))
+
     def begin(self, plan: StepPlan) -> Begun:
-        """Start a step's trunk, and what comes with it; returns before it has run."""
+        """Start a step's trunk, and what comes with it."""
         for reset in plan.resets:
             if reset.counted is not None:
                 self._count(reset.slot, reset.counted, reset.prompt_len)
@@ -89,11 +93,14 @@ class Runner:
 
     def read(self, step: InFlight) -> StepResult:
         """Wait for a step's tokens."""
+        sampled: Sampled | SampledLogprobs
+        scores: SampledLogprobs | None
         sampled, scores = jax.tree.map(np.asarray, (step.sampled, step.scores))
         return StepResult(sampled.tokens.tolist(), sampled if isinstance(sampled, SampledLogprobs) else None, scores)
 
     def _put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, self.spec.replicated)
+        placed: jax.Array = jax.device_put(array, self.spec.replicated)
+        return placed
 
     def _score(self, plan: StepPlan, hidden: jax.Array) -> SampledLogprobs:
         size = self.spec.table.tile_size
@@ -140,7 +147,7 @@ class Runner:
         self._run(self._padding_plans()[0])
 
     def _run(self, plan: StepPlan) -> None:
-        self.read(self.sample(self.begin(plan)))
+        self.read(self.dispatch(plan))
 
     def trunk_costs(self) -> dict[TrunkKey, float]:
         """Seconds of each trunk with its cheapest sampler, as measured by the warm-up that compiled them."""

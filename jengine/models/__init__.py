@@ -16,8 +16,12 @@ from flax import nnx
 
 from jengine.config import ModelConfig
 from jengine.errors import ModelError
+from jengine.models.gemma import Gemma2, Gemma3
+from jengine.models.gpt2 import Gpt2
 from jengine.models.layers import ACTIVATIONS, Attend
 from jengine.models.llama import Llama
+from jengine.models.moe import Mixtral, Qwen3Moe
+from jengine.models.opt import Opt
 from jengine.models.phi3 import Phi3
 from jengine.models.qwen3 import Qwen3
 
@@ -36,11 +40,17 @@ class Decoder(Protocol):
 
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 FAMILIES: dict[str, Callable[[ModelConfig, jnp.dtype, int], Decoder]] = {
+    "gemma2": Gemma2,
+    "gemma3_text": Gemma3,
+    "gpt2": Gpt2,
     "llama": Llama,
     "mistral": Llama,
+    "mixtral": Mixtral,
+    "opt": Opt,
     "phi3": Phi3,
     "qwen2": Llama,
     "qwen3": Qwen3,
+    "qwen3_moe": Qwen3Moe,
 }
 
 

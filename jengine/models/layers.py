@@ -15,6 +15,7 @@ from jax import lax
 from jengine.config import ModelConfig
 from jengine.models.rope import Rotation, rotate
 
+Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
 Axes = tuple[str | None, ...]  # logical names, one for each axis; parallel/mesh.py says which are sharded
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -84,6 +85,11 @@ def dense(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, dtype:
     y = lax.dot_general(x, flat, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype or x.dtype)
     y = y.reshape(x.shape[0], *weight.shape[:-1])
     return y if bias is None else y + bias.astype(y.dtype)
+
+
+def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """table [n, size] at int32[N] -> [N, size]. Padding may ask for rows beyond the table."""
+    return jnp.take(table, rows, axis=0, mode="clip")
 
 
 class RMSNorm(nnx.Module):
@@ -178,6 +184,38 @@ class GatedMlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         gate_up = dense(x, self.gate_up[...], value(self.gate_up_bias))
         return dense(ACTIVATIONS[self.activation](gate_up[..., 0]) * gate_up[..., 1], self.down[...], value(self.down_bias))
+
+
+class Mlp(nnx.Module):
+    """down(activation(up(x))); [in, out] in the checkpoint if transposed."""
+
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, up: str, down: str, *, transposed: bool = False) -> None:
+        self.activation = config.activation
+        ffn, hidden = config.intermediate_size, config.hidden_size
+
+        def weight(name: str, *shape: int) -> Piece:
+            return Piece(f"{name}.weight", shape[::-1] if transposed else shape, transposed=transposed)
+
+        self.up = param((ffn, hidden), dtype, ("ffn", None), weight(up, ffn, hidden))
+        self.down = param((hidden, ffn), dtype, (None, "ffn"), weight(down, hidden, ffn))
+        self.up_bias = param((ffn,), dtype, ("ffn",), Piece(f"{up}.bias", (ffn,))) if config.mlp_bias else None
+        self.down_bias = param((hidden,), dtype, (None,), Piece(f"{down}.bias", (hidden,))) if config.mlp_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = ACTIVATIONS[self.activation](dense(x, self.up[...], value(self.up_bias)))
+        return dense(y, self.down[...], value(self.down_bias))
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, each on a normed input and added to the residual stream."""
+
+    def __init__(self, attention_norm: Block, attention: Attention, mlp_norm: Block, mlp: Block) -> None:
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        x = x + self.attention(layer, self.attention_norm(x), rotation, attend)
+        return x + self.mlp(self.mlp_norm(x))
 
 
 def value(parameter: nnx.Param[jax.Array] | None) -> jax.Array | None:

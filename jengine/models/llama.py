@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jengine.config import ModelConfig
-from jengine.models.layers import Attend, Attention, GatedMlp, Piece, RMSNorm, dense, param
-from jengine.models.rope import Rotation, rope
-
-
-class LlamaLayer(nnx.Module):
-    """Attention and MLP, each on a normed input and added to the residual stream."""
-
-    def __init__(
-        self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, attention: Attention, mlp: Callable[[jax.Array], jax.Array]
-    ) -> None:
-        self.attention_norm = RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm")
-        self.attention = attention
-        self.mlp_norm = RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm")
-        self.mlp = mlp
-
-    def __call__(self, layer: int, x: jax.Array, rotation: Rotation, attend: Attend) -> jax.Array:
-        x = x + self.attention(layer, self.attention_norm(x), rotation, attend)
-        return x + self.mlp(self.mlp_norm(x))
+from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, Piece, RMSNorm, dense, lookup, param
+from jengine.models.rope import rope
 
 
 class Llama(nnx.Module):
     """A decoder-only transformer as a function of arrays, on one flat token axis.
 
-    A family that differs inside attention or MLP only names its own class of it.
+    A family that differs inside attention only names its own class of it; others override `mlp` or `layer`.
     """
 
     prefix = "model."
     attention: type[Attention] = Attention
-    mlp: type[GatedMlp] = GatedMlp
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         table, axes = (config.vocab_size, config.hidden_size), ("vocab", None)
@@ -47,13 +28,20 @@ class Llama(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, config, dtype, "model.norm")
         self.lm_head = None if config.tie_embeddings else param(table, dtype, axes, Piece("lm_head.weight", table))
 
-    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> nnx.Module:
-        attention, mlp = self.attention(config, dtype, f"{name}.self_attn"), self.mlp(config, dtype, f"{name}.mlp")
-        return LlamaLayer(config, dtype, name, attention, mlp)
+    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
+        return Layer(
+            RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
+            self.attention(config, dtype, f"{name}.self_attn"),
+            RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
+            self.mlp(config, dtype, name, index),
+        )
+
+    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
+        return GatedMlp(config, dtype, f"{name}.mlp")
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """tokens and positions int32[N] -> [N, hidden], after the final norm."""
-        x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
+        x = lookup(self.embed[...], tokens)
         rotation = self.rope.cos_sin(positions)
         for i, layer in enumerate(self.layers):
             x = layer(i, x, rotation, attend)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jengine.models.layers import Attention, GatedMlp, Part, Piece, stacked
+import jax
+
+from jengine.config import ModelConfig
+from jengine.models.layers import Attention, Block, GatedMlp, Part, Piece, stacked
 from jengine.models.llama import Llama
 
 
@@ -20,4 +23,6 @@ class Phi3Mlp(GatedMlp):
 
 class Phi3(Llama):
     attention = Phi3Attention
-    mlp = Phi3Mlp
+
+    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
+        return Phi3Mlp(config, dtype, f"{name}.mlp")

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tokenizers
 
 from jengine.errors import InvalidArgument, ModelError
 from jengine.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_bytes
 
+if TYPE_CHECKING:
+    from jengine.text.chat_template import ChatTemplate
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
 
 class Tokenizer:
     """A model's tokenizer: a `tokenizers.Tokenizer` and the folder's special tokens.
 
-    `eos_token_id` is None where the folder names no end-of-sequence token.
+    `special_tokens` are those that the folder names, by SPECIAL_TOKENS; `eos_token_id` is None where the end-of-sequence
+    token is not among them.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str | None = None) -> None:
-        self.backend = backend
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str] | None = None, folder: Path | None = None) -> None:
+        self.backend, self.special_tokens, self.folder = backend, special_tokens or {}, folder
+        eos_token = self.special_tokens.get("eos_token")
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
@@ -37,7 +46,7 @@ class Tokenizer:
         """
         file = path / "tokenizer.json"
         if not file.is_file():
-            return cls(*_convert(path))
+            return cls(*_convert(path), path)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as wrong:  # the library raises bare Exception
@@ -45,7 +54,7 @@ class Tokenizer:
         # tokenizer.json may carry the limits of its training; a prompt's length is the engine's to judge.
         backend.no_truncation()
         backend.no_padding()
-        return cls(backend, _eos_token(path))
+        return cls(backend, _special_tokens(path), path)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with the special tokens around a text, such as a leading <s>, that the tokenizer prescribes.
@@ -77,6 +86,17 @@ class Tokenizer:
 
         return WindowDetokenizer(shows, lambda ids: self.decode(ids, skip_special_tokens=False))
 
+    @cached_property
+    def chat_templates(self) -> dict[str, ChatTemplate]:
+        """The folder's chat templates by name, read when they are first asked for: none, "default", perhaps "tool_use".
+
+        Raises:
+            ModelError: one cannot be read.
+        """
+        from jengine.text.chat_template import load_chat_templates  # jinja2 is imported by those who chat
+
+        return {} if self.folder is None else load_chat_templates(self.folder, self.special_tokens)
+
     def _bytes_of(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
         if known is None:
@@ -86,30 +106,32 @@ class Tokenizer:
         return known
 
 
-def _eos_token(path: Path) -> str | None:
-    """From tokenizer_config.json, else special_tokens_map.json: a string, or an added token's description."""
+def _special_tokens(path: Path) -> dict[str, str]:
+    """From tokenizer_config.json, else special_tokens_map.json: strings, or added tokens' descriptions."""
+    found: dict[str, str] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = path / name
         if not file.is_file():
             continue
         try:
-            token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+            content = json.loads(file.read_text(encoding="utf-8"))
+            tokens = {kind: content.get(kind) for kind in SPECIAL_TOKENS}
         except (ValueError, AttributeError) as wrong:
             raise ModelError(f"not a JSON object: {wrong}", file=file) from None
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            return token
-    return None
+        for kind, token in tokens.items():
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                found.setdefault(kind, text)
+    return found
 
 
-def _convert(path: Path) -> tuple[tokenizers.Tokenizer, str | None]:
+def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Through transformers, which builds a fast tokenizer from older files (tokenizer.model, vocab.json)."""
     from transformers import AutoTokenizer
 
     try:
         slow = AutoTokenizer.from_pretrained(path, use_fast=True)
-        return slow.backend_tokenizer, slow.eos_token
+        return slow.backend_tokenizer, slow.special_tokens_map
     except Exception as wrong:  # whatever the format's own reader raises
         reason = f"no tokenizer.json, and transformers makes no fast tokenizer of the other files: {wrong}"
         raise ModelError(reason, file=path) from wrong

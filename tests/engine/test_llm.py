@@ -347,6 +347,11 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_memory": -1}, "number of bytes"),
     ({"gpu_memory_utilization": 1.5}, "in (0, 1]"),
     ({"gpu_memory_utilization": math.nan}, "in (0, 1]"),
+    ({"gpu_memory_utilization": "0.9"}, "in (0, 1]"),
+    ({"seed": 1.5}, "whole number"),
+    ({"overlap": "no"}, "True or False"),
+    ({"tokenizer": 5}, "text or a path"),
+    ({"cache_dir": 5}, "text or a path"),
     ({"compile_threads": 0}, "at least 1"),
     ({"tensor_parallel_size": 0}, "at least 1"),
 ]

@@ -62,6 +62,74 @@ _LONGROPE = {
         "long_factor": [1.0, 1.3, 2.0, 3.5, 6.0, 8.0],
     },
 }
+_GEMMA2 = {
+    **_plain(_LLAMA),
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "num_hidden_layers": 3,
+    "head_dim": 24,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 1.0,
+    "sliding_window": 30,
+    "tie_word_embeddings": True,
+}
+_GEMMA3 = {
+    **_GEMMA2,
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "sliding_window_pattern": 2,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+_GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 96,
+    "n_embd": 64,
+    "n_inner": 112,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "activation_function": "gelu_new",
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "dtype": "float32",
+}
+_OPT = {
+    "model_type": "opt",
+    "architectures": ["OPTForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "ffn_dim": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "dtype": "float32",
+}
+_MIXTRAL = {
+    **_plain(_LLAMA),
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "intermediate_size": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+_QWEN3_MOE = {
+    **_QWEN3,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 40,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama_mha": {**_LLAMA, "num_key_value_heads": 4},
@@ -101,4 +169,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phi3_window": {**_PHI3, "sliding_window": 40},
     "phi3_longrope_inside": _LONGROPE,
     "phi3_longrope_beyond": _LONGROPE,
+    "gemma2": _GEMMA2,
+    "gemma3": _GEMMA3,
+    "gpt2": _GPT2,
+    "opt_125m": _OPT,
+    "opt_350m": {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
+    "opt_1.3b": {**_OPT, "hidden_size": 96, "num_attention_heads": 6, "word_embed_proj_dim": 96},
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_moe_mixed": {**_QWEN3_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False},
 }

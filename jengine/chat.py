@@ -1,0 +1,126 @@
+"""Conversations as users give them, checked and made into prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, TypedDict, cast
+
+from jengine.errors import InvalidArgument, ModelError
+from jengine.prompts import TokensPrompt
+from jengine.text.tokenizer import Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+Message = dict[str, Any]  # {"role": one of ROLES, "content": text, or a list of {"type": "text", "text": text}}
+Conversation = list[Message]
+
+
+class ChatOptions(TypedDict, total=False):
+    """How a conversation becomes a prompt.
+
+    Attributes:
+        add_generation_prompt: end with the beginning of an answer; True unless the last message is to be continued.
+        continue_final_message: the model goes on with the last message instead of answering it.
+        tools: descriptions of tools, as JSON schemas, for templates that show them.
+        chat_template: a Jinja template to take instead of the model's.
+        chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}.
+    """
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool
+    tools: list[dict[str, Any]] | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: Conversation,
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> TokensPrompt:
+    """The prompt for one conversation; the options are those of ChatOptions.
+
+    Raises:
+        InvalidArgument: a message or option is wrong, or the template refuses the conversation.
+        ModelError: the model has no chat template, or one that cannot be read.
+    """
+    from jengine.text.chat_template import ChatTemplate  # jinja2 is imported by those who chat
+
+    messages = checked(messages)
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    if add_generation_prompt and continue_final_message:
+        raise InvalidArgument("add_generation_prompt", True, "excludes continue_final_message")
+    if chat_template is not None:
+        template = ChatTemplate(chat_template, tokenizer.special_tokens)
+    else:
+        own = tokenizer.chat_templates
+        name = "tool_use" if tools is not None and "tool_use" in own else "default"
+        if name not in own:
+            raise ModelError("the model has no chat template; generate continues plain text, or pass chat_template", file=tokenizer.folder)
+        template = own[name]
+    text = template.render(
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=_plain("tools", tools),
+        variables=_plain("chat_template_kwargs", chat_template_kwargs),
+    )
+    # Templates write the special tokens themselves.
+    return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text}
+
+
+def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """One conversation or many, as a list."""
+    if isinstance(messages, list | tuple) and messages and all(isinstance(one, list | tuple) for one in messages):
+        return [cast(Conversation, one) for one in messages]
+    return [cast(Conversation, messages)]
+
+
+def checked(messages: object) -> Conversation:
+    """A copy: plain JSON, each content one text, of several parts joined by line ends. Fields that are None are left out.
+
+    Raises:
+        InvalidArgument: naming the message's field.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidArgument("messages", messages, "must be a list of at least one message")
+    return [_checked(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _checked(where: str, message: object) -> Message:
+    if not isinstance(message, dict) or not all(isinstance(name, str) for name in message):
+        raise InvalidArgument(where, message, 'must be a dict such as {"role": "user", "content": "Hello"}')
+    plain: Message = _plain(where, {name: value for name, value in message.items() if value is not None})
+    if plain.get("role") not in ROLES:
+        raise InvalidArgument(f"{where}.role", plain.get("role"), f"must be one of {', '.join(ROLES)}")
+    if "content" in plain:
+        plain["content"] = _text(f"{where}.content", plain["content"])
+    elif not (plain["role"] == "assistant" and plain.get("tool_calls")):
+        raise InvalidArgument(f"{where}.content", None, "is missing; only an assistant's message with tool_calls needs none")
+    return plain
+
+
+def _text(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidArgument(where, content, 'must be text, or a list of {"type": "text", "text": ...}')
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidArgument(f"{where}[{i}]", part, 'must be {"type": "text", "text": ...}; models here read text only')
+    return "\n".join(part["text"] for part in content)
+
+
+def _plain(where: str, value: Any) -> Any:
+    """A copy made of JSON's types: a template, which is not trusted, can call no method of a caller's object."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as wrong:
+        raise InvalidArgument(where, value, f"must be plain JSON: {wrong}") from None

@@ -1,0 +1,100 @@
+"""Mixture of experts: Mixtral and Qwen3-MoE."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jengine.config import ModelConfig
+from jengine.models.layers import ACTIVATIONS, EVERY, Block, Piece, dense, param
+from jengine.models.llama import Llama
+from jengine.models.qwen3 import Qwen3
+
+PRODUCT = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [experts, out, in]
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+MAX_BLOCK = 64  # rows
+
+
+class Experts(nnx.Module):
+    """A weighted sum of the gated MLPs that a router picks for each token."""
+
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str]) -> None:
+        """parts: the checkpoint's names of gate, up and down."""
+        self.config = config
+        experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
+        gate_up, down = parts[:2], parts[2]
+
+        def piece(expert: int, part: str, shape: tuple[int, int], *place: int | slice) -> Piece:
+            return Piece(f"{name}.experts.{expert}.{part}.weight", shape, (expert, *place))
+
+        every = range(experts)
+        gates = (piece(e, part, (ffn, hidden), EVERY, i) for e in every for i, part in enumerate(gate_up))
+        downs = (piece(e, down, (hidden, ffn)) for e in every)
+        self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.gate.weight", (experts, hidden)))
+        self.gate_up = param((experts, ffn, 2, hidden), dtype, (None, "ffn", None, None), *gates)
+        self.down = param((experts, hidden, ffn), dtype, (None, None, "ffn"), *downs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        k = self.config.experts_per_token
+        weights, chosen = lax.top_k(jax.nn.softmax(dense(x, self.router[...], dtype=jnp.float32)), k)  # [N, k]
+        if self.config.normalize_experts:
+            weights /= weights.sum(-1, keepdims=True)
+        params = self.gate_up[...], self.down[...]
+        y = lax.platform_dependent(jnp.repeat(x, k, axis=0), chosen.reshape(-1), *params, cpu=self.by_block, default=self.by_ragged_dot)
+        return jnp.einsum("nkh,nk->nh", y.reshape(*chosen.shape, -1), weights, precision=lax.Precision.HIGHEST).astype(x.dtype)
+
+    def by_ragged_dot(self, x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        """Row i of x [rows, hidden] through expert chosen[i]: one product over rows in the experts' order."""
+        sizes, rank = _counted(chosen, self.config.num_experts)
+        place = (jnp.cumsum(sizes) - sizes)[chosen] + rank
+
+        def product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+            flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
+            precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+            y = lax.ragged_dot_general(rows, flat, sizes, PRODUCT, precision=precision, preferred_element_type=rows.dtype)
+            return y.reshape(rows.shape[0], *weight.shape[1:-1])
+
+        return product(self.gated(product(jnp.zeros_like(x).at[place].set(x), gate_up)), down)[place]
+
+    def by_block(self, x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        """The same in blocks of rows that share an expert: on a CPU, ragged_dot copies all weights and multiplies by all of them."""
+        experts, (rows, hidden) = self.config.num_experts, x.shape
+        block = min(8 * -(-rows // (8 * experts)), MAX_BLOCK)
+        sizes, rank = _counted(chosen, experts)
+        blocks = -(-sizes // block)
+        ends = jnp.cumsum(blocks)
+        count = min(experts, rows) + rows // block  # as many as there can be
+        place = (ends - blocks)[chosen] * block + rank
+        padded = jnp.zeros((count * block, hidden), x.dtype).at[place].set(x)
+
+        def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
+            expert, rows = args
+            return dense(self.gated(dense(rows, gate_up[expert])), down[expert])
+
+        owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)
+        done: jax.Array = lax.map(one, (owners, padded.reshape(count, block, hidden)))
+        return done.reshape(-1, hidden)[place]
+
+    def gated(self, gate_up: jax.Array) -> jax.Array:
+        return ACTIVATIONS[self.config.activation](gate_up[..., 0]) * gate_up[..., 1]
+
+
+def _counted(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+    """How many rows chose each expert, and each row's rank among those of its expert."""
+    hits = jax.nn.one_hot(chosen, experts, dtype=jnp.int32)  # [rows, experts]
+    return hits.sum(0), ((jnp.cumsum(hits, axis=0) - 1) * hits).sum(-1)
+
+
+class Mixtral(Llama):
+    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
+        return Experts(config, dtype, f"{name}.block_sparse_moe", ("w1", "w3", "w2"))
+
+
+class Qwen3Moe(Qwen3):
+    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
+        if index not in config.expert_layers:
+            return super().mlp(config, dtype, name, index)
+        return Experts(config, dtype, f"{name}.mlp", ("gate_proj", "up_proj", "down_proj"))

@@ -1,0 +1,64 @@
+"""OPT: learned positions, LayerNorm before attention and MLP or (350m) after them, embeddings of a size of their own (350m)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jengine.config import ModelConfig
+from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, Piece, dense, lookup, param
+from jengine.models.rope import Rotation
+
+OFFSET = 2  # rows of the position table before position 0
+
+
+class OptAttention(Attention):
+    def output_source(self, name: str, kind: str, *shape: int) -> Piece:
+        return Piece(f"{name}.out_proj.{kind}", shape)
+
+
+class PostNormLayer(Layer):
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        x = self.attention_norm(x + self.attention(layer, x, rotation, attend))
+        return self.mlp_norm(x + self.mlp(x))
+
+
+class Opt(nnx.Module):
+    prefix = "model."
+
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
+        hidden, size = config.hidden_size, config.embedding_size or config.hidden_size
+        table, places, axes = (config.vocab_size, size), (config.max_position + OFFSET, hidden), ("vocab", None)
+
+        def project(name: str, *shape: int) -> nnx.Param[jax.Array] | None:
+            return None if size == hidden else param(shape, dtype, (None, None), Piece(f"model.decoder.{name}.weight", shape))
+
+        def layer(name: str) -> Layer:
+            return (Layer if config.pre_norm else PostNormLayer)(
+                LayerNorm(hidden, config, dtype, f"{name}.self_attn_layer_norm"),
+                OptAttention(config, dtype, f"{name}.self_attn"),
+                LayerNorm(hidden, config, dtype, f"{name}.final_layer_norm"),
+                Mlp(config, dtype, f"{name}.fc1", f"{name}.fc2"),
+            )
+
+        self.embed = param(table, dtype, axes, Piece("model.decoder.embed_tokens.weight", table))
+        self.positions = param(places, dtype, (None, None), Piece("model.decoder.embed_positions.weight", places))
+        self.project_in, self.project_out = project("project_in", hidden, size), project("project_out", size, hidden)
+        self.layers = nnx.List([layer(f"model.decoder.layers.{i}") for i in range(config.num_layers)])
+        self.norm = LayerNorm(hidden, config, dtype, "model.decoder.final_layer_norm") if config.pre_norm else None
+        self.lm_head = None if config.tie_embeddings else param(table, dtype, axes, Piece("lm_head.weight", table))
+
+    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        x = lookup(self.embed[...], tokens)
+        if self.project_in is not None:
+            x = dense(x, self.project_in[...])
+        x = x + lookup(self.positions[...], positions + OFFSET)
+        for i, layer in enumerate(self.layers):
+            x = layer(i, x, None, attend)
+        return x if self.norm is None else self.norm(x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        if self.project_out is not None:
+            hidden = dense(hidden, self.project_out[...])
+        return dense(hidden, (self.embed if self.lm_head is None else self.lm_head)[...], dtype=jnp.float32)

@@ -1,0 +1,151 @@
+"""Conversations to text, by the Jinja template that a model's folder brings: what transformers' apply_chat_template does."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jengine.errors import InvalidArgument, ModelError
+
+MARK = "@end-of-the-message-to-continue@ "  # the space tells whether the template trims messages
+
+
+class ChatTemplate:
+    """A Jinja template for conversations. Templates come with models, so they are not trusted: they run in a sandbox.
+
+    Args:
+        source: the template.
+        special_tokens: what it may name, such as {"bos_token": "<s>"}.
+        file: it comes from, for errors.
+
+    Raises:
+        ModelError: it is no text or no Jinja template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], file: object = "chat_template") -> None:
+        if not isinstance(source, str):
+            raise ModelError(f"a chat template must be text, not {type(source).__name__}", file=file)
+        self.source, self.special_tokens = source, special_tokens
+        try:
+            self._tree = _environment().parse(source)
+            self._template: Template = _environment().from_string(source)
+        except TemplateSyntaxError as wrong:
+            raise ModelError(f"line {wrong.lineno} is no Jinja template: {wrong.message}", file=file) from None
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Every variable that the template mentions."""
+        return frozenset(name.name for name in self._tree.find_all(nodes.Name))
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as the model was trained to read it, special tokens included.
+
+        Args:
+            messages: with "role" and "content", plain JSON.
+            add_generation_prompt: end with the beginning of an answer.
+            continue_final_message: end inside the last message.
+            tools: descriptions of tools, as JSON schemas.
+            variables: others that the template knows.
+
+        Raises:
+            InvalidArgument: the template refuses or cannot show this conversation, or knows no such variable.
+        """
+        if tools is not None and "tools" not in self.names:
+            raise InvalidArgument("tools", tools, "the model's chat template shows no tools")
+        for name, value in (variables or {}).items():
+            if name not in self.names:
+                raise InvalidArgument("chat_template_kwargs", {name: value}, "the model's chat template has no such variable")
+        if continue_final_message:
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
+        known = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **self.special_tokens}
+        try:
+            text = self._template.render({**known, **(variables or {}), "messages": messages})
+        except TemplateError as refusal:
+            raise InvalidArgument("messages", messages, f"the model's chat template refuses them: {refusal.message}") from None
+        except Exception as wrong:  # what an expression of the template may raise
+            raise InvalidArgument("messages", messages, f"the model's chat template fails on them: {wrong!r}") from None
+        return _up_to_mark(text, messages) if continue_final_message else text
+
+
+def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict[str, ChatTemplate]:
+    """The templates of a model's folder, by name; the one that is always used is named "default".
+
+    They are chat_template.jinja and additional_chat_templates/NAME.jinja, else chat_template in tokenizer_config.json,
+    which is a text or a list of {"name", "template"}.
+
+    Raises:
+        ModelError: one cannot be read.
+    """
+    found: dict[str, tuple[str, Path]] = {}
+    file = folder / "tokenizer_config.json"
+    try:
+        named = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
+        if isinstance(named, str):
+            named = [{"name": "default", "template": named}]
+        found = {one["name"]: (one["template"], file) for one in named or []}
+        for file in [*folder.glob("chat_template.jinja"), *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
+            found["default" if file.stem == "chat_template" else file.stem] = file.read_text(encoding="utf-8"), file
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as wrong:
+        raise ModelError(f"chat_template cannot be read: {wrong!r}", file=file) from None
+    return {name: ChatTemplate(source, special_tokens, file) for name, (source, file) in found.items()}
+
+
+def _up_to_mark(text: str, messages: list[dict[str, Any]]) -> str:
+    end = text.rfind(MARK.rstrip())
+    if end < 0:
+        raise InvalidArgument("continue_final_message", True, f"the model's chat template hides the last message: {messages[-1]}")
+    return text[:end] if text.startswith(MARK, end) else text[:end].rstrip()
+
+
+# --- what transformers gives to templates ---------------------------------------------------------
+
+
+@cache
+def _environment() -> Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"], autoescape=False
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks what a model wrote, for training. Here it is only its content, in a scope of its own."""
+
+    tags = {"generation"}  # noqa: RUF012 (so declared by jinja2)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """Jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
