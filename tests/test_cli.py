@@ -15,6 +15,7 @@ import pytest
 
 import jengine
 from jengine import EngineConfig, InvalidArgument, SamplingParams, cli
+from jengine.commands import flags
 from jengine.request import CompletionOutput, RequestOutput
 
 STAND_IN = """
@@ -77,7 +78,7 @@ def test_streams_text_to_stdout_and_statistics_to_stderr(made: list[Any], capsys
     assert err.startswith("5 tokens, ") and err.endswith(" s after process start, programs: 3 compiled, 4 loaded\n")
     model, options, params = made[0]
     assert (model, options) == ("demo", {"progress": True})
-    assert params == SamplingParams(**cli.GENERATE_DEFAULTS)
+    assert params == SamplingParams(**flags.SAMPLING_DEFAULTS)
 
 
 @pytest.mark.parametrize("flag", ["--quiet", "--no-stats"])
@@ -112,9 +113,16 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
     assert options == {"progress": True, **{name: values[name] for name in engine}}
 
 
+@pytest.mark.parametrize("arguments", [[], ["go", "--input=a", "--output=b"], ["--input=a"], ["go", "--output=b"]])
+def test_either_a_prompt_or_both_files(arguments: list[str], made: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "demo", *arguments]) == 2
+    assert "either a PROMPT (- reads it from stdin), or both --input and --output" in capsys.readouterr().err
+    assert made == []
+
+
 def test_every_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     for of in (SamplingParams, EngineConfig):
-        helps = cli._field_helps(of)
+        helps = flags._field_helps(of)
         assert all(helps[field.name] for field in dataclasses.fields(of))
     with pytest.raises(SystemExit) as exit_:
         cli.main(["generate", "--help"])
