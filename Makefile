@@ -8,7 +8,7 @@ STAMP := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolved under the first
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint format goldens clean
+.PHONY: help setup demo test test-full lint format goldens support clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ goldens: ## record the golden tests' expected values again, under PyTorch
 	    python=$$(tools/find_python 3.11) && "$$python" -m venv --clear .venv-goldens \
 	    && .venv-goldens/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 && touch .venv-goldens/.ready; }
 	.venv-goldens/bin/python -m tests.golden.record
+
+support: setup ## run the golden tests and write the support matrix in README.md
+	$(PYTHON) tools/support_matrix.py
 
 clean: ## delete the environments and all caches
 	rm -rf .venv .venv-goldens .cache .hypothesis .pytest_cache .ruff_cache .mypy_cache *.egg-info dist

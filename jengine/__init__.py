@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jengine.config import EngineConfig
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.llm import LLM
-    from jengine.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from jengine.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "OutOfMemory",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 
@@ -37,7 +38,7 @@ _MODULES = {
     "jengine.async_llm": ("AsyncLLM",),
     "jengine.config": ("EngineConfig",),
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
-    "jengine.request": ("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"),
+    "jengine.request": ("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputs"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Unpack
 
@@ -79,7 +79,7 @@ class LLM:
             self._abandon(outputs)
         return outputs
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
         """Complete one prompt, yielding the same output object, grown, after each token.
 
         Closing the iterator early aborts the request.
@@ -116,6 +116,11 @@ class LLM:
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
         """What `chat` completes for one conversation; to be streamed, or counted. Raises as `chat`."""
         return chat_prompt(self.tokenizer, messages, **options)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens a sequence may have, prompt and output together."""
+        return self.engine.scheduler.max_model_len
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -155,7 +160,7 @@ class LLM:
                     bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
                     bar.update()
 
-    def _follow(self, request: Request) -> Iterator[RequestOutput]:
+    def _follow(self, request: Request) -> Generator[RequestOutput]:
         """Yield a request's output whenever it has grown, whoever made it grow: other calls advance it too."""
         output, seen, ended = self._submit(request), 0, False
         try:

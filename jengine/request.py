@@ -56,10 +56,11 @@ class SamplingParams:
         repetition_penalty: above 1 makes tokens of prompt and output less likely, below 1 likelier; above 0.
         presence_penalty: taken from the logits of tokens in the output; in [-2, 2].
         frequency_penalty: taken from them once for each occurrence; in [-2, 2].
-        logit_bias: token id to what is added to its logit, at most MAX_LOGIT_BIAS of them.
+        logit_bias: what is added to the logits of these token ids, at most MAX_LOGIT_BIAS of them.
         allowed_token_ids: nothing else is sampled.
         bad_words: texts whose last token is not sampled where it would complete them.
-        structured_outputs: what the output must look like.
+        structured_outputs: what the output must look like: a StructuredOutputs, or a dict of its one field
+            (json, regex, choice or grammar).
         include_stop_str_in_output: keep the stop string, or a stop token's text, at the end of the text.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: make text at all; stop strings need it.
@@ -87,7 +88,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
     bad_words: list[str] | tuple[str, ...] = ()
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs | dict[str, Any] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -117,6 +118,8 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
+        if isinstance(self.structured_outputs, dict):
+            object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
             raise InvalidArgument("structured_outputs", self.structured_outputs, "must be a StructuredOutputs")
         if self.stop and not self.detokenize:
@@ -134,6 +137,8 @@ class SamplingParams:
         if bias is not None:
             if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS:
                 raise InvalidArgument("logit_bias", bias, f"must be a dict of at most {MAX_LOGIT_BIAS} token ids")
+            bias = {int(k) if isinstance(k, str) and k.isdecimal() else k: value for k, value in bias.items()}  # JSON has text for keys
+            object.__setattr__(self, "logit_bias", bias)
             for token, value in bias.items():
                 _whole("logit_bias", token, 0, None)
                 _number("logit_bias", value, -FLOAT32_MAX, FLOAT32_MAX, "finite")
@@ -167,6 +172,13 @@ class SamplingParams:
         if truncates or self.min_tokens > 0:
             return "truncated"
         return "greedy" if self.greedy else "sample"
+
+
+def _structured(fields: dict[str, Any]) -> StructuredOutputs:
+    unknown = [name for name in fields if name not in StructuredOutputs.__dataclass_fields__]
+    if unknown:
+        raise InvalidArgument("structured_outputs", unknown, "exactly one of json, regex, choice and grammar must be given")
+    return StructuredOutputs(**fields)
 
 
 def _several(name: str, value: object) -> tuple[object, ...]:

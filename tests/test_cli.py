@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 import jengine
 from jengine import EngineConfig, InvalidArgument, SamplingParams, cli
+from jengine.commands import flags
 from jengine.request import CompletionOutput, RequestOutput
 
 STAND_IN = """
@@ -77,7 +79,7 @@ def test_streams_text_to_stdout_and_statistics_to_stderr(made: list[Any], capsys
     assert err.startswith("5 tokens, ") and err.endswith(" s after process start, programs: 3 compiled, 4 loaded\n")
     model, options, params = made[0]
     assert (model, options) == ("demo", {"progress": True})
-    assert params == SamplingParams(**cli.GENERATE_DEFAULTS)
+    assert params == SamplingParams(**flags.SAMPLING_DEFAULTS)
 
 
 @pytest.mark.parametrize("flag", ["--quiet", "--no-stats"])
@@ -91,6 +93,9 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
     values: dict[str, Any] = {
         "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "seed": -5, "max_tokens": 9, "min_tokens": 2,
         "ignore_eos": True, "stop": ("a", "b"), "stop_token_ids": (3, 4), "logprobs": 2,
+        "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"5": 2.0},
+        "allowed_token_ids": (1, 2), "bad_words": ("no",), "structured_outputs": {"regex": "a+"}, "include_stop_str_in_output": True,
+        "skip_special_tokens": False, "detokenize": True, "prompt_logprobs": 3,
         "revision": "main", "tokenizer": "other", "dtype": "bfloat16", "max_model_len": 99, "max_num_seqs": 4,
         "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
         "num_pages": 12, "policy": "priority", "overlap": False, "cache_dir": "somewhere", "compile_threads": 3,
@@ -105,16 +110,24 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
         if isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            arguments += [f"--{flag}={item}" for item in (value if isinstance(value, tuple) else (value,))]
+            texts = [json.dumps(value)] if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
+            arguments += [f"--{flag}={text}" for text in texts]
     assert cli.main(["generate", "demo", "go", *arguments]) == 0
     _, options, params = made[0]
-    assert dataclasses.asdict(params) == {name: values[name] for name in sampling}
+    assert params == SamplingParams(**{name: values[name] for name in sampling})
     assert options == {"progress": True, **{name: values[name] for name in engine}}
+
+
+@pytest.mark.parametrize("arguments", [[], ["go", "--input=a", "--output=b"], ["--input=a"], ["go", "--output=b"]])
+def test_either_a_prompt_or_both_files(arguments: list[str], made: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "demo", *arguments]) == 2
+    assert "either a PROMPT (- reads it from stdin), or both --input and --output" in capsys.readouterr().err
+    assert made == []
 
 
 def test_every_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     for of in (SamplingParams, EngineConfig):
-        helps = cli._field_helps(of)
+        helps = flags._field_helps(of)
         assert all(helps[field.name] for field in dataclasses.fields(of))
     with pytest.raises(SystemExit) as exit_:
         cli.main(["generate", "--help"])

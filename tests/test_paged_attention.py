@@ -29,10 +29,10 @@ def poisoned(pages, tables, ends, page_size):
 
 
 @pytest.mark.parametrize("pages", [0, WIDTH])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page_size"), [(4, 2, 64, 16), (6, 1, 24, 16), (3, 3, 32, 64)])
+@pytest.mark.parametrize(("shape", "how"), [*(((6, 1, 24, 16), how) for how in WAYS), ((4, 2, 64, 16), {}), ((3, 3, 32, 64), {})])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("how", WAYS)
-def test_decode_matches_reference(heads, kv_heads, head_dim, page_size, pages, dtype, how):
+def test_decode_matches_reference(shape, how, pages, dtype):
+    heads, kv_heads, head_dim, page_size = shape
     rng = np.random.default_rng(0)
     lengths = jnp.array([0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size, WIDTH * page_size, 5], jnp.int32)
     tables = jnp.asarray(rng.permutation(np.arange(1, NUM_PAGES))[None, :WIDTH] * np.ones((8, 1)), jnp.int32)  # shared pages
@@ -48,8 +48,7 @@ def test_decode_matches_reference(heads, kv_heads, head_dim, page_size, pages, d
 
 
 @pytest.mark.parametrize("pages", [0, WIDTH])
-@pytest.mark.parametrize(("tile", "page_size"), [(8, 16), (64, 16), (64, 64)])
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(("tile", "page_size", "how"), [*((64, 16, how) for how in WAYS), (8, 16, {}), (64, 64, {})])
 def test_prefill_matches_reference(tile, page_size, pages, how):
     rng = np.random.default_rng(1)
     k, v = cache(rng, 2, page_size, 32, "float32")

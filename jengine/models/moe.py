@@ -75,8 +75,8 @@ class Experts(nnx.Module):
             return dense(self.gated(dense(rows, gate_up[expert])), down[expert])
 
         owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)
-        done: jax.Array = lax.map(one, (owners, padded.reshape(count, block, hidden)))
-        return done.reshape(-1, hidden)[place]
+        y: jax.Array = lax.map(one, (owners, padded.reshape(count, block, hidden)))
+        return y.reshape(-1, hidden)[place]
 
     def gated(self, gate_up: jax.Array) -> jax.Array:
         return ACTIVATIONS[self.config.activation](gate_up[..., 0]) * gate_up[..., 1]

@@ -25,7 +25,7 @@ def make_mask(params: SamplingParams, tokenizer: Tokenizer) -> TokenMask | None:
         masks.append(AllowedTokens(params.allowed_token_ids))
     if params.bad_words:
         masks.append(BadWords(bad_sequences(params.bad_words, tokenizer)))
-    if params.structured_outputs is not None:
+    if isinstance(params.structured_outputs, StructuredOutputs):
         masks.append(Grammar(params.structured_outputs, tokenizer))
     return None if not masks else masks[0] if len(masks) == 1 else AllOf(masks)
 

@@ -145,6 +145,26 @@ def test_known_extras_are_accepted(tmp_path: Path) -> None:
     assert "lm_head" not in loaded(tmp_path)
 
 
+@pytest.mark.parametrize(("variant", "prefix"), [("gpt2", "transformer."), ("opt_350m", "model."), ("llama_mha", "model.")])
+def test_checkpoints_of_the_bare_decoder(tmp_path: Path, variant: str, prefix: str) -> None:
+    """The hub's GPT-2 and OPT have no prefix, and GPT-2 has its causal masks."""
+    write_model(tmp_path, variant)
+    whole = loaded(tmp_path)
+    tensors = {name.removeprefix(prefix): array for name, array in weights(variant).items()}
+    if variant == "gpt2":
+        tensors["h.0.attn.bias"], tensors["h.1.attn.masked_bias"] = np.ones((1, 1, 256, 256), np.float32), np.zeros((), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path), whole)
+
+
+def test_transposed_and_stacked_tensors(tmp_path: Path) -> None:
+    write_model(tmp_path, "gpt2")
+    tensors, layer = weights("gpt2"), loaded(tmp_path)["layers"][1]
+    q, k, v = (part.T.reshape(4, 16, 64) for part in np.split(tensors["transformer.h.1.attn.c_attn.weight"], 3, axis=1))
+    np.testing.assert_array_equal(layer["attention"]["qkv"], np.concatenate([q, k, v], axis=1))
+    np.testing.assert_array_equal(layer["mlp"]["up"], tensors["transformer.h.1.mlp.c_fc.weight"].T)
+
+
 def fails(folder: Path, *, file: str, match: str, tensor: str | None = None) -> None:
     with pytest.raises(ModelError, match=match) as caught:
         loaded(folder)

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jengine import LLM, InvalidArgument, ModelError, RequestOutput, SamplingParams
+from jengine.execution.programs import program_keys
 from jengine.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, CompletionOutput
 from tests.engine.running import SMALL
 from tests.golden.weights import VARIANTS, uniform, weights
@@ -387,7 +388,5 @@ def test_unreadable_models(folder: Path, tmp_path: Path) -> None:
 
 def test_stats(llm: LLM) -> None:
     stats = llm.stats
-    assert stats["programs_compiled"] + stats["programs_loaded"] == len(llm.engine.scheduler.table.trunks()) + 1 + len(
-        llm.engine.scheduler.table.samplers()
-    )
+    assert stats["programs_compiled"] + stats["programs_loaded"] == len(program_keys(llm.engine.runner.spec))  # type: ignore[attr-defined]
     assert {"weights", "programs", "warm-up", "tokenizer"} <= set(stats["start_seconds"]) and stats["preemptions"] >= 0

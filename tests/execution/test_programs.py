@@ -48,12 +48,16 @@ def nbytes(tree: Any) -> int:
 def arguments(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> tuple[Any, ...]:
     if isinstance(key, TrunkKey):
         return spec.params, spec.cache, spec.slots, spec.packed(key)
-    return spec.params, spec.slots.last_token, spec.slots.sampling, spec.to_sample(key)
+    last_token = spec.slots.last_token
+    if key.variant == "full":
+        return spec.params, (last_token, spec.counts), spec.slots.sampling, spec.to_sample(key), spec.mask(key)
+    return spec.params, last_token, spec.slots.sampling, spec.to_sample(key)
 
 
 def test_the_whole_table_is_compiled(programs: tuple[ExecutionSpec, Programs]) -> None:
     spec, compiled = programs
-    keys = [ALLOCATE, *spec.table.trunks(), *spec.table.samplers()]
+    keys = program_keys(spec)
+    assert {*spec.table.trunks(), *spec.table.samplers(), *spec.table.scores(), ALLOCATE} < {*keys}
     assert compiled.compiled == len(keys) == len(compiled.memory) and compiled.loaded == 0
     assert all(callable(compiled[key]) for key in keys)
 
@@ -63,7 +67,8 @@ def test_cache_and_slots_are_updated_in_place(programs: tuple[ExecutionSpec, Pro
     for key in spec.table.trunks():
         assert compiled.memory[key].aliased >= nbytes(spec.cache) + nbytes(spec.slots), key
     for sampler in spec.table.samplers():
-        assert compiled.memory[sampler].aliased >= nbytes(spec.slots.last_token), sampler
+        counts = nbytes(spec.counts) if sampler.variant == "full" else 0
+        assert compiled.memory[sampler].aliased >= nbytes(spec.slots.last_token) + counts, sampler
 
 
 def test_temporaries_do_not_grow_with_the_cache(programs: tuple[ExecutionSpec, Programs], request: pytest.FixtureRequest) -> None:

@@ -79,10 +79,15 @@ def test_logits_match_transformers(variant: str, tmp_path: Path) -> None:
     assert max(differences(variant, tmp_path)) < TOLERANCE
 
 
-def test_sharded_over_two_devices(tmp_path: Path) -> None:
+ONE_EACH = ["mistral_window", "phi3_window", "gemma2", "gemma3", "gpt2", "opt_125m", "qwen2_untied", "qwen3_tied", "mixtral", "qwen3_moe"]
+SHARDED = ["llama_attention_bias", *(pytest.param(variant, marks=pytest.mark.full) for variant in ONE_EACH)]
+
+
+@pytest.mark.parametrize("variant", SHARDED)
+def test_sharded_over_two_devices(variant: str, tmp_path: Path) -> None:
     """In a process of its own: the number of a CPU's devices is fixed when JAX starts."""
     code = "import sys, pathlib; from tests.models.test_golden import differences; "
-    code += "print(max(differences('llama_attention_bias', pathlib.Path(sys.argv[1]), 2)))"
+    code += f"print(max(differences('{variant}', pathlib.Path(sys.argv[1]), 2)))"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     run = subprocess.run([sys.executable, "-c", code, tmp_path], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -37,6 +37,23 @@ def test_yarn_magnitudes() -> None:
     assert rope(config("rope_yarn_attention_factor"), 256).magnitude == 0.9
 
 
+def test_longrope_has_factors_for_short_and_for_long_sequences() -> None:
+    found = config("phi3_longrope_beyond")  # trained on 64 tokens, stretched to 256; 12 of 16 channels rotate
+    assert found.rope_scaling is not None
+    default = np.array(rope(dataclasses.replace(found, rope_scaling=None), 64).frequencies)
+    assert rope(found, 64).frequencies == pytest.approx(default / found.rope_scaling.short_factor)
+    assert rope(found, 65).frequencies == pytest.approx(default / found.rope_scaling.long_factor)
+    assert rope(found, 64).magnitude == rope(found, 65).magnitude == pytest.approx(np.sqrt(1 + np.log(4) / np.log(64)))
+
+
+def test_channels_beyond_the_rotary_ones_stay() -> None:
+    turned = rope(config("phi3_longrope_beyond"), 64)
+    x = jnp.arange(2.0 * 3 * 16).reshape(2, 3, 16)
+    found = rotate(x, *turned.cos_sin(jnp.array([5, 9])))
+    np.testing.assert_array_equal(found[..., 12:], x[..., 12:])
+    assert not np.isclose(found[..., :12], x[..., :12]).all(axis=(1, 2)).any()
+
+
 def test_rotation_turns_each_pair_by_its_angle() -> None:
     turned = rope(config("llama_mha"), 256)
     x = np.random.default_rng(0).standard_normal((3, 2, 16)).astype(np.float32)

@@ -1,0 +1,97 @@
+"""`jengine generate`: one prompt, streamed to the terminal; or, with --input, a file of them (see batch.py)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from jengine import JengineError, SamplingParams
+from jengine.commands import batch
+from jengine.commands.flags import add_model, add_sampling_and_engine, engine_fields, sampling_fields
+from jengine.commands.terminal import note, write
+
+_LOADED = time.monotonic()  # stands in for the process's start where /proc is missing
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="complete a prompt, streaming to the terminal; or a file of prompts",
+        description="Complete a prompt, streaming the text to stdout as it comes; progress and statistics go to stderr.\n"
+        "With --input and --output, complete a file of prompts instead.",
+        epilog=batch.FORMAT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads it from stdin")
+    parser.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
+    parser.add_argument("--no-stats", action="store_true", help="no closing line of statistics")
+    parser.add_argument("--quiet", action="store_true", help="no statistics and no progress bars")
+    files = parser.add_argument_group("a file of prompts")
+    files.add_argument("--input", type=Path, metavar="FILE", help="requests, one JSON object a line; sampling flags are their defaults")
+    files.add_argument("--output", type=Path, metavar="FILE", help="answers, appended as they come; those that it holds are not made again")
+    add_sampling_and_engine(parser)
+    parser.set_defaults(run=_generate)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    files = options.input is not None, options.output is not None
+    if files == (False, False) and options.prompt is not None:
+        _generate_one(options)
+    elif files == (True, True) and options.prompt is None:
+        batch.run(options)
+    else:
+        raise JengineError("give either a PROMPT (- reads it from stdin), or both --input and --output")
+
+
+def _generate_one(options: argparse.Namespace) -> None:
+    params = SamplingParams(**sampling_fields(options))
+    engine_options = engine_fields(options)
+    prompt = _stdin() if options.prompt == "-" else options.prompt
+
+    from jengine import LLM
+
+    llm = LLM(options.model, progress=not options.quiet, **engine_options)
+    outputs = llm.stream(prompt, params)  # refuses bad input here, before anything is written
+    if options.echo:
+        write(prompt)
+    seen, tokens = 0, 0
+    times: list[float] = []
+    for out in outputs:
+        times.append(time.monotonic())
+        completion = out.outputs[0]
+        write(completion.text[seen:])
+        seen, tokens = len(completion.text), len(completion.token_ids)
+    write("\n")
+    if not (options.no_stats or options.quiet):
+        _print_stats(llm.stats, tokens, times)
+
+
+def _stdin() -> str:
+    """All of it; bytes that are no UTF-8 become surrogates, as in arguments, and the tokenizer refuses those."""
+    return sys.stdin.buffer.read().decode(errors="surrogateescape")
+
+
+def _print_stats(stats: dict[str, Any], tokens: int, times: list[float]) -> None:
+    """One dim line: `times` are the monotonic seconds at which tokens came."""
+    parts = [f"{tokens} tokens"]
+    if len(times) > 1:
+        parts.append(f"{(tokens - 1) / (times[-1] - times[0]):.1f} tokens/s")
+    parts.append(f"first token {times[0] - _process_start():.2f} s after process start")
+    parts.append(f"programs: {stats['programs_compiled']} compiled, {stats['programs_loaded']} loaded")
+    note(", ".join(parts))
+
+
+def _process_start() -> float:
+    """When this process started, on the clock of time.monotonic: so that loading Python itself counts."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        age = uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of the line: start, in ticks after boot
+    except (OSError, ValueError, IndexError):
+        return _LOADED
+    return time.monotonic() - age

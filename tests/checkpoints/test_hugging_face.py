@@ -1,0 +1,110 @@
+"""What each family's configuration becomes, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jengine.checkpoints.hugging_face import DEFAULTS, READERS, model_config
+from jengine.config import ModelConfig
+from jengine.errors import ModelError
+from jengine.models import FAMILIES
+from tests.golden.weights import VARIANTS
+
+
+def read(variant: str, **changes: Any) -> ModelConfig:
+    """With fields changed; one changed to ... is left out."""
+    return model_config({name: value for name, value in {**VARIANTS[variant], **changes}.items() if value is not ...})
+
+
+def test_every_family_has_a_reader_and_a_golden_test() -> None:
+    assert set(READERS) == set(FAMILIES) == {config["model_type"] for config in VARIANTS.values()}
+    assert set(DEFAULTS) <= set(READERS)
+
+
+def test_unknown_family() -> None:
+    with pytest.raises(ModelError, match=r"config\.json: model_type 'bloom' is not supported; .*llama.* are"):
+        read("llama_gqa", model_type="bloom")
+
+
+def test_mistral_has_a_window_unless_it_says_no() -> None:
+    assert read("mistral_window").windows == (24, 24)
+    assert read("mistral_window", sliding_window=None).windows == ()
+    assert read("mistral_window", sliding_window=...).windows == (4096, 4096)
+
+
+def test_qwen2_windows_are_used_when_asked_for() -> None:
+    assert read("qwen2_untied", sliding_window=32, max_window_layers=0).windows == ()
+    assert read("qwen2_window").windows == (None, 70, 70)
+    assert read("qwen2_window", layer_types=["sliding_attention", "full_attention", "full_attention"]).windows == (70, None, None)
+    assert (read("qwen2_untied").qkv_bias, read("qwen2_untied").output_bias) == (True, False)
+
+
+def test_phi3_rotates_a_share_of_a_head() -> None:
+    config = read("phi3_longrope_beyond")
+    assert (config.head_dim, config.rotary_dim) == (16, 12)
+    assert config.rope_scaling is not None
+    assert (config.rope_scaling.kind, config.rope_scaling.factor, config.rope_scaling.original_max_position) == ("longrope", 4.0, 64)
+    old = {**VARIANTS["phi3_longrope_beyond"]["rope_scaling"], "type": "su"}
+    assert read("phi3_longrope_beyond", rope_scaling=old) == config
+
+
+def test_gemma_takes_transformers_defaults() -> None:
+    absent = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "tie_word_embeddings")
+    config = read("gemma2", **dict.fromkeys(absent, ...))
+    assert (config.attention_scale, config.attention_soft_cap, config.logit_soft_cap) == (1 / 16, 50.0, 30.0)
+    assert (config.windows, config.tie_embeddings, config.norm_offset) == ((4096, None, 4096), True, 1.0)
+    config = read("gemma3", **dict.fromkeys((*absent, "sliding_window_pattern", "rope_theta", "rope_local_base_freq", "rope_scaling"), ...))
+    assert (config.attention_soft_cap, config.logit_soft_cap, config.windows) == (None, None, (4096, 4096, 4096))
+    assert (config.rope_theta, config.local_rope_theta, config.rope_scaling) == (1e6, 10000.0, None)
+
+
+def test_gemma3_old_and_new_spelling_of_rope() -> None:
+    new = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    without = dict.fromkeys(("rope_theta", "rope_local_base_freq", "rope_scaling"), ...)
+    assert read("gemma3", **without, rope_parameters=new) == read("gemma3")
+
+
+def test_experts() -> None:
+    config = read("mixtral")
+    assert (config.expert_layers, config.num_experts, config.experts_per_token, config.expert_size) == ((0, 1), 4, 2, 48)
+    assert config.normalize_experts
+    assert read("qwen3_moe_mixed").expert_layers == (0, 2)
+    assert read("qwen3_moe_mixed", mlp_only_layers=[], decoder_sparse_step=2).expert_layers == (1,)
+    assert not read("qwen3_moe", norm_topk_prob=...).normalize_experts
+
+
+def test_opt_350m_is_the_odd_one() -> None:
+    config = read("opt_350m")
+    assert (config.pre_norm, config.embedding_size, config.hidden_size) == (False, 32, 64)
+    assert (read("opt_125m").pre_norm, read("opt_125m").embedding_size) == (True, 64)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "match"),
+    [
+        ("llama_gqa", {"sliding_window": 100}, "sliding_window is not supported"),
+        ("llama_gqa", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
+        ("mistral_window", {"attention_bias": True}, "attention_bias is not supported"),
+        ("mistral_window", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not supported"),
+        ("mistral_window", {"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+        ("qwen2_window", {"layer_types": ["sliding_attention"]}, "layer_types has 1 layers, num_hidden_layers is 3"),
+        ("qwen2_window", {"layer_types": ["chunked_attention"] * 3}, "layer_types has 'chunked_attention'; full_attention and"),
+        ("phi3_longrope_beyond", {"partial_rotary_factor": 1.0}, "short_factor has 6 numbers; 16 channels rotate and need 8"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope scaling 'yarn' of sliding_attention is not"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not supported"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is not supported"),
+        ("opt_125m", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is not supported"),
+        ("opt_125m", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is not supported"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be from 1 to 4, the experts"),
+    ],
+)
+def test_refused(variant: str, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json: {match}"):
+        read(variant, **changes)

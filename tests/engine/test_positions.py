@@ -1,0 +1,16 @@
+"""How far a sequence may go: to the end of a table of learned positions, and no further."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from jengine.engine import Engine
+from jengine.errors import InvalidArgument
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "opt_125m", "opt_350m", "phi3_longrope_beyond"])
+def test_beyond_the_positions_is_refused(variant: str, make_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(InvalidArgument, match="max_model_len=257: the model's positions end at 256"):
+        make_engine(variant, max_model_len=257)
