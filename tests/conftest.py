@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # One folder of compiled programs for the whole run and the next ones. Set before anything imports jengine,
@@ -14,3 +17,23 @@ os.environ.setdefault("JENGINE_CACHE_DIR", str(Path(__file__).parent.parent / ".
 # Two busy cores make any deadline flaky; a run that fails must fail again.
 settings.register_profile("jengine", deadline=None, derandomize=True)
 settings.load_profile("jengine")
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model with a byte-level tokenizer, and as many tokens as that has. No end-of-sequence token."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from tests.golden.weights import VARIANTS, tensor_shapes, uniform
+    from tests.text.conftest import byte_level, write
+
+    folder: Path = tmp_path_factory.mktemp("text_model")
+    tokenizer = byte_level()
+    config = {**VARIANTS["llama_tied"], "vocab_size": tokenizer.get_vocab_size()}
+    tensors = {name: 0.3 * uniform(name, math.prod(shape)).reshape(shape) for name, shape in tensor_shapes(config).items()}
+    save_file(
+        {name: tensor.astype(np.float32) for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return write(tokenizer, folder)

@@ -37,7 +37,7 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and needed for hub ids only
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=["*/*", "consolidated*"]))
     except Exception as error:  # the network's and the hub's failures share no base class
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"there is no such folder, and the hub gave no model: {cause}", file=model) from error

@@ -92,7 +92,7 @@ def read_lines(path: Path, defaults: dict[str, Any]) -> Iterator[Line]:
 def _line(number: int, text: bytes, defaults: dict[str, Any]) -> Line:
     name = None
     try:
-        fields = json.loads(text.decode("utf-8-sig"))
+        fields = json.loads(text.decode("utf-8-sig").strip())
         if not isinstance(fields, dict):
             raise InvalidArgument("line", fields, "must be a JSON object")
         name = _name(fields)
@@ -173,7 +173,7 @@ class Answers:
             try:
                 record = json.loads(text)
                 key: Key = ("id", record["id"]) if "id" in record else ("line", record["line"])
-                whole = text.startswith(START) and text.endswith(b"\n")
+                whole = text.startswith(START) and text.endswith(b"\n") and isinstance(key[1], str | int)
             except (ValueError, TypeError, KeyError):
                 whole = False
             if whole:

@@ -30,7 +30,7 @@ class GemmaLayer(Layer):
 class Gemma2(Llama):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         super().__init__(config, dtype, max_model_len)
-        self.config, self.local_rope = config, local_rope(config)
+        self.config, self.local_rope = config, local_rope(config, max_model_len)
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         attention, mlp = self.attention(config, dtype, f"{name}.self_attn"), self.mlp(config, dtype, name, index)

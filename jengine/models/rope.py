@@ -56,9 +56,11 @@ def rope(config: ModelConfig, max_model_len: int) -> Rope:
     return _yarn(theta, dim, scaling)
 
 
-def local_rope(config: ModelConfig) -> Rope:
-    """The frequencies of layers with a window, in models where these have their own."""
-    return Rope(_powers(config.local_rope_theta or config.rope_theta, config.rotary_dim or config.head_dim))
+def local_rope(config: ModelConfig, max_model_len: int) -> Rope:
+    """The frequencies of layers with a window: their own, never stretched, in models that have such; else the model's."""
+    if config.local_rope_theta is None:
+        return rope(config, max_model_len)
+    return Rope(_powers(config.local_rope_theta, config.rotary_dim or config.head_dim))
 
 
 def _powers(theta: float, dim: int) -> tuple[float, ...]:

@@ -76,6 +76,24 @@ def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
     assert sum(np.size(constant) for constant in program.consts) <= 12  # no more than one frequency a pair of channels
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_narrow_activations_stay_narrow(variant: str) -> None:
+    model = build(model_config(VARIANTS[variant]), "bfloat16", 64)
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **how: float | None) -> jax.Array:
+        assert q.dtype == k.dtype == v.dtype == jnp.bfloat16
+        return q
+
+    def run(params, tokens):
+        module = model.bind(params)
+        hidden = module.hidden(tokens, tokens, attend)
+        return hidden, module.logits(hidden)
+
+    hidden, logits = jax.eval_shape(run, model.params, jax.ShapeDtypeStruct((5,), jnp.int32))
+    assert (hidden.shape, hidden.dtype) == ((5, model.config.hidden_size), jnp.bfloat16)
+    assert (logits.shape, logits.dtype) == ((5, model.config.vocab_size), jnp.float32)
+
+
 def test_unsupported_models_are_named() -> None:
     config = model_config(VARIANTS["llama_mha"])
     with pytest.raises(ModelError, match=r"model_type 'bloom' is not supported; .*llama, .*qwen3.* are"):

@@ -10,7 +10,7 @@ import pytest
 
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import ModelConfig
-from jengine.models.rope import rope, rotate
+from jengine.models.rope import local_rope, rope, rotate
 from tests.golden.weights import VARIANTS
 
 
@@ -44,6 +44,14 @@ def test_longrope_has_factors_for_short_and_for_long_sequences() -> None:
     assert rope(found, 64).frequencies == pytest.approx(default / found.rope_scaling.short_factor)
     assert rope(found, 65).frequencies == pytest.approx(default / found.rope_scaling.long_factor)
     assert rope(found, 64).magnitude == rope(found, 65).magnitude == pytest.approx(np.sqrt(1 + np.log(4) / np.log(64)))
+
+
+def test_layers_with_a_window_have_frequencies_of_their_own_where_the_model_says_so() -> None:
+    gemma3 = config("gemma3")
+    assert local_rope(gemma3, 256).frequencies == pytest.approx([10000 ** (-i / 24) for i in range(0, 24, 2)])
+    assert rope(gemma3, 256).frequencies == pytest.approx([1000000 ** (-i / 24) / 8 for i in range(0, 24, 2)])
+    stretched = dataclasses.replace(config("gemma2"), rope_scaling=gemma3.rope_scaling)
+    assert local_rope(stretched, 256) == rope(stretched, 256) != rope(config("gemma2"), 256)
 
 
 def test_channels_beyond_the_rotary_ones_stay() -> None:

@@ -1,0 +1,268 @@
+"""`jengine generate --input`: every line answered exactly once, whatever is in it and whenever the process was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import jengine
+from jengine import LLM, EngineDead, InvalidArgument, SamplingParams, cli
+from jengine.commands import batch
+from jengine.commands.batch_files import Answers
+from jengine.request import CompletionOutput, RequestOutput
+from tests.engine.running import SMALL
+
+OPTIONS = {**SMALL, "max_model_len": 192}
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def command(model: object, files: tuple[Path, Path], *more: str) -> list[str]:
+    return ["generate", str(model), f"--input={files[0]}", f"--output={files[1]}", *more]
+
+
+def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> None:
+    """A process is killed with some lines answered and others half-way; the last answer is cut off; another goes on."""
+    source, target = files
+    keys = [f"id {number}" if number % 2 else number for number in range(1, 121)]  # by id, or by line number
+    lines = [{"id": key, "prompt": f"{key}"} if isinstance(key, str) else {"prompt": f"{key}"} for key in keys]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = [sys.executable, "-m", "jengine.cli", *command(text_model, files, *FLAGS, "--max-tokens=100", "--temperature=0")]
+
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 120
+        while not target.exists() or target.read_bytes().count(b"\n") < 20:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    target.write_bytes(target.read_bytes()[:-9])
+    before = target.read_bytes().count(b"\n")
+    assert 15 < before < 120, "it had answered everything before it was killed"
+
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert "the last line was cut off and is done again" in done.stderr
+    assert f"\n{120 - before} of 120 lines answered; " in done.stderr and "tokens/s" in done.stderr
+    answers = records(target)
+    assert sorted(str(answer.get("id", answer["line"])) for answer in answers) == sorted(str(key) for key in keys)
+    assert all(len(answer["outputs"][0]["token_ids"]) == 100 for answer in answers)
+
+    content = target.read_bytes()
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert done.stderr == "all 120 lines have been answered before\n" and target.read_bytes() == content
+
+
+LINES: list[tuple[bytes, dict[str, Any] | str]] = [  # a line, and its record or a part of its error
+    (b'{"prompt": "The quick", "id": "a"}', {"line": 1, "id": "a", "prompt_tokens": 3}),
+    (b'{"prompt_token_ids": [5, 6, 7], "custom_id": 17, "max_tokens": 3}', {"line": 2, "id": 17, "prompt_tokens": 3}),
+    (b'{"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ messages[0].content }}y"}', {"line": 3, "prompt_tokens": 2}),
+    (b'{"prompt": "The quick", "seed": 3, "temperature": 1.0, "logprobs": 1}', {"line": 4, "prompt_tokens": 3}),
+    (b"  ", ""),
+    (b'{"prompt": "The', "Unterminated string"),
+    (b'"prompt"', "must be a JSON object"),
+    (b'{"prompt": "\xff"}', "invalid start byte"),
+    (b"[" * 10_000, "recursion"),
+    (b'{"text": "x"}', "must have one of prompt, prompt_token_ids, messages; it has 0"),
+    (b'{"prompt": "x", "messages": []}', "it has 2"),
+    (b'{"prompt": "x", "id": "a"}', "id='a': an earlier line has this id"),
+    (b'{"prompt": "x", "id": 1.5}', "must be one text or whole number"),
+    (b'{"prompt": "x", "id": "b", "custom_id": "b"}', "must be one text or whole number"),
+    (b'{"prompt": "x", "temprature": 1}', "temprature=1: there is no such field"),
+    (b'{"prompt": "x", "tools": []}', "tools=[]: there is no such field, or not for this kind of prompt"),
+    (b'{"prompt": "x", "id": "c", "top_p": 7}', "top_p=7: must be in (0, 1]"),
+    (b'{"prompt": "x", "stop": 7}', "stop=7"),
+    (b'{"prompt": 7}', "prompt=7: must be text"),
+    (b'{"prompt": "\\ud800"}', "must be text that UTF-8 can encode"),
+    (b'{"prompt_token_ids": "x"}', "must be a list"),
+    (b'{"prompt_token_ids": [5000]}', "ids must be in [0, "),
+    (b'{"prompt": "' + b"x" * 192 + b'"}', "at most max_model_len - 1 = 191"),
+    (b'{"messages": [{"role": "user", "content": "x"}]}', "the model has no chat template"),
+    (b'{"messages": [{"role": "usr", "content": "x"}], "chat_template": "x"}', "must be one of system"),
+    (b'{"prompt": "The quick"}', {"line": 26, "prompt_tokens": 3}),  # without a line's end
+]
+
+
+def test_lines_of_every_kind(text_model: Path, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = files
+    source.write_bytes(b"\n".join(line for line, _ in LINES))
+    run = command(text_model, files, *FLAGS, "--max-tokens=5", "--temperature=0", "--quiet")
+    assert cli.main(run) == 0
+    told = capsys.readouterr().err
+    answers = {answer["line"]: answer for answer in records(target)}
+    assert len(answers) == len(records(target)) == len(LINES) - 1
+    for number, (_, expected) in enumerate(LINES, start=1):
+        answer = answers.get(number)
+        if isinstance(expected, dict):
+            assert answer is not None and {field: answer.get(field) for field in expected} == expected
+            assert answer.keys() - expected.keys() == {"outputs"}
+        elif expected:
+            assert answer is not None and expected in answer["error"] and "outputs" not in answer
+            assert f"jengine: line {number}: " in told
+    assert answers[17]["id"] == "c" and "id" not in answers[12]
+
+    llm = LLM(text_model, progress=False, **OPTIONS)  # type: ignore[arg-type]
+    work: list[tuple[int, Any, SamplingParams]] = [
+        (1, "The quick", SamplingParams(temperature=0.0, top_p=0.95, max_tokens=5)),
+        (2, [5, 6, 7], SamplingParams(temperature=0.0, top_p=0.95, max_tokens=3)),
+        (4, "The quick", SamplingParams(temperature=1.0, top_p=0.95, max_tokens=5, seed=3, logprobs=1)),
+    ]
+    for line, prompt, params in work:
+        shown, made = answers[line]["outputs"][0], llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+        expected = {name: getattr(made, name) for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")}
+        assert {name: shown.get(name) for name in expected} == expected
+        assert ("logprobs" in shown) == (params.logprobs is not None)
+    assert [int(token) for entry in answers[4]["outputs"][0]["logprobs"] for token in list(entry)[:1]] == shown["token_ids"]
+
+    content = target.read_bytes()
+    assert cli.main(run) == 0 and target.read_bytes() == content and capsys.readouterr().err == ""
+    with source.open("ab") as file:  # more work, later
+        file.write(b'\n{"prompt": "x", "id": "later"}\n')
+    assert cli.main(run) == 0
+    assert [answer.get("id") for answer in records(target)[len(answers) :]] == ["later"]
+
+
+# --- the file of answers --------------------------------------------------------------------------
+
+
+def test_whatever_was_cut_off_is_repaired(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    written = [{"line": 1, "outputs": []}, {"line": 2, "id": "zwei", "error": "x"}, {"line": 3, "id": 3, "outputs": []}]
+    with Answers(path) as answers:
+        answers.write(written[:1])
+        answers.write(written[1:])
+    whole, keys = path.read_bytes(), [("line", 1), ("id", "zwei"), ("id", 3)]
+    assert records(path) == written
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        complete = whole[:cut].count(b"\n")
+        with Answers(path) as answers:
+            assert answers.done == set(keys[:complete])
+            answers.write(written[complete:])
+        assert path.read_bytes() == whole
+    path.write_bytes(whole + b"\0" * 100)  # what some file systems leave after a power failure
+    with Answers(path) as answers:
+        assert answers.done == set(keys)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "content", [b"my notes", b"my notes\n", b"{}\n", b'{"line": 1}\n\n{"line": 2}\n', b"[]", b"7\n", b'{"line": []}\n']
+)
+def test_a_file_with_something_else_is_left_alone(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    with pytest.raises(InvalidArgument, match="is no answer of this command; give another file"):
+        Answers(path)
+    assert path.read_bytes() == content
+
+
+def test_one_process_at_a_time_may_write(tmp_path: Path) -> None:
+    with Answers(tmp_path / "out"), pytest.raises(InvalidArgument, match="another process is writing it"):
+        Answers(tmp_path / "out")
+    with Answers(tmp_path / "out"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "source, target, message",
+    [
+        ("missing", "out", "input='.*missing': cannot be read: No such file"),
+        ("here", "here", "must be another file than --input"),
+        ("here", "missing/out", "cannot be written: No such file"),
+        ("here", ".", "cannot be written: Is a directory"),
+    ],
+)
+def test_files_that_cannot_be(source: str, target: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "here").write_text('{"prompt": "x"}\n')
+    options = cli._parser().parse_args(command("demo", (tmp_path / source, tmp_path / target)))
+    with pytest.raises(InvalidArgument, match=message):
+        batch.run(options)
+    assert (tmp_path / "here").read_text() == '{"prompt": "x"}\n'
+
+
+# --- a stand-in for the engine --------------------------------------------------------------------
+
+
+class StandIn:
+    """Answers at once, except where it is told to fail; knows how many were asked at the same time."""
+
+    fail_at = 0
+    live = most = asked = 0
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.engine = SimpleNamespace(scheduler=SimpleNamespace(max_num_seqs=4))
+
+    async def __aenter__(self) -> StandIn:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def generate(self, prompt: str, params: SamplingParams, output_kind: str) -> AsyncIterator[RequestOutput]:
+        cls = type(self)
+        cls.asked, cls.live = cls.asked + 1, cls.live + 1
+        cls.most = max(cls.most, cls.live)
+        await asyncio.sleep(0)
+        if cls.fail_at and cls.asked >= cls.fail_at:
+            raise EngineDead("the engine has stopped: it was told to")
+        cls.live -= 1
+        yield RequestOutput(request_id="0", prompt=prompt, prompt_token_ids=[1], outputs=[CompletionOutput(text=prompt, token_ids=[1, 2])])
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
+    class Fresh(StandIn):
+        pass
+
+    monkeypatch.setattr(jengine, "AsyncLLM", Fresh, raising=False)
+    return Fresh
+
+
+def test_few_requests_are_in_memory_at_a_time(stand_in: type[StandIn], files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    files[0].write_text("".join(json.dumps({"prompt": str(number)}) + "\n" for number in range(500)))
+    read, ahead = 0, []
+    lines = batch.read_lines
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal read
+        for line in lines(*arguments):
+            read += 1
+            ahead.append(read - files[1].read_bytes().count(b"\n"))
+            yield line
+
+    monkeypatch.setattr(batch, "read_lines", counted)
+    assert cli.main(command("demo", files, "--quiet")) == 0
+    assert len(records(files[1])) == 500 and stand_in.most == 8 and max(ahead) <= 9
+
+
+def test_an_engine_that_dies_leaves_what_was_answered(
+    stand_in: type[StandIn], files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files[0].write_text('{"prompt": "x"}\n' * 100)
+    stand_in.fail_at = 50
+    assert cli.main(command("demo", files, "--quiet")) == 2
+    assert capsys.readouterr().err == "jengine: error: the engine has stopped: it was told to\n"
+    before = len(records(files[1]))
+    assert 20 < before < 50
+    stand_in.fail_at = 0
+    assert cli.main(command("demo", files)) == 0
+    assert f"{100 - before} of 100 lines answered; {2 * (100 - before)} tokens, " in capsys.readouterr().err
+    assert sorted(answer["line"] for answer in records(files[1])) == [*range(1, 101)]

@@ -1,0 +1,259 @@
+"""`jengine chat`: the conversation that it keeps, messages through a pipe, and keys through a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jengine import InvalidArgument, SamplingParams
+from jengine.chat import chat_prompt
+from jengine.commands.chat import PLAIN, Chat
+from jengine.request import CompletionOutput, RequestOutput
+from jengine.text.chat_template import ChatTemplate
+from jengine.text.tokenizer import Tokenizer
+from tests.test_batch import FLAGS
+from tests.text.conftest import byte_level
+
+TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+
+
+class StandIn:
+    """Answers with `answer`, a character a token; refuses a prompt that contains "bad"."""
+
+    max_model_len = 200
+    answer = "Yes."
+
+    def __init__(self, template: ChatTemplate | None = None) -> None:
+        tokenizer = Tokenizer(byte_level(), {"bos_token": "<s>"})
+        tokenizer.__dict__["chat_templates"] = {} if template is None else {"default": template}
+        self.tokenizer, self.prompts, self.ended = tokenizer, [], 0
+
+    def chat_prompt(self, messages: Any, **options: Any) -> Any:
+        return chat_prompt(self.tokenizer, messages, **options)
+
+    def stream(self, prompt: Any, params: SamplingParams) -> Generator[RequestOutput]:
+        if "bad" in prompt["prompt"]:
+            raise InvalidArgument("prompt", prompt["prompt"], "must be good")
+        self.prompts.append(prompt["prompt"])
+        return self._outputs()
+
+    def _outputs(self) -> Generator[RequestOutput]:
+        completion = CompletionOutput()
+        try:
+            for character in self.answer:
+                completion.text += character
+                yield RequestOutput(request_id="0", prompt="", prompt_token_ids=[], outputs=[completion])
+        finally:
+            self.ended += 1
+
+
+@pytest.fixture
+def llm() -> StandIn:
+    return StandIn(ChatTemplate(TEMPLATE, {}))
+
+
+def chat_with(llm: StandIn, system: str | None = None, **params: Any) -> Chat:
+    return Chat(llm, SamplingParams(**params), system, SimpleNamespace(interrupted=False))  # type: ignore[arg-type]
+
+
+def test_the_conversation_so_far_is_the_prompt(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = chat_with(llm, "Be brief.")
+    chat.say("One?")
+    chat.say("Two?")
+    first = "[system] Be brief.\n[user] One?\n"
+    assert llm.prompts == [first, first + "[assistant] Yes.\n[user] Two?\n"]
+    assert capsys.readouterr() == ("Yes.\nYes.\n", "")
+
+
+def test_commands(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = chat_with(llm, "Be brief.")
+    chat.say("One?")
+    assert chat.obey("/reset ")
+    chat.say("Two?")
+    assert chat.obey("/system  Be kind.")
+    chat.say("Three?")
+    assert chat.obey("/system")
+    chat.say("Four?")
+    assert llm.prompts[1:] == ["[system] Be brief.\n[user] Two?\n", "[system] Be kind.\n[user] Three?\n", "[user] Four?\n"]
+    assert chat.obey("/help") and chat.obey("/what now")
+    told = capsys.readouterr().err
+    assert "/system TEXT" in told and "There is no /what." in told
+    assert not chat.obey("/exit") and not chat.obey("/quit")
+
+
+def test_what_cannot_be_answered_is_forgotten(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = chat_with(llm)
+    chat.say("bad")
+    assert "prompt='[user] bad\\n': must be good" in capsys.readouterr().err
+    chat.say("Good?")
+    assert llm.prompts == ["[user] Good?\n"]
+
+
+def test_the_oldest_messages_are_forgotten_when_room_is_wanting(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = chat_with(llm, "Be brief.", max_tokens=None)
+    for number in range(8):
+        chat.say(f"Question number {number}?")
+    sizes = [len(llm.tokenizer.encode(prompt, add_special_tokens=False)) for prompt in llm.prompts]
+    assert 100 < max(sizes) <= 150, "a quarter is for the answer, when it may be longer"
+    assert all(prompt.startswith("[system] Be brief.\n[user]") for prompt in llm.prompts)
+    assert "number 7" in llm.prompts[7] and "number 6" in llm.prompts[7] and "number 0" not in llm.prompts[7]
+    assert "its oldest messages are forgotten" in capsys.readouterr().err
+
+
+def test_an_interrupted_answer_is_kept_as_far_as_it_came(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = chat_with(llm)
+    outputs = llm._outputs
+
+    def interrupted() -> Generator[RequestOutput]:
+        for number, output in enumerate(outputs()):
+            chat.keyboard.interrupted = number == 1
+            yield output
+
+    llm._outputs = interrupted  # type: ignore[method-assign]
+    chat.say("One?")
+    assert llm.ended == 1, "the request goes on although nobody reads it"
+    chat.say("Two?")
+    assert llm.prompts[1] == "[user] One?\n[assistant] Ye\n[user] Two?\n"
+    assert capsys.readouterr().err == "(stopped)\n(stopped)\n"
+
+
+def test_without_a_template_the_text_is_continued(llm: StandIn) -> None:
+    plain = StandIn()
+    plain.answer = "\n    return 1"
+    chat = chat_with(plain, "import re")
+    assert chat.template == PLAIN and chat_with(llm).template is None
+    chat.say("def f():")
+    chat.say("def g():")
+    assert plain.prompts[1] == "<s>import re\ndef f():\n    return 1\ndef g():"
+
+
+# --- through a pipe -------------------------------------------------------------------------------
+
+
+def test_messages_through_a_pipe(text_model: Path) -> None:
+    """Each line a message; the answers go to stdout, everything else to stderr."""
+    messages = b'The quick\n/system fox\n  \n\xff\n"""two\nlines"""\n/exit\nnever read\n'
+    command = [sys.executable, "-m", "jengine.cli", "chat", str(text_model), *FLAGS, "--max-tokens=4", "--temperature=0", "--stop=\n"]
+    done = subprocess.run(command, input=messages, capture_output=True, check=True)
+    told = done.stderr.decode()
+    assert "The model has no chat template: it continues the text that you begin." in told and "/help" not in told
+    assert told.count("jengine: error: ") == 1 and "must be text that UTF-8 can encode" in told
+    assert done.stdout.count(b"\n") == 2 and b"> " not in done.stdout
+
+    from jengine import LLM
+    from tests.test_batch import OPTIONS
+
+    params = SamplingParams(temperature=0.0, top_p=0.95, max_tokens=4, stop="\n")
+    llm = LLM(text_model, progress=False, **OPTIONS)  # type: ignore[arg-type]
+    prompts = [llm.tokenizer.encode("<s>" + text, add_special_tokens=False) for text in ("The quick", "fox\ntwo\nlines")]
+    answers = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert done.stdout.decode() == "".join(answer + "\n" for answer in answers)
+
+
+# --- through a terminal ---------------------------------------------------------------------------
+
+ENDLESS = """
+import itertools, sys, time
+import jengine
+from jengine import cli
+from jengine.request import CompletionOutput, RequestOutput
+
+class Endless:
+    max_model_len = 1000
+    class tokenizer: chat_templates = {"default": None}
+    def __init__(self, model, **options): pass
+    def chat_prompt(self, messages, chat_template):
+        return {"prompt_token_ids": [1], "prompt": "|".join(message["content"] for message in messages)}
+    def stream(self, prompt, params):
+        completion = CompletionOutput()
+        for word in itertools.chain(["<" + prompt["prompt"] + ">"], itertools.repeat(" word") if "go" in prompt["prompt"] else []):
+            completion.text += word
+            yield RequestOutput(request_id="0", prompt="", prompt_token_ids=[1], outputs=[completion])
+            time.sleep(0.001)
+
+jengine.LLM = Endless
+sys.exit(cli.main(["chat", "demo"]))
+"""
+
+
+CONTROLLING = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"  # the process's terminal: its Ctrl-C is a signal
+
+
+class Terminal:
+    """A process whose standard streams are a terminal, and what it has shown."""
+
+    def __init__(self, code: str) -> None:
+        self.master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "dumb", "INPUTRC": "/dev/null"}
+        streams = {"stdin": slave, "stdout": slave, "stderr": slave}
+        self.process = subprocess.Popen([sys.executable, "-c", CONTROLLING + code], start_new_session=True, env=environment, **streams)
+        os.close(slave)
+        self.shown = ""
+
+    def until(self, pattern: str) -> str:
+        """Everything shown from the last match on, when this has appeared."""
+        deadline = time.monotonic() + 60
+        while (match := re.search(pattern, self.shown, re.DOTALL)) is None:
+            assert time.monotonic() < deadline, self.shown
+            if select.select([self.master], [], [], 1.0)[0]:
+                self.shown += os.read(self.master, 4096).decode(errors="replace")
+        text, self.shown = self.shown[: match.end()], self.shown[match.end() :]
+        return text
+
+    def type(self, keys: str) -> None:
+        os.write(self.master, keys.encode())
+
+
+@pytest.fixture
+def terminal() -> Generator[Terminal]:
+    made = Terminal(ENDLESS)
+    yield made
+    made.process.kill()
+    made.process.wait()
+    os.close(made.master)
+
+
+def test_keys(terminal: Terminal) -> None:
+    terminal.until("/help shows what you can do, Ctrl-D leaves.*> ")
+    terminal.type("onf\x7fe\r")  # backspace
+    assert "<one>" in terminal.until("> $")
+    terminal.type("go\r")
+    terminal.until("<one.*<one>.*go> word word word")
+    terminal.type("\x03")  # stops the answer, not the program
+    terminal.until(r"\(stopped\).*> $")
+    terminal.type("half a line")
+    terminal.until("half a line")
+    terminal.type("\x03")  # clears the line
+    terminal.until(r"\n> $")
+    terminal.type("/reset\r")
+    terminal.until("reset.*> $")
+    terminal.type('"""two\r')
+    terminal.until(r"two.*\| $")
+    terminal.type('lines"""\r')
+    assert "half" not in terminal.until("<two\r\nlines>.*> $")
+    terminal.type("/reset\rxne\x01\x04o\r")  # to the line's beginning, delete, insert
+    terminal.until("<one>.*> $")
+    terminal.type("\x1b[A\x1b[A\r")  # two lines up in the history
+    terminal.until("reset.*> $")
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=30) == 0
+
+
+def test_interrupted_before_it_listens() -> None:
+    """While the model loads, Ctrl-C ends the program, as it does in `generate`."""
+    slow = Terminal(ENDLESS.replace("**options): pass", "**options):\n        print('loading', flush=True); time.sleep(300)"))
+    slow.until("loading")
+    slow.type("\x03")
+    assert slow.process.wait(timeout=30) == 130
+    os.close(slow.master)
