@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jengine.errors import InvalidArgument
 from jengine.program_table import Variant
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_STOP_TOKEN_IDS = 16  # end-of-sequence ids included: the width of a slot's stop list on the device
 MAX_LOGPROBS = 20
