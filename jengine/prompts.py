@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NotRequired, TypedDict, cast
 
 from jengine.errors import InvalidArgument
-from jengine.request import Request, SamplingParams
-from jengine.text.masks import make_mask
+from jengine.request import Request, SamplingParams, TokenMask
 from jengine.text.tokenizer import Tokenizer
 
 
@@ -49,10 +48,16 @@ def make_request(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams | 
         prompt=text,
         prompt_token_ids=list(ids),
         params=params,
-        mask=make_mask(params, tokenizer),
+        mask=_mask(tokenizer, params) if params.masks else None,
         priority=priority,
         arrival=time.monotonic(),
     )
+
+
+def _mask(tokenizer: Tokenizer, params: SamplingParams) -> TokenMask | None:
+    from jengine.text.masks import make_mask  # llguidance is imported by those who use it
+
+    return make_mask(params, tokenizer)
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -160,14 +160,18 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
+    def masks(self) -> bool:
+        """Whether a token mask must be worked out on the host."""
+        return self.allowed_token_ids is not None or bool(self.bad_words) or self.structured_outputs is not None
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
     @property
     def variant(self) -> Variant:
         """The cheapest sampler program that applies every parameter."""
-        masks = self.allowed_token_ids is not None or self.bad_words or self.structured_outputs
-        if self.logprobs is not None or self.penalizes or self.logit_bias or masks:
+        if self.logprobs is not None or self.penalizes or self.logit_bias or self.masks:
             return "full"
         truncates = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
         if truncates or self.min_tokens > 0:
