@@ -1,0 +1,38 @@
+"""The support matrix says what a report says, and untested where it says nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+from support_matrix import BEGIN, END, NAMES, outcomes, table, write
+
+from jengine.models import FAMILIES
+
+REPORT = """<testsuites><testsuite>
+<testcase name="test_logits_match_transformers[gpt2]"/>
+<testcase name="test_logits_match_transformers[opt_125m]"/>
+<testcase name="test_logits_match_transformers[opt_350m]"><failure/></testcase>
+<testcase name="test_greedy_tokens_and_logprobs[opt_125m]"><error/></testcase>
+<testcase name="test_greedy_tokens_and_logprobs[gpt2]"><skipped/></testcase>
+<testcase name="test_goldens_are_what_they_claim"/>
+</testsuite></testsuites>"""
+
+
+def rows(platform: str) -> dict[str, list[str]]:
+    lines = table(outcomes(ElementTree.fromstring(REPORT)), platform).splitlines()[2:]
+    return {cells[1].strip("`"): cells[2:] for cells in ([c.strip() for c in line.strip("|").split("|")] for line in lines)}
+
+
+def test_cells() -> None:
+    assert set(rows("cpu")) == set(FAMILIES) == set(NAMES)
+    assert rows("cpu")["gpt2"] == ["passed (1)"] + ["untested"] * 5
+    assert rows("cpu")["opt"] == ["**failed** (1 of 2)", "**failed** (1 of 1)"] + ["untested"] * 4
+    assert rows("gpu")["gpt2"] == ["untested"] * 3 + ["passed (1)"] + ["untested"] * 2
+
+
+def test_only_the_table_is_written(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write(readme, "new")
+    assert readme.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
