@@ -48,8 +48,8 @@ class StepResult:
     """
 
     tokens: list[int]
-    logprobs: SampledLogprobs | None
-    scores: SampledLogprobs | None
+    logprobs: SampledLogprobs | None = None
+    scores: SampledLogprobs | None = None
 
 
 class Runner:

@@ -27,6 +27,9 @@ OTHERS = [
     "llama_head_dim",
     "rope_dynamic_beyond",
     "rope_yarn",
+    "gemma2",
+    "mixtral",
+    "opt_350m",
 ]
 LARGE = 4096  # bytes of a constant; rotary frequencies are smaller
 
