@@ -294,6 +294,8 @@ def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> Reque
     """A copy that does not grow; of each completion only what comes after these tokens and characters."""
     news = copy.copy(output)
     news.outputs, news.metrics = [], copy.copy(output.metrics)
+    if shown:
+        news.prompt_logprobs = None  # they were all there before the first token
     for completion in output.outputs:
         tokens, characters = shown.get(completion.index, (0, 0))
         part = copy.copy(completion)

@@ -115,12 +115,14 @@ async def _answer(llm: AsyncLLM, line: Line) -> dict[str, Any]:
 
 
 def _shown(output: RequestOutput) -> dict[str, Any]:
-    completions = [dataclasses.asdict(completion) for completion in output.outputs]
-    for completion in completions:
-        for field in ("logprobs", "cumulative_logprob"):
-            if completion[field] is None:
-                del completion[field]
-    return {"prompt_tokens": len(output.prompt_token_ids), "outputs": completions}
+    """What a record holds of an answer; log probabilities where they were asked for."""
+    fields = dataclasses.asdict(output)
+    for part in (fields, *fields["outputs"]):
+        for name in ("prompt_logprobs", "logprobs", "cumulative_logprob"):
+            if name in part and part[name] is None:
+                del part[name]
+    kept = {name: fields[name] for name in fields if name in ("outputs", "prompt_logprobs")}
+    return {"prompt_tokens": len(output.prompt_token_ids), **kept}
 
 
 def _say(options: argparse.Namespace, text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jengine import LLM, AsyncLLM, CompletionOutput, EngineDead, InvalidArgument, JengineError, RequestOutput, SamplingParams
+from jengine import LLM, AsyncLLM, EngineDead, InvalidArgument, JengineError, RequestOutput, SamplingParams
 from jengine.async_llm import OutputKind
 from jengine.config import ModelConfig
 from jengine.engine import Engine
@@ -33,6 +33,7 @@ WORK = [
     ([5, 6, 7], SamplingParams(temperature=1.0, seed=3, max_tokens=40, logprobs=2)),
     ({"prompt_token_ids": [9] * 70}, SamplingParams(temperature=0.9, top_k=20, seed=4, max_tokens=30, stop=["ex", "qu"])),
     ("naïve café", SamplingParams(temperature=1.2, seed=5, max_tokens=60, stop_token_ids=[7, 300, 301, 302, 303], min_tokens=4)),
+    (TEXT, SamplingParams(temperature=0.8, seed=6, max_tokens=20, repetition_penalty=1.2, logit_bias={99: 2.0}, prompt_logprobs=1)),
 ]
 
 
@@ -51,7 +52,7 @@ class CountingRunner:
             raise FloatingPointError("the device is on fire")
         self.steps += 1
         rows = 1 + max((row for row, _ in step.plan.sampled), default=0)
-        return StepResult([100 + self.steps % 50] * rows, None)
+        return StepResult([100 + self.steps % 50] * rows, logprobs=None, scores=None)
 
 
 def counting(runner: CountingRunner, tokenizer: Tokenizer | None = None) -> AsyncLLM:
@@ -97,7 +98,8 @@ async def collect(llm: AsyncLLM, prompt: Any, sampling_params: SamplingParams | 
 
 def joined(deltas: list[RequestOutput]) -> RequestOutput:
     """What the deltas of a request add up to."""
-    whole = dataclasses.replace(deltas[-1])
+    whole = dataclasses.replace(deltas[-1], prompt_logprobs=deltas[0].prompt_logprobs)
+    assert all(delta.prompt_logprobs is None for delta in deltas[1:])
     parts = [delta.outputs[0] for delta in deltas]
     logprobs = None if parts[0].logprobs is None else [entry for part in parts for entry in part.logprobs or []]
     text, ids = "".join(part.text for part in parts), [token for part in parts for token in part.token_ids]
@@ -105,29 +107,31 @@ def joined(deltas: list[RequestOutput]) -> RequestOutput:
     return whole
 
 
-def assert_equal(one: CompletionOutput, other: CompletionOutput) -> None:
+def assert_equal(one: RequestOutput, other: RequestOutput) -> None:
     """Log probabilities up to the rounding of differently shaped programs, the rest exactly."""
-    plain = {"logprobs": None, "cumulative_logprob": None}
-    assert dataclasses.replace(one, **plain) == dataclasses.replace(other, **plain)  # type: ignore[arg-type]
-    assert (one.logprobs is None) == (other.logprobs is None)
-    for entry, known in zip(one.logprobs or [], other.logprobs or [], strict=True):
-        assert entry.keys() == known.keys()
-        assert all(abs(entry[token].logprob - known[token].logprob) < 1e-4 for token in entry)
+    plain: dict[str, Any] = {"logprobs": None, "cumulative_logprob": None}
+    [ours], [theirs] = one.outputs, other.outputs
+    assert dataclasses.replace(ours, **plain) == dataclasses.replace(theirs, **plain)
+    for some, known in ((ours.logprobs, theirs.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
+        assert (some is None) == (known is None)
+        for entry, expected in zip(some or [], known or [], strict=True):
+            assert (entry or {}).keys() == (expected or {}).keys()
+            assert all(abs(entry[token].logprob - expected[token].logprob) < 1e-4 for token in entry or ())  # type: ignore[index]
 
 
 def test_outputs_are_those_of_llm(llm: LLM, fresh: AsyncLLM) -> None:
     """All four at once, each in three ways: the last cumulative one, the deltas together, the final one."""
-    expected = [output.outputs for output in llm.generate([p for p, _ in WORK], [s for _, s in WORK], use_tqdm=False)]
-    assert {output[0].finish_reason for output in expected} == {"stop", "length"}, "the work lost its variety"
+    expected = llm.generate([p for p, _ in WORK], [s for _, s in WORK], use_tqdm=False)
+    assert {output.outputs[0].finish_reason for output in expected} == {"stop", "length"}, "the work lost its variety"
 
     async def main() -> None:
         kinds = ("cumulative", "delta", "final")
         got = await asyncio.gather(*[collect(fresh, p, s, output_kind=kind) for kind in kinds for p, s in WORK])
-        for i, outputs in enumerate(expected):
+        for i, known in enumerate(expected):
             cumulative, delta, final = got[i], got[len(WORK) + i], got[2 * len(WORK) + i]
             assert len(final) == 1
             for output in (cumulative[-1], joined(delta), final[0]):
-                assert_equal(output.outputs[0], outputs[0])
+                assert_equal(output, known)
             for series in (cumulative, delta, final):
                 assert [output.finished for output in series] == [False] * (len(series) - 1) + [True]
             sizes = [len(output.outputs[0].token_ids) for output in cumulative]
