@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from jengine.chat import ChatOptions, Conversation, chat_prompt, conversations
 from jengine.checkpoints import resolve
 from jengine.config import EngineConfig
+from jengine.display import counted, table_html
 from jengine.errors import InvalidArgument
 from jengine.outputs import LiveOutputs
 from jengine.prompts import Prompt, TokensPrompt, listed, make_request
@@ -41,6 +42,7 @@ class LLM:
 
     def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
         config = EngineConfig.of(str(model), options)
+        self.model = config.model
         self.engine, self.started = start(config, progress=progress)
         started = time.perf_counter()
         self.tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer))
@@ -132,6 +134,23 @@ class LLM:
             "start_seconds": dict(self.started.seconds),
             "preemptions": self.engine.scheduler.num_preemptions,
         }
+
+    def __repr__(self) -> str:
+        return f"LLM({self.model!r}, {', '.join(value for _, value in self._facts()[1:])})"
+
+    def _repr_html_(self) -> str:
+        return table_html(self._facts())
+
+    def _facts(self) -> list[tuple[str, str]]:
+        scheduler, started = self.engine.scheduler, self.started
+        return [
+            ("model", self.model),
+            ("numbers", started.dtype),
+            ("devices", started.devices),
+            ("programs", counted(started.programs_compiled + started.programs_loaded, "program")),
+            ("cache", f"{counted(scheduler.pool.capacity, 'page')} of {scheduler.page_size} tokens"),
+            ("limits", f"{scheduler.max_num_seqs} sequences at once, {scheduler.max_model_len} tokens each"),
+        ]
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         return make_request(self.tokenizer, prompt, params, str(next(self._ids)))

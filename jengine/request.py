@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from jengine.display import answer_html, counted, short
 from jengine.errors import InvalidArgument
 from jengine.program_table import Variant
 
@@ -249,6 +250,14 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
 
+    def __repr__(self) -> str:
+        return f"CompletionOutput({short(self.text)}, {self._note()})"
+
+    def _note(self) -> str:
+        ended = "unfinished" if self.finish_reason is None else f"finish_reason={self.finish_reason!r}"
+        because = "" if self.stop_reason is None else f", stop_reason={self.stop_reason!r}"
+        return f"{counted(len(self.token_ids), 'token')}, {ended}{because}"
+
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
@@ -271,3 +280,11 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     finished: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def __repr__(self) -> str:
+        prompt = f"prompt={short(self.prompt)}, {counted(len(self.prompt_token_ids), 'prompt token')}"
+        return f"RequestOutput({self.request_id!r}, {prompt}, finished={self.finished}, outputs={self.outputs!r})"
+
+    def _repr_html_(self) -> str:
+        prompt = f"[{counted(len(self.prompt_token_ids), 'token')}] " if self.prompt is None else self.prompt
+        return answer_html(prompt, [(completion.text, completion._note()) for completion in self.outputs])

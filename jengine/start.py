@@ -33,10 +33,14 @@ class Started:
 
     Attributes:
         folder: the model's.
+        dtype: of weights, activations and cache.
+        devices: how many of which kind.
         seconds: by part, in order.
     """
 
     folder: Path
+    dtype: str = ""
+    devices: str = ""
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -63,7 +67,9 @@ def start(config: EngineConfig, *, progress: bool = True) -> tuple[Engine, Start
     claim_gpu_memory(config.gpu_memory_utilization)
     mesh = make_mesh(config.tensor_parallel_size)
     max_model_len = _max_model_len(config, facts)
+    started.devices = f"{mesh.devices.size} {mesh.devices.flat[0].device_kind}"
     model = build(facts, _dtype(config, facts, mesh.devices.flat[0]), max_model_len)
+    started.dtype = str(model.dtype)
     lap("configuration")
     params = load(started.folder, model, mesh, progress=progress)
     lap("weights")

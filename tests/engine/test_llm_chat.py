@@ -72,3 +72,11 @@ def test_async_chat(llm: LLM) -> None:
                 online.chat([{"role": "usr", "content": "x"}])
 
     asyncio.run(main())
+
+
+def test_the_model_shows_itself(llm: LLM) -> None:
+    shown = repr(llm)
+    assert shown.startswith(f"LLM({llm.model!r}, float32, 1 cpu, ")
+    assert shown.endswith("119 pages of 16 tokens, 8 sequences at once, 192 tokens each)") and "\n" not in shown
+    html = llm._repr_html_()
+    assert html.startswith("<table>") and llm.model in html and "119 pages of 16 tokens" in html

@@ -1,0 +1,35 @@
+"""How things show themselves: one line in a terminal, a small table or text in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+_QUIET = 'style="opacity: 0.6; font-size: 90%"'
+_LEFT = 'style="text-align: left"'
+_TEXT = 'style="white-space: pre-wrap; margin: 0"'
+
+
+def short(text: str | None, most: int = 60) -> str:
+    """A text's repr, cut after this many characters."""
+    return repr(text) if text is None or len(text) <= most else f"{text[:most]!r}..."
+
+
+def counted(number: int, what: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def table_html(rows: Iterable[tuple[str, str]]) -> str:
+    """Names and values, escaped."""
+    cells = (f"<tr><th {_LEFT}>{escape(name)}</th><td {_LEFT}>{escape(value)}</td></tr>" for name, value in rows)
+    return f"<table>{''.join(cells)}</table>"
+
+
+def answer_html(prompt: str, completions: Iterable[tuple[str, str]]) -> str:
+    """A prompt, and each (text, note) that followed it, escaped."""
+    parts = (
+        f"<pre {_TEXT}><span {_QUIET}>{escape(prompt)}</span>{escape(text)}</pre><div {_QUIET}>{escape(note)}</div>"
+        for text, note in completions
+    )
+    return f"<div>{''.join(parts)}</div>"
