@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -351,6 +354,25 @@ def test_one_event_loop_at_a_time() -> None:
     assert outputs[-1].outputs[0].finish_reason == "length"
     asyncio.run(llm.close())
     assert_idle(llm)
+
+
+LEAVES = """
+import asyncio
+from tests.engine.test_async_llm import LONG, CountingRunner, counting
+
+async def main():
+    await anext(llm.generate("x", LONG))
+
+llm = counting(CountingRunner(0.1))
+asyncio.run(main())
+assert llm.engine.has_work and llm._thread.is_alive()
+"""
+
+
+def test_a_process_may_end_without_closing() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_500_requests_with_random_aborts_and_timeouts(fresh: AsyncLLM) -> None:
