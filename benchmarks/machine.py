@@ -46,7 +46,7 @@ def _used_by_others() -> float | None:
     if _START is None:
         return None
     (machine, own), since, (machine_then, own_then) = _busy(), time.monotonic() - _START[0], _START[1]
-    return round((machine - machine_then - own + own_then) / since / (os.cpu_count() or 1), 2)
+    return max(0.0, round((machine - machine_then - own + own_then) / since / (os.cpu_count() or 1), 2))
 
 
 _START = (time.monotonic(), _busy()) if Path("/proc/stat").exists() else None
