@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import random
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -17,20 +13,11 @@ from typing import Any
 
 import pytest
 
-from jengine import LLM, AsyncLLM, EngineDead, InvalidArgument, JengineError, RequestOutput, SamplingParams
+from jengine import LLM, AsyncLLM, InvalidArgument, RequestOutput, SamplingParams
 from jengine.async_llm import OutputKind
-from jengine.config import ModelConfig
-from jengine.engine import Engine
-from jengine.execution.runner import InFlight, StepResult
-from jengine.program_table import ProgramTable
-from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.step_plan import StepPlan
-from jengine.text.tokenizer import Tokenizer
+from tests.engine.counting import LONG, TEXT, CountingRunner, assert_idle, collect, counting
 from tests.engine.running import SMALL
-from tests.text.conftest import byte_level
 
-TEXT = "The quick brown fox"
-LONG = SamplingParams(max_tokens=None, ignore_eos=True)
 WORK = [
     (TEXT, SamplingParams(temperature=0.0, max_tokens=24)),
     ([5, 6, 7], SamplingParams(temperature=1.0, seed=3, max_tokens=40, logprobs=2)),
@@ -38,34 +25,6 @@ WORK = [
     ("naïve café", SamplingParams(temperature=1.2, seed=5, max_tokens=60, stop_token_ids=[7, 300, 301, 302, 303], min_tokens=4)),
     (TEXT, SamplingParams(temperature=0.8, seed=6, max_tokens=20, repetition_penalty=1.2, logit_bias={99: 2.0}, prompt_logprobs=1)),
 ]
-
-
-class CountingRunner:
-    """A runner without a model: the tokens of a sampler row are 100, 101, ... Fails at a step if told to."""
-
-    def __init__(self, seconds: float = 0.0, fail_at: int | None = None) -> None:
-        self.seconds, self.fail_at, self.steps = seconds, fail_at, 0
-
-    def dispatch(self, plan: StepPlan) -> InFlight:
-        return InFlight(plan, None)  # type: ignore[arg-type]
-
-    def read(self, step: InFlight) -> StepResult:
-        time.sleep(self.seconds)
-        if self.steps == self.fail_at:
-            raise FloatingPointError("the device is on fire")
-        self.steps += 1
-        rows = 1 + max((row for row, _ in step.plan.sampled), default=0)
-        return StepResult([100 + self.steps % 50] * rows, logprobs=None, scores=None)
-
-
-def counting(runner: CountingRunner, tokenizer: Tokenizer | None = None) -> AsyncLLM:
-    """An AsyncLLM that is known to work without compiling anything."""
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
-    config = ModelConfig(family="llama", vocab_size=400, max_position=200, **shape)  # type: ignore[arg-type]
-    table = ProgramTable.build(max_num_seqs=8, max_num_batched_tokens=136, tile_size=64)
-    limits = {"page_size": 16, "num_pages": 120, "max_num_seqs": 8, "max_num_batched_tokens": 136, "max_model_len": 192}
-    scheduler = Scheduler(table, **limits)  # type: ignore[arg-type]
-    return AsyncLLM.over(Engine(config, runner, scheduler), tokenizer or Tokenizer(byte_level()))
 
 
 @pytest.fixture(scope="module")
@@ -82,21 +41,11 @@ def fresh(llm: LLM) -> Iterator[AsyncLLM]:
     assert_idle(online)
 
 
-def assert_idle(llm: AsyncLLM) -> None:
-    assert not llm._thread.is_alive() and not llm.engine.has_work and not llm._callers
-    llm.engine.scheduler.check_integrity()
-    assert llm.engine.scheduler.pool.owned == 0
-
-
 async def wait_until_idle(llm: AsyncLLM) -> None:
     async with asyncio.timeout(10):
         while llm.engine.has_work or llm._callers:
             await asyncio.sleep(0.005)
     assert llm.engine.scheduler.pool.owned == 0
-
-
-async def collect(llm: AsyncLLM, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any) -> list[RequestOutput]:
-    return [output async for output in llm.generate(prompt, sampling_params, **options)]
 
 
 def joined(deltas: list[RequestOutput]) -> RequestOutput:
@@ -254,125 +203,6 @@ def test_refused_before_it_is_queued(prompt: Any, options: dict[str, Any], field
         assert_idle(llm)
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("fail_at", [0, 30])
-def test_an_error_in_the_engine_reaches_everybody(fail_at: int) -> None:
-    async def main() -> None:
-        llm = counting(CountingRunner(0.001, fail_at))
-        async with asyncio.timeout(10):
-            answers = await asyncio.gather(*[collect(llm, TEXT, LONG) for _ in range(20)], return_exceptions=True)
-            for answer in answers:  # 8 run and 12 wait
-                assert isinstance(answer, EngineDead) and "on fire" in str(answer) and isinstance(answer.__cause__, FloatingPointError)
-            with pytest.raises(EngineDead, match="on fire"):
-                await collect(llm, TEXT)
-            assert not llm._callers
-            await llm.close(drain=60)
-
-    asyncio.run(main())
-
-
-def test_an_error_in_making_text_reaches_everybody() -> None:
-    class Broken(Tokenizer):
-        def _bytes_of(self, token_id: int) -> bytes:
-            if token_id == 120:
-                raise KeyError(token_id)
-            return super()._bytes_of(token_id)
-
-    async def main() -> None:
-        llm = counting(CountingRunner(0.001), Broken(byte_level()))
-        async with asyncio.timeout(10):
-            answers = await asyncio.gather(*[collect(llm, TEXT, LONG) for _ in range(20)], return_exceptions=True)
-            assert all(isinstance(answer, EngineDead) and "120" in str(answer) for answer in answers)
-            await llm.close()
-        assert not llm._thread.is_alive()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("drain, reason", [(0.0, "abort"), (30.0, "length"), (0.05, "abort")])
-def test_close_while_requests_run(drain: float, reason: str) -> None:
-    async def main() -> None:
-        llm = counting(CountingRunner(0.003))
-        tasks = [asyncio.create_task(collect(llm, TEXT, LONG)) for _ in range(12)]
-        while llm.engine.scheduler.num_running < 8:
-            await asyncio.sleep(0.001)
-        closing = asyncio.create_task(llm.close(drain))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineDead, match="closed"):
-            await collect(llm, TEXT)
-        await closing
-        for outputs in await asyncio.gather(*tasks):
-            end = outputs[-1].outputs[0]
-            assert (end.finish_reason, end.stop_reason) == (reason, "shutdown" if reason == "abort" else None)
-        await llm.close()
-        assert_idle(llm)
-
-    asyncio.run(main())
-
-
-def test_the_drain_does_not_wait_for_slow_readers_and_can_be_cut_short() -> None:
-    async def main() -> None:
-        llm = counting(CountingRunner())
-        reader = llm.generate(TEXT, LONG)
-        await anext(reader)
-        await asyncio.wait_for(llm.close(drain=60), 10)  # all is generated; that it has not been read is no reason to wait
-        assert [output.outputs[0].finish_reason async for output in reader] == ["length"]
-        llm = counting(CountingRunner(0.05))
-        reading = asyncio.create_task(collect(llm, TEXT, LONG))
-        slow = asyncio.create_task(llm.close(drain=60))
-        await asyncio.sleep(0.1)
-        await asyncio.wait_for(asyncio.gather(llm.close(), slow), 10)
-        assert (await reading)[-1].outputs[0].stop_reason == "shutdown"
-
-    asyncio.run(main())
-
-
-def test_one_event_loop_at_a_time() -> None:
-    llm = counting(CountingRunner(0.001))
-    for _ in range(2):
-        outputs = asyncio.run(collect(llm, TEXT, SamplingParams(max_tokens=5)))
-        assert outputs[-1].outputs[0].finish_reason == "length"
-
-    abandoned = asyncio.new_event_loop()  # closed with a request unfinished: nobody ever ends its iteration
-    reader = llm.generate(TEXT, LONG, request_id="mine")
-    abandoned.run_until_complete(anext(reader))
-    refused: list[Exception] = []
-
-    def elsewhere() -> None:
-        try:
-            asyncio.run(collect(llm, TEXT))
-        except JengineError as error:
-            refused.append(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert len(refused) == 1 and "another event loop" in str(refused[0])
-    abandoned.close()
-    outputs = asyncio.run(collect(llm, TEXT, SamplingParams(max_tokens=5), request_id="mine"))
-    assert outputs[-1].outputs[0].finish_reason == "length"
-    asyncio.run(llm.close())
-    assert_idle(llm)
-
-
-LEAVES = """
-import asyncio
-from tests.engine.test_async_llm import LONG, CountingRunner, counting
-
-async def main():
-    await anext(llm.generate("x", LONG))
-
-llm = counting(CountingRunner(0.1))
-asyncio.run(main())
-assert llm.engine.has_work and llm._thread.is_alive()
-"""
-
-
-def test_a_process_may_end_without_closing() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60, env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_500_requests_with_random_aborts_and_timeouts(fresh: AsyncLLM) -> None:

@@ -1,0 +1,57 @@
+"""An AsyncLLM over a runner without a model: nothing is compiled, and it fails when it is told to."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from jengine import AsyncLLM, RequestOutput, SamplingParams
+from jengine.config import ModelConfig
+from jengine.engine import Engine
+from jengine.execution.runner import InFlight, StepResult
+from jengine.program_table import ProgramTable
+from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.step_plan import StepPlan
+from jengine.text.tokenizer import Tokenizer
+from tests.text.conftest import byte_level
+
+TEXT = "The quick brown fox"
+LONG = SamplingParams(max_tokens=None, ignore_eos=True)
+
+
+class CountingRunner:
+    """A runner without a model: the tokens of a sampler row are 100, 101, ... Fails at a step if told to."""
+
+    def __init__(self, seconds: float = 0.0, fail_at: int | None = None) -> None:
+        self.seconds, self.fail_at, self.steps = seconds, fail_at, 0
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        return InFlight(plan, None)  # type: ignore[arg-type]
+
+    def read(self, step: InFlight) -> StepResult:
+        time.sleep(self.seconds)
+        if self.steps == self.fail_at:
+            raise FloatingPointError("the device is on fire")
+        self.steps += 1
+        rows = 1 + max((row for row, _ in step.plan.sampled), default=0)
+        return StepResult([100 + self.steps % 50] * rows, logprobs=None, scores=None)
+
+
+def counting(runner: CountingRunner, tokenizer: Tokenizer | None = None) -> AsyncLLM:
+    """An AsyncLLM that is known to work without compiling anything."""
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    config = ModelConfig(family="llama", vocab_size=400, max_position=200, **shape)  # type: ignore[arg-type]
+    table = ProgramTable.build(max_num_seqs=8, max_num_batched_tokens=136, tile_size=64)
+    limits = {"page_size": 16, "num_pages": 120, "max_num_seqs": 8, "max_num_batched_tokens": 136, "max_model_len": 192}
+    scheduler = Scheduler(table, **limits)  # type: ignore[arg-type]
+    return AsyncLLM.over(Engine(config, runner, scheduler), tokenizer or Tokenizer(byte_level()))
+
+
+async def collect(llm: AsyncLLM, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any) -> list[RequestOutput]:
+    return [output async for output in llm.generate(prompt, sampling_params, **options)]
+
+
+def assert_idle(llm: AsyncLLM) -> None:
+    assert not llm._thread.is_alive() and not llm.engine.has_work and not llm._callers
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.scheduler.pool.owned == 0
