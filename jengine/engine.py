@@ -96,7 +96,7 @@ class Engine:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def check(self, request: Request) -> None:
-        """Raises InvalidArgument for token ids outside the vocabulary; `add` checks the rest."""
+        """Raises InvalidArgument for what can never be answered: token ids outside the vocabulary, or what the scheduler refuses."""
         vocab = self.model.vocab_size
         limit = f"ids must be in [0, {vocab})"
         ids = request.prompt_token_ids
@@ -110,19 +110,19 @@ class Engine:
                     raise InvalidArgument(name, token, limit)
         self.scheduler.check(request, self.model.eos_token_ids)
 
-    def add(self, request: Request) -> Sequence:
-        """Queue a request.
+    def add(self, *requests: Request) -> list[Sequence]:
+        """Queue a request, or all of a prompt's, which differ in their sample index and have one seed: where they bring none, they
+        draw one together.
 
         Raises:
-            InvalidArgument: it can never be answered; says why. Nothing has been queued then.
+            InvalidArgument: one of them can never be answered; says why. Nothing has been queued then.
         """
-        self.check(request)
-        seed = request.params.seed
-        return self.scheduler.add(
-            request,
-            seed=self._seeds.getrandbits(64) if seed is None else seed,
-            eos_token_ids=self.model.eos_token_ids,
-        )
+        for request in requests:
+            self.check(request)
+        seed = requests[0].params.seed
+        if seed is None:
+            seed = self._seeds.getrandbits(64)
+        return [self.scheduler.add(request, seed=seed, eos_token_ids=self.model.eos_token_ids) for request in requests]
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """End a request for a reason of the caller's: a stop string in its text, or nobody waits. False where it has ended."""

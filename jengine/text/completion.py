@@ -12,8 +12,8 @@ from jengine.text.tokenizer import Tokenizer
 class CompletionBuilder:
     """Grows `output` by one token at a time; each costs the same however long it has become."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self.output = CompletionOutput()
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, index: int = 0) -> None:
+        self.output = CompletionOutput(index=index)
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
