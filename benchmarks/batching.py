@@ -27,7 +27,7 @@ from jengine.execution.runner import InFlight, Runner, StepResult
 from jengine.program_table import ProgramTable
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.step_plan import StepPlan
-from jengine.start import start
+from jengine.start import start_engine
 
 MAX_NUM_SEQS = 32
 PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens, drawn evenly
@@ -177,7 +177,7 @@ def main() -> None:
     options = parser.parse_args()
     model = options.model or ("demo" if options.quick else str(made_model("134m")))
     config = EngineConfig.of(model, {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": PROMPT[1] + OUTPUT[1], "dtype": options.dtype})
-    engine, _ = start(config)
+    engine, _ = start_engine(config)
     inner = engine.runner
     assert isinstance(inner, Runner)
     engine.runner = runner = RecordingRunner(inner, engine.scheduler.table)

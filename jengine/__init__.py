@@ -10,35 +10,64 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jengine.async_llm import AsyncLLM
+    from jengine.backend import Backend, EngineThread, Steps, run_engine
     from jengine.config import EngineConfig
+    from jengine.engine import Load, PromptScores, TokenLogprobs, TokenUpdate
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
+    from jengine.limits import Limits
     from jengine.llm import LLM
-    from jengine.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputs
+    from jengine.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams, StructuredOutputs
+    from jengine.scheduling.room import Room
+    from jengine.start import Started, start_engine
+    from jengine.text.masks import make_mask
+    from jengine.text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "Backend",
     "CompletionOutput",
     "EngineConfig",
     "EngineDead",
+    "EngineThread",
     "InvalidArgument",
     "JengineError",
+    "Limits",
+    "Load",
     "Logprob",
     "ModelError",
     "OutOfMemory",
+    "PromptScores",
+    "Request",
     "RequestOutput",
+    "Room",
     "SamplingParams",
+    "Started",
+    "Steps",
     "StructuredOutputs",
+    "TokenLogprobs",
+    "TokenUpdate",
+    "Tokenizer",
     "__version__",
+    "make_mask",
+    "run_engine",
+    "start_engine",
 ]
 
 _MODULES = {
     "jengine.llm": ("LLM",),
     "jengine.async_llm": ("AsyncLLM",),
+    "jengine.backend": ("Backend", "EngineThread", "Steps", "run_engine"),
     "jengine.config": ("EngineConfig",),
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
-    "jengine.request": ("CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputs"),
+    "jengine.engine": ("Load", "PromptScores", "TokenLogprobs", "TokenUpdate"),
+    "jengine.limits": ("Limits",),
+    "jengine.request": ("CompletionOutput", "Logprob", "Request", "RequestOutput", "SamplingParams", "StructuredOutputs"),
+    "jengine.scheduling.room": ("Room",),
+    "jengine.start": ("Started", "start_engine"),
+    "jengine.text.masks": ("make_mask",),
+    "jengine.text.tokenizer": ("Tokenizer",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -8,22 +8,21 @@ import contextlib
 import copy
 import itertools
 import math
-import queue
-import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+from jengine.backend import Backend, EngineThread, Updates
 from jengine.chat import ChatOptions, Conversation, chat_prompt
 from jengine.checkpoints import resolve
 from jengine.config import EngineConfig
-from jengine.engine import Engine, PromptScores, TokenUpdate
+from jengine.engine import Load
 from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.outputs import LiveOutputs
 from jengine.prompts import Prompt, make_requests
 from jengine.request import RequestOutput, SamplingParams
-from jengine.start import start
+from jengine.start import start_engine
 from jengine.text.tokenizer import Tokenizer
 
 OutputKind = Literal["cumulative", "delta", "final"]
@@ -57,28 +56,32 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
         config = EngineConfig.of(str(model), options)
-        engine, self.started = start(config, progress=progress)
-        self._attach(engine, Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer)))
+        engine, self.started = start_engine(config, progress=progress)
+        tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer))
+        self._attach(EngineThread(engine), tokenizer)
 
     @classmethod
-    def over(cls, engine: Engine, tokenizer: Tokenizer) -> AsyncLLM:
-        """Around an engine that runs already, or one that stands in for it."""
+    def over(cls, backend: Backend, tokenizer: Tokenizer) -> AsyncLLM:
+        """Around an engine that runs elsewhere."""
         llm = cls.__new__(cls)
-        llm._attach(engine, tokenizer)
+        llm._attach(backend, tokenizer)
         return llm
 
-    def _attach(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+    def _attach(self, backend: Backend, tokenizer: Tokenizer) -> None:
+        self.backend, self.tokenizer = backend, tokenizer
         self._live = LiveOutputs(tokenizer)
         self._callers: dict[str, _Caller] = {}  # by request id
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
         self._closing = False
-        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # what the thread shall do; None ends it
-        self._thread = threading.Thread(target=self._work, name="jengine", daemon=True)
-        self._thread.start()
-        atexit.register(self._quit)  # a daemon thread inside XLA while the interpreter goes would crash the process
+        backend.connect(lambda updates: self._post(self._deliver, updates), self._died)
+        atexit.register(backend.quit)  # a daemon thread inside XLA while the interpreter goes would crash the process
+
+    @property
+    def load(self) -> Load:
+        """How busy the engine is, as last heard of it."""
+        return self.backend.load
 
     # --- what users call, in the event loop ------------------------------------------------------
 
@@ -169,8 +172,8 @@ class AsyncLLM:
             await asyncio.sleep(0.01)
         for caller in self._callers.values():
             self._end(caller, "shutdown")
-        await loop.run_in_executor(None, self._quit)
-        atexit.unregister(self._quit)
+        await loop.run_in_executor(None, self.backend.quit)
+        atexit.unregister(self.backend.quit)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -210,11 +213,11 @@ class AsyncLLM:
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
         requests = make_requests(self.tokenizer, prompt, params, key, priority)
         for request in requests:
-            self.engine.check(request)
+            self.backend.limits.check(request)
         output = self._live.open(requests)
         output.request_id = request_id
         caller = self._callers[request_id] = _Caller(key, output, kind)
-        self._inbox.put(lambda: self.engine.add(*requests))
+        self.backend.add(*requests)
         return caller
 
     def _bind(self) -> None:
@@ -240,10 +243,10 @@ class AsyncLLM:
     def _pass_on(self) -> None:
         """Tell the engine what has ended."""
         for ended in self._live.ended:
-            self._inbox.put(lambda ended=ended: self.engine.end(*ended))  # type: ignore[misc]
+            self.backend.end(*ended)
         self._live.ended.clear()
 
-    def _deliver(self, updates: list[TokenUpdate | PromptScores]) -> None:
+    def _deliver(self, updates: Updates) -> None:
         try:
             for output in self._live.take(updates):
                 caller = self._callers[output.request_id]
@@ -251,45 +254,20 @@ class AsyncLLM:
                     caller.grown.set()
             self._pass_on()
         except Exception as error:  # a fault in making text: the event loop would log it, and everybody would wait
-            self._inbox.put(None)
+            self.backend.quit(wait=False)
             self._fail(error)
+
+    def _died(self, error: BaseException) -> None:
+        self._dead = error  # at once: the next request is refused, whatever the event loop does meanwhile
+        self._post(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
         self._dead = error
         for caller in self._callers.values():
             caller.grown.set()
 
-    def _quit(self) -> None:
-        """End the thread, and wait until it has ended."""
-        self._inbox.put(None)
-        self._thread.join()
-
-    # --- what runs in the engine's thread --------------------------------------------------------
-
-    def _work(self) -> None:
-        try:
-            while self._take_orders():
-                updates = self.engine.step()
-                if updates:
-                    self._post(self._deliver, updates)
-            while self.engine.has_work and not self.engine.scheduler.has_work:
-                self.engine.step()  # nobody waits any more, but what was dispatched is read
-        except BaseException as error:  # whatever it is, nobody may wait for ever
-            self._dead = error
-            self._post(self._fail, error)
-
-    def _take_orders(self) -> bool:
-        """Do what has been asked; with nothing to run, wait for it. False at the end."""
-        while True:
-            try:
-                order = self._inbox.get(block=not self.engine.has_work)
-            except queue.Empty:
-                return True
-            if order is None:
-                return False
-            order()
-
     def _post(self, call: Callable[..., None], *arguments: object) -> None:
+        """Call it in the event loop, from whatever thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it has been closed: nobody waits
                 self._loop.call_soon_threadsafe(call, *arguments)

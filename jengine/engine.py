@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jengine.config import ModelConfig
-from jengine.errors import InvalidArgument
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import Begun, InFlight, StepResult
 from jengine.execution.sampler import SampledLogprobs
+from jengine.limits import Limits
 from jengine.observe.compiles import compile_count
 from jengine.observe.trace import StepTrace
 from jengine.request import FinishReason, Request
@@ -49,6 +49,23 @@ class PromptScores(NamedTuple):
     logprobs: list[TokenLogprobs]
 
 
+class Load(NamedTuple):
+    """How busy an engine is. Plain data.
+
+    Attributes:
+        running, waiting: requests.
+        free_pages, pages: of the cache, the null page not counted.
+        preemptions, compiles_since_start: since it started; a compilation is a bug.
+    """
+
+    running: int
+    waiting: int
+    free_pages: int
+    pages: int
+    preemptions: int
+    compiles_since_start: int
+
+
 class Runs(Protocol):
     """What an engine asks of a runner."""
 
@@ -70,6 +87,7 @@ class Engine:
 
     Attributes:
         model: its configuration.
+        limits: what it can answer at all.
         trace: when steps were dispatched and read.
 
     Args:
@@ -79,6 +97,9 @@ class Engine:
 
     def __init__(self, model: ModelConfig, runner: Runs, scheduler: Scheduler, *, overlap: bool = True, seed: int = 0) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
+        self.limits = Limits(
+            room=scheduler.room, max_num_seqs=scheduler.max_num_seqs, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+        )
         self.trace = StepTrace()
         self._seeds = random.Random(seed)
         self._in_flight: deque[tuple[int, InFlight]] = deque()
@@ -95,19 +116,28 @@ class Engine:
         """Whether a request is unfinished or a step unread."""
         return self.scheduler.has_work or bool(self._in_flight)
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is unfinished."""
+        return self.scheduler.has_work
+
+    @property
+    def load(self) -> Load:
+        """How busy it is now. May be read from any thread."""
+        scheduler = self.scheduler
+        pool = scheduler.pool
+        return Load(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            free_pages=pool.capacity - pool.owned,
+            pages=pool.capacity,
+            preemptions=scheduler.num_preemptions,
+            compiles_since_start=self.compiles_since_start,
+        )
+
     def check(self, request: Request) -> None:
-        """Raises InvalidArgument for what can never be answered: token ids outside the vocabulary, or what the scheduler refuses."""
-        vocab = self.model.vocab_size
-        limit = f"ids must be in [0, {vocab})"
-        ids = request.prompt_token_ids
-        if any(type(token) is not int for token in ids):
-            raise InvalidArgument("prompt_token_ids", ids, "ids must be whole numbers")
-        if ids and not 0 <= min(ids) <= max(ids) < vocab:
-            raise InvalidArgument("prompt_token_ids", next(t for t in ids if not 0 <= t < vocab), limit)
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token in getattr(request.params, name) or ():
-                if token >= vocab:
-                    raise InvalidArgument(name, token, limit)
+        """Raises InvalidArgument for what can never be answered, or an id in use."""
+        self.limits.check(request)
         self.scheduler.check(request, self.model.eos_token_ids)
 
     def add(self, *requests: Request) -> list[Sequence]:

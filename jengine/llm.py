@@ -18,7 +18,7 @@ from jengine.errors import InvalidArgument
 from jengine.outputs import LiveOutputs
 from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
-from jengine.start import start
+from jengine.start import start_engine
 from jengine.text.tokenizer import Tokenizer
 
 
@@ -43,7 +43,7 @@ class LLM:
     def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
         config = EngineConfig.of(str(model), options)
         self.model = config.model
-        self.engine, self.started = start(config, progress=progress)
+        self.engine, self.started = start_engine(config, progress=progress)
         started = time.perf_counter()
         self.tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer))
         self.started.seconds["tokenizer"] = time.perf_counter() - started
@@ -118,7 +118,7 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """Tokens a sequence may have, prompt and output together."""
-        return self.engine.scheduler.max_model_len
+        return self.engine.limits.room.max_model_len
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class LLM:
             ("devices", started.devices),
             ("programs", counted(started.programs_compiled + started.programs_loaded, "program")),
             ("cache", f"{counted(scheduler.pool.capacity, 'page')} of {scheduler.page_size} tokens"),
-            ("limits", f"{scheduler.max_num_seqs} sequences at once, {scheduler.max_model_len} tokens each"),
+            ("limits", f"{scheduler.max_num_seqs} sequences at once, {self.max_model_len} tokens each"),
         ]
 
     def _requests(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:

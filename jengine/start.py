@@ -46,7 +46,7 @@ class Started:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def start(config: EngineConfig, *, progress: bool = True) -> tuple[Engine, Started]:
+def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine, Started]:
     """Everything that comes before the first request.
 
     Raises:

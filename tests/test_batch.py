@@ -214,7 +214,7 @@ class StandIn:
     live = most = asked = 0
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.engine = SimpleNamespace(scheduler=SimpleNamespace(max_num_seqs=4))
+        self.backend = SimpleNamespace(limits=SimpleNamespace(max_num_seqs=4))
 
     async def __aenter__(self) -> StandIn:
         return self

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
 
 async def _answer_all(llm: AsyncLLM, lines: Iterable[Line], answers: Answers, tally: _Tally) -> None:
     """A bounded number at a time: twice what runs at once, so that there is always one waiting."""
-    most = 2 * llm.engine.scheduler.max_num_seqs
+    most = 2 * llm.backend.limits.max_num_seqs
     tasks: dict[asyncio.Task[dict[str, Any]], Line] = {}
 
     async def collect(leave: int) -> None:

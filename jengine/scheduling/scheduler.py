@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from jengine.errors import InvalidArgument
 from jengine.program_table import VARIANTS, ProgramTable
-from jengine.request import MAX_STOP_TOKEN_IDS, FinishReason, Request
+from jengine.request import FinishReason, Request
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.page_pool import PagePool
 from jengine.scheduling.policy import Policy, WaitingQueue, order_of, victim
+from jengine.scheduling.room import Room
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.step_plan import SlotReset, StepPlan, Tile
 
@@ -47,10 +48,10 @@ class Scheduler:
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
         self.policy: Policy = policy
         self.costs = StepCosts() if costs is None else costs
         self.pool = PagePool(num_pages)
+        self.room = Room(max_model_len=max_model_len, page_size=page_size, pages=self.pool.capacity)
         self.num_preemptions = 0
         self._arrivals = 0
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
@@ -75,29 +76,11 @@ class Scheduler:
         """Refuses what can never be answered.
 
         Raises:
-            InvalidArgument: the id is in use, the prompt is empty or leaves no room for a token, there are too many stop
-                tokens, or the pool is too small for this request alone.
+            InvalidArgument: the id is in use, or as Room.check.
         """
-        params, prompt = request.params, request.prompt_token_ids
         if request.request_id in self._live:
             raise InvalidArgument("request_id", request.request_id, "a request with this id is not finished yet")
-        if not prompt:
-            raise InvalidArgument("prompt_token_ids", prompt, "must hold at least 1 token")
-        if len(prompt) >= self.max_model_len:
-            limit = f"{len(prompt)} tokens; at most max_model_len - 1 = {self.max_model_len - 1}, so that one can be generated"
-            raise InvalidArgument("prompt_token_ids", prompt, limit)
-        stops = len({*params.stop_token_ids, *eos_token_ids})
-        if stops > MAX_STOP_TOKEN_IDS:
-            raise InvalidArgument("stop_token_ids", params.stop_token_ids, f"{stops} with end-of-sequence; at most {MAX_STOP_TOKEN_IDS}")
-        max_len = self._max_len(request)
-        # The last token is never an input, so its keys and values are never written.
-        pages = self._pages(max_len - 1)
-        if pages > self.pool.capacity:
-            limit = (
-                f"{len(prompt)} prompt tokens and up to {max_len - len(prompt)} more need {pages} pages of {self.page_size} tokens; "
-                f"the cache has {self.pool.capacity}"
-            )
-            raise InvalidArgument("max_tokens", params.max_tokens, limit)
+        self.room.check(request, eos_token_ids)
 
     def add(self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...]) -> Sequence:
         """Queues a request. max_tokens beyond max_model_len is cut to what fits, as vLLM does.
@@ -112,7 +95,7 @@ class Scheduler:
             request=request,
             seed=seed,
             order=order_of(self.policy, request, self._arrivals),
-            max_len=self._max_len(request),
+            max_len=self.room.max_len(request),
             eos_token_ids=eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else suppressed),
             suppressed_token_ids=suppressed,
@@ -144,7 +127,7 @@ class Scheduler:
         prefilled: list[tuple[int, Sequence]] = []  # last tile, sequence
         if chunks:
             pending = sum(count for _, count, _ in chunks)
-            pages = self._pages(max(longest, *[end for _, _, end in chunks]))
+            pages = self.room.pages_of(max(longest, *[end for _, _, end in chunks]))
             budget = self.costs.best_tiles(self.table, rows=len(rows), pending=pending, pages=pages)
             for sequence, count, _ in chunks:
                 if sequence.state is State.WAITING:
@@ -155,7 +138,7 @@ class Scheduler:
                     prefilled.append((len(tiles) - 1, sequence))
                 if len(tiles) == budget:
                     break
-        trunk = self.table.trunk(len(rows), len(tiles), self._pages(longest))
+        trunk = self.table.trunk(len(rows), len(tiles), self.room.pages_of(longest))
         sampled = list(enumerate(rows))
         sampled += [(trunk.rows + tile, sequence) for tile, sequence in prefilled]
         rank = max([sequence.variant_rank for _, sequence in sampled], default=0)
@@ -229,15 +212,6 @@ class Scheduler:
         assert {*running, *waiting} == {*self._live.values()}, "a request is lost"
         assert len(running) + len(waiting) == len(self._live), "a request is in two places"
 
-    def _max_len(self, request: Request) -> int:
-        """Tokens, prompt and output together, at which the request ends."""
-        most = request.params.max_tokens
-        return self.max_model_len if most is None else min(len(request.prompt_token_ids) + most, self.max_model_len)
-
-    def _pages(self, tokens: int) -> int:
-        """Pages that hold this many tokens."""
-        return -(-tokens // self.page_size)
-
     def _decode_rows(self) -> tuple[list[Sequence], list[tuple[int, int, int]]]:
         """Sequences that decode in this step, and the page updates for those that enter a new page.
 
@@ -279,7 +253,7 @@ class Scheduler:
                 limit -= take(sequence)
         slots, pages, running = len(self._free_slots), self.pool.free, len(self._running)
         for sequence in self._waiting:
-            needed = self._pages(len(sequence.tokens))
+            needed = self.room.pages_of(len(sequence.tokens))
             # A preempted sequence with tokens in flight is not known in full yet; nobody passes it.
             if limit <= 0 or not slots or needed + running > pages or sequence.in_flight:
                 break
@@ -292,7 +266,7 @@ class Scheduler:
         self._running[sequence] = None
         sequence.state = State.PREFILLING
         sequence.slot = self._free_slots.pop()
-        sequence.pages = self.pool.allocate(self._pages(len(sequence.tokens)))
+        sequence.pages = self.pool.allocate(self.room.pages_of(len(sequence.tokens)))
         return SlotReset(
             slot=sequence.slot,
             params=sequence.request.params,
@@ -308,7 +282,7 @@ class Scheduler:
         for _ in range(count):
             start = sequence.num_computed
             end = min(start + self.table.tile_size, len(sequence.tokens))
-            updates += [(sequence.slot, i, sequence.pages[i]) for i in range(self._pages(start), self._pages(end))]
+            updates += [(sequence.slot, i, sequence.pages[i]) for i in range(self.room.pages_of(start), self.room.pages_of(end))]
             ends = end == len(sequence.tokens)
             tiles.append(Tile(sequence.slot, start, sequence.tokens[start:end], ends, _scored(sequence, start, end)))
             sequence.num_computed = end

@@ -9,7 +9,7 @@ import pytest
 
 from jengine.config import EngineConfig
 from jengine.engine import Engine
-from jengine.start import start
+from jengine.start import start_engine
 from tests.engine.running import SMALL
 from tests.golden.weights import max_model_len, write_model
 
@@ -24,7 +24,7 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
         if not folder.exists():
             write_model(folder, variant)
         config = EngineConfig.of(str(folder), {"max_model_len": max_model_len(variant), **SMALL, **options})
-        return start(config, progress=False)[0]
+        return start_engine(config, progress=False)[0]
 
     return make
 

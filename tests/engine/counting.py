@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from jengine import AsyncLLM, RequestOutput, SamplingParams
+from jengine import AsyncLLM, EngineThread, RequestOutput, SamplingParams
 from jengine.config import ModelConfig
 from jengine.engine import Engine
 from jengine.execution.runner import InFlight, StepResult
@@ -44,7 +44,7 @@ def counting(runner: CountingRunner, tokenizer: Tokenizer | None = None) -> Asyn
     table = ProgramTable.build(max_num_seqs=8, max_num_batched_tokens=136, tile_size=64)
     limits = {"page_size": 16, "num_pages": 120, "max_num_seqs": 8, "max_num_batched_tokens": 136, "max_model_len": 192}
     scheduler = Scheduler(table, **limits)  # type: ignore[arg-type]
-    return AsyncLLM.over(Engine(config, runner, scheduler), tokenizer or Tokenizer(byte_level()))
+    return AsyncLLM.over(EngineThread(Engine(config, runner, scheduler)), tokenizer or Tokenizer(byte_level()))
 
 
 async def collect(llm: AsyncLLM, prompt: Any, sampling_params: SamplingParams | None = None, **options: Any) -> list[RequestOutput]:
@@ -52,6 +52,6 @@ async def collect(llm: AsyncLLM, prompt: Any, sampling_params: SamplingParams | 
 
 
 def assert_idle(llm: AsyncLLM) -> None:
-    assert not llm._thread.is_alive() and not llm.engine.has_work and not llm._callers
-    llm.engine.scheduler.check_integrity()
-    assert llm.engine.scheduler.pool.owned == 0
+    assert not llm.backend._thread.is_alive() and not llm.backend.engine.has_work and not llm._callers
+    llm.backend.engine.scheduler.check_integrity()
+    assert llm.backend.engine.scheduler.pool.owned == 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jengine import LLM, AsyncLLM, InvalidArgument, RequestOutput, SamplingParams
+from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, RequestOutput, SamplingParams
 from jengine.async_llm import OutputKind
 from tests.engine.counting import LONG, TEXT, CountingRunner, assert_idle, collect, counting
 from tests.engine.running import SMALL
@@ -35,7 +35,7 @@ def llm(text_model: Path) -> LLM:
 @pytest.fixture
 def fresh(llm: LLM) -> Iterator[AsyncLLM]:
     """Over the engine of `llm`, which is idle again afterwards."""
-    online = AsyncLLM.over(llm.engine, llm.tokenizer)
+    online = AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer)
     yield online
     asyncio.run(online.close())
     assert_idle(online)
@@ -43,9 +43,9 @@ def fresh(llm: LLM) -> Iterator[AsyncLLM]:
 
 async def wait_until_idle(llm: AsyncLLM) -> None:
     async with asyncio.timeout(10):
-        while llm.engine.has_work or llm._callers:
+        while llm.backend.engine.has_work or llm._callers:
             await asyncio.sleep(0.005)
-    assert llm.engine.scheduler.pool.owned == 0
+    assert llm.backend.engine.scheduler.pool.owned == 0
 
 
 def joined(deltas: list[RequestOutput]) -> RequestOutput:
@@ -148,7 +148,7 @@ def test_leaving_the_iteration_frees_pages(fresh: AsyncLLM) -> None:
         with pytest.raises(KeyError):
             await leaves("raise")
         task = asyncio.create_task(leaves("never"))
-        while not fresh.engine.scheduler.num_running:
+        while not fresh.backend.engine.scheduler.num_running:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -198,7 +198,7 @@ def test_refused_before_it_is_queued(prompt: Any, options: dict[str, Any], field
             with pytest.raises(InvalidArgument) as refused:
                 await collect(llm, prompt, **options)
             assert refused.value.field == field
-            assert list(llm._callers) == ["taken"] and len(llm._live._live) == 1 and len(llm.engine.scheduler._live) == 1
+            assert list(llm._callers) == ["taken"] and len(llm._live._live) == 1 and len(llm.backend.engine.scheduler._live) == 1
         await llm.close()
         assert_idle(llm)
 
@@ -242,7 +242,7 @@ def test_500_requests_with_random_aborts_and_timeouts(fresh: AsyncLLM) -> None:
             await asyncio.gather(*[one(number) for number in range(500)])
             await wait_until_idle(fresh)
 
-    before = fresh.engine.compiles_since_start
+    before = fresh.backend.engine.compiles_since_start
     asyncio.run(main())
     assert sum(ends.values()) == 500 and {"stop", "length", "abort", "left", "cancelled"} <= set(ends), ends
-    assert fresh.engine.compiles_since_start == before
+    assert fresh.backend.engine.compiles_since_start == before

@@ -45,7 +45,7 @@ def test_an_error_in_making_text_reaches_everybody() -> None:
             answers = await asyncio.gather(*[collect(llm, TEXT, LONG) for _ in range(20)], return_exceptions=True)
             assert all(isinstance(answer, EngineDead) and "120" in str(answer) for answer in answers)
             await llm.close()
-        assert not llm._thread.is_alive()
+        assert not llm.backend._thread.is_alive()
 
     asyncio.run(main())
 
@@ -55,7 +55,7 @@ def test_close_while_requests_run(drain: float, reason: str) -> None:
     async def main() -> None:
         llm = counting(CountingRunner(0.003))
         tasks = [asyncio.create_task(collect(llm, TEXT, LONG)) for _ in range(12)]
-        while llm.engine.scheduler.num_running < 8:
+        while llm.backend.engine.scheduler.num_running < 8:
             await asyncio.sleep(0.001)
         closing = asyncio.create_task(llm.close(drain))
         await asyncio.sleep(0)
@@ -125,7 +125,7 @@ async def main():
 
 llm = counting(CountingRunner(0.1))
 asyncio.run(main())
-assert llm.engine.has_work and llm._thread.is_alive()
+assert llm.backend.engine.has_work and llm.backend._thread.is_alive()
 """
 
 

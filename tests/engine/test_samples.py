@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine import LLM, AsyncLLM, CompletionOutput, InvalidArgument, RequestOutput, SamplingParams
+from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, InvalidArgument, RequestOutput, SamplingParams
 from jengine.engine import PromptScores, TokenLogprobs, TokenUpdate
 from jengine.outputs import Ended, LiveOutputs
 from jengine.prompts import make_requests
@@ -36,7 +36,7 @@ def llm(text_model: Path) -> LLM:
 @pytest.fixture
 def online(llm: LLM) -> Iterator[AsyncLLM]:
     """Over the engine of `llm`, which is idle again afterwards."""
-    online = AsyncLLM.over(llm.engine, llm.tokenizer)
+    online = AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer)
     yield online
     asyncio.run(online.close())
     assert_idle(online)
@@ -216,9 +216,9 @@ def test_a_timeout_ends_all() -> None:
         async with counting(CountingRunner(0.005)) as llm:
             outputs = await collect(llm, TEXT, SamplingParams(**LONG, ignore_eos=True), timeout=0.2)
             assert ends(outputs[-1]) == [("abort", "timeout")] * 3 and len(outputs) > 3
-            while llm.engine.has_work:
+            while llm.backend.engine.has_work:
                 await asyncio.sleep(0.005)
-            assert llm.engine.scheduler.pool.owned == 0
+            assert llm.backend.engine.scheduler.pool.owned == 0
 
     asyncio.run(main())
 

@@ -13,7 +13,7 @@ from jengine.config import EngineConfig
 from jengine.engine import Engine
 from jengine.errors import InvalidArgument
 from jengine.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
-from jengine.start import start
+from jengine.start import start_engine
 from tests.engine.running import SMALL, Answer, prompts, run
 from tests.golden.weights import write_model
 
@@ -182,7 +182,7 @@ def test_max_tokens(base: SamplingParams, engine: Engine) -> None:
 
 @pytest.mark.parametrize("most", [None, 10_000])
 def test_max_model_len_cuts(most: int | None, engine: Engine) -> None:
-    limit = engine.scheduler.max_model_len
+    limit = engine.limits.room.max_model_len
     for length in (limit - 1, limit - 20):
         answer = one(engine, params(GREEDY, max_tokens=most, ignore_eos=True), [7] * length)
         assert len(answer.tokens) == limit - length and ended(answer) == ("length", None)
@@ -204,7 +204,7 @@ def with_eos(eos: int, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     write_model(folder, "llama_gqa")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [eos, VOCAB - 1]}))
-    return start(EngineConfig.of(str(folder), {"max_model_len": 192, **SMALL}), progress=False)[0]
+    return start_engine(EngineConfig.of(str(folder), {"max_model_len": 192, **SMALL}), progress=False)[0]
 
 
 def test_end_of_sequence(eos: int, with_eos: Engine, engine: Engine) -> None:

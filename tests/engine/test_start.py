@@ -25,8 +25,8 @@ from jengine.observe.compiles import compile_count
 before = compile_count()
 from jengine.config import EngineConfig
 from jengine.request import Request, SamplingParams
-from jengine.start import start
-engine, started = start(EngineConfig.of(sys.argv[1], json.loads(sys.argv[2])), progress=False)
+from jengine.start import start_engine
+engine, started = start_engine(EngineConfig.of(sys.argv[1], json.loads(sys.argv[2])), progress=False)
 params = SamplingParams(temperature=0.8, top_k=5, seed=3, max_tokens=4, logprobs=2)
 engine.add(Request(request_id="0", prompt_token_ids=[5, 6, 7], params=params))
 tokens = []

@@ -1,0 +1,121 @@
+"""What answers AsyncLLM's requests: an engine in a thread of this process, or one elsewhere."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from jengine.engine import Load, PromptScores, TokenUpdate
+from jengine.limits import Limits
+from jengine.request import FinishReason, Request
+
+Updates = list[TokenUpdate | PromptScores]
+
+
+class Steps(Protocol):
+    """An engine, as `run_engine` uses it."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step unread."""
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is unfinished."""
+
+    def add(self, *requests: Request) -> object:
+        """Queue a prompt's requests."""
+
+    def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> object:
+        """Take a request out; one that is not there is none's concern."""
+
+    def step(self) -> Updates:
+        """One turn of the loop."""
+
+
+class Backend(Protocol):
+    """A running engine, as AsyncLLM uses it. Calls return at once; what they ask for is done in order."""
+
+    limits: Limits
+
+    @property
+    def load(self) -> Load:
+        """As last heard."""
+
+    def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
+        """Start; called once. Both functions may be called from any thread; fail at most once, and nothing after it."""
+
+    def add(self, *requests: Request) -> None:
+        """Queue a prompt's requests, which `limits` lets pass."""
+
+    def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
+        """Take a request out, if it is still there."""
+
+    def quit(self, wait: bool = True) -> None:
+        """End the engine, and wait until it has ended. May be called again."""
+
+
+def run_engine(engine: Steps, take_orders: Callable[[bool], bool], deliver: Callable[[Updates], None]) -> None:
+    """The engine's life: take orders, step, hand over what came of it, until take_orders says that this was the end.
+
+    take_orders(wait) does what has been asked so far; with `wait`, there is nothing to run and it waits for something to do.
+    """
+    while take_orders(not engine.has_work):
+        updates = engine.step()
+        if updates:
+            deliver(updates)
+    while engine.has_work and not engine.has_requests:
+        engine.step()  # nobody waits any more, but what was dispatched is read
+
+
+class EngineThread:
+    """An engine in a thread of this process, which knows tokens only."""
+
+    def __init__(self, engine: Steps) -> None:
+        self.engine, self.limits = engine, engine.limits
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # what the thread shall do; None ends it
+        self._thread: threading.Thread | None = None
+
+    @property
+    def load(self) -> Load:
+        return self.engine.load
+
+    def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
+        def run() -> None:
+            try:
+                run_engine(self.engine, self._take_orders, deliver)
+            except BaseException as error:  # whatever it is, nobody may wait for ever
+                fail(error)
+
+        self._thread = threading.Thread(target=run, name="jengine", daemon=True)
+        self._thread.start()
+
+    def add(self, *requests: Request) -> None:
+        self._inbox.put(lambda: self.engine.add(*requests))
+
+    def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
+        self._inbox.put(lambda: self.engine.end(request_id, reason, stop_reason))
+
+    def quit(self, wait: bool = True) -> None:
+        self._inbox.put(None)
+        if wait and self._thread is not None:
+            self._thread.join()
+
+    def _take_orders(self, wait: bool) -> bool:
+        while True:
+            try:
+                order = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+            wait = not self.engine.has_work

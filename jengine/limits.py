@@ -1,0 +1,40 @@
+"""What an engine can answer at all: known without asking it, so that a request is refused at the door."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jengine.errors import InvalidArgument
+from jengine.request import Request
+from jengine.scheduling.room import Room
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Plain data: it may cross threads and processes.
+
+    Attributes:
+        room: what one sequence can have at most.
+        max_num_seqs: sequences running at once.
+        eos_token_ids: at which a sequence ends, unless its request ignores them.
+    """
+
+    room: Room
+    max_num_seqs: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidArgument for what can never be answered: token ids outside the vocabulary, or what there is no room for."""
+        vocab = self.vocab_size
+        limit = f"ids must be in [0, {vocab})"
+        ids = request.prompt_token_ids
+        if any(type(token) is not int for token in ids):
+            raise InvalidArgument("prompt_token_ids", ids, "ids must be whole numbers")
+        if ids and not 0 <= min(ids) <= max(ids) < vocab:
+            raise InvalidArgument("prompt_token_ids", next(t for t in ids if not 0 <= t < vocab), limit)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(request.params, name) or ():
+                if token >= vocab:
+                    raise InvalidArgument(name, token, limit)
+        self.room.check(request, self.eos_token_ids)

@@ -1,0 +1,58 @@
+"""How long a sequence may become: what is known of it before it is queued."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jengine.errors import InvalidArgument
+from jengine.request import MAX_STOP_TOKEN_IDS, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What one sequence can have at most.
+
+    Attributes:
+        max_model_len: tokens, prompt and output together.
+        page_size: tokens a page holds.
+        pages: of the cache, the null page not counted.
+    """
+
+    max_model_len: int
+    page_size: int
+    pages: int
+
+    def check(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
+        """Refuses what can never be answered.
+
+        Raises:
+            InvalidArgument: the prompt is empty or leaves no room for a token, there are too many stop tokens, or the cache is too
+                small for this request alone.
+        """
+        params, prompt = request.params, request.prompt_token_ids
+        if not prompt:
+            raise InvalidArgument("prompt_token_ids", prompt, "must hold at least 1 token")
+        if len(prompt) >= self.max_model_len:
+            limit = f"{len(prompt)} tokens; at most max_model_len - 1 = {self.max_model_len - 1}, so that one can be generated"
+            raise InvalidArgument("prompt_token_ids", prompt, limit)
+        stops = len({*params.stop_token_ids, *eos_token_ids})
+        if stops > MAX_STOP_TOKEN_IDS:
+            raise InvalidArgument("stop_token_ids", params.stop_token_ids, f"{stops} with end-of-sequence; at most {MAX_STOP_TOKEN_IDS}")
+        max_len = self.max_len(request)
+        # The last token is never an input, so its keys and values are never written.
+        pages = self.pages_of(max_len - 1)
+        if pages > self.pages:
+            limit = (
+                f"{len(prompt)} prompt tokens and up to {max_len - len(prompt)} more need {pages} pages of {self.page_size} tokens; "
+                f"the cache has {self.pages}"
+            )
+            raise InvalidArgument("max_tokens", params.max_tokens, limit)
+
+    def max_len(self, request: Request) -> int:
+        """Tokens, prompt and output together, at which the request ends."""
+        most = request.params.max_tokens
+        return self.max_model_len if most is None else min(len(request.prompt_token_ids) + most, self.max_model_len)
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that hold this many tokens."""
+        return -(-tokens // self.page_size)
