@@ -163,7 +163,7 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), 1)
         if self.num_pages is not None:
             _at_least("num_pages", self.num_pages, 2)
-        for name in ("revision", "tokenizer", "cache_dir"):
+        for name in ("model", "revision", "tokenizer", "cache_dir"):
             if not isinstance(getattr(self, name), str | Path | None):
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

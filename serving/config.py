@@ -1,0 +1,156 @@
+"""How a server runs: plain data, and where its values come from: flags, JENGINE_* variables, a TOML file."""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from jengine import EngineConfig, InvalidArgument
+
+PREFIX = "JENGINE_"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """A server's options.
+
+    Args:
+        host: address to listen on; the default is reached from this machine only.
+        port: for gRPC; 0 takes a free one.
+        metrics_port: for Prometheus, on the same address, at /metrics; 0 takes a free one. None serves no metrics.
+        served_model_name: what clients see and may ask for; None is the model's name.
+        max_waiting: requests that may wait beside the running ones; more are refused with RESOURCE_EXHAUSTED.
+        max_streams_per_client: requests that one client (an API key, or else an address) may have at once.
+        max_message_bytes: of one request.
+        write_timeout: seconds that a client may leave a finished message unread before its request is ended.
+        drain_seconds: time for requests in flight at the end; then they are aborted.
+        tls_cert: PEM file of the server's certificate chain; turns TLS on.
+        tls_key: PEM file of its private key.
+        tls_client_ca: PEM file of the authorities whose client certificates are required (mutual TLS).
+        api_keys: file of the keys' hashes, as `python -m serving.security` writes them; a request needs one of the keys.
+        log_level: of the server's log on stderr. Prompts and outputs are never logged.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    metrics_port: int | None = None
+    served_model_name: str | None = None
+    max_waiting: int = 256
+    max_streams_per_client: int = 256
+    max_message_bytes: int = 4 * 2**20
+    write_timeout: float = 10.0
+    drain_seconds: float = 30.0
+    tls_cert: str | Path | None = None
+    tls_key: str | Path | None = None
+    tls_client_ca: str | Path | None = None
+    api_keys: str | Path | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        _whole("port", self.port, 0, 65535)
+        if self.metrics_port is not None:
+            _whole("metrics_port", self.metrics_port, 0, 65535)
+        _whole("max_waiting", self.max_waiting, 0, None)
+        _whole("max_streams_per_client", self.max_streams_per_client, 1, None)
+        _whole("max_message_bytes", self.max_message_bytes, 1024, 2**31 - 1)
+        for name, above in (("write_timeout", True), ("drain_seconds", False)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not math.isfinite(value) or value < 0 or (above and value == 0):
+                raise InvalidArgument(name, value, f"must be a number of seconds, {'above' if above else 'at least'} 0")
+        if not isinstance(self.host, str) or not self.host:
+            raise InvalidArgument("host", self.host, "must be an address or a name")
+        if not isinstance(self.served_model_name, str | None) or self.served_model_name == "":
+            raise InvalidArgument("served_model_name", self.served_model_name, "must be text")
+        for name in ("tls_cert", "tls_key", "tls_client_ca", "api_keys"):
+            if not isinstance(getattr(self, name), str | Path | None) or getattr(self, name) == "":
+                raise InvalidArgument(name, getattr(self, name), "must be a file's path")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            name = "tls_cert" if self.tls_cert is None else "tls_key"
+            raise InvalidArgument(name, None, "tls_cert and tls_key go together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise InvalidArgument("tls_client_ca", self.tls_client_ca, "needs tls_cert and tls_key")
+        if self.log_level not in LOG_LEVELS:
+            raise InvalidArgument("log_level", self.log_level, f"must be {', '.join(LOG_LEVELS)}")
+
+
+def _whole(name: str, value: object, low: int, high: int | None) -> None:
+    if type(value) is not int or value < low or (high is not None and value > high):
+        limit = f"must be a whole number, at least {low}" + ("" if high is None else f" and at most {high}")
+        raise InvalidArgument(name, value, limit)
+
+
+# --- where values come from -----------------------------------------------------------------------
+
+KINDS = {name: hint for of in (ServerConfig, EngineConfig) for name, hint in get_type_hints(of).items()}
+Sourced = dict[str, tuple[Any, str]]  # by option: its value, and where that was given
+
+
+def settle(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> tuple[ServerConfig, EngineConfig]:
+    """The server's and the engine's options: each from its flag, else its JENGINE_* variable, else the TOML file, else the default.
+
+    Args:
+        flags: those that were given, by option; `config` is the path of the TOML file.
+        environ: JENGINE_PORT is `port`, and so on; JENGINE_CONFIG is the file.
+
+    Raises:
+        InvalidArgument: an unknown name or a bad value; says where it was given.
+    """
+    from_flags = {name: (value, "command line") for name, value in flags.items()}
+    from_environ = _from_environ(environ)
+    file, where = (from_environ | from_flags).pop("config", (None, ""))
+    given = ({} if file is None else _from_file(Path(file), where)) | from_environ | from_flags
+    if "model" not in given:
+        raise InvalidArgument("model", None, f"must be given: as an argument, as {PREFIX}MODEL, or in a file (--config)")
+    server, engine = (
+        {name: value for name, (value, _) in given.items() if name in of.__dataclass_fields__} for of in (ServerConfig, EngineConfig)
+    )
+    try:
+        return ServerConfig(**server), EngineConfig(**engine)
+    except InvalidArgument as wrong:
+        _, where = given.get(wrong.field, (None, "default"))
+        raise InvalidArgument(wrong.field, wrong.value, f"{wrong.limit} ({where})") from None
+
+
+def _from_environ(environ: Mapping[str, str]) -> Sourced:
+    given: Sourced = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = variable.removeprefix(PREFIX).lower()
+        if name != "config" and name not in KINDS:
+            raise InvalidArgument(variable, text, "there is no such option; unset this environment variable")
+        given[name] = (_parsed(variable, text, KINDS.get(name, str)), f"environment variable {variable}")
+    return given
+
+
+def _from_file(path: Path, where: str) -> Sourced:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as wrong:
+        raise InvalidArgument("config", str(path), f"cannot be read: {wrong} ({where})") from None
+    for name, value in table.items():
+        if name not in KINDS:
+            raise InvalidArgument(name, value, f"there is no such option ({path})")
+    return {name: (value, str(path)) for name, value in table.items()}
+
+
+def _parsed(variable: str, text: str, hint: Any) -> Any:
+    """A variable's text as a value of this type; of a union, as text where it may be that."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if not text:  # not the default: an empty JENGINE_API_KEYS must not open the door
+        raise InvalidArgument(variable, text, "is empty; unset it to take the default")
+    try:
+        if bool in kinds:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        kind = next((kind for kind in (str, float, int) if kind in kinds), str)  # what is left are choices: text
+        return kind(text)
+    except (KeyError, ValueError):
+        wanted = "true or false" if bool in kinds else "a number" if float in kinds else "a whole number"
+        raise InvalidArgument(variable, text, f"must be {wanted} (environment variable)") from None

@@ -1,0 +1,120 @@
+"""ServerConfig, and where its values and the engine's come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jengine import EngineConfig, InvalidArgument
+from serving.config import ServerConfig, settle
+
+OTHER: dict[str, Any] = {
+    "host": "::1", "port": 1, "metrics_port": 2, "served_model_name": "m", "max_waiting": 3, "max_streams_per_client": 4,
+    "max_message_bytes": 5000, "write_timeout": 1.5, "drain_seconds": 0.5, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a",
+    "api_keys": "keys", "log_level": "debug",
+    "model": "some/model", "revision": "main", "tokenizer": "other", "dtype": "bfloat16", "max_model_len": 99, "max_num_seqs": 4,
+    "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
+    "num_pages": 12, "policy": "priority", "overlap": False, "seed": 6, "cache_dir": "somewhere", "compile_threads": 3,
+    "tensor_parallel_size": 1,
+}  # fmt: skip
+
+
+def toml(values: dict[str, Any]) -> str:
+    def shown(value: Any) -> str:
+        return str(value).lower() if isinstance(value, bool) else repr(value)
+
+    return "".join(f"{name} = {shown(value)}\n" for name, value in values.items())
+
+
+def environment(values: dict[str, Any]) -> dict[str, str]:
+    return {f"JENGINE_{name.upper()}": str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
+
+
+def test_names_are_the_servers_or_the_engines() -> None:
+    """One flat set of names: none means two things, and this file has a value for each."""
+    server, engine = ({field.name for field in dataclasses.fields(of)} for of in (ServerConfig, EngineConfig))
+    assert not server & engine and "config" not in server | engine
+    assert set(OTHER) == server | engine, "an option was added: give it a value above, other than its default"
+
+
+@pytest.mark.parametrize("source", ["flags", "environment", "file"])
+def test_every_option_comes_from_every_source(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(toml(OTHER))
+    flags = {"flags": OTHER, "environment": {}, "file": {"config": str(file)}}[source]
+    server, engine = settle(flags, environment(OTHER) if source == "environment" else {})
+    assert dataclasses.asdict(server) | dataclasses.asdict(engine) == OTHER
+    assert settle({"model": "demo"}, {}) == (ServerConfig(), EngineConfig())
+
+
+@given(st.data())
+def test_flag_before_variable_before_file_before_default(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    numbers = ["port", "max_waiting", "max_num_seqs", "seed"]
+    flags, variables, file = (data.draw(st.dictionaries(st.sampled_from(numbers), st.integers(1, 9)), label) for label in "fve")
+    path = tmp_path_factory.mktemp("config") / "serve.toml"
+    path.write_text(toml({"model": "m", **file}))
+    in_variable = data.draw(st.booleans())
+    server, engine = settle(
+        flags if in_variable else {**flags, "config": str(path)},
+        environment(variables) | ({"JENGINE_CONFIG": str(path)} if in_variable else {}),
+    )
+    got = dataclasses.asdict(server) | dataclasses.asdict(engine)
+    defaults = dataclasses.asdict(ServerConfig()) | dataclasses.asdict(EngineConfig())
+    assert got == {**defaults, "model": "m", **file, **variables, **flags}
+
+
+@pytest.mark.parametrize(
+    "flags, variables, file, message",
+    [
+        ({}, {}, "", "model=None: must be given: as an argument, as JENGINE_MODEL, or in a file"),
+        ({"port": 65536}, {}, "", "port=65536: must be a whole number, at least 0 and at most 65535 (command line)"),
+        ({}, {"JENGINE_PORT": "many"}, "", "JENGINE_PORT='many': must be a whole number (environment variable)"),
+        ({}, {"JENGINE_PORT": "-1"}, "", "port=-1: must be a whole number, at least 0 and at most 65535 (environment variable JENG"),
+        ({}, {"JENGINE_OVERLAP": "maybe"}, "", "JENGINE_OVERLAP='maybe': must be true or false"),
+        ({}, {"JENGINE_WRITE_TIMEOUT": "nan"}, "", "write_timeout=nan: must be a number of seconds, above 0 (environment variable"),
+        ({}, {"JENGINE_API_KEYS": ""}, "", "JENGINE_API_KEYS='': is empty; unset it to take the default"),
+        ({}, {"JENGINE_PROT": "1"}, "", "JENGINE_PROT='1': there is no such option"),
+        ({}, {}, "prot = 1", "prot=1: there is no such option ({file})"),
+        ({}, {}, "port = '1'", "port='1': must be a whole number, at least 0 and at most 65535 ({file})"),
+        ({}, {}, "port = true", "port=True: must be a whole number"),
+        ({}, {}, "model = 1", "model=1: must be text or a path ({file})"),
+        ({}, {}, "[server]\nport = 1", "server={{'port': 1}}: there is no such option ({file})"),
+        ({}, {}, "port = ", "config='{file}': cannot be read: "),
+        ({"config": "/nowhere"}, {}, "", "config='/nowhere': cannot be read: [Errno 2] No such file"),
+        ({"max_num_seqs": 999, "model": "m"}, {}, "", "max_num_batched_tokens=512: must be at least max_num_seqs + tile_size = 1063 (def"),
+        ({}, {"JENGINE_DTYPE": "int4"}, "", "dtype='int4': must be auto, float32, bfloat16, float16 (environment variable JENGINE_DTYPE)"),
+        ({"tls_cert": "c"}, {}, "", "tls_key=None: tls_cert and tls_key go together"),
+        ({"tls_client_ca": "c"}, {}, "", "tls_client_ca='c': needs tls_cert and tls_key"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_by_where_it_was_given(
+    flags: dict[str, Any], variables: dict[str, str], file: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "serve.toml"
+    if file:
+        path.write_text(file)
+        flags = {"config": str(path), **flags}
+    if "model" not in message:
+        variables = {"JENGINE_MODEL": "m", **variables}
+    with pytest.raises(InvalidArgument) as refused:
+        settle(flags, variables)
+    assert message.format(file=path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("host", ""), ("host", None), ("metrics_port", -1), ("served_model_name", ""), ("max_waiting", -1), ("max_waiting", 1.0),
+        ("max_streams_per_client", 0), ("max_message_bytes", 0), ("write_timeout", 0), ("drain_seconds", -1), ("drain_seconds", True),
+        ("api_keys", 5), ("log_level", "loud"),
+    ],
+)  # fmt: skip
+def test_values_out_of_range(field: str, value: object) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        ServerConfig(**{field: value})  # type: ignore[arg-type]
+    assert (refused.value.field, refused.value.value) == (field, value)
