@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from jengine.async_llm import AsyncLLM
     from jengine.backend import Backend, EngineThread, Steps, run_engine
     from jengine.config import EngineConfig
-    from jengine.engine import Load, PromptScores, TokenLogprobs, TokenUpdate
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.limits import Limits
     from jengine.llm import LLM
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from jengine.start import Started, start_engine
     from jengine.text.masks import make_mask
     from jengine.text.tokenizer import Tokenizer
+    from jengine.updates import Ended, Load, PromptScores, TokenLogprobs, TokenUpdate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "AsyncLLM",
     "Backend",
     "CompletionOutput",
+    "Ended",
     "EngineConfig",
     "EngineDead",
     "EngineThread",
@@ -61,13 +62,13 @@ _MODULES = {
     "jengine.backend": ("Backend", "EngineThread", "Steps", "run_engine"),
     "jengine.config": ("EngineConfig",),
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
-    "jengine.engine": ("Load", "PromptScores", "TokenLogprobs", "TokenUpdate"),
     "jengine.limits": ("Limits",),
     "jengine.request": ("CompletionOutput", "Logprob", "Request", "RequestOutput", "SamplingParams", "StructuredOutputs"),
     "jengine.scheduling.room": ("Room",),
     "jengine.start": ("Started", "start_engine"),
     "jengine.text.masks": ("make_mask",),
     "jengine.text.tokenizer": ("Tokenizer",),
+    "jengine.updates": ("Ended", "Load", "PromptScores", "TokenLogprobs", "TokenUpdate"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

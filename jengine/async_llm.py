@@ -15,15 +15,13 @@ from typing import Any, Literal, Unpack
 
 from jengine.backend import Backend, EngineThread, Updates
 from jengine.chat import ChatOptions, Conversation, chat_prompt
-from jengine.checkpoints import resolve
 from jengine.config import EngineConfig
-from jengine.engine import Load
 from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.outputs import LiveOutputs
 from jengine.prompts import Prompt, make_requests
 from jengine.request import RequestOutput, SamplingParams
-from jengine.start import start_engine
 from jengine.text.tokenizer import Tokenizer
+from jengine.updates import Load
 
 OutputKind = Literal["cumulative", "delta", "final"]
 OUTPUT_KINDS = ("cumulative", "delta", "final")
@@ -55,10 +53,10 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
-        config = EngineConfig.of(str(model), options)
-        engine, self.started = start_engine(config, progress=progress)
-        tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer))
-        self._attach(EngineThread(engine), tokenizer)
+        from jengine.start import start_engine  # an AsyncLLM over an engine elsewhere needs no jax
+
+        engine, self.started = start_engine(EngineConfig.of(str(model), options), progress=progress)
+        self._attach(EngineThread(engine), Tokenizer.load(self.started.tokenizer_folder))
 
     @classmethod
     def over(cls, backend: Backend, tokenizer: Tokenizer) -> AsyncLLM:
@@ -170,8 +168,9 @@ class AsyncLLM:
         deadline = loop.time() + drain
         while self._dead is None and loop.time() < deadline and any(not caller.output.finished for caller in self._callers.values()):
             await asyncio.sleep(0.01)
-        for caller in self._callers.values():
-            self._end(caller, "shutdown")
+        if self._dead is None:
+            for caller in self._callers.values():
+                self._end(caller, "shutdown")
         await loop.run_in_executor(None, self.backend.quit)
         atexit.unregister(self.backend.quit)
 

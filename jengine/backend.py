@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from jengine.engine import Load, PromptScores, TokenUpdate
 from jengine.limits import Limits
 from jengine.request import FinishReason, Request
+from jengine.updates import Ended, Load, PromptScores, TokenUpdate
 
-Updates = list[TokenUpdate | PromptScores]
+Updates = Sequence[TokenUpdate | PromptScores | Ended]
 
 
 class Steps(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,51 +19,7 @@ from jengine.request import FinishReason, Request
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
-
-
-class TokenLogprobs(NamedTuple):
-    """Log probabilities of raw logits, natural logarithm: of the token, its rank from 1, and (id, value) of the likeliest."""
-
-    chosen: float
-    rank: int
-    top: list[tuple[int, float]]
-
-
-class TokenUpdate(NamedTuple):
-    """A request's next token, and why it is the last one, if it is. Plain data: it may cross threads and processes."""
-
-    request_id: str
-    token: int
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    logprobs: TokenLogprobs | None = None
-    preemptions: int = 0
-
-
-class PromptScores(NamedTuple):
-    """Log probabilities of consecutive tokens of a request's prompt, the first of them at `position`."""
-
-    request_id: str
-    position: int
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
-
-
-class Load(NamedTuple):
-    """How busy an engine is. Plain data.
-
-    Attributes:
-        running, waiting: requests.
-        free_pages, pages: of the cache, the null page not counted.
-        preemptions, compiles_since_start: since it started; a compilation is a bug.
-    """
-
-    running: int
-    waiting: int
-    free_pages: int
-    pages: int
-    preemptions: int
-    compiles_since_start: int
+from jengine.updates import Load, PromptScores, TokenLogprobs, TokenUpdate
 
 
 class Runs(Protocol):

@@ -11,7 +11,6 @@ from typing import Any, NoReturn, Unpack
 from tqdm.auto import tqdm
 
 from jengine.chat import ChatOptions, Conversation, chat_prompt, conversations
-from jengine.checkpoints import resolve
 from jengine.config import EngineConfig
 from jengine.display import counted, table_html
 from jengine.errors import InvalidArgument
@@ -45,7 +44,7 @@ class LLM:
         self.model = config.model
         self.engine, self.started = start_engine(config, progress=progress)
         started = time.perf_counter()
-        self.tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer))
+        self.tokenizer = Tokenizer.load(self.started.tokenizer_folder)
         self.started.seconds["tokenizer"] = time.perf_counter() - started
         self._live = LiveOutputs(self.tokenizer)
         self._ids = itertools.count()

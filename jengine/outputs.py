@@ -5,20 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from jengine.engine import PromptScores, TokenUpdate
 from jengine.request import FinishReason, Request, RequestOutput
 from jengine.text.completion import CompletionBuilder
 from jengine.text.tokenizer import Tokenizer
-
-
-class Ended(NamedTuple):
-    """A request that has ended, and why."""
-
-    request_id: str
-    reason: FinishReason
-    stop_reason: str | None
+from jengine.updates import Ended, PromptScores, TokenUpdate
 
 
 @dataclass(slots=True)
@@ -58,8 +49,8 @@ class LiveOutputs:
         self._live |= dict.fromkeys(builders, _Answer(output, builders, dict.fromkeys(builders, 0)))
         return output
 
-    def take(self, updates: Iterable[TokenUpdate | PromptScores]) -> list[RequestOutput]:
-        """The outputs that these tokens have made grow, once for each token. Tokens of requests that have ended are dropped."""
+    def take(self, updates: Iterable[TokenUpdate | PromptScores | Ended]) -> list[RequestOutput]:
+        """The outputs that these have made grow or end, once for each. What comes for requests that have ended is dropped."""
         grown = []
         for update in updates:
             answer = self._live.get(update.request_id)
@@ -67,9 +58,12 @@ class LiveOutputs:
                 continue
             if isinstance(update, PromptScores):
                 _score(answer, update)
+                continue
+            if isinstance(update, Ended):
+                self._finish(answer, answer.builders[update.request_id], update.reason, update.stop_reason)
             else:
                 self._grow(answer, update)
-                grown.append(answer.output)
+            grown.append(answer.output)
         return grown
 
     def abort(self, request_id: str, why: str | None = None) -> RequestOutput | None:

@@ -33,12 +33,14 @@ class Started:
 
     Attributes:
         folder: the model's.
+        tokenizer_folder: where its tokenizer is.
         dtype: of weights, activations and cache.
         devices: how many of which kind.
         seconds: by part, in order.
     """
 
     folder: Path
+    tokenizer_folder: Path
     dtype: str = ""
     devices: str = ""
     programs_compiled: int = 0
@@ -56,7 +58,8 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     """
     compile_count()  # starts counting
     clock = time.perf_counter()
-    started = Started(resolve(config.model, config.revision))
+    folder = resolve(config.model, config.revision)
+    started = Started(folder, folder if config.tokenizer is None else resolve(config.tokenizer))
 
     def lap(name: str) -> None:
         nonlocal clock

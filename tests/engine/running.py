@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jengine.engine import Engine, PromptScores, TokenUpdate
+from jengine.engine import Engine
 from jengine.request import Request, SamplingParams, TokenMask
 from jengine.scheduling.sequence import Sequence
 from jengine.text.masks import AllowedTokens
+from jengine.updates import PromptScores, TokenUpdate
 
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "page_size": 16, "num_pages": 120}
 

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, InvalidArgument, RequestOutput, SamplingParams
-from jengine.engine import PromptScores, TokenLogprobs, TokenUpdate
-from jengine.outputs import Ended, LiveOutputs
+from jengine.outputs import LiveOutputs
 from jengine.prompts import make_requests
 from jengine.request import MAX_SAMPLES, Request
 from jengine.text.tokenizer import Tokenizer
+from jengine.updates import Ended, PromptScores, TokenLogprobs, TokenUpdate
 from tests.engine.counting import CountingRunner, assert_idle, collect, counting
 from tests.engine.running import SMALL
 from tests.text.conftest import byte_level
