@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jengine.async_llm import AsyncLLM
-    from jengine.backend import Backend, EngineThread, Steps, run_engine
+    from jengine.backend import Backend, EngineThread, Steps, Updates, run_engine
     from jengine.config import EngineConfig
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.limits import Limits
     from jengine.llm import LLM
-    from jengine.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams, StructuredOutputs
+    from jengine.request import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, SamplingParams, StructuredOutputs
     from jengine.scheduling.room import Room
     from jengine.start import Started, start_engine
     from jengine.text.masks import make_mask
@@ -32,6 +32,7 @@ __all__ = [
     "EngineConfig",
     "EngineDead",
     "EngineThread",
+    "FinishReason",
     "InvalidArgument",
     "JengineError",
     "Limits",
@@ -50,6 +51,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenUpdate",
     "Tokenizer",
+    "Updates",
     "__version__",
     "make_mask",
     "run_engine",
@@ -59,11 +61,11 @@ __all__ = [
 _MODULES = {
     "jengine.llm": ("LLM",),
     "jengine.async_llm": ("AsyncLLM",),
-    "jengine.backend": ("Backend", "EngineThread", "Steps", "run_engine"),
+    "jengine.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine"),
     "jengine.config": ("EngineConfig",),
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
     "jengine.limits": ("Limits",),
-    "jengine.request": ("CompletionOutput", "Logprob", "Request", "RequestOutput", "SamplingParams", "StructuredOutputs"),
+    "jengine.request": ("CompletionOutput", "FinishReason", "Logprob", "Request", "RequestOutput", "SamplingParams", "StructuredOutputs"),
     "jengine.scheduling.room": ("Room",),
     "jengine.start": ("Started", "start_engine"),
     "jengine.text.masks": ("make_mask",),
