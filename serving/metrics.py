@@ -1,0 +1,255 @@
+"""What Prometheus reads: counted in plain integers as requests pass, put into its form only when it asks.
+
+Names after the prefix, and what they mean, are vLLM's where it has them; `grpc_server_handled_total` is named as by gRPC's own libraries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from inspect import isasyncgenfunction, iscoroutinefunction
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jengine import EngineDead, InvalidArgument, Load, RequestOutput
+
+PREFIX = "jengine:"
+SECONDS = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1, 2.5, 5))  # a millisecond to eight minutes
+UNFINISHED = "abort"  # why a request ended that nobody waited for
+
+
+class Histogram:
+    """Counts by bucket."""
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, how many are not above it), the last for all."""
+        out, total = [], 0
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], list(self.counts), strict=True):
+            total += count
+            out.append((bound, float(total)))
+        return out
+
+
+class RequestWatch:
+    """One request's way, as its service sees it. This one is blind: for servers without metrics."""
+
+    def tokens(self, output: RequestOutput) -> None:
+        """An output in which only what is new is there (output_kind delta or final)."""
+
+    def ended(self) -> None:
+        """Exactly once, whatever happened."""
+
+
+class Metrics:
+    """What services tell, and nothing kept of it: for servers without metrics."""
+
+    def request_started(self) -> RequestWatch:
+        return _BLIND
+
+    def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
+        """An RPC (`/package.Service/Method`) has ended; of those that no service has, only the number is kept, under `unknown`."""
+
+
+_BLIND = RequestWatch()
+
+
+class PrometheusMetrics(Metrics, Collector):
+    """Everything since the server started. Written by the event loop alone; read by Prometheus's threads, to whom a number may be new
+    and another not yet.
+
+    Args:
+        model: its name, a label of every metric.
+        load: the engine's; raises EngineDead where none is running.
+        restarts: how often an engine was started again.
+    """
+
+    def __init__(self, model: str, load: Callable[[], Load], restarts: Callable[[], int]) -> None:
+        self.model, self.load, self.restarts = model, load, restarts
+        self.rpcs: Counter[tuple[str, str]] = Counter()  # by method and status
+        self.finished: Counter[str] = Counter()  # completions by why they ended
+        self.prompt_tokens = self.generation_tokens = 0
+        self.first_token, self.inter_token, self.end_to_end = Histogram(), Histogram(), Histogram()
+
+    def request_started(self) -> RequestWatch:
+        return _Watch(self)
+
+    def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
+        self.rpcs[method, code.name] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """In Prometheus's form."""
+        yield from self._engine()
+        yield self._counter("engine_restarts", "Engines started again after one had died", self.restarts())
+        yield self._counter("prompt_tokens", "Prompt tokens of answered requests", self.prompt_tokens)
+        yield self._counter("generation_tokens", "Generated tokens", self.generation_tokens)
+        ends = CounterMetricFamily(PREFIX + "request_success", "Completions by why they ended", labels=("model_name", "finished_reason"))
+        for reason, count in list(self.finished.items()):
+            ends.add_metric((self.model, reason), count)
+        yield ends
+        rpcs = CounterMetricFamily("grpc_server_handled", "RPCs by outcome", labels=("grpc_service", "grpc_method", "grpc_code"))
+        for (method, code), count in list(self.rpcs.items()):
+            service, _, name = method.strip("/").rpartition("/")
+            rpcs.add_metric((service, name, code), count)
+        yield rpcs
+        yield self._histogram("time_to_first_token_seconds", "From a request's arrival to its first token", self.first_token)
+        yield self._histogram("inter_token_latency_seconds", "Between a completion's tokens", self.inter_token)
+        yield self._histogram("e2e_request_latency_seconds", "From a request's arrival to its end", self.end_to_end)
+
+    def _engine(self) -> Iterator[Metric]:
+        try:
+            load = self.load()
+        except EngineDead:
+            yield self._gauge("engine_up", "Whether an engine is running", 0)
+            return
+        yield self._gauge("engine_up", "Whether an engine is running", 1)
+        yield self._gauge("num_requests_running", "Requests that have a place in the batch", load.running)
+        yield self._gauge("num_requests_waiting", "Requests that wait for one", load.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of the cache's pages in use; 1 is all", 1 - load.free_pages / max(load.pages, 1))
+        yield self._gauge("kv_cache_pages", "Pages of the cache", load.pages)
+        yield self._gauge("kv_cache_free_pages", "Pages of the cache that are free", load.free_pages)
+        yield self._counter("num_preemptions", "Times that a running request lost its place", load.preemptions)
+        yield self._counter("compiles_since_start", "Compilations since warm-up; each is a bug", load.compiles_since_start)
+
+    def _gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, help, labels=("model_name",))
+        family.add_metric((self.model,), value)
+        return family
+
+    def _counter(self, name: str, help: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, help, labels=("model_name",))
+        family.add_metric((self.model,), value)
+        return family
+
+    def _histogram(self, name: str, help: str, values: Histogram) -> Metric:
+        family = HistogramMetricFamily(PREFIX + name, help, labels=("model_name",))
+        family.add_metric((self.model,), values.cumulative(), values.sum)
+        return family
+
+
+class _Watch(RequestWatch):
+    def __init__(self, metrics: PrometheusMetrics) -> None:
+        self.metrics, self.last = metrics, 0.0
+        self.output: RequestOutput | None = None
+
+    def tokens(self, output: RequestOutput) -> None:
+        now, metrics = time.monotonic(), self.metrics
+        news = [len(completion.token_ids) for completion in output.outputs]
+        count, steps = sum(news), max(news, default=0)
+        times = output.metrics
+        if count and not self.last:
+            metrics.prompt_tokens += len(output.prompt_token_ids)
+            metrics.first_token.add((times.first_token or now) - times.arrival)
+            self.last = times.first_token or now
+            count, steps = count - sum(map(bool, news)), steps - 1
+        metrics.generation_tokens += sum(news)
+        if steps > 0:
+            metrics.inter_token.add((now - self.last) / steps, count)
+            self.last = now
+        self.output = output
+
+    def ended(self) -> None:
+        metrics, output = self.metrics, self.output
+        if output is None:
+            metrics.finished[UNFINISHED] += 1
+            return
+        for completion in output.outputs:
+            metrics.finished[completion.finish_reason or UNFINISHED] += 1
+        if output.metrics.finished is not None:
+            metrics.end_to_end.add(output.metrics.finished - output.metrics.arrival)
+
+
+# --- outcomes of RPCs -----------------------------------------------------------------------------
+
+
+class OutcomeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
+    """Counts RPCs by how they ended. The first of a server's interceptors, so that it sees what others refuse."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], call: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(call)
+        if handler is None:
+            self.metrics.rpc_ended("unknown/unknown", grpc.StatusCode.UNIMPLEMENTED)
+            return None
+        asks, answers = (("stream" if streams else "unary") for streams in (handler.request_streaming, handler.response_streaming))
+        return handler._replace(**{f"{asks}_{answers}": self._counted(call.method, getattr(handler, f"{asks}_{answers}"))})
+
+    def _counted(self, method: str, behavior: Callable[..., Any]) -> Callable[..., Any]:
+        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            with self._outcome(method, context):
+                return await behavior(request, context)
+
+        async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            with self._outcome(method, context):
+                async with aclosing(behavior(request, context)) as messages:
+                    async for message in messages:
+                        yield message
+
+        return stream if isasyncgenfunction(behavior) else answer if iscoroutinefunction(behavior) else behavior
+
+    @contextmanager
+    def _outcome(self, method: str, context: grpc.aio.ServicerContext) -> Iterator[None]:
+        code = grpc.StatusCode.UNKNOWN  # what gRPC makes of an exception
+        try:
+            yield
+            code = _code_of(context) or grpc.StatusCode.OK
+        except (asyncio.CancelledError, GeneratorExit):
+            left = context.time_remaining()
+            code = grpc.StatusCode.CANCELLED if left is None or left > 0 else grpc.StatusCode.DEADLINE_EXCEEDED
+            raise
+        except BaseException:
+            code = _code_of(context) or code
+            raise
+        finally:
+            self.metrics.rpc_ended(method, code)
+
+
+def _code_of(context: grpc.aio.ServicerContext) -> grpc.StatusCode | None:
+    return context.code() or None  # 0 where none was set
+
+
+# --- /metrics -------------------------------------------------------------------------------------
+
+
+class MetricsServer:
+    """Serves /metrics until it is closed.
+
+    Attributes:
+        port: where it listens.
+
+    Raises:
+        InvalidArgument: the port is taken, or the address is not this machine's.
+    """
+
+    def __init__(self, metrics: PrometheusMetrics, host: str, port: int) -> None:
+        registry = CollectorRegistry()
+        registry.register(metrics)
+        ProcessCollector(registry=registry)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as wrong:
+            raise InvalidArgument("metrics_port", port, f"cannot listen on {host}: {wrong.strerror}") from None
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

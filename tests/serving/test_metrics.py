@@ -1,0 +1,214 @@
+"""What Prometheus reads, over HTTP; and that it adds up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from jengine import CompletionOutput, EngineDead, InvalidArgument, Load, RequestOutput
+from serving.metrics import Histogram, Metrics, MetricsServer, OutcomeInterceptor, PrometheusMetrics
+
+LOAD = Load(running=3, waiting=2, free_pages=30, pages=40, preemptions=5, compiles_since_start=1)
+
+
+def make(load: Load | None = LOAD) -> PrometheusMetrics:
+    def known() -> Load:
+        if load is None:
+            raise EngineDead("gone")
+        return load
+
+    return PrometheusMetrics("tiny", known, lambda: 7)
+
+
+def scraped(metrics: PrometheusMetrics) -> dict[tuple[Any, ...], float]:
+    """By the name, and the labels' values, by the labels' names but for the model's."""
+    with closing(MetricsServer(metrics, "127.0.0.1", 0)) as server:
+        text = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=20).read().decode()
+    out = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert not sample.name.startswith("jengine:") or sample.labels.pop("model_name") == "tiny"
+            out[(sample.name.removeprefix("jengine:"), *(value for _, value in sorted(sample.labels.items())))] = sample.value
+    return out
+
+
+def output(arrival: float, first: float | None, end: float | None, *completions: tuple[int, str | None], prompt: int = 4) -> RequestOutput:
+    """News of a request: of each completion, how many tokens, and why it ended."""
+    made = RequestOutput(
+        request_id="r",
+        prompt=None,
+        prompt_token_ids=[1] * prompt,
+        outputs=[CompletionOutput(index=i, token_ids=[1] * n, finish_reason=why) for i, (n, why) in enumerate(completions)],  # type: ignore[arg-type]
+    )
+    made.metrics.arrival, made.metrics.first_token, made.metrics.finished = arrival, first, end
+    return made
+
+
+@given(st.lists(st.tuples(st.floats(0, 1000), st.integers(1, 5))))
+def test_histogram(values: list[tuple[float, int]]) -> None:
+    histogram = Histogram((0.1, 1.0, 100.0))
+    for value, times in values:
+        histogram.add(value, times)
+    each = [value for value, times in values for _ in range(times)]
+    expected = [("0.1", 0.1), ("1.0", 1.0), ("100.0", 100.0), ("+Inf", float("inf"))]
+    assert histogram.cumulative() == [(name, sum(value <= bound for value in each)) for name, bound in expected]
+    assert histogram.sum == pytest.approx(sum(each))
+
+
+def test_the_engine_as_last_heard() -> None:
+    got = scraped(make())
+    names = [key[0] for key in got if any(word in key[0] for word in ("kv", "num", "engine"))]
+    assert {name: got[(name,)] for name in names} == {
+        "num_requests_running": 3, "num_requests_waiting": 2, "kv_cache_usage_perc": 0.25, "kv_cache_pages": 40, "kv_cache_free_pages": 30,
+        "num_preemptions_total": 5, "engine_up": 1, "engine_restarts_total": 7,
+    }  # fmt: skip
+    assert got[("compiles_since_start_total",)] == 1 and got[("process_open_fds",)] > 0
+    down = scraped(make(load=None))
+    assert down[("engine_up",)] == 0 and ("num_requests_running",) not in down and down[("engine_restarts_total",)] == 7
+
+
+def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("serving.metrics.time.monotonic", lambda: now)
+    metrics = make()
+
+    one = metrics.request_started()  # a stream: a token, two together, the last
+    for now, tokens, end in ((10.5, 1, None), (10.7, 2, None), (11.0, 1, 11.0)):  # noqa: B007 (read by the lambda)
+        one.tokens(output(10.0, 10.5, end, (tokens, None if end is None else "length")))
+    one.ended()
+
+    two, now = metrics.request_started(), 25.0  # unary: two completions at once, at the end
+    two.tokens(output(20.0, 21.0, 25.0, (5, "stop"), (3, "length"), prompt=6))
+    two.ended()
+
+    left, now = metrics.request_started(), 31.0  # its client has left
+    left.tokens(output(30.0, 31.0, None, (1, None)))
+    left.ended()
+    metrics.request_started().ended()  # nothing came
+
+    got = scraped(metrics)
+    assert (got[("prompt_tokens_total",)], got[("generation_tokens_total",)]) == (4 + 6 + 4, 4 + 8 + 1)
+    assert {key[1]: value for key, value in got.items() if key[0] == "request_success_total"} == {"length": 2, "stop": 1, "abort": 2}
+    sums = {name: (got[(f"{name}_count",)], pytest.approx(got[(f"{name}_sum",)])) for name in LATENCIES}
+    assert sums == {
+        "time_to_first_token_seconds": (3, 0.5 + 1 + 1),
+        "inter_token_latency_seconds": (3 + 6, 0.2 + 0.3 + 6 * 1.0),
+        "e2e_request_latency_seconds": (2, 1 + 5),
+    }
+    assert got[("time_to_first_token_seconds_bucket", "0.25")] == 0 and got[("time_to_first_token_seconds_bucket", "0.5")] == 1
+
+
+LATENCIES = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
+
+
+async def _answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    if request == b"abort":
+        await context.abort(grpc.StatusCode.NOT_FOUND, "none")
+    if request == b"fail":
+        raise ValueError("a bug")
+    if request == b"wait":
+        await asyncio.sleep(100)
+    return request
+
+
+async def _stream(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    for _ in range(3):
+        yield await _answer(request, context)
+    while request == b"endless":
+        yield request
+        await asyncio.sleep(0.01)
+
+
+async def _written(request: bytes, context: grpc.aio.ServicerContext) -> None:
+    await context.write(request)
+
+
+def test_rpcs_by_outcome(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = make()
+    methods = {
+        "Answer": grpc.unary_unary_rpc_method_handler(_answer),
+        "Stream": grpc.unary_stream_rpc_method_handler(_stream),
+        "Written": grpc.unary_stream_rpc_method_handler(_written),
+    }
+
+    async def ask(call: Any, messages: int | None = None) -> None:
+        try:
+            if not hasattr(call, "read"):
+                await call
+                return
+            while messages != 0 and await call.read() is not grpc.aio.EOF:
+                messages = None if messages is None else messages - 1
+        except grpc.aio.AioRpcError:
+            pass
+
+    async def run() -> None:
+        server = grpc.aio.server(interceptors=[OutcomeInterceptor(metrics)])
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Service", methods)])
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for request in (b"ok", b"ok", b"abort", b"fail"):
+                await ask(channel.unary_unary("/test.Service/Answer")(request))
+                await ask(channel.unary_stream("/test.Service/Stream")(request))
+                await ask(channel.unary_stream("/test.Service/Written")(request))
+            await ask(channel.unary_unary("/test.Service/Answer")(b"wait", timeout=0.1))
+            await ask(channel.unary_stream("/test.Service/Stream")(b"wait", timeout=0.1))
+            left = channel.unary_stream("/test.Service/Stream")(b"endless")
+            await ask(left, messages=5)
+            left.cancel()
+            await ask(channel.unary_unary("/test.Service/Nothing")(b""))
+            await ask(channel.unary_unary("/other.Service/Nothing")(b""))
+        await server.stop(None)
+
+    asyncio.run(run())
+    got = {key[1:]: value for key, value in scraped(metrics).items() if key[0] == "grpc_server_handled_total"}
+    assert got == {
+        ("OK", "Answer", "test.Service"): 2,
+        ("NOT_FOUND", "Answer", "test.Service"): 1,
+        ("UNKNOWN", "Answer", "test.Service"): 1,
+        ("DEADLINE_EXCEEDED", "Answer", "test.Service"): 1,
+        ("OK", "Stream", "test.Service"): 2,
+        ("NOT_FOUND", "Stream", "test.Service"): 1,
+        ("UNKNOWN", "Stream", "test.Service"): 1,
+        ("DEADLINE_EXCEEDED", "Stream", "test.Service"): 1,
+        ("CANCELLED", "Stream", "test.Service"): 1,
+        ("OK", "Written", "test.Service"): 4,
+        ("UNIMPLEMENTED", "unknown", "unknown"): 2,
+    }
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield taken.getsockname()[1]
+
+
+def test_a_taken_port_is_told(taken_port: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"metrics_port={taken_port}: cannot listen on 127.0.0.1: Address already in use"):
+        MetricsServer(make(), "127.0.0.1", taken_port)
+
+
+def test_closing_leaves_no_thread() -> None:
+    before = threading.active_count()
+    scraped(make())
+    assert threading.active_count() == before
+
+
+def test_without_metrics_nothing_is_kept() -> None:
+    metrics = Metrics()
+    watch = metrics.request_started()
+    watch.tokens(output(0.0, 1.0, 1.0, (1, "stop")))
+    watch.ended()
+    metrics.rpc_ended("/a/b", grpc.StatusCode.OK)
+    assert watch is metrics.request_started() and not vars(metrics)
