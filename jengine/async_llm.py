@@ -18,7 +18,7 @@ from typing import Any, Literal, Unpack
 from jengine.chat import ChatOptions, Conversation, chat_prompt
 from jengine.checkpoints import resolve
 from jengine.config import EngineConfig
-from jengine.engine import Engine, PromptScores, TokenUpdate
+from jengine.engine import Engine, Update
 from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.outputs import LiveOutputs
 from jengine.prompts import Prompt, make_requests
@@ -69,6 +69,7 @@ class AsyncLLM:
 
     def _attach(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine, self.tokenizer = engine, tokenizer
+        engine.ends_at(tokenizer.eos_token_id)
         self._live = LiveOutputs(tokenizer)
         self._callers: dict[str, _Caller] = {}  # by request id
         self._ids = itertools.count()
@@ -243,7 +244,7 @@ class AsyncLLM:
             self._inbox.put(lambda ended=ended: self.engine.end(*ended))  # type: ignore[misc]
         self._live.ended.clear()
 
-    def _deliver(self, updates: list[TokenUpdate | PromptScores]) -> None:
+    def _deliver(self, updates: list[Update]) -> None:
         try:
             for output in self._live.take(updates):
                 caller = self._callers[output.request_id]

@@ -46,6 +46,7 @@ class LLM:
         self.engine, self.started = start(config, progress=progress)
         started = time.perf_counter()
         self.tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer))
+        self.engine.ends_at(self.tokenizer.eos_token_id)
         self.started.seconds["tokenizer"] = time.perf_counter() - started
         self._live = LiveOutputs(self.tokenizer)
         self._ids = itertools.count()

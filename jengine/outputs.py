@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jengine.engine import PromptScores, TokenUpdate
+from jengine.engine import Failed, PromptScores, TokenUpdate, Update
 from jengine.request import FinishReason, Request, RequestOutput
 from jengine.text.completion import CompletionBuilder
 from jengine.text.tokenizer import Tokenizer
@@ -47,7 +47,10 @@ class LiveOutputs:
     def open(self, requests: list[Request]) -> RequestOutput:
         """The output of a prompt's requests: the one that grows. Its id is that of the first."""
         first = requests[0]
-        builders = {request.request_id: CompletionBuilder(self._tokenizer, request.params, request.sample_index) for request in requests}
+        builders = {
+            request.request_id: CompletionBuilder(self._tokenizer, request.params, request.sample_index, request.prompt_token_ids)
+            for request in requests
+        }
         output = RequestOutput(
             request_id=first.request_id,
             prompt=first.prompt,
@@ -58,8 +61,8 @@ class LiveOutputs:
         self._live |= dict.fromkeys(builders, _Answer(output, builders, dict.fromkeys(builders, 0)))
         return output
 
-    def take(self, updates: Iterable[TokenUpdate | PromptScores]) -> list[RequestOutput]:
-        """The outputs that these tokens have made grow, once for each token. Tokens of requests that have ended are dropped."""
+    def take(self, updates: Iterable[Update]) -> list[RequestOutput]:
+        """The outputs that these have made grow or end, once for each. Updates of requests that have ended are dropped."""
         grown = []
         for update in updates:
             answer = self._live.get(update.request_id)
@@ -67,9 +70,12 @@ class LiveOutputs:
                 continue
             if isinstance(update, PromptScores):
                 _score(answer, update)
+                continue
+            if isinstance(update, Failed):
+                self._finish(answer, answer.builders[update.request_id], "error", update.why)
             else:
                 self._grow(answer, update)
-                grown.append(answer.output)
+            grown.append(answer.output)
         return grown
 
     def abort(self, request_id: str, why: str | None = None) -> RequestOutput | None:
