@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
+from jengine.checkpoints.quantization import fitted, plain
 from jengine.checkpoints.safetensors import Tensor, read_tensors
 from jengine.errors import ModelError, OutOfMemory
 from jengine.models import Model, Params
 from jengine.models.layers import Piece
-from jengine.parallel.mesh import shardings
+from jengine.parallel.mesh import placed
+from pallas_kernels.quantized import Quantized
 
 ALIGNMENT = 64  # bytes; what a CPU device asks of memory that it takes over without a copy
 OUTPUT_HEAD = "lm_head.weight"
@@ -36,21 +39,29 @@ def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
     tensors = _named(read_tensors(path), model.prefix)
     pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
     _check(path, tensors, pieces, model.config.tie_embeddings)
-    total = sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(model.params))
+    total = num_bytes(model.params)
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=not progress) as bar:
 
-        def place(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], sharding: NamedSharding) -> jax.Array:
-            array: jax.Array = jax.device_put(_assemble(target, source, tensors), sharding).block_until_ready()
+        def place(target: jax.ShapeDtypeStruct | Quantized, source: tuple[Piece, ...]) -> jax.Array | Quantized:
+            wanted = plain(target)
+            array: jax.Array = jax.device_put(_assemble(wanted, source, tensors), wanted.sharding).block_until_ready()
+            parameter = fitted(array, target)
             gc.collect(0)  # JAX lets go of the host's copy when Python collects
-            bar.update(array.nbytes)
-            return array
+            bar.update(num_bytes(parameter))
+            return parameter
 
         try:
-            return jax.tree.map(place, model.params, model.sources, shardings(mesh, model.axes))
+            targets = placed(mesh, model.params, model.axes)
+            return jax.tree.map(place, targets, model.sources, is_leaf=lambda node: isinstance(node, Quantized))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise OutOfMemory(f"the device cannot hold the weights, {total} bytes as {model.dtype}") from error
+
+
+def num_bytes(tree: Any) -> int:
+    """Of all arrays in a tree, abstract or not."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
