@@ -55,7 +55,7 @@ def held_out(tokenizer: Any, limit: int) -> list[list[int]]:
 def perplexity(arm: str, tokens: int) -> dict[str, Any]:
     llm = make("demo", arm)
     pieces = held_out(llm.tokenizer, tokens)
-    outputs = llm.generate(pieces, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+    outputs = llm.generate(pieces, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     scores = []
     for piece, output in zip(pieces, outputs, strict=True):
         assert output.prompt_logprobs is not None
@@ -78,7 +78,7 @@ def speeds(llm: LLM, vocab: int) -> dict[str, float]:
     def run(count: int, prompt: int, out: int) -> float:
         prompts = [rng.integers(2, vocab, prompt).tolist() for _ in range(count)]
         start = time.perf_counter()
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=out, ignore_eos=True))
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=out, ignore_eos=True), use_tqdm=False)
         return count * (out if out > 1 else prompt) / (time.perf_counter() - start)
 
     return {"one_stream": run(1, 128, 64), "streams_32": run(32, 128, 32), "prompts": run(2, 1024, 1)}
