@@ -18,10 +18,10 @@ from typing import Any, Literal, Unpack
 from jengine.chat import ChatOptions, Conversation, chat_prompt
 from jengine.checkpoints import resolve
 from jengine.config import EngineConfig
-from jengine.engine import Engine, PromptScores, TokenUpdate
+from jengine.engine import Engine, Update
 from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.outputs import LiveOutputs
-from jengine.prompts import Prompt, make_request
+from jengine.prompts import Prompt, make_requests
 from jengine.request import RequestOutput, SamplingParams
 from jengine.start import start
 from jengine.text.tokenizer import Tokenizer
@@ -69,6 +69,7 @@ class AsyncLLM:
 
     def _attach(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine, self.tokenizer = engine, tokenizer
+        engine.ends_at(tokenizer.eos_token_id)
         self._live = LiveOutputs(tokenizer)
         self._callers: dict[str, _Caller] = {}  # by request id
         self._ids = itertools.count()
@@ -98,8 +99,8 @@ class AsyncLLM:
             request_id: for `abort`; must not be in use. None makes one.
             priority: lower runs first, under policy="priority".
             timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
-            output_kind: cumulative: all that there is so far, each time; delta: the text, tokens and logprobs that are new;
-                final: once, at the end. A slow reader gets several tokens at a time.
+            output_kind: cumulative: all that there is so far, each time; delta: the text, tokens and logprobs that are new, of every
+                completion, those without news too; final: once, at the end. A slow reader gets several tokens at a time.
 
         Raises:
             InvalidArgument: when the iteration begins: it can never be answered. Nothing has been queued then.
@@ -208,12 +209,13 @@ class AsyncLLM:
         self._bind()
         if request_id in self._callers:
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
-        request = make_request(self.tokenizer, prompt, params, key, priority)
-        self.engine.check(request)
-        output = self._live.open(request)
+        requests = make_requests(self.tokenizer, prompt, params, key, priority)
+        for request in requests:
+            self.engine.check(request)
+        output = self._live.open(requests)
         output.request_id = request_id
         caller = self._callers[request_id] = _Caller(key, output, kind)
-        self._inbox.put(lambda: self.engine.add(request))
+        self._inbox.put(lambda: self.engine.add(*requests))
         return caller
 
     def _bind(self) -> None:
@@ -232,19 +234,23 @@ class AsyncLLM:
     def _end(self, caller: _Caller, why: str | None) -> bool:
         if self._live.abort(caller.key, why) is None:
             return False
-        self._inbox.put(lambda: self.engine.end(caller.key, "abort"))
+        self._pass_on()
         caller.grown.set()
         return True
 
-    def _deliver(self, updates: list[TokenUpdate | PromptScores]) -> None:
+    def _pass_on(self) -> None:
+        """Tell the engine what has ended."""
+        for ended in self._live.ended:
+            self._inbox.put(lambda ended=ended: self.engine.end(*ended))  # type: ignore[misc]
+        self._live.ended.clear()
+
+    def _deliver(self, updates: list[Update]) -> None:
         try:
             for output in self._live.take(updates):
                 caller = self._callers[output.request_id]
                 if output.finished or caller.kind != "final":
                     caller.grown.set()
-            for key, stop in self._live.stopped:
-                self._inbox.put(lambda key=key, stop=stop: self.engine.end(key, "stop", stop))  # type: ignore[misc]
-            self._live.stopped.clear()
+            self._pass_on()
         except Exception as error:  # a fault in making text: the event loop would log it, and everybody would wait
             self._inbox.put(None)
             self._fail(error)

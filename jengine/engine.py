@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from jengine.config import ModelConfig
-from jengine.errors import InvalidArgument
+from jengine.errors import InvalidArgument, JengineError
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import Begun, InFlight, StepResult
 from jengine.execution.sampler import SampledLogprobs
@@ -30,7 +31,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class TokenUpdate(NamedTuple):
-    """A request's next token, and why it is the last one, if it is. Plain data: it may cross threads and processes."""
+    """A request's next token, and why it is the last one, if it is."""
 
     request_id: str
     token: int
@@ -47,6 +48,16 @@ class PromptScores(NamedTuple):
     position: int
     tokens: list[int]
     logprobs: list[TokenLogprobs]
+
+
+class Failed(NamedTuple):
+    """A request that ends with an error, without another token."""
+
+    request_id: str
+    why: str
+
+
+Update = TokenUpdate | PromptScores | Failed  # plain data: it may cross threads and processes
 
 
 class Runs(Protocol):
@@ -95,8 +106,14 @@ class Engine:
         """Whether a request is unfinished or a step unread."""
         return self.scheduler.has_work or bool(self._in_flight)
 
+    def ends_at(self, token: int | None) -> None:
+        """End outputs at the tokenizer's end-of-sequence token as well, as vLLM does: a model's own configuration may lack it."""
+        known = self.model.eos_token_ids
+        if token is not None and token < self.model.vocab_size and token not in known:
+            self.model = replace(self.model, eos_token_ids=(token, *known))
+
     def check(self, request: Request) -> None:
-        """Raises InvalidArgument for token ids outside the vocabulary; `add` checks the rest."""
+        """Raises InvalidArgument for what can never be answered: token ids outside the vocabulary, or what the scheduler refuses."""
         vocab = self.model.vocab_size
         limit = f"ids must be in [0, {vocab})"
         ids = request.prompt_token_ids
@@ -110,19 +127,19 @@ class Engine:
                     raise InvalidArgument(name, token, limit)
         self.scheduler.check(request, self.model.eos_token_ids)
 
-    def add(self, request: Request) -> Sequence:
-        """Queue a request.
+    def add(self, *requests: Request) -> list[Sequence]:
+        """Queue a request, or all of a prompt's, which differ in their sample index and have one seed: where they bring none, they
+        draw one together.
 
         Raises:
-            InvalidArgument: it can never be answered; says why. Nothing has been queued then.
+            InvalidArgument: one of them can never be answered; says why. Nothing has been queued then.
         """
-        self.check(request)
-        seed = request.params.seed
-        return self.scheduler.add(
-            request,
-            seed=self._seeds.getrandbits(64) if seed is None else seed,
-            eos_token_ids=self.model.eos_token_ids,
-        )
+        for request in requests:
+            self.check(request)
+        seed = requests[0].params.seed
+        if seed is None:
+            seed = self._seeds.getrandbits(64)
+        return [self.scheduler.add(request, seed=seed, eos_token_ids=self.model.eos_token_ids) for request in requests]
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """End a request for a reason of the caller's: a stop string in its text, or nobody waits. False where it has ended."""
@@ -131,16 +148,18 @@ class Engine:
             self.scheduler.finish(sequence, reason, stop_reason)
         return sequence is not None
 
-    def step(self) -> list[TokenUpdate | PromptScores]:
+    def step(self) -> list[Update]:
         """Dispatch the next step, then read the one before it. Returns what was read."""
         plan = self.scheduler.schedule()
         if plan is None:
             return self._read_all_but(0)
-        updates: list[TokenUpdate | PromptScores] = []
+        updates: list[Update] = []
         if plan.sampler.variant == "full" and any(sequence.request.mask is not None for _, sequence in plan.sampled):
             begun = self.runner.begin(plan)
             updates = self._read_all_but(0)  # a mask depends on the token before it; the trunk works meanwhile
-            step = self.runner.sample(begun, self._mask(plan))
+            mask, failed = self._mask(plan)
+            updates += failed
+            step = self.runner.sample(begun, mask)
         else:
             step = self.runner.dispatch(plan)
         self.trace.add("dispatch", self._steps, f"{plan.trunk} {plan.sampler}")
@@ -148,8 +167,8 @@ class Engine:
         self._steps += 1
         return updates + self._read_all_but(1 if self.overlap else 0)
 
-    def _read_all_but(self, left: int) -> list[TokenUpdate | PromptScores]:
-        updates: list[TokenUpdate | PromptScores] = []
+    def _read_all_but(self, left: int) -> list[Update]:
+        updates: list[Update] = []
         while len(self._in_flight) > left:
             number, step = self._in_flight.popleft()
             result = self.runner.read(step)
@@ -159,12 +178,23 @@ class Engine:
             updates += self._collect(step, result)
         return updates
 
-    def _mask(self, plan: StepPlan) -> np.ndarray:
+    def _mask(self, plan: StepPlan) -> tuple[np.ndarray, list[Failed]]:
+        """The step's token mask, see logits.mask_words, and the requests that end here: their own mask fails, or leaves no token."""
         mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
+        failed = []
         for row, sequence in plan.sampled:
             if sequence.request.mask is not None and sequence.finish_reason is None:
-                sequence.request.mask.fill(mask[row])
-        return mask
+                try:
+                    _fill(mask[row], sequence)
+                except Exception as error:  # this request's alone
+                    failed.append(Failed(sequence.request_id, self._fail(sequence, error)))
+        return mask, failed
+
+    def _fail(self, sequence: Sequence, error: Exception) -> str:
+        """End a request with an error of its own. Returns its stop_reason."""
+        why = str(error) if isinstance(error, JengineError) else f"{type(error).__name__}: {error}"
+        self.scheduler.finish(sequence, "error", why)
+        return why
 
     def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate]:
         collected = self.scheduler.collect(step.plan, result.tokens)
@@ -176,10 +206,25 @@ class Engine:
         for s, token in collected:
             count = s.request.params.logprobs
             logprobs = None if count is None else _logprobs(got, rows[s], count)
-            if s.request.mask is not None:
-                s.request.mask.accept(token)
+            if s.request.mask is not None and s.finish_reason is None:
+                try:
+                    s.request.mask.accept(token)
+                except Exception as error:  # this request's alone
+                    self._fail(s, error)
             updates.append(TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, logprobs, s.num_preemptions))
         return updates
+
+
+def _fill(words: np.ndarray, sequence: Sequence) -> None:
+    """A masked sequence's row. min_tokens, which programs apply too, counts here so that an empty row is seen."""
+    request = sequence.request
+    assert request.mask is not None
+    request.mask.fill(words)
+    if len(sequence.tokens) - sequence.prompt_len < request.params.min_tokens:
+        for token in sequence.suppressed_token_ids:
+            words[token // 32] &= ~np.uint32(1 << token % 32)
+    if not words.any():
+        raise JengineError("structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token to go on with")
 
 
 def _logprobs(got: SampledLogprobs, row: int, count: int) -> TokenLogprobs:

@@ -16,7 +16,7 @@ from jengine.config import EngineConfig
 from jengine.display import counted, table_html
 from jengine.errors import InvalidArgument
 from jengine.outputs import LiveOutputs
-from jengine.prompts import Prompt, TokensPrompt, listed, make_request
+from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.start import start
 from jengine.text.tokenizer import Tokenizer
@@ -46,6 +46,7 @@ class LLM:
         self.engine, self.started = start(config, progress=progress)
         started = time.perf_counter()
         self.tokenizer = Tokenizer.load(self.started.folder if config.tokenizer is None else resolve(config.tokenizer))
+        self.engine.ends_at(self.tokenizer.eos_token_id)
         self.started.seconds["tokenizer"] = time.perf_counter() - started
         self._live = LiveOutputs(self.tokenizer)
         self._ids = itertools.count()
@@ -70,28 +71,24 @@ class LLM:
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(each)
         if len(params) != len(each):
             raise InvalidArgument("sampling_params", len(params), f"must be one, or as many as prompts ({len(each)})")
-        requests = [self._request(prompt, p) for prompt, p in zip(each, params, strict=True)]
-        for request in requests:
-            self.engine.check(request)
-        outputs = [self._submit(request) for request in requests]
+        work = [self._requests(prompt, p) for prompt, p in zip(each, params, strict=True)]
+        outputs = [self._submit(requests) for requests in work]
         try:
-            with tqdm(total=len(requests), desc="generating", unit="request", disable=not use_tqdm, leave=False) as bar:
+            with tqdm(total=len(work), desc="generating", unit="request", disable=not use_tqdm, leave=False) as bar:
                 self._finish(outputs, bar)
         finally:
             self._abandon(outputs)
         return outputs
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
-        """Complete one prompt, yielding the same output object, grown, after each token.
+        """Complete one prompt, yielding the same output object, grown, after each step that gave it tokens.
 
         Closing the iterator early aborts the request.
 
         Raises:
             InvalidArgument: at the call, if the prompt or a parameter can never be answered.
         """
-        request = self._request(prompt, sampling_params)
-        self.engine.check(request)
-        return self._follow(request)
+        return self._follow(self._requests(prompt, sampling_params))
 
     def chat(
         self,
@@ -152,20 +149,28 @@ class LLM:
             ("limits", f"{scheduler.max_num_seqs} sequences at once, {scheduler.max_model_len} tokens each"),
         ]
 
-    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        return make_request(self.tokenizer, prompt, params, str(next(self._ids)))
+    def _requests(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
+        """A prompt's requests, checked."""
+        requests = make_requests(self.tokenizer, prompt, params, str(next(self._ids)))
+        for request in requests:
+            self.engine.check(request)
+        return requests
 
-    def _submit(self, request: Request) -> RequestOutput:
-        self.engine.add(request)
-        return self._live.open(request)
+    def _submit(self, requests: list[Request]) -> RequestOutput:
+        self.engine.add(*requests)
+        return self._live.open(requests)
 
     def _advance(self) -> list[RequestOutput]:
         """One step of the engine. Returns the outputs that grew."""
         grown = self._live.take(self.engine.step())
-        for request_id, stop in self._live.stopped:
-            self.engine.end(request_id, "stop", stop)
-        self._live.stopped.clear()
+        self._pass_on()
         return grown
+
+    def _pass_on(self) -> None:
+        """Tell the engine what has ended."""
+        for ended in self._live.ended:
+            self.engine.end(*ended)
+        self._live.ended.clear()
 
     def _finish(self, outputs: list[RequestOutput], bar: tqdm[NoReturn]) -> None:
         """Work until all of these have ended."""
@@ -175,17 +180,17 @@ class LLM:
             for output in self._advance():
                 if output.finished and output.request_id in mine:
                     mine.remove(output.request_id)
-                    tokens += len(output.outputs[0].token_ids)
+                    tokens += _tokens(output)
                     bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
                     bar.update()
 
-    def _follow(self, request: Request) -> Generator[RequestOutput]:
-        """Yield a request's output whenever it has grown, whoever made it grow: other calls advance it too."""
-        output, seen, ended = self._submit(request), 0, False
+    def _follow(self, requests: list[Request]) -> Generator[RequestOutput]:
+        """Yield a prompt's output whenever it has grown, whoever made it grow: other calls advance it too."""
+        output, seen, ended = self._submit(requests), 0, False
         try:
             while not ended:
-                if output.finished or len(output.outputs[0].token_ids) > seen:
-                    seen, ended = len(output.outputs[0].token_ids), output.finished
+                if output.finished or _tokens(output) > seen:
+                    seen, ended = _tokens(output), output.finished
                     yield output
                 else:
                     self._advance()
@@ -195,8 +200,11 @@ class LLM:
     def _abandon(self, outputs: list[RequestOutput]) -> None:
         """What nobody waits for any more is aborted, and what was dispatched for it is read."""
         for output in outputs:
-            if not output.finished:
-                self.engine.end(output.request_id, "abort")
-                self._live.abort(output.request_id)
+            self._live.abort(output.request_id)
+        self._pass_on()
         while self.engine.has_work and not self.engine.scheduler.has_work:
             self._advance()
+
+
+def _tokens(output: RequestOutput) -> int:
+    return sum(len(completion.token_ids) for completion in output.outputs)

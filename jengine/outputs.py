@@ -4,84 +4,122 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from jengine.engine import PromptScores, TokenUpdate
-from jengine.request import Request, RequestOutput
+from jengine.engine import Failed, PromptScores, TokenUpdate, Update
+from jengine.request import FinishReason, Request, RequestOutput
 from jengine.text.completion import CompletionBuilder
 from jengine.text.tokenizer import Tokenizer
 
 
+class Ended(NamedTuple):
+    """A request that has ended, and why."""
+
+    request_id: str
+    reason: FinishReason
+    stop_reason: str | None
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A prompt's output, and what makes it grow, by the ids of the prompt's requests."""
+
+    output: RequestOutput
+    builders: dict[str, CompletionBuilder]
+    preemptions: dict[str, int]
+
+
 class LiveOutputs:
-    """Tokens go in, outputs grow. Knows no engine: what ends a request there is for the caller to pass on.
+    """Tokens go in, outputs grow: one for each prompt, with a completion for each of its requests.
+
+    Knows no engine: what ends a request there is for the caller to pass on.
 
     Attributes:
-        stopped: (request id, stop string) of requests that their text has ended and the engine does not know of yet; the
-            caller takes them out.
+        ended: requests that the engine does not know to have ended: aborted, or by their text. The caller takes them out.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._live: dict[str, tuple[RequestOutput, CompletionBuilder]] = {}
-        self.stopped: list[tuple[str, str]] = []
+        self._live: dict[str, _Answer] = {}  # by each of a prompt's requests, until all of them have ended
+        self.ended: list[Ended] = []
 
-    def open(self, request: Request) -> RequestOutput:
-        """The output of a new request: the one that grows."""
-        builder = CompletionBuilder(self._tokenizer, request.params)
+    def open(self, requests: list[Request]) -> RequestOutput:
+        """The output of a prompt's requests: the one that grows. Its id is that of the first."""
+        first = requests[0]
+        builders = {
+            request.request_id: CompletionBuilder(self._tokenizer, request.params, request.sample_index, request.prompt_token_ids)
+            for request in requests
+        }
         output = RequestOutput(
-            request_id=request.request_id, prompt=request.prompt, prompt_token_ids=request.prompt_token_ids, outputs=[builder.output]
+            request_id=first.request_id,
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            outputs=[builder.output for builder in builders.values()],
         )
-        output.metrics.arrival = request.arrival
-        self._live[request.request_id] = output, builder
+        output.metrics.arrival = first.arrival
+        self._live |= dict.fromkeys(builders, _Answer(output, builders, dict.fromkeys(builders, 0)))
         return output
 
-    def take(self, updates: Iterable[TokenUpdate | PromptScores]) -> list[RequestOutput]:
-        """The outputs that these tokens have made grow. Tokens of requests that have ended are dropped."""
+    def take(self, updates: Iterable[Update]) -> list[RequestOutput]:
+        """The outputs that these have made grow or end, once for each. Updates of requests that have ended are dropped."""
         grown = []
         for update in updates:
-            if update.request_id not in self._live:
+            answer = self._live.get(update.request_id)
+            if answer is None or answer.builders[update.request_id].output.finish_reason is not None:
                 continue
             if isinstance(update, PromptScores):
-                self._score(update)
+                _score(answer, update)
+                continue
+            if isinstance(update, Failed):
+                self._finish(answer, answer.builders[update.request_id], "error", update.why)
             else:
-                grown.append(self._grow(update))
+                self._grow(answer, update)
+            grown.append(answer.output)
         return grown
 
     def abort(self, request_id: str, why: str | None = None) -> RequestOutput | None:
-        """End a request's output early, with `why` as its stop_reason; None where it has ended already."""
-        if request_id not in self._live:
+        """End what has not ended of the output with this id, with `why` as its stop_reason; None where all has."""
+        answer = self._live.get(request_id)
+        if answer is None:
             return None
-        output, builder = self._live.pop(request_id)
-        builder.finish("abort", why)
-        return _ended(output)
+        for one, builder in answer.builders.items():
+            if builder.output.finish_reason is None:
+                self.ended.append(Ended(one, "abort", why))
+                self._finish(answer, builder, "abort", why)
+        return answer.output
 
-    def _score(self, update: PromptScores) -> None:
-        output, builder = self._live[update.request_id]
-        if output.prompt_logprobs is None:
-            output.prompt_logprobs = [None]
-        if update.position == len(output.prompt_logprobs):  # a preempted prompt is scored again
-            entries = zip(update.tokens, update.logprobs, strict=True)
-            output.prompt_logprobs += [builder.describe(token, *logprobs) for token, logprobs in entries]
-
-    def _grow(self, update: TokenUpdate) -> RequestOutput:
-        output, builder = self._live[update.request_id]
-        if output.metrics.first_token is None:
-            output.metrics.first_token = time.monotonic()
-        output.metrics.preemptions = update.preemptions
+    def _grow(self, answer: _Answer, update: TokenUpdate) -> None:
+        request_id, metrics = update.request_id, answer.output.metrics
+        if metrics.first_token is None:
+            metrics.first_token = time.monotonic()
+        metrics.preemptions += update.preemptions - answer.preemptions[request_id]
+        answer.preemptions[request_id] = update.preemptions
+        builder = answer.builders[request_id]
         if update.logprobs is not None:
             builder.push_logprobs(update.token, *update.logprobs)
         reason, stop_reason = update.finish_reason, update.stop_reason
         matched = builder.push(update.token, ends=reason == "stop")
         if matched is not None:
             if reason is None:
-                self.stopped.append((update.request_id, matched))
+                self.ended.append(Ended(request_id, "stop", matched))
             reason, stop_reason = "stop", matched
         if reason is not None:
-            builder.finish(reason, stop_reason)
-            del self._live[update.request_id]
-            _ended(output)
-        return output
+            self._finish(answer, builder, reason, stop_reason)
+
+    def _finish(self, answer: _Answer, builder: CompletionBuilder, reason: FinishReason, stop_reason: int | str | None) -> None:
+        builder.finish(reason, stop_reason)
+        output = answer.output
+        if all(completion.finish_reason is not None for completion in output.outputs):
+            output.finished, output.metrics.finished = True, time.monotonic()
+            for request_id in answer.builders:
+                del self._live[request_id]
 
 
-def _ended(output: RequestOutput) -> RequestOutput:
-    output.finished, output.metrics.finished = True, time.monotonic()
-    return output
+def _score(answer: _Answer, update: PromptScores) -> None:
+    output, builder = answer.output, answer.builders[update.request_id]
+    if output.prompt_logprobs is None:
+        output.prompt_logprobs = [None]
+    if update.position == len(output.prompt_logprobs):  # a preempted prompt is scored again
+        entries = zip(update.tokens, update.logprobs, strict=True)
+        output.prompt_logprobs += [builder.describe(token, *logprobs) for token, logprobs in entries]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from typing import NotRequired, TypedDict, cast
@@ -21,8 +22,8 @@ class TokensPrompt(TypedDict):
 Prompt = str | list[int] | TokensPrompt
 
 
-def make_request(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0) -> Request:
-    """A request for one prompt; None is SamplingParams().
+def make_requests(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0) -> list[Request]:
+    """The requests for one prompt, params.n of them; None is SamplingParams(). The first has this id, the others grow theirs from it.
 
     Raises:
         InvalidArgument: what is no prompt, or empty; what is no SamplingParams.
@@ -43,15 +44,21 @@ def make_request(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams | 
         raise InvalidArgument("prompt", prompt, 'must be text, a list of token ids, or {"prompt_token_ids": [...]}')
     if not ids:
         raise InvalidArgument("prompt", prompt, "must not be empty")
-    return Request(
-        request_id=request_id,
-        prompt=text,
-        prompt_token_ids=list(ids),
-        params=params,
-        mask=_mask(tokenizer, params) if params.masks else None,
-        priority=priority,
-        arrival=time.monotonic(),
-    )
+    ids, arrival = list(ids), time.monotonic()
+    others = dataclasses.replace(params, prompt_logprobs=None) if params.n > 1 else params  # the prompt is scored once
+    return [
+        Request(
+            request_id=f"{request_id}/{index}" if index else request_id,
+            prompt=text,
+            prompt_token_ids=ids,
+            params=others if index else params,
+            sample_index=index,
+            mask=_mask(tokenizer, params) if params.masks else None,
+            priority=priority,
+            arrival=arrival,
+        )
+        for index in range(params.n)
+    ]
 
 
 def _mask(tokenizer: Tokenizer, params: SamplingParams) -> TokenMask | None:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 MAX_STOP_TOKEN_IDS = 16  # end-of-sequence ids included: the width of a slot's stop list on the device
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 64
 MAX_LOGIT_BIAS = 300
 FLOAT32_MAX = 3.4e38
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,8 @@ class SamplingParams:
     """How a request's tokens are chosen and when it ends. Names and meanings follow vLLM.
 
     Args:
+        n: completions of the prompt, at most MAX_SAMPLES, each with random numbers of its own; 1 where temperature is 0. Each
+            computes the whole prompt and takes a place and cache pages as a request of its own would.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the likeliest tokens until their mass reaches this; in (0, 1].
@@ -74,6 +77,7 @@ class SamplingParams:
         InvalidArgument: naming the field, the value and the limit.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -101,7 +105,10 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _several("stop", stop))
         object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids))
+        _whole("n", self.n, 1, MAX_SAMPLES)
         _number("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")
+        if self.n > 1 and self.greedy:
+            raise InvalidArgument("n", self.n, "must be 1 where temperature is 0: greedy completions would all be the same")
         _whole("top_k", self.top_k, -1, None)
         _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
@@ -217,7 +224,7 @@ class TokenMask(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """One prompt on its way through the engine."""
+    """One completion of a prompt, on its way through the engine; of n, each is a request of its own."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -248,7 +255,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it, or the error
 
     def __repr__(self) -> str:
         return f"CompletionOutput({short(self.text)}, {self._note()})"
@@ -264,14 +271,14 @@ class RequestMetrics:
     """When things happened, in seconds of time.monotonic(), and how often the request was interrupted."""
 
     arrival: float = 0.0
-    first_token: float | None = None
-    finished: float | None = None
-    preemptions: int = 0
+    first_token: float | None = None  # of any completion
+    finished: float | None = None  # the last of them
+    preemptions: int = 0  # of all of them together
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A request with what has been generated for it so far."""
+    """A request with what has been generated for it so far: `outputs` are its n completions, by index. Finished when all are."""
 
     request_id: str
     prompt: str | None

@@ -45,6 +45,11 @@ class Quantized:
         return Quantized(self.values[index], self.scale[index], self.dtype, self.inputs)
 
 
+def is_quantized(node: object) -> bool:
+    """For functions on trees in which a Quantized is a leaf."""
+    return isinstance(node, Quantized)
+
+
 Pages = jax.Array | Quantized  # of a cache: [num_pages, kv_heads, page_size, head_dim]
 
 

@@ -96,7 +96,9 @@ LINES: list[tuple[bytes, dict[str, Any] | str]] = [  # a line, and its record or
     (b'{"prompt": "' + b"x" * 192 + b'"}', "at most max_model_len - 1 = 191"),
     (b'{"messages": [{"role": "user", "content": "x"}]}', "the model has no chat template"),
     (b'{"messages": [{"role": "usr", "content": "x"}], "chat_template": "x"}', "must be one of system"),
-    (b'{"prompt": "The quick"}', {"line": 26, "prompt_tokens": 3}),  # without a line's end
+    (b'{"prompt": "The quick", "n": 2}', "n=2: must be 1 where temperature is 0"),
+    (b'{"prompt": "The quick", "n": 3, "seed": 3, "temperature": 1.0}', {"line": 27, "prompt_tokens": 3}),
+    (b'{"prompt": "The quick"}', {"line": 28, "prompt_tokens": 3}),  # without a line's end
 ]
 
 
@@ -123,13 +125,15 @@ def test_lines_of_every_kind(text_model: Path, files: tuple[Path, Path], capsys:
         (1, "The quick", SamplingParams(temperature=0.0, top_p=0.95, max_tokens=5)),
         (2, [5, 6, 7], SamplingParams(temperature=0.0, top_p=0.95, max_tokens=3)),
         (4, "The quick", SamplingParams(temperature=1.0, top_p=0.95, max_tokens=5, seed=3, logprobs=1, prompt_logprobs=0)),
+        (27, "The quick", SamplingParams(temperature=1.0, top_p=0.95, max_tokens=5, seed=3, n=3)),
     ]
     for line, prompt, params in work:
-        shown, made = answers[line]["outputs"][0], llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
-        expected = {name: getattr(made, name) for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")}
-        assert {name: shown.get(name) for name in expected} == expected
-        assert ("logprobs" in shown) == (params.logprobs is not None)
-    assert [int(token) for entry in answers[4]["outputs"][0]["logprobs"] for token in list(entry)[:1]] == shown["token_ids"]
+        for shown, made in zip(answers[line]["outputs"], llm.generate(prompt, params, use_tqdm=False)[0].outputs, strict=True):
+            expected = {name: getattr(made, name) for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")}
+            assert {name: shown.get(name) for name in expected} == expected
+            assert ("logprobs" in shown) == (params.logprobs is not None)
+    [scored] = answers[4]["outputs"]
+    assert [int(token) for entry in scored["logprobs"] for token in list(entry)[:1]] == scored["token_ids"]
 
     assert answers[4]["prompt_logprobs"][0] is None and len(answers[4]["prompt_logprobs"]) == 3
 

@@ -91,7 +91,7 @@ def test_statistics_can_be_left_out(flag: str, made: list[Any], capsys: pytest.C
 
 def test_every_field_has_a_flag(made: list[Any]) -> None:
     values: dict[str, Any] = {
-        "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "seed": -5, "max_tokens": 9, "min_tokens": 2,
+        "n": 2, "temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "seed": -5, "max_tokens": 9, "min_tokens": 2,
         "ignore_eos": True, "stop": ("a", "b"), "stop_token_ids": (3, 4), "logprobs": 2,
         "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"5": 2.0},
         "allowed_token_ids": (1, 2), "bad_words": ("no",), "structured_outputs": {"regex": "a+"}, "include_stop_str_in_output": True,
@@ -135,6 +135,29 @@ def test_every_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(default: 0.8)" in capsys.readouterr().out
 
 
+def test_several_completions_are_written_one_below_the_other(
+    made: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first that is unfinished as it comes; those after it, which grow meanwhile, when their turn has come."""
+    first, second, third = (CompletionOutput(index=i) for i in range(3))
+    written = []
+
+    def outputs(self: StandIn, prompt: str) -> Iterator[RequestOutput]:
+        for completion, text, reason in [
+            (second, "b", None), (first, "a", None), (second, "B", "stop"), (first, "A", "length"), (third, "c", None), (third, "C", "stop")
+        ]:  # fmt: skip
+            completion.text, completion.finish_reason = completion.text + text, reason
+            completion.token_ids.append(1)
+            yield RequestOutput(request_id="0", prompt=prompt, prompt_token_ids=[1], outputs=[first, second, third])
+            written.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(StandIn, "_outputs", outputs)
+    assert cli.main(["generate", "demo", "go", "--n=3", "--echo"]) == 0
+    out, err = capsys.readouterr()
+    assert written == ["--- 1 of 3 ---\ngo", "a", "", "A\n--- 2 of 3 ---\ngobB\n--- 3 of 3 ---\ngo", "c", "C"]
+    assert out == "\n" and err.startswith("6 tokens, ") and made[0][2].n == 3
+
+
 def test_prompt_from_stdin(made: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("two\nlines ü".encode())))
     assert cli.main(["generate", "demo", "-", "--quiet"]) == 0
@@ -146,6 +169,7 @@ def test_prompt_from_stdin(made: list[Any], monkeypatch: pytest.MonkeyPatch, cap
     [
         (["bad"], "prompt='bad': must be good"),
         (["go", "--temperature=-1"], "temperature=-1.0: must be a finite number, at least 0"),
+        (["go", "--n=2", "--temperature=0"], "n=2: must be 1 where temperature is 0: greedy completions would all be the same"),
         (["go", "--top-p=nan"], "top_p=nan: must be in (0, 1]"),
         (["go", "--kv-cache-memory=lots"], "kv_cache_memory='lots': must be a number of bytes, or text such as 512MiB"),
     ],

@@ -47,7 +47,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
-    add_sampling_and_engine(parser)
+    add_sampling_and_engine(parser, skip=("n",))  # a conversation goes on from one answer
     parser.set_defaults(run=_chat)
 
 

@@ -22,9 +22,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="`demo`, a folder in Hugging Face's layout, or a hub id")
 
 
-def add_sampling_and_engine(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of SamplingParams and of EngineConfig."""
-    add_fields(parser.add_argument_group("sampling"), SamplingParams, defaults=SAMPLING_DEFAULTS)
+def add_sampling_and_engine(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
+    """A flag for each field of SamplingParams, but for those in `skip`, and of EngineConfig."""
+    add_fields(parser.add_argument_group("sampling"), SamplingParams, skip, SAMPLING_DEFAULTS)
     add_fields(parser.add_argument_group("engine"), EngineConfig, skip=ENGINE_SKIPS)
 
 

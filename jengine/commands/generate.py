@@ -6,10 +6,11 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jengine import JengineError, SamplingParams
+from jengine import JengineError, RequestOutput, SamplingParams
 from jengine.commands import batch
 from jengine.commands.flags import add_model, add_sampling_and_engine, engine_fields, sampling_fields
 from jengine.commands.terminal import note, write
@@ -57,18 +58,34 @@ def _generate_one(options: argparse.Namespace) -> None:
 
     llm = LLM(options.model, progress=not options.quiet, **engine_options)
     outputs = llm.stream(prompt, params)  # refuses bad input here, before anything is written
-    if options.echo:
-        write(prompt)
-    seen, tokens = 0, 0
-    times: list[float] = []
-    for out in outputs:
-        times.append(time.monotonic())
-        completion = out.outputs[0]
-        write(completion.text[seen:])
-        seen, tokens = len(completion.text), len(completion.token_ids)
-    write("\n")
+    tokens, times = _show(outputs, params.n, prompt if options.echo else "")
     if not (options.no_stats or options.quiet):
         _print_stats(llm.stats, tokens, times)
+
+
+def _show(outputs: Iterable[RequestOutput], n: int, echo: str) -> tuple[int, list[float]]:
+    """Write completions one below the other, the first unfinished one as it comes. Returns all their tokens, and the monotonic
+    seconds at which they grew."""
+    tokens, times = 0, []
+    index, seen = 0, 0  # of the completion that is being written: its place, and its characters so far
+    write(_head(index, n) + echo)
+    for out in outputs:
+        times.append(time.monotonic())
+        tokens = sum(len(completion.token_ids) for completion in out.outputs)
+        for completion in out.outputs[index:]:
+            if completion.index > index:
+                index, seen = completion.index, 0
+                write("\n" + _head(index, n) + echo)
+            write(completion.text[seen:])
+            seen = len(completion.text)
+            if completion.finish_reason is None:
+                break
+    write("\n")
+    return tokens, times
+
+
+def _head(index: int, n: int) -> str:
+    return f"--- {index + 1} of {n} ---\n" if n > 1 else ""
 
 
 def _stdin() -> str:
@@ -77,7 +94,7 @@ def _stdin() -> str:
 
 
 def _print_stats(stats: dict[str, Any], tokens: int, times: list[float]) -> None:
-    """One dim line: `times` are the monotonic seconds at which tokens came."""
+    """One dim line."""
     parts = [f"{tokens} tokens"]
     if len(times) > 1:
         parts.append(f"{(tokens - 1) / (times[-1] - times[0]):.1f} tokens/s")

@@ -13,7 +13,7 @@ from jengine.errors import OutOfMemory
 from jengine.execution.kv_cache import page_bytes
 from jengine.execution.spec import ExecutionSpec
 from jengine.program_table import SamplerKey, TrunkKey
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import is_quantized
 
 CPU_DEFAULT = 1 << 30  # bytes
 PROGRAM_SHARE = 20  # one in this many bytes is left to programs: temporaries and code
@@ -63,10 +63,6 @@ def pages_to_use(fit: int, saved: list[int]) -> int:
     return max((count for count in saved if 0.8 * fit <= count <= fit), default=fit)
 
 
-def _quantized(node: object) -> bool:
-    return isinstance(node, Quantized)
-
-
 def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     """Bytes a program's temporaries may take: some activations of its own token axis, in float32; never the cache.
 
@@ -74,7 +70,7 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     matters is what is missing: the number of pages, and the number of layers.
     """
     model, table = spec.model.config, spec.table
-    matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=_quantized) if _quantized(leaf)]
+    matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if is_quantized(leaf)]
     converted = 4 * max((matrix.values.size for matrix in matrices), default=0)  # one weight at a time
     if isinstance(key, SamplerKey):
         return converted + 4 * key.rows * (8 * model.vocab_size + 16 * model.hidden_size) + (1 << 16)

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jengine.errors import InvalidArgument
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import Quantized, is_quantized
 
 RULES = {"kv_heads": "tensor", "heads": "tensor", "ffn": "tensor", "vocab": "tensor"}  # other axes are replicated
 
@@ -35,4 +35,4 @@ def placed(mesh: Mesh, params: Any, axes: Any) -> Any:
         sharding = NamedSharding(mesh, PartitionSpec(*(RULES.get(name or "") for name in names)))
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
-    return jax.tree.map(place, params, axes, is_leaf=lambda node: isinstance(node, Quantized))
+    return jax.tree.map(place, params, axes, is_leaf=is_quantized)

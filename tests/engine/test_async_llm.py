@@ -212,7 +212,8 @@ def test_500_requests_with_random_aborts_and_timeouts(fresh: AsyncLLM) -> None:
     async def one(number: int) -> None:
         how = rng.choice(["finish", "finish", "abort", "timeout", "leave", "cancel"])
         prompt = [rng.randrange(300) for _ in range(rng.randint(1, 100))]
-        params = SamplingParams(max_tokens=rng.randint(1, 24), temperature=rng.choice([0.0, 1.0]), stop=rng.choice([[], ["e"]]))
+        n, temperature = rng.choice([(1, 0.0), (1, 1.0), (3, 1.0)])
+        params = SamplingParams(n=n, max_tokens=rng.randint(1, 24), temperature=temperature, stop=rng.choice([[], ["e"]]))
         ended, seen, most = 0, 0, rng.randint(1, 10)
         name = str(number)
         await asyncio.sleep(rng.random() * 2)

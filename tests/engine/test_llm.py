@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from jengine import LLM, InvalidArgument, ModelError, RequestOutput, SamplingParams
 from jengine.execution.programs import program_keys
-from jengine.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, CompletionOutput
+from jengine.request import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_TOKEN_IDS, CompletionOutput
 from tests.engine.running import SMALL
 from tests.golden.weights import VARIANTS, uniform, weights
 from tests.text.conftest import byte_level, write
@@ -247,6 +247,7 @@ def test_a_stop_tokens_text_is_left_out(llm: LLM) -> None:
 # Bad input.
 
 BAD_PARAMS: dict[str, list[Any]] = {
+    "n": [0, -1, MAX_SAMPLES + 1, 2.0, "2", None, True],
     "temperature": [math.nan, math.inf, -math.inf, -0.1, "1", None, True, 1j, [1.0]],
     "top_k": [-2, 1.5, "4", None, True],
     "top_p": [0.0, 1.0001, -0.5, math.nan, "0.9", None, True],

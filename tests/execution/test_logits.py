@@ -13,6 +13,7 @@ from jengine.execution.logits import COUNT_CHUNK, add_bias, apply_mask, count_ch
 from jengine.execution.slots import sampling_of, words_of
 from jengine.request import SamplingParams
 from jengine.scheduling.step_plan import SlotReset
+from tests.execution.oracle import adjusted
 
 ROWS, VOCAB, SLOTS = 4, 75, 3
 apply, penalized, biased, counted = jax.jit(apply_mask), jax.jit(penalize), jax.jit(add_bias), jax.jit(count_tokens)
@@ -45,14 +46,8 @@ def test_penalties(seed: int, prompt: list[int], output: list[int]) -> None:
         for _ in range(ROWS)
     ]
     got = penalized(logits, sampling(*params), np.stack([counts_of(prompt, output)] * ROWS))
-    for row, p, raw in zip(np.asarray(got), params, logits.astype(np.float64), strict=True):
-        want = raw.copy()
-        for token in range(VOCAB):
-            if token in prompt or token in output:
-                want[token] = want[token] / p.repetition_penalty if want[token] > 0 else want[token] * p.repetition_penalty
-            want[token] -= p.frequency_penalty * output.count(token)
-            want[token] -= p.presence_penalty * (token in output)
-        np.testing.assert_allclose(row, want, atol=1e-4)
+    for row, p, raw in zip(np.asarray(got), params, logits, strict=True):
+        np.testing.assert_allclose(row, adjusted(raw, p, prompt=prompt, output=output), atol=1e-4)
 
 
 def test_no_penalty_changes_no_bit() -> None:

@@ -1,8 +1,4 @@
-"""The sampler against an oracle in float64, its distribution, and what its random numbers depend on.
-
-Results may differ from the oracle's only where float32 rounding decides: a token that lies on a threshold, or a draw on
-the border between two tokens. `Oracle` knows both, and the tests assert that this is rare.
-"""
+"""The sampler against an oracle in float64, its distribution, and what its random numbers depend on."""
 
 from __future__ import annotations
 
@@ -23,9 +19,9 @@ from jengine.execution.slots import sampling_of, words_of
 from jengine.program_table import Variant
 from jengine.request import MAX_LOGPROBS, SamplingParams
 from jengine.scheduling.step_plan import SlotReset
+from tests.execution.oracle import Oracle, adjusted
 
 ROWS, VOCAB = 8, 300  # no multiple of the block in which the distribution is inverted
-EPS = 1e-5  # of a probability: what float32 sums over a vocabulary may lose
 PROMPT_LEN = 5
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -56,6 +52,10 @@ class Row:
     position: int = PROMPT_LEN
     stops: tuple[int, ...] = ()
 
+    def oracle(self, logits: np.ndarray) -> Oracle:
+        early = self.position < PROMPT_LEN + self.params.min_tokens
+        return Oracle(adjusted(logits, self.params, stops=self.stops if early else ()), self.params)
+
     @property
     def words(self) -> np.ndarray:
         return words_of(SlotReset(1, self.params, self.seed, self.sample_index, PROMPT_LEN, self.stops))[1:]
@@ -67,46 +67,6 @@ def stacked(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
 
 def tokens_of(logits: np.ndarray, rows: list[Row], variant: Variant = "truncated") -> list[int]:
     return np.asarray(compiled(variant)(logits, *stacked(rows))).tolist()  # type: ignore[operator]
-
-
-class Oracle:
-    """One row's distribution, from the documented meaning of each parameter in vLLM's order, in float64."""
-
-    def __init__(self, logits: np.ndarray, row: Row) -> None:
-        p, logits = row.params, logits.astype(np.float64)
-        if row.position < PROMPT_LEN + p.min_tokens:
-            logits[list(row.stops)] = -np.inf
-        self.best = int(logits.argmax())
-        z = (logits - logits.max()) / (1.0 if p.greedy else np.clip(p.temperature, 1e-40, 1e40))
-        self.kept, self.maybe = self._kept(z, p, -1), self._kept(z, p, 1)
-        self.mass = np.exp(z) * self.kept
-
-    @staticmethod
-    def _kept(z: np.ndarray, p: SamplingParams, side: int) -> np.ndarray:
-        """The tokens left, with what lies on a threshold (side 1) or without (side -1)."""
-        slack = 1e-6 * (1 + np.abs(z))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            kept = (z >= np.log(p.min_p) + np.where(np.isfinite(z), -side * slack, 0.0)) | (z == 0)
-        if 0 < p.top_k < kept.sum():
-            kth = np.sort(z[kept])[-p.top_k]
-            kept &= z >= kth - (slack if side > 0 and np.isfinite(kth) else 0)  # rounding keeps order, but may tie
-        if p.top_p < 1:
-            mass = np.exp(z) * kept
-            order = np.argsort(-z, kind="stable")
-            before = np.concatenate([[0.0], np.cumsum(mass[order])])[np.searchsorted(-z[order], -z)]  # of the likelier ones
-            kept &= (before / mass.sum() < p.top_p + side * EPS) | (z == 0)
-        return kept
-
-    @property
-    def exact(self) -> bool:
-        """Whether no token lies on a threshold."""
-        return bool((self.kept == self.maybe).all())
-
-    def drawn(self, u: float) -> set[int]:
-        """The tokens that a draw of u may give: one, or two at a border."""
-        ends = np.cumsum(self.mass / self.mass.sum())
-        low, high = (int(np.argmax((ends > x) & (self.mass > 0))) for x in (max(u - EPS, 0.0), min(u + EPS, ends[-1] * (1 - 1e-12))))
-        return {token for token in range(low, high + 1) if self.mass[token] > 0}
 
 
 LOGITS = {
@@ -129,9 +89,7 @@ def assert_like_oracle(logits: np.ndarray, rows: list[Row], tokens: list[int]) -
     """Returns in how many rows only one token was possible."""
     draws, certain = np.asarray(uniforms(*stacked(rows)), np.float64), 0
     for scores, row, token, u in zip(logits, rows, tokens, draws, strict=True):
-        oracle = Oracle(scores, row)
-        possible = oracle.drawn(u) if oracle.exact else set(np.flatnonzero(oracle.maybe).tolist())
-        expected = {oracle.best} if row.params.greedy else possible
+        expected = row.oracle(scores).possible(u)
         assert token in expected, (row, u)
         certain += len(expected) == 1
     return certain
@@ -209,7 +167,7 @@ def test_truncation_keeps_the_tokens_it_should(batch: tuple[list[Row], list[str]
     scaled = logits - logits.max(-1, keepdims=True)
     got = np.isfinite(np.asarray(truncated(scaled, stacked(rows)[0]))) | np.isneginf(scaled)
     for i, row in enumerate(rows):
-        oracle = Oracle(scaled[i], Row(_without_temperature(row.params)))
+        oracle = Row(_without_temperature(row.params)).oracle(scaled[i])
         kept, maybe = oracle.kept | np.isneginf(scaled[i]), oracle.maybe | np.isneginf(scaled[i])
         assert (kept <= got[i]).all() and (got[i] <= maybe).all()
 
@@ -346,7 +304,7 @@ def test_distribution_over_a_larger_vocabulary() -> None:
 @pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.75}, {"min_p": 0.2}, {"temperature": 2.0}, {"temperature": 0.5, "top_k": 4}])
 def test_distribution_after_truncation(params: dict[str, float]) -> None:
     row = Row(SamplingParams(**params))  # type: ignore[arg-type]
-    oracle = Oracle(np.log(UNEVEN), row)
+    oracle = row.oracle(np.log(UNEVEN))
     assert_distributed(draws(UNEVEN, [Row(row.params, seed=i) for i in range(DRAWS)]), oracle.mass / oracle.mass.sum())
 
 

@@ -35,7 +35,7 @@ def test_parameters_over_two_devices() -> None:
     assert attention["qkv"] == P("tensor", None, None)
     assert attention["qkv_bias"] == P("tensor", None)
     assert attention["o"] == P(None, "tensor")
-    assert attention["o_bias"] == placed["norm"]["weight"] == P(None)
+    assert attention["o_bias"] == specs["norm"]["weight"] == P(None)
     assert mlp["gate_up"] == P("tensor", None, None)
     assert mlp["down"] == P(None, "tensor")
     shapes = jax.tree.map(lambda p: p.sharding.shard_shape(p.shape), params)
