@@ -16,14 +16,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from jengine.checkpoints.quantization import fitted, plain
 from jengine.errors import ModelError
+from pallas_kernels.quantized import Quantized, is_quantized
 
 BATCH = 64 * 2**20  # bytes; the parameter that fills a batch may be larger
 
 
 def by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of nested dicts by name: their keys, joined by dots."""
-    paths, _ = jax.tree.flatten_with_path(tree)
+    """The parameters in nested dicts by name: their keys, joined by dots."""
+    paths, _ = jax.tree.flatten_with_path(tree, is_leaf=is_quantized)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
 
 
@@ -46,12 +48,11 @@ def save(folder: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
             ocp.partial.finalize(folder)
 
 
-def restore(folder: Path, params: Any, shardings: Any, count: Callable[[int], object]) -> Any:
-    """A tree like `params`, of arrays in the dtypes that it names, placed by `shardings`.
+def restore(folder: Path, targets: Any, count: Callable[[int], object]) -> Any:
+    """A tree like `targets`, of arrays in the dtypes and shardings that it names.
 
     Args:
-        params: nested dicts of jax.ShapeDtypeStruct.
-        shardings: the same tree, of NamedSharding.
+        targets: nested dicts of jax.ShapeDtypeStruct with shardings, or Quantized of them.
         count: is told how many bytes have been placed, batch by batch.
 
     Raises:
@@ -61,7 +62,8 @@ def restore(folder: Path, params: Any, shardings: Any, count: Callable[[int], ob
 
     if not folder.is_dir():
         raise ModelError("is missing", file=folder)
-    wanted = by_name(jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), params, shardings))
+    parameters = by_name(targets)
+    wanted = {name: plain(target) for name, target in parameters.items()}
     with _failing("is no whole Orbax checkpoint", folder):
         found = ocp.metadata(folder).metadata
         if found is None:
@@ -69,15 +71,16 @@ def restore(folder: Path, params: Any, shardings: Any, count: Callable[[int], ob
     _check(folder, by_name(found), wanted)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    arrays: dict[str, jax.Array] = {}
+    arrays: dict[str, jax.Array | Quantized] = {}
     with context:
         for batch in _batches(wanted.items()):
             with _failing("is no whole Orbax checkpoint", folder):
                 loaded = jax.block_until_ready(ocp.load(folder, batch))
-            arrays |= loaded
+            done = {name: fitted(array, parameters[name]) for name, array in loaded.items()}
+            arrays |= done
             gc.collect(0)  # JAX lets go of the host's copies when Python collects
-            count(sum(array.nbytes for array in loaded.values()))
-    return jax.tree.unflatten(jax.tree.structure(params), [arrays[name] for name in wanted])
+            count(sum(array.nbytes for array in jax.tree.leaves(done)))
+    return jax.tree.unflatten(jax.tree.structure(targets, is_leaf=is_quantized), [arrays[name] for name in wanted])
 
 
 def _batches(items: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -9,16 +9,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
+from jengine.checkpoints.quantization import fitted, plain
 from jengine.checkpoints.safetensors import Tensor, read_tensors
 from jengine.errors import ModelError, OutOfMemory
 from jengine.models import Model, Params
 from jengine.models.layers import Piece
-from jengine.parallel.mesh import shardings
+from jengine.parallel.mesh import placed
+from pallas_kernels.quantized import Quantized, is_quantized
 
 ALIGNMENT = 64  # bytes; what a CPU device asks of memory that it takes over without a copy
 OUTPUT_HEAD = "lm_head.weight"
@@ -38,30 +40,37 @@ def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
         OutOfMemory: the device cannot hold the weights.
     """
     fill = _from_orbax if is_converted(path) else _from_safetensors
-    total = sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(model.params))
+    total = num_bytes(model.params)
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=not progress) as bar:
         try:
-            return fill(path, model, shardings(mesh, model.axes), bar.update)
+            return fill(path, model, placed(mesh, model.params, model.axes), bar.update)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise OutOfMemory(f"the device cannot hold the weights, {total} bytes as {model.dtype}") from error
 
 
-def _from_orbax(path: Path, model: Model, placement: Any, count: Callable[[int], object]) -> Params:
-    return orbax.restore(path / PARAMS, model.params, placement, count)
+def _from_orbax(path: Path, _: Model, targets: Params, count: Callable[[int], object]) -> Params:
+    return orbax.restore(path / PARAMS, targets, count)
 
 
-def _from_safetensors(path: Path, model: Model, placement: Any, count: Callable[[int], object]) -> Params:
+def _from_safetensors(path: Path, model: Model, targets: Params, count: Callable[[int], object]) -> Params:
     tensors = read(path, model)
 
-    def place(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], sharding: NamedSharding) -> jax.Array:
-        array: jax.Array = jax.device_put(assemble(target, source, tensors), sharding).block_until_ready()
+    def place(target: jax.ShapeDtypeStruct | Quantized, source: tuple[Piece, ...]) -> jax.Array | Quantized:
+        wanted = plain(target)
+        array: jax.Array = jax.device_put(assemble(wanted, source, tensors), wanted.sharding).block_until_ready()
+        parameter = fitted(array, target)
         gc.collect(0)  # JAX lets go of the host's copy when Python collects
-        count(array.nbytes)
-        return array
+        count(num_bytes(parameter))
+        return parameter
 
-    return jax.tree.map(place, model.params, model.sources, placement)
+    return jax.tree.map(place, targets, model.sources, is_leaf=is_quantized)
+
+
+def num_bytes(tree: Any) -> int:
+    """Of all arrays in a tree, abstract or not."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def read(path: Path, model: Model) -> dict[str, Tensor]:

@@ -86,6 +86,16 @@ def test_round_trip(variant: str, tmp_path: Path) -> None:
         same(loaded(tmp_path / "out", dtype), loaded(model, dtype))
 
 
+@pytest.mark.parametrize("quantization", ["int8", "w8a8", "fp8"])
+def test_quantization_on_load(quantization: str, model: Path, tmp_path: Path) -> None:
+    out = convert(str(model), tmp_path / "out", progress=False)
+    mine, theirs = (
+        load(folder, build(read_config(folder), "float32", 64, quantization), make_mesh(1), progress=False) for folder in (out, model)
+    )
+    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
+    same(mine, theirs)
+
+
 def test_round_trip_over_two_devices(model: Path, tmp_path: Path) -> None:
     out = convert(str(model), tmp_path / "out", progress=False)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
