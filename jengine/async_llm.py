@@ -56,7 +56,9 @@ class AsyncLLM:
         from jengine.start import start_engine  # an AsyncLLM over an engine elsewhere needs no jax
 
         engine, self.started = start_engine(EngineConfig.of(str(model), options), progress=progress)
-        self._attach(EngineThread(engine), Tokenizer.load(self.started.tokenizer_folder))
+        tokenizer = Tokenizer.load(self.started.tokenizer_folder)
+        engine.ends_at(tokenizer.eos_token_id)
+        self._attach(EngineThread(engine), tokenizer)
 
     @classmethod
     def over(cls, backend: Backend, tokenizer: Tokenizer) -> AsyncLLM:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from jengine.limits import Limits
 from jengine.request import FinishReason, Request
-from jengine.updates import Ended, Load, PromptScores, TokenUpdate
+from jengine.updates import Load, Update
 
-Updates = Sequence[TokenUpdate | PromptScores | Ended]
+Updates = Sequence[Update]
 
 
 class Steps(Protocol):

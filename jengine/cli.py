@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jengine import JengineError, __version__
-from jengine.commands import chat, generate
+from jengine.commands import chat, convert, generate
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jengine", description="An LLM inference engine, compiled before the first request.")
     parser.add_argument("--version", action="version", version=f"jengine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (generate, chat):
+    for command in (generate, chat, convert):
         command.add(commands)
     return parser
 

@@ -7,12 +7,13 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jengine.errors import InvalidArgument
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8", "w8a8", "fp8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,11 @@ class EngineConfig:
         model: `demo`, a folder in Hugging Face's layout, or a hub id.
         revision: of a hub id.
         tokenizer: another model to take the tokenizer from; None takes the model's own.
-        dtype: of weights, activations and cache. auto: float32 on a CPU, the checkpoint's on a GPU.
+        dtype: of weights, activations and cache. auto: the checkpoint's where the device supports it, float16 on a GPU without
+            bfloat16; on a CPU float32 instead of a narrower one unless that is measured to be faster.
+        quantization: of weights, on load, with a scale for each output channel. int8: weights alone; w8a8: activations too,
+            with a scale for each row; fp8: both, as e4m3, emulated on devices older than Hopper and Ada.
+        kv_cache_dtype: of keys and values in the cache; int8 and fp8 (e4m3) with a scale for each token and kv head. auto is dtype.
         max_model_len: tokens a sequence may have, prompt and output together; None takes the model's.
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: tokens a step may carry: decode rows and prompt tiles together.
@@ -127,6 +132,8 @@ class EngineConfig:
     revision: str | None = None
     tokenizer: str | None = None
     dtype: Dtype = "auto"
+    quantization: Quantization | None = None
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
@@ -174,6 +181,10 @@ class EngineConfig:
             raise InvalidArgument("gpu_memory_utilization", self.gpu_memory_utilization, "must be in (0, 1]")
         if self.dtype not in ("auto", *DTYPES):
             raise InvalidArgument("dtype", self.dtype, f"must be auto, {', '.join(DTYPES)}")
+        if self.quantization not in (None, *get_args(Quantization)):
+            raise InvalidArgument("quantization", self.quantization, f"must be None, {', '.join(get_args(Quantization))}")
+        if self.kv_cache_dtype not in ("auto", "int8", "fp8"):
+            raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, "must be auto, int8 or fp8")
         if self.policy not in ("fcfs", "priority"):
             raise InvalidArgument("policy", self.policy, "must be fcfs or priority")
         if self.max_num_batched_tokens < self.max_num_seqs + self.tile_size:

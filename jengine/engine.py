@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from jengine.config import ModelConfig
+from jengine.errors import JengineError
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import Begun, InFlight, StepResult
 from jengine.execution.sampler import SampledLogprobs
@@ -19,7 +21,7 @@ from jengine.request import FinishReason, Request
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
-from jengine.updates import Load, PromptScores, TokenLogprobs, TokenUpdate
+from jengine.updates import Ended, Load, PromptScores, TokenLogprobs, TokenUpdate, Update
 
 
 class Runs(Protocol):
@@ -43,7 +45,6 @@ class Engine:
 
     Attributes:
         model: its configuration.
-        limits: what it can answer at all.
         trace: when steps were dispatched and read.
 
     Args:
@@ -53,9 +54,6 @@ class Engine:
 
     def __init__(self, model: ModelConfig, runner: Runs, scheduler: Scheduler, *, overlap: bool = True, seed: int = 0) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
-        self.limits = Limits(
-            room=scheduler.room, max_num_seqs=scheduler.max_num_seqs, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
-        )
         self.trace = StepTrace()
         self._seeds = random.Random(seed)
         self._in_flight: deque[tuple[int, InFlight]] = deque()
@@ -78,6 +76,17 @@ class Engine:
         return self.scheduler.has_work
 
     @property
+    def limits(self) -> Limits:
+        """What it can answer at all."""
+        scheduler = self.scheduler
+        return Limits(
+            room=scheduler.room,
+            max_num_seqs=scheduler.max_num_seqs,
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=self.model.eos_token_ids,
+        )
+
+    @property
     def load(self) -> Load:
         """How busy it is now. May be read from any thread."""
         scheduler = self.scheduler
@@ -90,6 +99,12 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             compiles_since_start=self.compiles_since_start,
         )
+
+    def ends_at(self, token: int | None) -> None:
+        """End outputs at the tokenizer's end-of-sequence token as well, as vLLM does: a model's own configuration may lack it."""
+        known = self.model.eos_token_ids
+        if token is not None and token < self.model.vocab_size and token not in known:
+            self.model = replace(self.model, eos_token_ids=(token, *known))
 
     def check(self, request: Request) -> None:
         """Raises InvalidArgument for what can never be answered, or an id in use."""
@@ -117,16 +132,18 @@ class Engine:
             self.scheduler.finish(sequence, reason, stop_reason)
         return sequence is not None
 
-    def step(self) -> list[TokenUpdate | PromptScores]:
+    def step(self) -> list[Update]:
         """Dispatch the next step, then read the one before it. Returns what was read."""
         plan = self.scheduler.schedule()
         if plan is None:
             return self._read_all_but(0)
-        updates: list[TokenUpdate | PromptScores] = []
+        updates: list[Update] = []
         if plan.sampler.variant == "full" and any(sequence.request.mask is not None for _, sequence in plan.sampled):
             begun = self.runner.begin(plan)
             updates = self._read_all_but(0)  # a mask depends on the token before it; the trunk works meanwhile
-            step = self.runner.sample(begun, self._mask(plan))
+            mask, failed = self._mask(plan)
+            updates += failed
+            step = self.runner.sample(begun, mask)
         else:
             step = self.runner.dispatch(plan)
         self.trace.add("dispatch", self._steps, f"{plan.trunk} {plan.sampler}")
@@ -134,8 +151,8 @@ class Engine:
         self._steps += 1
         return updates + self._read_all_but(1 if self.overlap else 0)
 
-    def _read_all_but(self, left: int) -> list[TokenUpdate | PromptScores]:
-        updates: list[TokenUpdate | PromptScores] = []
+    def _read_all_but(self, left: int) -> list[Update]:
+        updates: list[Update] = []
         while len(self._in_flight) > left:
             number, step = self._in_flight.popleft()
             result = self.runner.read(step)
@@ -145,12 +162,23 @@ class Engine:
             updates += self._collect(step, result)
         return updates
 
-    def _mask(self, plan: StepPlan) -> np.ndarray:
+    def _mask(self, plan: StepPlan) -> tuple[np.ndarray, list[Ended]]:
+        """The step's token mask, see logits.mask_words, and the requests that end here: their own mask fails, or leaves no token."""
         mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
+        failed = []
         for row, sequence in plan.sampled:
             if sequence.request.mask is not None and sequence.finish_reason is None:
-                sequence.request.mask.fill(mask[row])
-        return mask
+                try:
+                    _fill(mask[row], sequence)
+                except Exception as error:  # this request's alone
+                    failed.append(Ended(sequence.request_id, "error", self._fail(sequence, error)))
+        return mask, failed
+
+    def _fail(self, sequence: Sequence, error: Exception) -> str:
+        """End a request with an error of its own. Returns its stop_reason."""
+        why = str(error) if isinstance(error, JengineError) else f"{type(error).__name__}: {error}"
+        self.scheduler.finish(sequence, "error", why)
+        return why
 
     def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate]:
         collected = self.scheduler.collect(step.plan, result.tokens)
@@ -162,10 +190,25 @@ class Engine:
         for s, token in collected:
             count = s.request.params.logprobs
             logprobs = None if count is None else _logprobs(got, rows[s], count)
-            if s.request.mask is not None:
-                s.request.mask.accept(token)
+            if s.request.mask is not None and s.finish_reason is None:
+                try:
+                    s.request.mask.accept(token)
+                except Exception as error:  # this request's alone
+                    self._fail(s, error)
             updates.append(TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, logprobs, s.num_preemptions))
         return updates
+
+
+def _fill(words: np.ndarray, sequence: Sequence) -> None:
+    """A masked sequence's row. min_tokens, which programs apply too, counts here so that an empty row is seen."""
+    request = sequence.request
+    assert request.mask is not None
+    request.mask.fill(words)
+    if len(sequence.tokens) - sequence.prompt_len < request.params.min_tokens:
+        for token in sequence.suppressed_token_ids:
+            words[token // 32] &= ~np.uint32(1 << token % 32)
+    if not words.any():
+        raise JengineError("structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token to go on with")
 
 
 def _logprobs(got: SampledLogprobs, row: int, count: int) -> TokenLogprobs:

@@ -45,6 +45,7 @@ class LLM:
         self.engine, self.started = start_engine(config, progress=progress)
         started = time.perf_counter()
         self.tokenizer = Tokenizer.load(self.started.tokenizer_folder)
+        self.engine.ends_at(self.tokenizer.eos_token_id)
         self.started.seconds["tokenizer"] = time.perf_counter() - started
         self._live = LiveOutputs(self.tokenizer)
         self._ids = itertools.count()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jengine.request import FinishReason, Request, RequestOutput
 from jengine.text.completion import CompletionBuilder
 from jengine.text.tokenizer import Tokenizer
-from jengine.updates import Ended, PromptScores, TokenUpdate
+from jengine.updates import Ended, PromptScores, TokenUpdate, Update
 
 
 @dataclass(slots=True)
@@ -38,7 +38,10 @@ class LiveOutputs:
     def open(self, requests: list[Request]) -> RequestOutput:
         """The output of a prompt's requests: the one that grows. Its id is that of the first."""
         first = requests[0]
-        builders = {request.request_id: CompletionBuilder(self._tokenizer, request.params, request.sample_index) for request in requests}
+        builders = {
+            request.request_id: CompletionBuilder(self._tokenizer, request.params, request.sample_index, request.prompt_token_ids)
+            for request in requests
+        }
         output = RequestOutput(
             request_id=first.request_id,
             prompt=first.prompt,
@@ -49,7 +52,7 @@ class LiveOutputs:
         self._live |= dict.fromkeys(builders, _Answer(output, builders, dict.fromkeys(builders, 0)))
         return output
 
-    def take(self, updates: Iterable[TokenUpdate | PromptScores | Ended]) -> list[RequestOutput]:
+    def take(self, updates: Iterable[Update]) -> list[RequestOutput]:
         """The outputs that these have made grow or end, once for each. What comes for requests that have ended is dropped."""
         grown = []
         for update in updates:

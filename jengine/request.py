@@ -18,7 +18,7 @@ MAX_LOGPROBS = 20
 MAX_SAMPLES = 64
 MAX_LOGIT_BIAS = 300
 FLOAT32_MAX = 3.4e38
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +255,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it, or the error
 
     def __repr__(self) -> str:
         return f"CompletionOutput({short(self.text)}, {self._note()})"

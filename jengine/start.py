@@ -22,6 +22,7 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.models import Model, build
 from jengine.observe.compiles import compile_count
 from jengine.parallel.mesh import make_mesh
+from jengine.precision import CACHE_DTYPES, check_formats, choose_dtype
 from jengine.program_table import ProgramTable
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.scheduler import Scheduler
@@ -34,7 +35,7 @@ class Started:
     Attributes:
         folder: the model's.
         tokenizer_folder: where its tokenizer is.
-        dtype: of weights, activations and cache.
+        dtype: of weights, activations and cache, where they are not quantized.
         devices: how many of which kind.
         seconds: by part, in order.
     """
@@ -71,12 +72,14 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     mesh = make_mesh(config.tensor_parallel_size)
     max_model_len = _max_model_len(config, facts)
     started.devices = f"{mesh.devices.size} {mesh.devices.flat[0].device_kind}"
-    model = build(facts, _dtype(config, facts, mesh.devices.flat[0]), max_model_len)
+    root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
+    device = mesh.devices.flat[0]
+    check_formats(config, device)
+    model = build(facts, choose_dtype(config.dtype, facts, device, root), max_model_len, config.quantization)
     started.dtype = str(model.dtype)
     lap("configuration")
     params = load(started.folder, model, mesh, progress=progress)
     lap("weights")
-    root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
     spec = _spec(config, model, mesh, max_model_len, root)
     programs = Programs(spec, open_store(spec, root), threads=config.compile_threads, progress=progress)
     started.programs_compiled, started.programs_loaded = programs.compiled, programs.loaded
@@ -112,13 +115,6 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _dtype(config: EngineConfig, model: ModelConfig, device: jax.Device) -> str:
-    """auto: what the checkpoint has, but float32 on a CPU, where narrower products are emulated."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if device.platform == "cpu" else model.dtype
-
-
 def _spec(config: EngineConfig, model: Model, mesh: jax.sharding.Mesh, max_model_len: int, root: Path) -> ExecutionSpec:
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     page_size = config.page_size or (16 if on_cpu else 64)
@@ -129,7 +125,14 @@ def _spec(config: EngineConfig, model: Model, mesh: jax.sharding.Mesh, max_model
         page_buckets=(0,) if on_cpu else page_buckets(-(-max_model_len // page_size)),
     )
     spec = ExecutionSpec(
-        model=model, mesh=mesh, table=table, max_model_len=max_model_len, max_slots=config.max_num_seqs, page_size=page_size, num_pages=0
+        model=model,
+        mesh=mesh,
+        table=table,
+        max_model_len=max_model_len,
+        max_slots=config.max_num_seqs,
+        page_size=page_size,
+        num_pages=0,
+        kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
     )
     fit = pages_that_fit(config, spec)
     chosen = config.num_pages is not None or config.kv_cache_memory is not None or on_cpu

@@ -43,6 +43,9 @@ class Ended(NamedTuple):
     stop_reason: str | None
 
 
+Update = TokenUpdate | PromptScores | Ended
+
+
 class Load(NamedTuple):
     """How busy an engine is.
 

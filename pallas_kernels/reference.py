@@ -5,24 +5,33 @@ They gather each sequence's whole block table, so they are for tests only.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantized import Pages, Quantized, dequantize, quantize
 
-def kv_write(
-    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+
+def kv_write(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> tuple[Pages, Pages]:
     """See `xla.kv_write`."""
-    for i in range(k.shape[0]):
-        k_pages = k_pages.at[page_ids[i], :, offsets[i]].set(k[i].astype(k_pages.dtype))
-        v_pages = v_pages.at[page_ids[i], :, offsets[i]].set(v[i].astype(v_pages.dtype))
-    return k_pages, v_pages
+
+    def put(pages: Any, new: jax.Array) -> Any:
+        if isinstance(pages, Quantized):
+            added = quantize(new, pages.values.dtype)
+            return dataclasses.replace(pages, values=put(pages.values, added.values), scale=put(pages.scale, added.scale))
+        for i in range(new.shape[0]):
+            pages = pages.at[page_ids[i], :, offsets[i]].set(new[i].astype(pages.dtype))
+        return pages
+
+    return put(k_pages, k), put(v_pages, v)
 
 
 def paged_attention_decode(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     block_tables: jax.Array,
     lengths: jax.Array,
     *,
@@ -38,8 +47,8 @@ def paged_attention_decode(
 
 def paged_attention_prefill(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     block_tables: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
@@ -53,7 +62,8 @@ def paged_attention_prefill(
     kv_heads, page_size = k_pages.shape[1:3]
     width = block_tables.shape[1] * page_size
 
-    def tokens(pages: jax.Array) -> jax.Array:  # [tiles, kv_heads, width, head_dim]
+    def tokens(pages: Pages) -> jax.Array:  # [tiles, kv_heads, width, head_dim]
+        pages = dequantize(dataclasses.replace(pages, dtype="float32")) if isinstance(pages, Quantized) else pages
         return pages[block_tables].astype(jnp.float32).transpose(0, 2, 1, 3, 4).reshape(tiles, kv_heads, width, head_dim)
 
     grouped = q.astype(jnp.float32).reshape(tiles, tile, kv_heads, heads // kv_heads, head_dim)

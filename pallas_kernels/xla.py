@@ -7,11 +7,15 @@ host at a loop of unknown length.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.quantized import Pages, Quantized, quantize
 
 MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
 ROW_GROUP = 8  # decode rows that loop together
@@ -19,19 +23,22 @@ DECODE_BLOCK = 64  # tokens read at a time
 PREFILL_BLOCK = 128
 
 
-def kv_write(
-    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def kv_write(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> tuple[Pages, Pages]:
     """Write tokens' keys and values into their pages; in place where the caller donates the cache.
 
     Args:
-        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim].
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim]; if Quantized, each token of each head is quantized by
+            itself, so that a page takes tokens one by one and what it holds never changes.
         k, v: [tokens, kv_heads, head_dim].
         page_ids: int32 [tokens]; padding names the null page, 0.
         offsets: int32 [tokens], in [0, page_size).
     """
 
-    def put(pages: jax.Array, new: jax.Array) -> jax.Array:
+    def put(pages: Any, new: jax.Array) -> Any:
+        if isinstance(pages, Quantized):
+            added = quantize(new, pages.values.dtype)
+            values, scale = put(pages.values, added.values), put(pages.scale, added.scale)
+            return dataclasses.replace(pages, values=values, scale=scale)
         return pages.at[page_ids, :, offsets].set(new.astype(pages.dtype))
 
     return put(k_pages, k), put(v_pages, v)
@@ -39,8 +46,8 @@ def kv_write(
 
 def paged_attention_decode(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     block_tables: jax.Array,
     lengths: jax.Array,
     *,
@@ -53,7 +60,7 @@ def paged_attention_decode(
 
     Args:
         q: [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
-        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim].
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], or Quantized.
         block_tables: int32 [rows, width], page ids in order.
         lengths: int32 [rows], tokens of each sequence, the query's own included; 0 gives zeros.
         scale: multiplies the scores.
@@ -78,8 +85,8 @@ def paged_attention_decode(
 
 def paged_attention_prefill(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     block_tables: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
@@ -110,10 +117,18 @@ def paged_attention_prefill(
     return out
 
 
+def _read(pages: Pages, ids: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array | None]:
+    """Pages [n, step] and their scales, which multiply scores and weights rather than keys and values."""
+    if not isinstance(pages, Quantized):
+        return pages[ids], None
+    some = pages[ids]
+    return some.values.astype(dtype), some.scale.transpose(0, 2, 1, 3)[:, :, None, None]
+
+
 def _attend(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     tables: jax.Array,
     positions: jax.Array,
     ends: jax.Array,
@@ -138,10 +153,11 @@ def _attend(
         ids = jnp.where(index < width, tables[:, jnp.minimum(index, width - 1)], 0)
         token = i * span + jnp.arange(span)
         used = token < ends[:, None]  # [n, span]
-        k = k_pages[ids]  # [n, step, kv_heads, page_size, head_dim]
-        v = jnp.where(used.reshape(n, step, 1, page_size, 1), v_pages[ids], 0)  # 0 * NaN is NaN
+        k, k_scale = _read(k_pages, ids, q.dtype)  # [n, step, kv_heads, page_size, head_dim], [n, kv_heads, 1, 1, step, page_size]
+        v, v_scale = _read(v_pages, ids, q.dtype)
+        v = jnp.where(used.reshape(n, step, 1, page_size, 1), v, 0)  # 0 * NaN is NaN
         s = jnp.einsum("nqhgd,nphsd->nhgqps", q, k, preferred_element_type=jnp.float32)
-        s = s.reshape(*s.shape[:4], span) * scale
+        s = (s if k_scale is None else s * k_scale).reshape(*s.shape[:4], span) * scale
         if soft_cap is not None:
             s = soft_cap * jnp.tanh(s / soft_cap)
         seen = (token <= at[..., None]) & used[:, None]
@@ -152,8 +168,10 @@ def _attend(
         m_new = jnp.maximum(m, s.max(-1))
         p = jnp.where(seen, jnp.exp(s - m_new[..., None]), 0.0)
         alpha = jnp.exp(m - m_new)
-        weights = p.reshape(*p.shape[:4], step, page_size).astype(v.dtype)
-        pv = jnp.einsum("nhgqps,nphsd->nhgqd", weights, v, preferred_element_type=jnp.float32)
+        weights = p.reshape(*p.shape[:4], step, page_size)
+        if v_scale is not None:
+            weights *= jnp.where(used.reshape(n, 1, 1, 1, step, page_size), v_scale, 0)
+        pv = jnp.einsum("nhgqps,nphsd->nhgqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return m_new, total * alpha + p.sum(-1), acc * alpha[..., None] + pv
 
     shape = (n, kv_heads, heads // kv_heads, queries)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference, xla
+from pallas_kernels.quantized import Quantized, dequantize, quantize
 
 NUM_PAGES, WIDTH = 40, 7
 WAYS = [{}, {"soft_cap": 0.5}, {"window": 1}, {"window": 20}, {"window": 80, "soft_cap": 2.0}, {"window": 1000}]
@@ -96,3 +97,41 @@ def test_write_touches_its_own_tokens_only(dtype):
     where = jnp.array([3, 3, 9, 1, 30], jnp.int32), jnp.array([0, 15, 4, 7, 2], jnp.int32)
     for got, want in zip(*(partial(f.kv_write, k, v, new_k, new_v, *where)() for f in (xla, reference)), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("pages", [0, WIDTH])
+@pytest.mark.parametrize("how", WAYS[:4])
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+def test_eight_bit_caches_match_reference(kind, how, pages):
+    """NaN scales where no sequence has a token change nothing."""
+    rng = np.random.default_rng(5)
+    k, v = (quantize(x, kind) for x in cache(rng, 2, 16, 32, "float32"))
+    lengths = jnp.array([0, 1, 15, 16, 17, 48, WIDTH * 16, 5], jnp.int32)
+    tables = jnp.asarray(np.stack([rng.permutation(np.arange(1, NUM_PAGES))[:WIDTH] for _ in range(8)]), jnp.int32)
+    q = jnp.asarray(rng.normal(size=(8, 4, 32)), jnp.float32)
+    want = reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, **how)
+    unused = [Quantized(x.values, poisoned(x.scale[..., None], tables, lengths, 16)[..., 0]) for x in (k, v)]
+    got = xla.paged_attention_decode(q, *unused, tables, lengths, scale=0.3, pages=pages, **how)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    tiles, positions, real = q[:, None].repeat(8, 1), lengths // 2, jnp.minimum(lengths, 8)
+    want = reference.paged_attention_prefill(tiles, k, v, tables, positions, real, scale=0.3, **how)
+    got = xla.paged_attention_prefill(tiles, k, v, tables, positions, real, scale=0.3, pages=pages, **how)
+    for i, n in enumerate(np.asarray(real)):
+        np.testing.assert_allclose(got[i, :n], want[i, :n], atol=2e-6)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("int8", 0.5 / 127), ("float8_e4m3fn", 1 / 16)])
+def test_an_eight_bit_write_changes_its_own_tokens_only(kind, error):
+    rng = np.random.default_rng(6)
+    k, v = (quantize(x, kind) for x in cache(rng, 2, 16, 8, "float32"))
+    new_k, new_v = (jnp.asarray(rng.normal(size=(5, 2, 8)), jnp.float32) for _ in range(2))
+    where = jnp.array([3, 3, 9, 1, 30], jnp.int32), jnp.array([0, 15, 4, 7, 2], jnp.int32)
+    got = xla.kv_write(k, v, new_k, new_v, *where)
+    for mine, want in zip(got, reference.kv_write(k, v, new_k, new_v, *where), strict=True):
+        np.testing.assert_array_equal(dequantize(mine), dequantize(want))
+    for mine, old, new in zip(got, (k, v), (new_k, new_v), strict=True):
+        written = dequantize(mine)[where[0], :, where[1]]
+        assert np.all(np.abs(written - new) <= error * np.abs(new).max(-1, keepdims=True) * 1.0001)
+        untouched = np.ones((NUM_PAGES, 16), bool)
+        untouched[where] = False
+        np.testing.assert_array_equal(np.asarray(mine.scale).swapaxes(1, 2)[untouched], np.asarray(old.scale).swapaxes(1, 2)[untouched])

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jengine.checkpoints import converted
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import ModelConfig
 from jengine.errors import ModelError
@@ -49,7 +50,10 @@ def read_config(path: Path) -> ModelConfig:
     Raises:
         ModelError: a file is missing or unreadable, or a field is missing, wrong or not supported.
     """
-    config = model_config(read_json(path / "config.json"), file=path / "config.json")
+    file = path / (converted.MARK if converted.is_converted(path) else "config.json")
+    if not file.exists() and converted.holds_orbax(path):
+        raise ModelError(f"has Orbax files but no {converted.MARK}: `jengine convert` did not write it, or not to the end", file=path)
+    config = (converted.stored_config if file.name == converted.MARK else model_config)(read_json(file), file=file)
     generation = path / "generation_config.json"
     if not generation.exists():
         return config

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
+from jengine.checkpoints import orbax
+from jengine.checkpoints.converted import PARAMS, is_converted
+from jengine.checkpoints.quantization import fitted, plain
 from jengine.checkpoints.safetensors import Tensor, read_tensors
 from jengine.errors import ModelError, OutOfMemory
 from jengine.models import Model, Params
 from jengine.models.layers import Piece
-from jengine.parallel.mesh import shardings
+from jengine.parallel.mesh import placed
+from pallas_kernels.quantized import Quantized, is_quantized
 
 ALIGNMENT = 64  # bytes; what a CPU device asks of memory that it takes over without a copy
 OUTPUT_HEAD = "lm_head.weight"
@@ -24,36 +30,62 @@ CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # stored
 def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
     """The parameters of `model`: a tree like model.params, of arrays placed by their logical axes.
 
-    Host memory beyond what the device holds peaks at the largest parameter.
+    Host memory beyond what the device holds peaks at the largest parameter; from a converted folder, at a few batches.
 
     Args:
-        path: a folder in Hugging Face's layout.
+        path: a folder in Hugging Face's layout, or a converted one.
 
     Raises:
         ModelError: a file is missing, truncated or corrupt; a tensor is missing, unknown or of the wrong shape.
         OutOfMemory: the device cannot hold the weights.
     """
-    tensors = _named(read_tensors(path), model.prefix)
-    pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
-    _check(path, tensors, pieces, model.config.tie_embeddings)
-    total = sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(model.params))
+    fill = _from_orbax if is_converted(path) else _from_safetensors
+    total = num_bytes(model.params)
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=not progress) as bar:
-
-        def place(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], sharding: NamedSharding) -> jax.Array:
-            array: jax.Array = jax.device_put(_assemble(target, source, tensors), sharding).block_until_ready()
-            gc.collect(0)  # JAX lets go of the host's copy when Python collects
-            bar.update(array.nbytes)
-            return array
-
         try:
-            return jax.tree.map(place, model.params, model.sources, shardings(mesh, model.axes))
+            return fill(path, model, placed(mesh, model.params, model.axes), bar.update)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise OutOfMemory(f"the device cannot hold the weights, {total} bytes as {model.dtype}") from error
 
 
-def _assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
+def _from_orbax(path: Path, _: Model, targets: Params, count: Callable[[int], object]) -> Params:
+    return orbax.restore(path / PARAMS, targets, count)
+
+
+def _from_safetensors(path: Path, model: Model, targets: Params, count: Callable[[int], object]) -> Params:
+    tensors = read(path, model)
+
+    def place(target: jax.ShapeDtypeStruct | Quantized, source: tuple[Piece, ...]) -> jax.Array | Quantized:
+        wanted = plain(target)
+        array: jax.Array = jax.device_put(assemble(wanted, source, tensors), wanted.sharding).block_until_ready()
+        parameter = fitted(array, target)
+        gc.collect(0)  # JAX lets go of the host's copy when Python collects
+        count(num_bytes(parameter))
+        return parameter
+
+    return jax.tree.map(place, targets, model.sources, is_leaf=is_quantized)
+
+
+def num_bytes(tree: Any) -> int:
+    """Of all arrays in a tree, abstract or not."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def read(path: Path, model: Model) -> dict[str, Tensor]:
+    """The model's tensors, in a folder in Hugging Face's layout: all are there, in their shapes, and no others.
+
+    Raises:
+        ModelError: as load does.
+    """
+    tensors = _named(read_tensors(path), model.prefix)
+    pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
+    _check(path, tensors, pieces, model.config.tie_embeddings)
+    return tensors
+
+
+def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
     """A parameter in memory of its own: a CPU device may take that over as it is, so it must not be the file's."""
     size = target.size * target.dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)

@@ -6,7 +6,6 @@ import os
 import warnings
 
 import jax
-import numpy as np
 from jax._src import xla_bridge  # whether a backend exists: JAX has no public way to ask
 
 from jengine.config import EngineConfig, parse_bytes
@@ -14,6 +13,7 @@ from jengine.errors import OutOfMemory
 from jengine.execution.kv_cache import page_bytes
 from jengine.execution.spec import ExecutionSpec
 from jengine.program_table import SamplerKey, TrunkKey
+from pallas_kernels.quantized import is_quantized
 
 CPU_DEFAULT = 1 << 30  # bytes
 PROGRAM_SHARE = 20  # one in this many bytes is left to programs: temporaries and code
@@ -40,7 +40,7 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
     """
     if config.num_pages is not None:
         return config.num_pages
-    each = page_bytes(spec.model.config, spec.page_size, np.dtype(spec.model.dtype))
+    each = page_bytes(spec.model.config, spec.page_size, spec.cache_dtype)
     everyone = 1 + spec.max_slots * spec.table_width
     given = parse_bytes("kv_cache_memory", config.kv_cache_memory)
     device = spec.mesh.devices.flat[0]
@@ -70,10 +70,12 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     matters is what is missing: the number of pages, and the number of layers.
     """
     model, table = spec.model.config, spec.table
+    matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if is_quantized(leaf)]
+    converted = 4 * max((matrix.values.size for matrix in matrices), default=0)  # one weight at a time
     if isinstance(key, SamplerKey):
-        return 4 * key.rows * (8 * model.vocab_size + 16 * model.hidden_size) + (1 << 16)
+        return converted + 4 * key.rows * (8 * model.vocab_size + 16 * model.hidden_size) + (1 << 16)
     tokens = table.tokens(key)
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     scores = 4 * 8 * model.num_heads * table.tile_size * max(spec.page_size, 128)
     width = key.pages * spec.page_size * model.num_kv_heads * model.head_dim * 4 * 4 * max(key.rows, 1)
-    return 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * model.intermediate_size) + 4 * scores + width + (1 << 20)
+    return converted + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * model.intermediate_size) + 4 * scores + width + (1 << 20)

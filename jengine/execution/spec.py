@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -22,7 +23,7 @@ from jengine.execution.logits import mask_words
 from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
-from jengine.parallel.mesh import shardings
+from jengine.parallel.mesh import placed
 from jengine.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
 
 
@@ -34,6 +35,7 @@ class ExecutionSpec:
         max_model_len: tokens a sequence may have.
         max_slots: sequences running at once; the null slot comes on top.
         num_pages: pages of the cache, the null page included.
+        kv_cache_dtype: int8 or float8_e4m3fn; None is the model's dtype.
     """
 
     model: Model
@@ -43,6 +45,11 @@ class ExecutionSpec:
     max_slots: int
     page_size: int
     num_pages: int
+    kv_cache_dtype: str | None = None
+
+    @property
+    def cache_dtype(self) -> np.dtype:
+        return jnp.dtype(self.kv_cache_dtype or self.model.dtype)
 
     @property
     def table_width(self) -> int:
@@ -55,7 +62,7 @@ class ExecutionSpec:
 
     @property
     def cache_bytes(self) -> int:
-        return self.num_pages * page_bytes(self.model.config, self.page_size, np.dtype(self.model.dtype))
+        return self.num_pages * page_bytes(self.model.config, self.page_size, self.cache_dtype)
 
     def layout(self, key: TrunkKey) -> BatchLayout:
         return BatchLayout.of(key, tile_size=self.table.tile_size, page_size=self.page_size)
@@ -64,14 +71,11 @@ class ExecutionSpec:
 
     @functools.cached_property
     def params(self) -> Params:
-        placed = shardings(self.mesh, self.model.axes)
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.model.params, placed)
+        return placed(self.mesh, self.model.params, self.model.axes)
 
     @functools.cached_property
     def cache(self) -> Cache:
-        return abstract_cache(
-            self.model.config, num_pages=self.num_pages, page_size=self.page_size, dtype=np.dtype(self.model.dtype), mesh=self.mesh
-        )
+        return abstract_cache(self.model.config, num_pages=self.num_pages, page_size=self.page_size, dtype=self.cache_dtype, mesh=self.mesh)
 
     @functools.cached_property
     def slots(self) -> SlotState:
@@ -106,6 +110,8 @@ class ExecutionSpec:
         return {
             "model": model,
             "dtype": str(np.dtype(self.model.dtype)),
+            "quantization": self.model.quantization,
+            "cache_dtype": str(self.cache_dtype),
             "max_model_len": self.max_model_len,
             "table": dataclasses.asdict(self.table),
             "max_slots": self.max_slots,
@@ -114,7 +120,7 @@ class ExecutionSpec:
             "mesh": {name: int(size) for name, size in self.mesh.shape.items()},
             "platform": device.platform,
             "device": device.device_kind,
-            "processor": _cpu_features() if device.platform == "cpu" else "",
+            "processor": cpu_features() if device.platform == "cpu" else "",
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
             "source": _source_digest(),
@@ -139,7 +145,7 @@ def _source_digest() -> str:
 
 
 @functools.cache
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """What the host's instruction set offers: code for one processor may not run on another."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

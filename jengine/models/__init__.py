@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -24,6 +25,7 @@ from jengine.models.moe import Mixtral, Qwen3Moe
 from jengine.models.opt import Opt
 from jengine.models.phi3 import Phi3
 from jengine.models.qwen3 import Qwen3
+from pallas_kernels.quantized import quantize
 
 
 class Decoder(Protocol):
@@ -38,6 +40,11 @@ class Decoder(Protocol):
         """[N, hidden] -> float32[N, vocab]."""
 
 
+QUANTIZATIONS = {  # dtype of weights, and whether activations are quantized to it as well
+    "int8": ("int8", False),
+    "w8a8": ("int8", True),
+    "fp8": ("float8_e4m3fn", True),
+}
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 FAMILIES: dict[str, Callable[[ModelConfig, jnp.dtype, int], Decoder]] = {
     "gemma2": Gemma2,
@@ -59,7 +66,7 @@ class Model:
     """A model without its weights. The three trees have one structure: nested dicts.
 
     Attributes:
-        params: what programs take: a jax.ShapeDtypeStruct for each parameter.
+        params: what programs take: a jax.ShapeDtypeStruct, or a Quantized of two, for each parameter.
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors each parameter is made of, a tuple of layers.Piece.
         prefix: the Decoder's.
@@ -67,6 +74,7 @@ class Model:
 
     config: ModelConfig
     dtype: jnp.dtype
+    quantization: str | None
     params: Params
     axes: Any
     sources: Any
@@ -79,12 +87,14 @@ class Model:
         return module
 
 
-def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> Model:
+def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, quantization: str | None = None) -> Model:
     """Declares the model of a family; allocates nothing.
 
     Args:
         dtype: of weights and activations.
         max_model_len: tokens a sequence may have; dynamic rotary scaling is fixed for it.
+        quantization: one of QUANTIZATIONS, of the matrices in products and of embeddings; routers, norms, biases and learned
+            positions keep dtype.
 
     Raises:
         ModelError: the family or its activation is not supported.
@@ -99,10 +109,18 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) 
     def tree(leaf: Any) -> Any:
         return nnx.to_pure_dict(nnx.map_state(lambda _, parameter: leaf(parameter), state))
 
+    def abstract(parameter: Any) -> Any:
+        plain = parameter.get_value()
+        if quantization is None or not parameter.get_metadata("matrix"):
+            return plain
+        kind, inputs = QUANTIZATIONS[quantization]
+        return jax.eval_shape(partial(quantize, dtype=kind, inputs=inputs), plain)
+
     return Model(
         config=config,
         dtype=jnp.dtype(dtype),
-        params=nnx.to_pure_dict(state),
+        quantization=quantization,
+        params=tree(abstract),
         axes=tree(lambda p: p.get_metadata("axes")),
         sources=tree(lambda p: p.get_metadata("source")),
         prefix=module.prefix,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,11 @@ from jax import lax
 
 from jengine.config import ModelConfig
 from jengine.models.rope import Rotation, rotate
+from pallas_kernels.products import product
+from pallas_kernels.quantized import Quantized, dequantize
 
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
+Weight = jax.Array | Quantized  # [*out, in]
 Axes = tuple[str | None, ...]  # logical names, one for each axis; parallel/mesh.py says which are sharded
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -75,21 +79,31 @@ def stacked(name: str, parts: Sequence[Part], *inputs: int, transposed: bool = F
 
 def param(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[jax.Array]:
     """Declares a parameter: its abstract value, its logical axes and the tensors it is made of."""
-    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source)  # type: ignore[arg-type]
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, matrix=False)  # type: ignore[arg-type]
 
 
-def dense(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[Any]:
+    """Declares a parameter [*out, in] that is used by `dense` and `lookup` alone, which take it quantized too."""
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, matrix=True)
+
+
+def dense(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """x [N, in], weight [*out, in], bias [*out] -> [N, *out], in x's dtype or the given one."""
-    flat = weight.reshape(-1, weight.shape[-1])  # a CPU's matrix product takes two axes as they lie; it would copy three
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # or GPUs multiply float32 as tf32
-    y = lax.dot_general(x, flat, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype or x.dtype)
-    y = y.reshape(x.shape[0], *weight.shape[:-1])
+    y = product(x, flattened(weight), dtype).reshape(x.shape[0], *weight.shape[:-1])
     return y if bias is None else y + bias.astype(y.dtype)
 
 
-def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
+def flattened(weight: Any) -> Any:
+    """[*out, in] -> [outs, in]: a CPU's matrix product takes two axes as they lie; it would copy three."""
+    if isinstance(weight, Quantized):
+        return dataclasses.replace(weight, values=flattened(weight.values), scale=weight.scale.reshape(-1))
+    return weight.reshape(-1, weight.shape[-1])
+
+
+def lookup(table: Weight, rows: jax.Array) -> jax.Array:
     """table [n, size] at int32[N] -> [N, size]. Padding may ask for rows beyond the table."""
-    return jnp.take(table, rows, axis=0, mode="clip")
+    taken: Weight = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), table)
+    return dequantize(taken) if isinstance(taken, Quantized) else taken
 
 
 class RMSNorm(nnx.Module):
@@ -129,8 +143,8 @@ class Attention(nnx.Module):
         k, v, end = (dim * (config.group + i) for i in range(3))  # a kv head's rows: its queries, then k, then v
         rows = (heads * dim, slice(0, k)), (kv_heads * dim, slice(k, v)), (kv_heads * dim, slice(v, end))
         parts = [(count, (EVERY, where)) for count, where in rows]
-        self.qkv = param((kv_heads, end, hidden), dtype, ("kv_heads", None, None), *self.qkv_source(name, "weight", parts, hidden))
-        self.o = param((hidden, heads * dim), dtype, (None, "heads"), self.output_source(name, "weight", hidden, heads * dim))
+        self.qkv = matrix((kv_heads, end, hidden), dtype, ("kv_heads", None, None), *self.qkv_source(name, "weight", parts, hidden))
+        self.o = matrix((hidden, heads * dim), dtype, (None, "heads"), self.output_source(name, "weight", hidden, heads * dim))
         bias, output_bias = config.qkv_bias, config.output_bias
         self.qkv_bias = param((kv_heads, end), dtype, ("kv_heads", None), *self.qkv_source(name, "bias", parts)) if bias else None
         self.o_bias = param((hidden,), dtype, (None,), self.output_source(name, "bias", hidden)) if output_bias else None
@@ -171,8 +185,8 @@ class GatedMlp(nnx.Module):
         self.activation = config.activation
         ffn, hidden = config.intermediate_size, config.hidden_size
         parts: list[Part] = [(ffn, (EVERY, 0)), (ffn, (EVERY, 1))]
-        self.gate_up = param((ffn, 2, hidden), dtype, ("ffn", None, None), *self.gate_up_source(name, "weight", parts, hidden))
-        self.down = param((hidden, ffn), dtype, (None, "ffn"), Piece(f"{name}.down_proj.weight", (hidden, ffn)))
+        self.gate_up = matrix((ffn, 2, hidden), dtype, ("ffn", None, None), *self.gate_up_source(name, "weight", parts, hidden))
+        self.down = matrix((hidden, ffn), dtype, (None, "ffn"), Piece(f"{name}.down_proj.weight", (hidden, ffn)))
         bias = config.mlp_bias
         self.gate_up_bias = param((ffn, 2), dtype, ("ffn", None), *self.gate_up_source(name, "bias", parts)) if bias else None
         self.down_bias = param((hidden,), dtype, (None,), Piece(f"{name}.down_proj.bias", (hidden,))) if bias else None
@@ -196,8 +210,8 @@ class Mlp(nnx.Module):
         def weight(name: str, *shape: int) -> Piece:
             return Piece(f"{name}.weight", shape[::-1] if transposed else shape, transposed=transposed)
 
-        self.up = param((ffn, hidden), dtype, ("ffn", None), weight(up, ffn, hidden))
-        self.down = param((hidden, ffn), dtype, (None, "ffn"), weight(down, hidden, ffn))
+        self.up = matrix((ffn, hidden), dtype, ("ffn", None), weight(up, ffn, hidden))
+        self.down = matrix((hidden, ffn), dtype, (None, "ffn"), weight(down, hidden, ffn))
         self.up_bias = param((ffn,), dtype, ("ffn",), Piece(f"{up}.bias", (ffn,))) if config.mlp_bias else None
         self.down_bias = param((hidden,), dtype, (None,), Piece(f"{down}.bias", (hidden,))) if config.mlp_bias else None
 

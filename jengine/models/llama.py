@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jengine.config import ModelConfig
-from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, Piece, RMSNorm, dense, lookup, param
+from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, Piece, RMSNorm, dense, lookup, matrix
 from jengine.models.rope import rope
 
 
@@ -23,10 +23,10 @@ class Llama(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         table, axes = (config.vocab_size, config.hidden_size), ("vocab", None)
         self.rope = rope(config, max_model_len)
-        self.embed = param(table, dtype, axes, Piece("model.embed_tokens.weight", table))
+        self.embed = matrix(table, dtype, axes, Piece("model.embed_tokens.weight", table))
         self.layers = nnx.List([self.layer(config, dtype, f"model.layers.{i}", i) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config, dtype, "model.norm")
-        self.lm_head = None if config.tie_embeddings else param(table, dtype, axes, Piece("lm_head.weight", table))
+        self.lm_head = None if config.tie_embeddings else matrix(table, dtype, axes, Piece("lm_head.weight", table))
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         return Layer(

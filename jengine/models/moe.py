@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
 from jengine.config import ModelConfig
-from jengine.models.layers import ACTIVATIONS, EVERY, Block, Piece, dense, param
+from jengine.models.layers import ACTIVATIONS, EVERY, Block, Piece, Weight, dense, matrix, param
 from jengine.models.llama import Llama
 from jengine.models.qwen3 import Qwen3
+from pallas_kernels.quantized import Quantized, dequantize, quantize
 
 PRODUCT = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [experts, out, in]
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -34,8 +37,8 @@ class Experts(nnx.Module):
         gates = (piece(e, part, (ffn, hidden), EVERY, i) for e in every for i, part in enumerate(gate_up))
         downs = (piece(e, down, (hidden, ffn)) for e in every)
         self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.gate.weight", (experts, hidden)))
-        self.gate_up = param((experts, ffn, 2, hidden), dtype, (None, "ffn", None, None), *gates)
-        self.down = param((experts, hidden, ffn), dtype, (None, None, "ffn"), *downs)
+        self.gate_up = matrix((experts, ffn, 2, hidden), dtype, (None, "ffn", None, None), *gates)
+        self.down = matrix((experts, hidden, ffn), dtype, (None, None, "ffn"), *downs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         k = self.config.experts_per_token
@@ -46,20 +49,26 @@ class Experts(nnx.Module):
         y = lax.platform_dependent(jnp.repeat(x, k, axis=0), chosen.reshape(-1), *params, cpu=self.by_block, default=self.by_ragged_dot)
         return jnp.einsum("nkh,nk->nh", y.reshape(*chosen.shape, -1), weights, precision=lax.Precision.HIGHEST).astype(x.dtype)
 
-    def by_ragged_dot(self, x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    def by_ragged_dot(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
         """Row i of x [rows, hidden] through expert chosen[i]: one product over rows in the experts' order."""
         sizes, rank = _counted(chosen, self.config.num_experts)
         place = (jnp.cumsum(sizes) - sizes)[chosen] + rank
+        owners = jnp.zeros_like(chosen).at[place].set(chosen)
 
-        def product(rows: jax.Array, weight: jax.Array) -> jax.Array:
-            flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
+        def product(rows: jax.Array, weight: Any) -> jax.Array:
+            values, scale = weight, None
+            if isinstance(weight, Quantized):  # no ragged product takes eight bits: they are converted as they are read
+                values, scale = weight.values.astype(rows.dtype), weight.scale[owners]
+                rows = dequantize(quantize(rows, weight.values.dtype)) if weight.inputs else rows
             precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+            flat = values.reshape(values.shape[0], -1, values.shape[-1])
             y = lax.ragged_dot_general(rows, flat, sizes, PRODUCT, precision=precision, preferred_element_type=rows.dtype)
-            return y.reshape(rows.shape[0], *weight.shape[1:-1])
+            y = y.reshape(rows.shape[0], *weight.shape[1:-1])
+            return y if scale is None else (y * scale).astype(rows.dtype)
 
         return product(self.gated(product(jnp.zeros_like(x).at[place].set(x), gate_up)), down)[place]
 
-    def by_block(self, x: jax.Array, chosen: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    def by_block(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
         """The same in blocks of rows that share an expert: on a CPU, ragged_dot copies all weights and multiplies by all of them."""
         experts, (rows, hidden) = self.config.num_experts, x.shape
         block = min(8 * -(-rows // (8 * experts)), MAX_BLOCK)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jengine.config import ModelConfig
-from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, Piece, dense, lookup, param
+from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, Piece, dense, lookup, matrix, param
 from jengine.models.rope import Rotation
 
 OFFSET = 2  # rows of the position table before position 0
@@ -42,12 +42,12 @@ class Opt(nnx.Module):
                 Mlp(config, dtype, f"{name}.fc1", f"{name}.fc2"),
             )
 
-        self.embed = param(table, dtype, axes, Piece("model.decoder.embed_tokens.weight", table))
+        self.embed = matrix(table, dtype, axes, Piece("model.decoder.embed_tokens.weight", table))
         self.positions = param(places, dtype, (None, None), Piece("model.decoder.embed_positions.weight", places))
         self.project_in, self.project_out = project("project_in", hidden, size), project("project_out", size, hidden)
         self.layers = nnx.List([layer(f"model.decoder.layers.{i}") for i in range(config.num_layers)])
         self.norm = LayerNorm(hidden, config, dtype, "model.decoder.final_layer_norm") if config.pre_norm else None
-        self.lm_head = None if config.tie_embeddings else param(table, dtype, axes, Piece("lm_head.weight", table))
+        self.lm_head = None if config.tie_embeddings else matrix(table, dtype, axes, Piece("lm_head.weight", table))
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         x = lookup(self.embed[...], tokens)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jengine.errors import InvalidArgument
+from pallas_kernels.quantized import Quantized, is_quantized
 
 RULES = {"kv_heads": "tensor", "heads": "tensor", "ffn": "tensor", "vocab": "tensor"}  # other axes are replicated
 
@@ -24,10 +26,13 @@ def make_mesh(tensor_parallel_size: int) -> Mesh:
     return jax.make_mesh((tensor_parallel_size,), ("tensor",), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size])
 
 
-def shardings(mesh: Mesh, axes: Any) -> Any:
-    """A tree of NamedSharding from a tree of tuples of logical axis names."""
+def placed(mesh: Mesh, params: Any, axes: Any) -> Any:
+    """The abstract parameters with shardings, from a tree of tuples of logical axis names. A scale has all axes but the last."""
 
-    def sharding(names: tuple[str | None, ...]) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(RULES.get(name or "") for name in names)))
+    def place(array: Any, names: tuple[str | None, ...]) -> Any:
+        if isinstance(array, Quantized):
+            return dataclasses.replace(array, values=place(array.values, names), scale=place(array.scale, names[:-1]))
+        sharding = NamedSharding(mesh, PartitionSpec(*(RULES.get(name or "") for name in names)))
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
-    return jax.tree.map(sharding, axes, is_leaf=lambda node: isinstance(node, tuple))
+    return jax.tree.map(place, params, axes, is_leaf=is_quantized)

@@ -10,13 +10,13 @@ from jengine.text.tokenizer import Tokenizer
 
 
 class CompletionBuilder:
-    """Grows `output` by one token at a time; each costs the same however long it has become."""
+    """Grows `output` by one token at a time; each costs the same however long it has become. `prompt`: token ids, before its text."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, index: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, index: int = 0, prompt: Sequence[int] = ()) -> None:
         self.output = CompletionOutput(index=index)
         self._tokenizer = tokenizer
         self._params = params
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens, after=prompt)
         self._stops = StopStrings(tuple(params.stop))
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
@@ -26,11 +26,7 @@ class CompletionBuilder:
         self.output.token_ids.append(token)
         if not self._params.detokenize or (ends and not self._params.include_stop_str_in_output):
             return None
-        delta = self._detokenizer.push(token)
-        if len(self.output.token_ids) <= self._params.min_tokens:
-            self.output.text += delta
-            return None
-        return self._emit(delta)
+        return self._emit(self._detokenizer.push(token))
 
     def push_logprobs(self, token: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> None:
         """See `describe`."""
@@ -40,10 +36,13 @@ class CompletionBuilder:
 
     def describe(self, token: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> dict[int, Logprob]:
         """`top`: the likeliest tokens, as many as were asked for, likeliest first. The token itself comes first, as in vLLM."""
-        entry = {token: Logprob(logprob, rank, self._tokenizer.token_text(token))}
+        entry = {token: Logprob(logprob, rank, self._text(token))}
         for i, (other, value) in enumerate(top, start=1):
-            entry.setdefault(other, Logprob(value, i, self._tokenizer.token_text(other)))
+            entry.setdefault(other, Logprob(value, i, self._text(other)))
         return entry
+
+    def _text(self, token: int) -> str | None:
+        return self._tokenizer.token_text(token) if self._params.detokenize else None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """Ends the output: text held back comes out, unless a stop string ended it. Tells of one met only now."""
@@ -56,7 +55,7 @@ class CompletionBuilder:
         self.output.finish_reason, self.output.stop_reason = reason, stop_reason
 
     def _emit(self, delta: str) -> str | None:
-        text, matched = self._stops.push(delta)
+        text, matched = self._stops.push(delta, early=len(self.output.token_ids) <= self._params.min_tokens)
         self.output.text += text
         if matched is not None and self._params.include_stop_str_in_output:
             self.output.text += matched

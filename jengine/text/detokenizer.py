@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -11,7 +11,10 @@ MAX_HELD = 16  # tokens that may wait for the rest of a character; a character i
 
 
 class Detokenizer(Protocol):
-    """Incremental `decode(ids, skip_special_tokens=True)`: the deltas of all tokens and of `flush` join to its text."""
+    """Incremental `decode(ids, skip_special_tokens=True)`: the deltas of all tokens and of `flush` join to its text.
+
+    After a prompt they join to what the ids add to the prompt's text.
+    """
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; often empty."""
@@ -46,11 +49,13 @@ class WindowDetokenizer:
     Decodes a window again at each token: the tokens of the last delta, as context, and those that wait. The delta
     is what the window's text has beyond the context's. This is the two-offset method of vLLM and TGI, with the wait
     bounded. Exact for well-formed text; byte tokens that form no character become one U+FFFD each.
+
+    The first context is the end of what comes before: at the start of a text, decoders drop a space.
     """
 
-    def __init__(self, shows: Callable[[int], bool], decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, shows: Callable[[int], bool], decode: Callable[[list[int]], str], after: Sequence[int] = ()) -> None:
         self._shows, self._decode = shows, decode
-        self._context: list[int] = []
+        self._context = [token for token in after[-MAX_HELD:] if shows(token)]
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import llguidance
 import numpy as np
 
-from jengine.errors import InvalidArgument
+from jengine.errors import InvalidArgument, JengineError
 from jengine.request import SamplingParams, StructuredOutputs, TokenMask
 from jengine.text.tokenizer import Tokenizer
 
@@ -94,15 +94,20 @@ class Grammar:
     """A JSON schema, a regular expression, a choice or a Lark grammar, through llguidance."""
 
     def __init__(self, what: StructuredOutputs, tokenizer: Tokenizer) -> None:
-        guide = _guide(tokenizer)
-        grammar = _grammar(what)
-        error = llguidance.LLMatcher.validate_grammar(grammar, guide)
-        if error:
-            raise InvalidArgument("structured_outputs", what, f"llguidance cannot read it: {error}")
-        self._matcher = llguidance.LLMatcher(guide, grammar)
+        if tokenizer.eos_token_id is None:
+            raise InvalidArgument("structured_outputs", what, "the tokenizer names no end-of-sequence token, so nothing could end it")
+        try:
+            grammar = _grammar(what)
+        except (TypeError, ValueError, RecursionError) as wrong:
+            raise InvalidArgument("structured_outputs", what, f"is no JSON or no text: {wrong}") from None
+        self._matcher = llguidance.LLMatcher(_guide(tokenizer), grammar, log_level=0)
+        if self._matcher.is_error():
+            raise InvalidArgument("structured_outputs", what, f"llguidance cannot read it: {self._error()}")
 
     def fill(self, words: np.ndarray) -> None:
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        if self._matcher.is_error():  # it allows the end-of-sequence then, as if all were well
+            raise JengineError(f"structured_outputs: llguidance gave up: {self._error()}")
         count = min(len(words), len(allowed))
         words[:count] &= allowed[:count]
         words[count:] = 0
@@ -110,6 +115,9 @@ class Grammar:
     def accept(self, token: int) -> None:
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+
+    def _error(self) -> str:
+        return str(self._matcher.get_error()).partition("\n<state>")[0]  # what follows are its insides
 
 
 @functools.lru_cache(maxsize=4)

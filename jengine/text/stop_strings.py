@@ -29,8 +29,11 @@ class StopStrings:
         self._held = ""
         self._none = not stops
 
-    def push(self, delta: str) -> tuple[str, str | None]:
-        """Text that is safe to emit, and the stop that was met or None. After a stop, push no more."""
+    def push(self, delta: str, *, early: bool = False) -> tuple[str, str | None]:
+        """Text that is safe to emit, and the stop that was met or None. After a stop, push no more.
+
+        early: no stop may be met yet; one that begins in this text and ends later may.
+        """
         if self._none:
             return delta, None
         text, state = self._held + delta, self._state
@@ -38,7 +41,7 @@ class StopStrings:
             while character not in state.next and state.fail is not None:
                 state = state.fail
             state = state.next.get(character, self._root)
-            if state.stop is not None:
+            if state.stop is not None and not early:
                 self._state, self._held = self._root, ""
                 return text[: end - len(state.stop)], state.stop
         safe = len(text) - state.depth

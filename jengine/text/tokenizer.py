@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,8 +75,8 @@ class Tokenizer:
         """One token's text, special tokens included: what `Logprob.decoded_token` shows."""
         return self.decode([token_id], skip_special_tokens=False)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental detokeniser, for one output."""
+    def detokenizer(self, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
+        """A fresh incremental detokeniser, for one output. It may begin with a space that `after`, the prompt's ids, makes one."""
         hidden = self.special_ids if skip_special_tokens else frozenset[int]()
         if isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel):
             return ByteLevelDetokenizer(lambda token: b"" if token in hidden else self._bytes_of(token))
@@ -84,7 +84,7 @@ class Tokenizer:
         def shows(token: int) -> bool:
             return token not in hidden and self.backend.id_to_token(token) is not None
 
-        return WindowDetokenizer(shows, lambda ids: self.decode(ids, skip_special_tokens=False))
+        return WindowDetokenizer(shows, lambda ids: self.decode(ids, skip_special_tokens=False), after)
 
     @cached_property
     def chat_templates(self) -> dict[str, ChatTemplate]:

@@ -11,8 +11,23 @@ from tests.golden.weights import VARIANTS
 
 
 def make_spec(
-    variant: str = "llama_gqa", *, num_pages: int = 64, dtype: str = "float32", page_buckets: tuple[int, ...] = (0,)
+    variant: str = "llama_gqa",
+    *,
+    num_pages: int = 64,
+    dtype: str = "float32",
+    page_buckets: tuple[int, ...] = (0,),
+    quantization: str | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> ExecutionSpec:
     table = ProgramTable((16,), (8,), (1,), 32, page_buckets)  # one of each kind, all with samplers of 16 rows
-    model = build(model_config(VARIANTS[variant]), dtype, 192)
-    return ExecutionSpec(model=model, mesh=make_mesh(1), table=table, max_model_len=192, max_slots=16, page_size=16, num_pages=num_pages)
+    model = build(model_config(VARIANTS[variant]), dtype, 192, quantization)
+    return ExecutionSpec(
+        model=model,
+        mesh=make_mesh(1),
+        table=table,
+        max_model_len=192,
+        max_slots=16,
+        page_size=16,
+        num_pages=num_pages,
+        kv_cache_dtype=kv_cache_dtype,
+    )

@@ -17,7 +17,16 @@ from jengine.program_table import SamplerKey, TrunkKey
 from tests.execution.specs import make_spec
 
 MANY = 16384  # pages: one layer's keys alone take more than any program's bound
-CASES: list[dict[str, Any]] = [{"variant": "llama_gqa"}, {"variant": "qwen3_tied", "page_buckets": (12,)}]
+CASES: list[dict[str, Any]] = [
+    {"variant": "llama_gqa"},
+    {"variant": "qwen3_tied", "page_buckets": (12,)},
+    {"variant": "llama_gqa", "quantization": "int8", "kv_cache_dtype": "int8"},
+]
+QUANTIZED: list[dict[str, Any]] = [
+    {"variant": "llama_gqa", "quantization": "w8a8"},
+    {"variant": "mixtral", "quantization": "int8"},
+    {"variant": "llama_gqa", "quantization": "fp8", "kv_cache_dtype": "float8_e4m3fn"},
+]
 OTHERS = [
     "llama_mha",
     "llama_mqa",
@@ -36,7 +45,7 @@ LARGE = 4096  # bytes of a constant; rotary frequencies are smaller
 
 @pytest.fixture(
     scope="module",
-    params=[*CASES, *(pytest.param({"variant": v}, marks=pytest.mark.full) for v in OTHERS)],
+    params=[*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in [*QUANTIZED, *({"variant": v} for v in OTHERS)])],
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def programs(request: pytest.FixtureRequest) -> tuple[ExecutionSpec, Programs]:

@@ -25,9 +25,10 @@ def max_model_len(variant: str) -> int:
     return 64 if variant in ("rope_dynamic_inside", "phi3_longrope_inside") else 192
 
 
-def weights(variant: str) -> dict[str, np.ndarray]:
-    """Every tensor in float32. Scales are such that attention is uneven and the best tokens stand clear."""
-    return {name: _weight(variant, name, shape) for name, shape in tensor_shapes(VARIANTS[variant]).items()}
+def weights(variant: str, config: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
+    """Every tensor in float32. Scales are such that attention is uneven and the best tokens stand clear. config: None is the variant's."""
+    shapes = tensor_shapes(VARIANTS[variant] if config is None else config)
+    return {name: _weight(variant, name, shape) for name, shape in shapes.items()}
 
 
 def _weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -51,13 +52,14 @@ def uniform(key: str, count: int) -> np.ndarray:
     return (bits.astype(np.float64) * 2.0**-53 - 0.5) * math.sqrt(12.0)
 
 
-def write_model(folder: Path, variant: str) -> None:
-    """A folder in Hugging Face's layout, without a tokenizer."""
+def write_model(folder: Path, variant: str, **changes: Any) -> None:
+    """A folder in Hugging Face's layout, without a tokenizer. changes: to the variant's config.json."""
     from safetensors.numpy import save_file
 
+    config = {**VARIANTS[variant], **changes}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(VARIANTS[variant], indent=2))
-    save_file(weights(variant), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(weights(variant, config), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 class Case(NamedTuple):

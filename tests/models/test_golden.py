@@ -8,43 +8,17 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jengine.checkpoints import load, read_config
 from jengine.models import Params, build
-from jengine.models.layers import Attend
 from jengine.parallel.mesh import make_mesh
 from tests.golden.weights import VARIANTS, Golden, max_model_len, write_model
+from tests.models.dense import dense_causal
 
 ROOT = Path(__file__).parent.parent.parent
 TOLERANCE = 1e-4
-
-
-def dense_causal(sequence: jax.Array, positions: jax.Array) -> Attend:
-    """Attention of many sequences on one token axis: a token sees its own sequence up to itself."""
-    distance = positions[:, None] - positions
-    causal = (sequence[:, None] == sequence) & (distance >= 0)
-
-    def attend(
-        layer: int,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-    ) -> jax.Array:
-        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-        scores = jnp.einsum("qhd,khd->hqk", q, k) * scale
-        if soft_cap is not None:
-            scores = soft_cap * jnp.tanh(scores / soft_cap)
-        visible = causal if window is None else causal & (distance < window)
-        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), v)
-
-    return attend
 
 
 def differences(variant: str, folder: Path, tensor_parallel_size: int = 1) -> list[float]:

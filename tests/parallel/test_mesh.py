@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jengine.checkpoints.hugging_face import model_config
 from jengine.errors import InvalidArgument
 from jengine.models import build
-from jengine.parallel.mesh import make_mesh, shardings
+from jengine.parallel.mesh import make_mesh, placed
 from tests.golden.weights import VARIANTS
 
 
@@ -28,15 +28,16 @@ def test_more_devices_than_there_are(size: int) -> None:
 
 def test_parameters_over_two_devices() -> None:
     model = build(model_config(VARIANTS["llama_attention_bias"]), "float32", 64)
-    placed = shardings(AbstractMesh((2,), ("tensor",), (AxisType.Auto,)), model.axes)
-    attention, mlp = placed["layers"][0]["attention"], placed["layers"][0]["mlp"]
-    assert placed["embed"].spec == placed["lm_head"].spec == P("tensor", None)
-    assert attention["qkv"].spec == P("tensor", None, None)
-    assert attention["qkv_bias"].spec == P("tensor", None)
-    assert attention["o"].spec == P(None, "tensor")
-    assert attention["o_bias"].spec == placed["norm"]["weight"].spec == P(None)
-    assert mlp["gate_up"].spec == P("tensor", None, None)
-    assert mlp["down"].spec == P(None, "tensor")
-    shapes = jax.tree.map(lambda sharding, p: sharding.shard_shape(p.shape), placed, model.params)
+    params = placed(AbstractMesh((2,), ("tensor",), (AxisType.Auto,)), model.params, model.axes)
+    specs = jax.tree.map(lambda p: p.sharding.spec, params)
+    attention, mlp = specs["layers"][0]["attention"], specs["layers"][0]["mlp"]
+    assert specs["embed"] == specs["lm_head"] == P("tensor", None)
+    assert attention["qkv"] == P("tensor", None, None)
+    assert attention["qkv_bias"] == P("tensor", None)
+    assert attention["o"] == P(None, "tensor")
+    assert attention["o_bias"] == specs["norm"]["weight"] == P(None)
+    assert mlp["gate_up"] == P("tensor", None, None)
+    assert mlp["down"] == P(None, "tensor")
+    shapes = jax.tree.map(lambda p: p.sharding.shard_shape(p.shape), params)
     assert shapes["layers"][0]["attention"]["qkv"] == (1, 64, 64)  # one kv head with its queries on each
     assert shapes["layers"][0]["mlp"]["gate_up"] == (56, 2, 64)

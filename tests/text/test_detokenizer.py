@@ -121,3 +121,14 @@ def test_cost_of_a_token_does_not_grow(kind: str, request: pytest.FixtureRequest
     finally:
         del tokenizer.decode, tokenizer._bytes_of
     assert 0 < work <= 3 * MAX_HELD * len(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_after_a_prompt_a_space_at_the_start_stays(kind: str, request: pytest.FixtureRequest) -> None:
+    """Text and its continuation join as their ids do, wherever they are cut."""
+    tokenizer = request.getfixturevalue(kind)
+    ids = tokenizer.encode("The quick brown fox jumps over the lazy dog. The end of the story is the end.")
+    for cut in range(1, len(ids)):
+        stream = tokenizer.detokenizer(after=ids[:cut])
+        continuation = "".join([*(stream.push(token) for token in ids[cut:]), stream.flush()])
+        assert tokenizer.decode(ids[:cut]) + continuation == tokenizer.decode(ids)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jengine.errors import InvalidArgument
+from jengine.errors import InvalidArgument, JengineError
 from jengine.request import SamplingParams, StructuredOutputs
 from jengine.text.masks import AllowedTokens, BadWords, bad_sequences, make_mask
 from jengine.text.tokenizer import Tokenizer
@@ -101,6 +101,22 @@ def test_what_is_no_structure_is_refused(bad: dict[str, object]) -> None:
 
 
 def test_a_grammar_that_cannot_be_read_is_refused(tokenizer: Tokenizer) -> None:
-    for what in (StructuredOutputs(regex="("), StructuredOutputs(grammar="start: ~~"), StructuredOutputs(json="{")):
+    unreadable = [{"regex": "("}, {"grammar": "start: ~~"}, {"json": "{"}, {"json": {"enum": []}}]
+    unreadable += [{"regex": "\ud800"}, {"json": {"const": {1, 2}}}]  # what cannot be handed over at all
+    for what in (StructuredOutputs(**fields) for fields in unreadable):  # type: ignore[arg-type]
         with pytest.raises(InvalidArgument, match="structured_outputs"):
             make_mask(SamplingParams(structured_outputs=what), tokenizer)
+
+
+def test_what_becomes_too_complex_fails_and_does_not_end_as_if_complete(tokenizer: Tokenizer) -> None:
+    what = StructuredOutputs(regex="(.{0,200}a.{0,200}b.{0,200}){5}")
+    with pytest.raises(JengineError, match=r"structured_outputs: llguidance gave up: .* too many") as caught:
+        walk(make_mask(SamplingParams(structured_outputs=what), tokenizer), tokenizer, seed=0)
+    assert "<state>" not in str(caught.value)
+
+
+def test_structure_needs_an_end_of_sequence_token(tokenizer: Tokenizer) -> None:
+    """llguidance would take token 0 for one."""
+    nameless = Tokenizer(tokenizer.backend)
+    with pytest.raises(InvalidArgument, match="no end-of-sequence token"):
+        make_mask(SamplingParams(structured_outputs=StructuredOutputs(regex="a")), nameless)

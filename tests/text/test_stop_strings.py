@@ -67,3 +67,10 @@ def test_text_held_back_is_released_when_it_goes_on_otherwise() -> None:
     assert matcher.push("def") == ("\n\ndef", None)
     assert matcher.push("\n\ncl") == ("", None)
     assert matcher.push("ass Stack") == ("", "\n\nclass")
+
+
+def test_early_text_meets_no_stop_but_may_begin_one() -> None:
+    matcher = StopStrings(("abc", "bc"))
+    assert matcher.push("abc ab", early=True) == ("abc ", None)
+    assert matcher.push("x ab", early=True) == ("abx ", None)
+    assert matcher.push("c") == ("", "abc")

@@ -1,0 +1,116 @@
+"""Writes a model as a checkpoint of jengine's own, parameter by parameter."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm.auto import tqdm
+
+from jengine.checkpoints import orbax
+from jengine.checkpoints.converted import PARAMS, holds_orbax, is_converted, write_config
+from jengine.checkpoints.folder import read_config, resolve
+from jengine.checkpoints.safetensors import Tensor
+from jengine.checkpoints.weights import assemble, read
+from jengine.config import DTYPES, Dtype
+from jengine.errors import InvalidArgument, ModelError
+from jengine.models import Model, build
+
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
+
+
+def convert(model: str, out: str | Path, *, revision: str | None = None, dtype: Dtype = "auto", progress: bool = True) -> Path:
+    """Writes a folder that loads as any model does, with parameters as programs take them. Returns its path.
+
+    The host holds up to orbax.BATCH bytes of parameters, and the one that fills the batch; the model's files are mapped.
+    The folder gets its name when all is written. Until then it is `out` with the ending .incomplete.
+
+    Args:
+        model: `demo`, a folder in Hugging Face's layout, or a hub id.
+        out: a folder that is new or empty.
+        dtype: to store parameters in. auto: each as the model has it, so that nothing is lost whatever it is loaded as.
+
+    Raises:
+        InvalidArgument: `out` is not empty, cannot be written, or is being written.
+        ModelError: the model cannot be read, is not supported or is converted already; writing failed.
+    """
+    if dtype not in ("auto", *DTYPES):
+        raise InvalidArgument("dtype", dtype, f"must be auto, {', '.join(DTYPES)}")
+    folder = resolve(model, revision)
+    if is_converted(folder):
+        raise ModelError("is converted already", file=folder)
+    config = read_config(folder)
+    declared = build(config, config.dtype, config.max_position)
+    tensors = read(folder, declared)
+    with _new_folder(Path(out)) as unfinished:
+        orbax.save(unfinished / PARAMS, _parameters(declared, tensors, dtype, progress))
+        _copy_files(folder, unfinished)
+        write_config(unfinished, config if dtype == "auto" else dataclasses.replace(config, dtype=dtype))
+    return Path(out)
+
+
+def _parameters(model: Model, tensors: dict[str, Tensor], dtype: Dtype, progress: bool) -> Iterator[tuple[str, np.ndarray]]:
+    """Every parameter's name and value, put together when it is asked for."""
+    sources = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, tuple))
+    todo = []
+    for (name, leaf), source in zip(orbax.by_name(model.params).items(), sources, strict=True):
+        own = functools.reduce(jnp.promote_types, (tensors[piece.name].array.dtype for piece in source))  # one that holds them all
+        todo.append((name, jax.ShapeDtypeStruct(leaf.shape, own if dtype == "auto" else dtype), source))
+    total = sum(target.size * target.dtype.itemsize for _, target, _ in todo)
+    with tqdm(total=total, desc="converting", unit="B", unit_scale=True, leave=False, disable=not progress) as bar:
+        for name, target, source in todo:
+            yield name, assemble(target, source, tensors)
+            bar.update(target.size * target.dtype.itemsize)
+
+
+def _copy_files(folder: Path, to: Path) -> None:
+    """The tokenizer's, the chat templates and all other descriptions of the model; no weights."""
+    for pattern in COPIED:
+        for file in folder.glob(pattern):
+            if not file.name.endswith(".index.json"):  # those are of the tensors' files
+                target = to / file.relative_to(folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
+
+
+@contextlib.contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the name `out` at the end. What an interruption leaves is removed at the next try."""
+    out = out.expanduser().resolve()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise InvalidArgument("out", str(out), "must be a new or an empty folder")
+    unfinished = out.with_name(out.name + ".incomplete")
+    with contextlib.ExitStack() as at_end:
+        try:
+            unfinished.mkdir(parents=True, exist_ok=True)
+            lock = os.open(unfinished, os.O_RDONLY)
+            at_end.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_rest(unfinished)
+        except BlockingIOError:
+            raise InvalidArgument("out", str(out), "another process is writing it") from None
+        except OSError as wrong:
+            raise InvalidArgument("out", str(out), f"cannot be written: {wrong.strerror}") from None
+        try:
+            yield unfinished
+            unfinished.rename(out)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+
+def _remove_rest(folder: Path) -> None:
+    """What an interrupted conversion has left; a folder of another origin that has this name is refused."""
+    if any(folder.iterdir()) and not holds_orbax(folder):
+        raise InvalidArgument("out", str(folder), "is in the way: `jengine convert` did not write it, and would use this name meanwhile")
+    for entry in folder.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

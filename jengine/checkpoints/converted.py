@@ -1,0 +1,90 @@
+"""A folder that `jengine convert` wrote: what marks it, and the ModelConfig that lies beside its weights.
+
+- jengine.json, the mark: the number of this format, and the ModelConfig
+- params, an Orbax checkpoint of the parameters: see orbax.py
+- the model's other files: tokenizer, chat template, generation_config.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from jengine.config import ModelConfig
+from jengine.errors import ModelError
+
+MARK = "jengine.json"
+PARAMS = "params"
+FORMAT = 1  # changes when parameters of the same names and shapes come to mean something else
+ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether jengine wrote this folder, to the end: the mark is written last."""
+    return (folder / MARK).exists()
+
+
+def holds_orbax(folder: Path) -> bool:
+    """Whether an Orbax checkpoint, or a part of one, lies here."""
+    return any((folder / mark).exists() for mark in ORBAX_MARKS) or any(entry.is_dir() for entry in folder.glob(f"{PARAMS}*"))
+
+
+def write_config(folder: Path, config: ModelConfig) -> None:
+    """Writes the mark."""
+    content = {"format": FORMAT, "model": dataclasses.asdict(config)}
+    (folder / MARK).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
+    """The ModelConfig in the content of a mark.
+
+    Raises:
+        ModelError: another format; a field is unknown, missing or of the wrong type.
+    """
+    if fields.get("format") != FORMAT:
+        reason = f"format={fields.get('format')!r} is not the one that this version reads, {FORMAT}; convert the model again"
+        raise ModelError(reason, file=file)
+    try:
+        config: ModelConfig = _record(ModelConfig, fields.get("model"), "model")
+    except ValueError as wrong:
+        raise ModelError(str(wrong), file=file) from None
+    return config
+
+
+def _record(of: type, value: Any, name: str) -> Any:
+    """A dataclass from a JSON object. Fields that have defaults may be missing: they are younger than the file."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={value!r} must be an object")
+    hints = get_type_hints(of)
+    for field in value:
+        if field not in hints:
+            raise ValueError(f"{name} has an unknown field {field!r}: a newer version wrote it")
+    for field in dataclasses.fields(of):
+        if field.name not in value and field.default is dataclasses.MISSING:
+            raise ValueError(f"{name} lacks the field {field.name!r}")
+    return of(**{field: _value(hints[field], item, field) for field, item in value.items()})
+
+
+def _value(hint: Any, value: Any, name: str) -> Any:
+    """JSON as a field's type has it: with tuples for lists, and dataclasses for objects."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (types.UnionType, Union):  # with None; there are no others
+        return None if value is None else _value(arguments[0], value, name)
+    if origin is Literal:
+        return _checked(value in arguments, value, name, f"one of {', '.join(arguments)}")
+    if origin is tuple:
+        return tuple(_value(arguments[0], item, name) for item in _checked(isinstance(value, list), value, name, "a list"))
+    if dataclasses.is_dataclass(hint):
+        return _record(hint, value, name)  # type: ignore[arg-type]
+    if hint is float and type(value) is int:
+        return float(value)
+    return _checked(type(value) is hint, value, name, hint.__name__)
+
+
+def _checked(holds: bool, value: Any, name: str, kind: str) -> Any:
+    if not holds:
+        raise ValueError(f"{name}={value!r} must be {kind}")
+    return value

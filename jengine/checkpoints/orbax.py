@@ -1,0 +1,124 @@
+"""Parameters as an Orbax checkpoint: written as they come, restored straight into their shardings.
+
+The checkpoint is a flat dict of arrays by name, such as layers.0.attention.qkv. Both ways they go in batches: a
+save and a load have fixed costs, and what the host holds is a batch. Arrays are not compressed: weights hardly
+shrink, and would load more slowly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jengine.checkpoints.quantization import fitted, plain
+from jengine.errors import ModelError
+from pallas_kernels.quantized import Quantized, is_quantized
+
+BATCH = 64 * 2**20  # bytes; the parameter that fills a batch may be larger
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """The parameters in nested dicts by name: their keys, joined by dots."""
+    paths, _ = jax.tree.flatten_with_path(tree, is_leaf=is_quantized)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+
+
+def save(folder: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Writes a new checkpoint. Arrays are asked for one by one, and held until their batch is written.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
+    from orbax.checkpoint import v1 as ocp  # slow to import
+
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    context.memory.deepcopy_host_arrays = False
+    with context:
+        for batch in _batches(arrays):
+            with _failing("cannot be written", folder):
+                ocp.partial.save(folder, batch)
+        with _failing("cannot be written", folder):
+            ocp.partial.finalize(folder)
+
+
+def restore(folder: Path, targets: Any, count: Callable[[int], object]) -> Any:
+    """A tree like `targets`, of arrays in the dtypes and shardings that it names.
+
+    Args:
+        targets: nested dicts of jax.ShapeDtypeStruct with shardings, or Quantized of them.
+        count: is told how many bytes have been placed, batch by batch.
+
+    Raises:
+        ModelError: no whole checkpoint lies there, or one of other parameters.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    if not folder.is_dir():
+        raise ModelError("is missing", file=folder)
+    parameters = by_name(targets)
+    wanted = {name: plain(target) for name, target in parameters.items()}
+    with _failing("is no whole Orbax checkpoint", folder):
+        found = ocp.metadata(folder).metadata
+        if found is None:
+            raise ValueError("its description is missing or damaged")
+    _check(folder, by_name(found), wanted)
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    arrays: dict[str, jax.Array | Quantized] = {}
+    with context:
+        for batch in _batches(wanted.items()):
+            with _failing("is no whole Orbax checkpoint", folder):
+                loaded = jax.block_until_ready(ocp.load(folder, batch))
+            done = {name: fitted(array, parameters[name]) for name, array in loaded.items()}
+            arrays |= done
+            gc.collect(0)  # JAX lets go of the host's copies when Python collects
+            count(sum(array.nbytes for array in jax.tree.leaves(done)))
+    return jax.tree.unflatten(jax.tree.structure(targets, is_leaf=is_quantized), [arrays[name] for name in wanted])
+
+
+def _batches(items: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Dicts of arrays, or of descriptions of them, each emptied when the next is asked for."""
+    batch: dict[str, Any] = {}
+    held = 0
+    for name, item in items:
+        batch[name] = item
+        held += item.size * item.dtype.itemsize
+        del item  # or it would outlive its batch
+        if held >= BATCH:
+            yield batch
+            batch.clear()
+            held = 0
+    if batch:
+        yield batch
+
+
+@contextlib.contextmanager
+def _failing(reason: str, folder: Path) -> Iterator[None]:
+    """Orbax's errors share no base class, and may be pages long."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:  # a device's, such as too little memory
+        raise
+    except Exception as error:
+        cause = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{reason}: {cause}", file=folder) from error
+
+
+def _check(folder: Path, found: dict[str, Any], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """Other versions of jengine may declare other parameters."""
+    for name, leaf in wanted.items():
+        if name not in found:
+            raise ModelError("is missing; convert the model again", file=folder, tensor=name)
+        if tuple(found[name].shape) != leaf.shape:
+            reason = f"has shape {list(found[name].shape)}; the configuration asks for {list(leaf.shape)}"
+            raise ModelError(reason, file=folder, tensor=name)
+    for name in found:
+        if name not in wanted:
+            raise ModelError("is not part of this model; convert it again", file=folder, tensor=name)

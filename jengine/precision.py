@@ -1,0 +1,82 @@
+"""Which number formats a device is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jengine.config import EngineConfig, ModelConfig
+from jengine.execution.spec import cpu_features
+from pallas_kernels.products import product
+
+CACHE_DTYPES = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}
+BFLOAT16_SINCE, FP8_SINCE = 8.0, 8.9  # compute capabilities: Ampere, Ada
+ROWS = 8, 512  # of the products that are timed: decoding, and prompts
+REPEATS = 5
+CLEARLY = 0.8  # of float32's time: a choice that noise could turn would compile everything again
+
+
+def choose_dtype(wanted: str, model: ModelConfig, device: jax.Device, root: Path) -> str:
+    """The dtype of weights and activations.
+
+    auto is the checkpoint's where the device supports it; float16, with a warning, for bfloat16 on a GPU that lacks it. On a CPU it
+    is float32 unless products of this model's sizes take clearly less time in the checkpoint's: measured once and kept in `root`,
+    since saved programs depend on it.
+    """
+    if wanted != "auto":
+        return wanted
+    if device.platform == "cpu":
+        return "float32" if model.dtype == "float32" else _measured(model, device, root)
+    if model.dtype == "bfloat16" and _capability(device) < BFLOAT16_SINCE:
+        warnings.warn(f"{device.device_kind} has no bfloat16: dtype float16 is used, which overflows at 65504", stacklevel=3)
+        return "float16"
+    return model.dtype
+
+
+def check_formats(config: EngineConfig, device: jax.Device) -> None:
+    """Warns where a format is emulated."""
+    if config.quantization == "fp8" and (device.platform == "cpu" or _capability(device) < FP8_SINCE):
+        warnings.warn(f"{device.device_kind} does not multiply fp8: quantization='fp8' is emulated, which is slow", stacklevel=3)
+
+
+def _capability(device: jax.Device) -> float:
+    return float(getattr(device, "compute_capability", "inf"))
+
+
+def _measured(model: ModelConfig, device: jax.Device, root: Path) -> str:
+    facts = [cpu_features(), jax.__version__, model.dtype, model.hidden_size, model.intermediate_size]
+    file = root / "dtypes" / (hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24] + ".json")
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        kept = json.loads(file.read_text())["dtype"]
+        if kept in ("float32", model.dtype):
+            return str(kept)
+    seconds = {dtype: _product_seconds(model, dtype, device) for dtype in ("float32", model.dtype)}
+    dtype = model.dtype if seconds[model.dtype] < CLEARLY * seconds["float32"] else "float32"
+    with contextlib.suppress(OSError):  # the programs cannot be saved either, and that is warned of
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"dtype": dtype, "product_seconds": seconds}))
+    return dtype
+
+
+def _product_seconds(model: ModelConfig, dtype: str, device: jax.Device) -> float:
+    """Of the MLP's first product, for a decode step and a prompt's worth of rows, each at its best."""
+    total = 0.0
+    with jax.default_device(device):
+        weight = jnp.ones((2 * model.intermediate_size, model.hidden_size), dtype)
+        for rows in ROWS:
+            x = jnp.ones((rows, model.hidden_size), dtype)
+            compiled = jax.jit(product).lower(x, weight).compile()
+            times = []
+            for _ in range(REPEATS):
+                start = time.perf_counter()
+                compiled(x, weight).block_until_ready()
+                times.append(time.perf_counter() - start)
+            total += min(times)
+    return total

@@ -1,0 +1,69 @@
+"""Eight-bit arrays with a scale for each row of their last axis.
+
+A row is what is written and read together: an output channel's weights, an activation, a token's key of one head. So
+nothing that is already stored is ever scaled again, and no row's error depends on another row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+SMALLEST = 1e-30  # of what counts as a row's largest magnitude: rows of zeros stay zeros
+LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0}
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("dtype", "inputs"))
+@dataclass(frozen=True)
+class Quantized:
+    """Stands for values * scale[..., None].
+
+    Attributes:
+        values: int8 or float8_e4m3fn [..., size].
+        scale: float32 [...].
+        dtype: of what it stands for.
+        inputs: products quantize their other side too, row by row, and multiply eight-bit numbers.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+    dtype: str = "float32"
+    inputs: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def __getitem__(self, index: Any) -> Quantized:
+        """Indices of leading axes."""
+        if index is Ellipsis:  # how nnx asks for a parameter's value
+            return self
+        return Quantized(self.values[index], self.scale[index], self.dtype, self.inputs)
+
+
+def is_quantized(node: object) -> bool:
+    """For functions on trees in which a Quantized is a leaf."""
+    return isinstance(node, Quantized)
+
+
+Pages = jax.Array | Quantized  # of a cache: [num_pages, kv_heads, page_size, head_dim]
+
+
+def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, *, inputs: bool = False) -> Quantized:
+    """x [..., size], a float, to int8 or float8_e4m3fn: the largest magnitude of a row becomes the dtype's largest number."""
+    largest = LARGEST[jnp.dtype(dtype)]
+    wide = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.abs(wide).max(-1), SMALLEST) / largest
+    values = wide / scale[..., None]
+    if jnp.dtype(dtype) == jnp.int8:
+        values = jnp.round(values)
+    return Quantized(values.astype(dtype), scale, str(x.dtype), inputs)
+
+
+def dequantize(x: Quantized) -> jax.Array:
+    """[..., size] of x.dtype."""
+    return (x.values.astype(jnp.float32) * x.scale[..., None]).astype(x.dtype)

@@ -1,0 +1,50 @@
+"""Quantized weights and caches through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import pytest
+
+from jengine.config import EngineConfig
+from jengine.engine import Engine
+from jengine.errors import InvalidArgument
+from jengine.request import SamplingParams
+from tests.engine.running import prompts, run
+
+WORK = [(prompt, SamplingParams(temperature=0.0, max_tokens=24)) for prompt in prompts(8, vocab=96, longest=140, seed=3)]
+
+
+@pytest.mark.parametrize("options", [{"quantization": "w8a8", "kv_cache_dtype": "int8"}, {"quantization": "int8", "kv_cache_dtype": "fp8"}])
+def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[..., Engine]) -> None:
+    """Each token of each head has a scale of its own. (Chunks of other sizes may: float32's rounding then turns an eight-bit one.)"""
+    engine = make_engine(**options)
+    alone = [run(engine, [work])[0].tokens for work in WORK]
+    assert [answer.tokens for answer in run(engine, WORK)] == alone
+    assert engine.compiles_since_start == 0
+    short = make_engine(**options, num_pages=14)
+    assert [len(answer.tokens) for answer in run(short, WORK)] == [24] * len(WORK)
+    assert short.scheduler.num_preemptions > 0
+    assert short.compiles_since_start == 0
+
+
+def test_the_cache_and_the_weights_shrink(make_engine: Callable[..., Engine]) -> None:
+    def sizes(engine: Engine) -> tuple[int, int]:
+        runner = engine.runner
+        return tuple(sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (runner.params, runner.cache))  # type: ignore[attr-defined,return-value]
+
+    plain, small = make_engine(), make_engine(quantization="w8a8", kv_cache_dtype="int8")
+    weights, cache = (after / before for before, after in zip(sizes(plain), sizes(small), strict=True))
+    head_dim = plain.model.head_dim
+    assert cache == (head_dim + 4) / (4 * head_dim)  # bytes of a token's head: float32 before
+    assert 0.25 < weights < 0.35
+    assert small.runner.spec.cache_bytes == sizes(small)[1]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"), [("quantization", "int4", "None, int8, w8a8, fp8"), ("kv_cache_dtype", "int4", "auto, int8 or fp8")]
+)
+def test_others_are_refused(field: str, value: str, limit: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{field}='{value}': must be {limit}"):
+        EngineConfig.of("demo", {field: value})

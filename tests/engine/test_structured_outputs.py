@@ -1,0 +1,173 @@
+"""Structured output on the demo model: every output that ends of itself is what was asked for; faults end their own request alone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jengine import LLM, AsyncLLM, CompletionOutput, SamplingParams
+from jengine.request import Request
+from jengine.text.masks import make_mask
+from tests.engine.running import SMALL
+from tests.engine.structures import Structure, structures
+
+COUNT = 200
+PROMPT = '[1, 2]\n{"a":"b","c":null}\n{"d":[true]}\n'
+PLAIN = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+BEYOND = {"regex": "(.{0,200}a.{0,200}b.{0,200}){5}"}  # llguidance takes it, and gives up after some tokens
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo", progress=False)
+
+
+def params(structure: Structure, seed: int, temperature: float) -> SamplingParams:
+    """The penalty keeps a small model from writing white space for ever."""
+    return SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=300, frequency_penalty=0.5, structured_outputs=structure.asked, logprobs=0
+    )
+
+
+def assert_valid(wanted: list[Structure], got: list[CompletionOutput], llm: LLM) -> None:
+    """All of them; but a few may have been cut off, and these must be the beginning of something valid."""
+    cut = 0
+    for structure, completion in zip(wanted, got, strict=True):
+        if completion.finish_reason == "length":
+            cut += 1
+            assert_begins(structure, completion, llm)
+        else:
+            assert completion.finish_reason == "stop" and completion.stop_reason is None
+            assert structure.judge(completion.text), (structure.asked, completion.text)
+    assert cut <= len(wanted) * 0.05
+
+
+def assert_begins(structure: Structure, completion: CompletionOutput, llm: LLM) -> None:
+    """A mask that has seen the same tokens allowed each, and allows another."""
+    mask = make_mask(SamplingParams(structured_outputs=structure.asked), llm.tokenizer)
+    assert mask is not None
+    for token in [*completion.token_ids, None]:
+        words = np.full(-(-llm.tokenizer.vocab_size // 32), 0xFFFFFFFF, np.uint32)
+        mask.fill(words)
+        if token is None:
+            assert words.any()
+        else:
+            assert words[token // 32] >> (token % 32) & 1
+            mask.accept(token)
+
+
+def check_all(llm: LLM, seed: int, temperature: float) -> None:
+    """Beside some requests without structure, whose tokens stay what they are."""
+    wanted = structures(COUNT, seed)
+    work = [params(structure, i, temperature) for i, structure in enumerate(wanted)]
+    outputs = [output.outputs[0] for output in llm.generate([PROMPT] * (COUNT + 8), [PLAIN] * 4 + work + [PLAIN] * 4, use_tqdm=False)]
+    assert_valid(wanted, outputs[4:-4], llm)
+    alone = llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].outputs[0]
+    assert all(output.token_ids == alone.token_ids for output in outputs[:4] + outputs[-4:])
+    assert llm.stats["compiles_since_start"] == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_output_is_valid(temperature: float, llm: LLM) -> None:
+    check_all(llm, 0, temperature)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
+def test_more_outputs_are_valid(seed: int, temperature: float, llm: LLM) -> None:
+    check_all(llm, seed, temperature)
+
+
+def test_judges_can_say_no() -> None:
+    for structure in structures(COUNT, 0):
+        assert not structure.judge("neither this nor that")
+
+
+def test_preemption_changes_no_output(text_model: Path) -> None:
+    """Masks keep what they have seen; the tokens are computed anew."""
+    patterns = [f"(?:[a-z]{{2,3}}{i}){{12,14}}" for i in range(16)]
+    work = [SamplingParams(seed=i, max_tokens=100, structured_outputs={"regex": pattern}) for i, pattern in enumerate(patterns)]
+    got, preemptions = [], []
+    for pages in (120, 12):
+        llm = LLM(text_model, progress=False, **{**SMALL, "num_pages": pages}, max_model_len=192)
+        got.append([output.outputs[0] for output in llm.generate([[9] * 30] * len(work), work, use_tqdm=False)])
+        preemptions.append(llm.stats["preemptions"])
+    assert preemptions[0] == 0 < preemptions[1]
+    assert [completion.token_ids for completion in got[0]] == [completion.token_ids for completion in got[1]]
+    for pattern, completion in zip(patterns, got[1], strict=True):
+        assert completion.finish_reason == "stop" and re.fullmatch(pattern, completion.text)
+
+
+def test_the_tokenizers_end_of_sequence_ends_a_structure(text_model: Path) -> None:
+    """This model's own configuration has none."""
+    llm = LLM(text_model, progress=False, **SMALL, max_model_len=192)
+    assert llm.engine.model.eos_token_ids == (llm.tokenizer.eos_token_id,)
+    wanted = SamplingParams(structured_outputs={"choice": ["dog", "quick fox"]}, seed=1)
+    completion = llm.generate("The", wanted, use_tqdm=False)[0].outputs[0]
+    assert completion.text in ("dog", "quick fox") and (completion.finish_reason, completion.stop_reason) == ("stop", None)
+
+
+# --- faults ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "faulty, why",
+    [
+        ({"structured_outputs": BEYOND, "seed": 0, "temperature": 5.0}, "llguidance gave up"),
+        ({"structured_outputs": {"regex": "[ab]"}, "min_tokens": 3}, "no token to go on with"),
+        ({"structured_outputs": {"regex": "[ab]{4}"}, "bad_words": ["a", "b", "ab"]}, "no token to go on with"),
+    ],
+)
+def test_a_request_that_cannot_go_on_ends_with_an_error(faulty: dict[str, object], why: str, llm: LLM) -> None:
+    work = [PLAIN, SamplingParams(**{"max_tokens": 200, **faulty}), PLAIN]  # type: ignore[arg-type]
+    before, failed, after = (output.outputs[0] for output in llm.generate([PROMPT] * 3, work, use_tqdm=False))
+    assert failed.finish_reason == "error" and isinstance(failed.stop_reason, str) and why in failed.stop_reason
+    assert before.token_ids == after.token_ids == llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].outputs[0].token_ids
+    assert llm.engine.scheduler.pool.owned == 0 and not llm.engine.has_work
+
+
+class Faulty:
+    """A mask that allows everything, and fails at one of its calls."""
+
+    def __init__(self, calls: int) -> None:
+        self._left = calls
+
+    def _call(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ZeroDivisionError("a fault")
+
+    def fill(self, words: np.ndarray) -> None:
+        self._call()
+
+    def accept(self, token: int) -> None:
+        self._call()
+
+
+@pytest.mark.parametrize("calls", [0, 1, 4, 5])  # even: `fill` fails
+def test_a_fault_in_a_mask_ends_its_request_alone(calls: int, llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPT)
+    given = [Request(request_id=f"fault{i}", prompt_token_ids=ids, params=PLAIN, mask=Faulty(calls) if i else None) for i in range(2)]
+    plain, faulty = (llm._submit([request]) for request in given)
+    while not (plain.finished and faulty.finished):
+        llm._advance()
+    tokens = plain.outputs[0].token_ids
+    assert tokens == llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].outputs[0].token_ids
+    failed = faulty.outputs[0]
+    assert (failed.finish_reason, failed.stop_reason) == ("error", "ZeroDivisionError: a fault")
+    assert failed.token_ids == tokens[: (calls + 1) // 2]  # with the one that could not be accepted: it was sampled as it should be
+
+
+def test_online_the_caller_is_told_and_the_engine_lives(llm: LLM) -> None:
+    async def both() -> list[CompletionOutput]:
+        wanted = [SamplingParams(structured_outputs={"regex": "[ab]"}, min_tokens=3), PLAIN]
+        async with AsyncLLM.over(llm.engine, llm.tokenizer) as online:
+            return [[output async for output in online.generate(PROMPT, one, output_kind="final")][-1].outputs[0] for one in wanted]
+
+    failed, plain = asyncio.run(both())
+    assert failed.finish_reason == "error" and plain.finish_reason == "length"

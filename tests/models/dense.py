@@ -1,0 +1,33 @@
+"""Attention at its plainest, over whole sequences."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jengine.models.layers import Attend
+
+
+def dense_causal(sequence: jax.Array, positions: jax.Array) -> Attend:
+    """Attention of many sequences on one token axis: a token sees its own sequence up to itself."""
+    distance = positions[:, None] - positions
+    causal = (sequence[:, None] == sequence) & (distance >= 0)
+
+    def attend(
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> jax.Array:
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        visible = causal if window is None else causal & (distance < window)
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), v)
+
+    return attend

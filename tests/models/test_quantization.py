@@ -1,0 +1,79 @@
+"""Quantized models against the same models with the weights that quantization leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jengine.checkpoints import load, read_config
+from jengine.models import Model, Params, build
+from jengine.parallel.mesh import make_mesh
+from pallas_kernels.quantized import Quantized, dequantize
+from tests.golden.weights import Golden, max_model_len, write_model
+from tests.models.test_golden import dense_causal
+
+FAMILIES = ["llama_gqa", "llama_tied", "qwen3_tied", "gemma2", "gpt2", "opt_350m", "phi3_window", "mixtral", "qwen3_moe"]
+
+
+def logits(model: Model, params: Params, tokens: np.ndarray) -> np.ndarray:
+    @jax.jit
+    def run(params: Params, tokens: jax.Array) -> jax.Array:
+        positions = jnp.arange(len(tokens))
+        module = model.bind(params)
+        return module.logits(module.hidden(tokens, positions, dense_causal(jnp.zeros_like(tokens), positions)))
+
+    return np.asarray(run(params, tokens))
+
+
+def models(folder: Path, variant: str, quantization: str, devices: int = 1) -> tuple[tuple[Model, Params], tuple[Model, Params]]:
+    """The quantized model, and the plain one with the weights that quantization leaves."""
+    write_model(folder, variant)
+    config, mesh = read_config(folder), make_mesh(devices)
+    model = build(config, "float32", max_model_len(variant), quantization)
+    params = load(folder, model, mesh, progress=False)
+
+    def plain(leaf: Any) -> Any:
+        return dequantize(leaf) if isinstance(leaf, Quantized) else leaf
+
+    widened = jax.tree.map(plain, params, is_leaf=lambda node: isinstance(node, Quantized))
+    return (model, params), (build(config, "float32", max_model_len(variant)), widened)
+
+
+def quantized(params: Params) -> list[Quantized]:
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Quantized))
+    return [leaf for leaf in leaves if isinstance(leaf, Quantized)]
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_int8_weights(variant: str, tmp_path: Path) -> None:
+    mine, plain = models(tmp_path, variant, "int8")
+    tokens = Golden.read(variant).cases[0].prompt
+    np.testing.assert_allclose(logits(*mine, tokens), logits(*plain, tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["llama_gqa", "mixtral"])
+@pytest.mark.parametrize("quantization", ["w8a8", "fp8"])
+def test_activations_too(quantization: str, variant: str, tmp_path: Path) -> None:
+    """Near the model with the same weights, and not equal to it."""
+    mine, plain = models(tmp_path, variant, quantization)
+    tokens = Golden.read(variant).cases[0].prompt
+    got, want = logits(*mine, tokens), logits(*plain, tokens)
+    error = np.abs(got - want).mean() / want.std()
+    assert 1e-5 < error < (0.05 if quantization == "w8a8" else 0.25)
+
+
+def test_what_is_quantized(tmp_path: Path) -> None:
+    """Every matrix of products and embeddings; no router, norm or bias."""
+    (_, params), _ = models(tmp_path, "mixtral", "int8")
+    layer = params["layers"][0]
+    matrices = [params["embed"], params["lm_head"], layer["attention"]["qkv"], layer["attention"]["o"]]
+    matrices += [layer["mlp"]["gate_up"], layer["mlp"]["down"]]
+    assert all(isinstance(leaf, Quantized) and leaf.values.dtype == jnp.int8 for leaf in matrices)
+    assert layer["mlp"]["gate_up"].scale.shape == layer["mlp"]["gate_up"].values.shape[:-1]
+    assert not isinstance(layer["mlp"]["router"], Quantized)
+    assert len(quantized(params)) == 2 + 4 * len(params["layers"])

@@ -1,0 +1,77 @@
+"""Which number formats a device is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from jengine import precision
+from jengine.checkpoints.hugging_face import model_config
+from jengine.config import EngineConfig, ModelConfig
+from jengine.precision import check_formats, choose_dtype
+from tests.golden.weights import VARIANTS
+
+MODEL: ModelConfig = dataclasses.replace(model_config(VARIANTS["llama_gqa"]), dtype="bfloat16")
+
+
+def gpu(capability: str) -> Any:
+    return SimpleNamespace(platform="gpu", device_kind="NVIDIA Test", compute_capability=capability)
+
+
+def test_a_given_dtype_is_taken(tmp_path: Path) -> None:
+    assert choose_dtype("float16", MODEL, jax.devices()[0], tmp_path) == "float16"
+
+
+def test_a_gpu_takes_the_checkpoints(tmp_path: Path) -> None:
+    assert choose_dtype("auto", MODEL, gpu("8.0"), tmp_path) == "bfloat16"
+    assert choose_dtype("auto", dataclasses.replace(MODEL, dtype="float32"), gpu("7.5"), tmp_path) == "float32"
+
+
+def test_a_gpu_without_bfloat16_takes_float16_and_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="NVIDIA Test has no bfloat16"):
+        assert choose_dtype("auto", MODEL, gpu("7.5"), tmp_path) == "float16"
+
+
+def test_float32_on_a_cpu_is_not_narrowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_product_seconds", lambda *_: pytest.fail("there is nothing to measure"))
+    assert choose_dtype("auto", dataclasses.replace(MODEL, dtype="float32"), jax.devices("cpu")[0], tmp_path) == "float32"
+
+
+@pytest.mark.parametrize(("narrow", "chosen"), [(0.5, "bfloat16"), (0.9, "float32"), (3.0, "float32")])
+def test_a_cpu_is_measured_once(narrow: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def seconds(_: ModelConfig, dtype: str, __: jax.Device) -> float:
+        asked.append(dtype)
+        return 1.0 if dtype == "float32" else narrow
+
+    monkeypatch.setattr(precision, "_product_seconds", seconds)
+    assert [choose_dtype("auto", MODEL, jax.devices("cpu")[0], tmp_path) for _ in range(3)] == [chosen] * 3
+    assert asked == ["float32", "bfloat16"]
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text("{")  # what cannot be read is measured again
+    assert choose_dtype("auto", MODEL, jax.devices("cpu")[0], tmp_path) == chosen and len(asked) == 4
+    assert json.loads(file.read_text())["dtype"] == chosen
+
+
+def test_a_real_measurement(tmp_path: Path) -> None:
+    assert choose_dtype("auto", MODEL, jax.devices("cpu")[0], tmp_path) in ("float32", "bfloat16")
+    (file,) = tmp_path.rglob("*.json")
+    assert all(value > 0 for value in json.loads(file.read_text())["product_seconds"].values())
+
+
+@pytest.mark.parametrize("device", [SimpleNamespace(platform="cpu", device_kind="cpu"), gpu("8.0")])
+def test_emulated_fp8_is_said(device: Any) -> None:
+    with pytest.warns(UserWarning, match="quantization='fp8' is emulated"):
+        check_formats(EngineConfig(quantization="fp8"), device)
+
+
+def test_what_is_native_is_not_warned_of() -> None:
+    check_formats(EngineConfig(quantization="fp8"), gpu("8.9"))
+    check_formats(EngineConfig(quantization="int8"), SimpleNamespace(platform="cpu"))  # type: ignore[arg-type]
