@@ -15,8 +15,10 @@ import jengine
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jengine", "pallas_kernels", "serving")
+GENERATED = ROOT / "serving" / "generated"
 MAX_LINES = 400
 COMMANDS = ("jengine.cli", "jengine.commands")  # users of the library, as others are, that come with it
+SERVE, CHAT = "jengine.commands.serve", "jengine.commands.chat"  # and these two of the network
 OPEN_TO_ALL = {"jengine", "jengine.__version__"}  # other public names are asked of the module that has them, not of the front door
 STEP_PLAN = "jengine.scheduling.step_plan"
 
@@ -32,10 +34,10 @@ class Import:
 
 
 def sources() -> dict[str, str]:
-    """Module name to source, of all three packages."""
+    """Module name to source, of all three packages, less what is generated."""
     out = {}
     for package in PACKAGES:
-        for file in sorted((ROOT / package).rglob("*.py")):
+        for file in sorted(set((ROOT / package).rglob("*.py")) - set(GENERATED.rglob("*.py"))):
             parts = file.relative_to(ROOT).with_suffix("").parts
             out[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file.read_text()
     return out
@@ -73,13 +75,12 @@ def broken_rules(imports: list[Import]) -> list[str]:
             or (inside(who, "jengine.models") and inside(what, "jengine.execution"))
             or (inside(who, "pallas_kernels") and inside(what, "jengine", "serving"))
             or (inside(who, "serving") and inside(what, "jengine") and what not in public)
-            or (inside(who, "jengine") and inside(what, "serving") and not (inside(who, *COMMANDS) and found.lazy))
+            or (inside(who, "jengine") and inside(what, "serving") and not (who in (SERVE, CHAT) and found.lazy))
             or (inside(who, "jengine") and not inside(who, *COMMANDS) and who != "jengine" and what in public - OPEN_TO_ALL)
         )
         if forbidden:
             out.append(str(found))
-    places = [str(found) for found in imports if inside(found.importer, "jengine") and inside(found.target, "serving")]
-    return out + (places if len(places) > 1 else [])
+    return out
 
 
 def package_of(module: str) -> str:
@@ -136,7 +137,8 @@ def test_no_import_cycle() -> None:
         ("jengine.engine", "from jengine import SamplingParams"),
         ("jengine.commands.serve", "import serving"),
         ("jengine.engine", "def f():\n    import serving.server"),
-        ("jengine.commands.serve", "def f():\n    import serving.server\ndef g():\n    import serving.client"),
+        ("jengine.commands.chat", "from serving.client import Client"),
+        ("jengine.commands.generate", "def f():\n    import serving.client"),
     ],
 )
 def test_each_rule_fires(module: str, source: str) -> None:
@@ -166,7 +168,8 @@ def test_cycles_are_found() -> None:
 
 def test_files_stay_short() -> None:
     folders = (*PACKAGES, "tests", "tools", "benchmarks")
-    lines = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for folder in folders for f in (ROOT / folder).rglob("*.py")}
+    files = {f for folder in folders for f in (ROOT / folder).rglob("*.py")} - set(GENERATED.rglob("*.py"))
+    lines = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in files}
     assert len(lines) > 20
     assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 

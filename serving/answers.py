@@ -1,0 +1,112 @@
+"""What both services do with a request: queue it, take its outputs, write them to a client who may not read."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import grpc
+
+from jengine import AsyncLLM, RequestOutput
+from serving.admission import Place
+from serving.errors import Refusal
+from serving.metrics import Metrics
+
+LONG_TEXT = 10_000  # bytes from which work on text is left to a thread: it takes some 10 ms, and everybody else would wait
+
+Outputs = AsyncGenerator[RequestOutput]
+_aborts: set[asyncio.Task[bool]] = set()  # on their way; the event loop alone would not keep them
+
+
+class Answer:
+    """A request's outputs. Entered when it has been checked and queued; left, it has ended, or is aborted.
+
+    Raises:
+        InvalidArgument, EngineDead: on entering, as AsyncLLM.generate.
+    """
+
+    def __init__(self, outputs: Outputs, metrics: Metrics) -> None:
+        self._outputs, self._metrics = outputs, metrics
+
+    async def __aenter__(self) -> Answer:
+        self._first = asyncio.ensure_future(anext(self._outputs))
+        try:
+            await asyncio.sleep(0)  # in this turn of the event loop it is queued, or refused
+            if self._first.done():
+                self._first.result()
+        except BaseException:
+            await self._close()
+            raise
+        self._taken, self._watch = False, self._metrics.request_started()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._close()
+        self._watch.ended()
+
+    async def next(self) -> RequestOutput:
+        """The next output; after one that is finished there is none.
+
+        Raises:
+            EngineDead: the engine has failed, or was closed.
+        """
+        if self._taken:
+            output = await anext(self._outputs)
+        else:
+            output, self._taken = await self._first, True
+        self._watch.tokens(output)
+        return output
+
+    async def _close(self) -> None:
+        if not self._first.done():
+            self._first.cancel()
+            await asyncio.wait([self._first])
+        await self._outputs.aclose()
+
+
+class PatientWriter:
+    """Writes a stream's messages, each of which the client must take within a time.
+
+    A write waits for HTTP/2's flow control. Where it has waited too long, `give_up` is called, which frees what the request holds; the
+    write itself cannot be taken back, so the error is raised, and reaches the client, when he reads on or goes. Meanwhile this
+    stream holds one message and what the transport buffers.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext, seconds: float, give_up: Callable[[], object]) -> None:
+        self._write, self._seconds, self._give_up = context.write, seconds, give_up
+        self._call_later = asyncio.get_running_loop().call_later
+        self._stalled = False
+
+    async def write(self, message: Any) -> None:
+        """Raises Refusal when the client did not read in time."""
+        timer = self._call_later(self._seconds, self._stall)
+        try:
+            await self._write(message)
+        finally:
+            timer.cancel()
+        if self._stalled:
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, f"slow reader: a message was not read within {self._seconds} s")
+
+    def _stall(self) -> None:
+        self._stalled = True
+        self._give_up()
+
+
+def give_up(llm: AsyncLLM, request_id: str, place: Place) -> None:
+    """Free what a request holds while its handler is stuck in a write."""
+    place.release()
+    task = asyncio.ensure_future(llm.abort(request_id))
+    _aborts.add(task)
+    task.add_done_callback(_aborts.discard)
+
+
+def new_id() -> str:
+    """Not AsyncLLM's own: these can be guessed, and a client who took the next one would block somebody else."""
+    return uuid.uuid4().hex
+
+
+async def in_thread_if_long[T](size: int, work: Callable[[], T]) -> T:
+    """Work on so many bytes of text; the tokenizer releases the interpreter's lock."""
+    return work() if size < LONG_TEXT else await asyncio.get_running_loop().run_in_executor(None, work)

@@ -1,0 +1,220 @@
+"""Between protos and jengine's plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jengine import CompletionOutput, InvalidArgument, Logprob, RequestOutput, SamplingParams, StructuredOutputs
+from serving.generated.jengine.v1 import generate_pb2 as pb
+
+NO_LIMIT = 2**31 - 1  # as max_tokens: SamplingParams' None, since an unset field is the default
+REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "abort": pb.FINISH_REASON_ABORT,
+    "error": pb.FINISH_REASON_ERROR,
+}
+DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)}
+
+# --- sampling parameters --------------------------------------------------------------------------
+
+
+def to_params(proto: pb.SamplingParams) -> SamplingParams:
+    """What is set, the rest by default: an unset field is not a zero.
+
+    Raises:
+        InvalidArgument: naming the field.
+    """
+    given: dict[str, Any] = {}
+    for field, value in proto.ListFields():
+        name = field.name
+        if name == "structured_outputs":
+            value = _structured(value)
+        elif name == "logit_bias":
+            value = dict(value)
+        elif name == "max_tokens" and value == NO_LIMIT:
+            value = None
+        elif not isinstance(value, int | float):
+            value = list(value)
+        given[name] = value
+    return SamplingParams(**given)
+
+
+def from_params(params: SamplingParams) -> pb.SamplingParams:
+    """The fields that differ from the defaults.
+
+    Raises:
+        InvalidArgument: a value that its field cannot hold.
+    """
+    proto = pb.SamplingParams()
+    for name, default in DEFAULTS.items():
+        value = getattr(params, name)
+        if value == default:
+            continue
+        try:
+            if name == "structured_outputs":
+                _set_structured(proto.structured_outputs, value)
+            elif name == "logit_bias":
+                proto.logit_bias.update(value)
+            elif name == "seed":
+                proto.seed = value - 2**64 if value >= 2**63 else value
+            elif name == "max_tokens":
+                proto.max_tokens = NO_LIMIT if value is None else value
+            elif isinstance(value, tuple):
+                getattr(proto, name).extend(value)
+            else:
+                setattr(proto, name, value)
+        except (TypeError, ValueError) as wrong:
+            raise InvalidArgument(name, value, f"cannot be sent: {wrong}") from None
+    return proto
+
+
+def _structured(proto: pb.StructuredOutputs) -> StructuredOutputs:
+    kind = proto.WhichOneof("kind")
+    if kind is None:
+        return StructuredOutputs()  # refused, with the reason
+    value: Any = list(proto.choice.texts) if kind == "choice" else getattr(proto, kind)
+    return StructuredOutputs(**{str(kind): value})
+
+
+def _set_structured(proto: pb.StructuredOutputs, value: StructuredOutputs) -> None:
+    if value.json is not None:
+        proto.json = value.json if isinstance(value.json, str) else json.dumps(value.json)
+    elif value.regex is not None:
+        proto.regex = value.regex
+    elif value.choice is not None:
+        proto.choice.texts.extend(value.choice)
+    elif value.grammar is not None:
+        proto.grammar = value.grammar
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def to_prompt(request: pb.GenerateRequest) -> str | list[int]:
+    """Text or token ids; empty text where there is neither, which is refused as that."""
+    return list(request.token_ids.ids) if request.WhichOneof("prompt") == "token_ids" else request.text
+
+
+def to_messages(messages: Iterable[pb.ChatMessage]) -> list[dict[str, Any]]:
+    """As AsyncLLM.chat takes them, with only what is set.
+
+    Raises:
+        InvalidArgument: tool calls that are no JSON.
+    """
+    out = []
+    for i, message in enumerate(messages):
+        given = {field.name: value for field, value in message.ListFields()}
+        if "tool_calls_json" in given:
+            given["tool_calls"] = _json(f"messages[{i}].tool_calls_json", given.pop("tool_calls_json"), list)
+        out.append(given)
+    return out
+
+
+def to_options(options: pb.ChatOptions) -> dict[str, Any]:
+    """As jengine's ChatOptions, with only what is set.
+
+    Raises:
+        InvalidArgument: what is no JSON, or JSON of another kind.
+    """
+    given: dict[str, Any] = {field.name: value for field, value in options.ListFields()}
+    for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
+        if f"{name}_json" in given:
+            given[name] = _json(f"options.{name}_json", given.pop(f"{name}_json"), kind)
+    return given
+
+
+def _json(where: str, text: str, kind: type) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, kind):
+        raise InvalidArgument(where, text, f"must be JSON: {'an array' if kind is list else 'an object'}")
+    return value
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+def response(output: RequestOutput, model: str) -> pb.GenerateResponse:
+    """A finished output, whole."""
+    return pb.GenerateResponse(
+        request_id=output.request_id,
+        model=model,
+        completions=[
+            pb.Completion(
+                index=completion.index,
+                text=completion.text,
+                token_ids=completion.token_ids,
+                logprobs=logprobs(completion.logprobs),
+                ending=ending(completion),
+            )
+            for completion in output.outputs
+        ],
+        usage=usage(output, sum(len(completion.token_ids) for completion in output.outputs)),
+        timings=timings(output),
+        prompt_logprobs=logprobs(output.prompt_logprobs),
+    )
+
+
+def started(request_id: str, model: str) -> pb.GenerateStreamResponse:
+    return pb.GenerateStreamResponse(started=pb.Started(request_id=request_id, model=model))
+
+
+def delta(completion: CompletionOutput) -> pb.GenerateStreamResponse:
+    """A completion's news, as AsyncLLM's output_kind="delta" has them."""
+    news = pb.Delta(index=completion.index, text=completion.text, token_ids=completion.token_ids)
+    if completion.logprobs:
+        news.logprobs.extend(logprobs(completion.logprobs))
+    return pb.GenerateStreamResponse(delta=news)
+
+
+def finished(
+    output: RequestOutput, completion_tokens: int, prompt_logprobs: list[dict[int, Logprob] | None] | None
+) -> pb.GenerateStreamResponse:
+    """The end of a stream; of its last output, only what is not counted in tokens."""
+    end = pb.Finished(
+        endings=[ending(completion) for completion in output.outputs],
+        usage=usage(output, completion_tokens),
+        timings=timings(output),
+        prompt_logprobs=logprobs(prompt_logprobs),
+    )
+    return pb.GenerateStreamResponse(finished=end)
+
+
+def ending(completion: CompletionOutput) -> pb.Ending:
+    end = pb.Ending(index=completion.index, finish_reason=REASONS[completion.finish_reason])  # type: ignore[index]
+    if isinstance(completion.stop_reason, str):
+        end.stop_text = completion.stop_reason
+    elif completion.stop_reason is not None:
+        end.stop_token_id = completion.stop_reason
+    if completion.cumulative_logprob is not None:
+        end.cumulative_logprob = completion.cumulative_logprob
+    return end
+
+
+def usage(output: RequestOutput, completion_tokens: int) -> pb.Usage:
+    return pb.Usage(prompt_tokens=len(output.prompt_token_ids), completion_tokens=completion_tokens)
+
+
+def timings(output: RequestOutput) -> pb.Timings:
+    metrics = output.metrics
+    first = None if metrics.first_token is None else metrics.first_token - metrics.arrival
+    total = 0.0 if metrics.finished is None else metrics.finished - metrics.arrival
+    return pb.Timings(first_token_seconds=first, total_seconds=total, preemptions=metrics.preemptions)
+
+
+def logprobs(positions: Iterable[Mapping[int, Logprob] | None] | None) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            entries=[
+                pb.Logprob(token_id=token, logprob=entry.logprob, rank=entry.rank, decoded_token=entry.decoded_token or "")
+                for token, entry in (position or {}).items()
+            ]
+        )
+        for position in positions or ()
+    ]

@@ -1,0 +1,119 @@
+"""Errors as clients see them: a gRPC status with google.rpc details."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyProto
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import BadRequest, ResourceInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from jengine import EngineDead, InvalidArgument, ModelError, SamplingParams
+from serving.llms import Llms
+
+log = logging.getLogger("serving")
+
+DETAILS_KEY = "grpc-status-details-bin"
+RESTART_SECONDS = 2.0  # when to come again while no engine runs: a start from saved programs takes about as long
+LONGEST_MESSAGE = 500  # characters: a status travels as headers, and these are limited
+
+# Where a field of jengine's errors is in a request; the others are at the same place, or in sampling_params.
+PATHS = {
+    "prompt_token_ids": "prompt",
+    "timeout": "timeout_seconds",
+    "add_generation_prompt": "options.add_generation_prompt",
+    "continue_final_message": "options.continue_final_message",
+    "tools": "options.tools_json",
+    "chat_template": "options.chat_template",
+    "chat_template_kwargs": "options.chat_template_kwargs_json",
+}
+
+
+class Refusal(Exception):
+    """Why a request is not answered, as its client is told."""
+
+    def __init__(self, code: grpc.StatusCode, message: str, *details: Any) -> None:
+        super().__init__(message)
+        self.code, self.message, self.details = code, message[:LONGEST_MESSAGE], details
+
+
+def busy(message: str, retry_seconds: float) -> Refusal:
+    """There is too much to do; come again in this time."""
+    return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message, _retry(retry_seconds))
+
+
+def not_found(kind: str, name: str, message: str) -> Refusal:
+    return Refusal(grpc.StatusCode.NOT_FOUND, message, ResourceInfo(resource_type=kind, resource_name=name[:LONGEST_MESSAGE]))
+
+
+def check_model(name: str, llms: Llms) -> None:
+    """Raises Refusal where a client asks for another model than there is; an empty name is any."""
+    served = llms.facts.name
+    if name not in ("", served):
+        raise not_found("model", name, f"this server has one model: {served}")
+
+
+def refusal(error: Exception) -> Refusal:
+    """What a client is told of an error. Of one that nobody foresaw, nothing: it may quote a prompt."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, InvalidArgument):
+        return _invalid(error)
+    if isinstance(error, ModelError):
+        return Refusal(grpc.StatusCode.FAILED_PRECONDITION, error.reason)
+    if isinstance(error, EngineDead):
+        return Refusal(grpc.StatusCode.UNAVAILABLE, "the engine is not running; come again", _retry(RESTART_SECONDS))
+    return Refusal(grpc.StatusCode.INTERNAL, f"an error of the server's own ({type(error).__name__}); its log says where")
+
+
+def status_metadata(refused: Refusal) -> tuple[tuple[str, bytes], ...]:
+    """The trailing metadata that carry a refusal's details."""
+    if not refused.details:
+        return ()
+    status = Status(code=refused.code.value[0], message=refused.message)
+    for detail in refused.details:
+        packed = AnyProto()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def reported(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A service's method whose errors become statuses. What it raises when its client has gone, it raises still."""
+
+    @functools.wraps(handler)
+    async def method(service: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await handler(service, request, context)
+        except grpc.aio.BaseError:
+            raise
+        except Exception as error:
+            refused = refusal(error)
+            if refused.code is grpc.StatusCode.INTERNAL:  # without its message, which may quote a prompt
+                log.error("%s in %s:\n%s", type(error).__name__, handler.__name__, "".join(traceback.format_tb(error.__traceback__)))
+            await context.abort(refused.code, refused.message, status_metadata(refused))
+
+    return method
+
+
+def _invalid(error: InvalidArgument) -> Refusal:
+    root = error.field.partition(".")[0].partition("[")[0]
+    path = f"sampling_params.{error.field}" if root in SamplingParams.__dataclass_fields__ else PATHS.get(error.field, error.field)
+    quotes = root in ("prompt", "prompt_token_ids", "messages")  # a client knows its own prompt, and whoever logs statuses need not
+    message = f"{path}: {error.limit}" if quotes else str(error).replace(error.field, path, 1)
+    if path == "request_id":
+        return Refusal(grpc.StatusCode.ALREADY_EXISTS, message, ResourceInfo(resource_type="request", resource_name=str(error.value)[:99]))
+    violation = BadRequest.FieldViolation(field=path, description=message[:LONGEST_MESSAGE])
+    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message, BadRequest(field_violations=[violation]))
+
+
+def _retry(seconds: float) -> RetryInfo:
+    delay = Duration()
+    delay.FromNanoseconds(int(seconds * 1e9))
+    return RetryInfo(retry_delay=delay)

@@ -1,0 +1,134 @@
+"""jengine.v1.GenerateService: text, conversations and tokens over the wire."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import grpc
+
+from jengine import AsyncLLM, SamplingParams, __version__
+from serving import conversions
+from serving.admission import Admission
+from serving.answers import LONG_TEXT, Answer, Outputs, PatientWriter, give_up, in_thread_if_long, new_id
+from serving.errors import check_model, reported
+from serving.generated.jengine.v1 import generate_pb2 as pb
+from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
+from serving.llms import Llms
+from serving.metrics import Metrics
+
+Prompted = pb.GenerateRequest | pb.ChatRequest
+
+
+class GenerateService(GenerateServiceServicer):
+    """Every method may refuse with the statuses of serving.errors.
+
+    Args:
+        write_timeout: seconds in which a client must take each message of a stream.
+    """
+
+    def __init__(self, llms: Llms, admission: Admission, metrics: Metrics, write_timeout: float) -> None:
+        self._llms, self._admission, self._metrics, self._write_timeout = llms, admission, metrics, write_timeout
+
+    # --- generation -------------------------------------------------------------------------------
+
+    @reported
+    async def Generate(self, request: Prompted, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
+        llm, params = self._let_in(request, context)
+        with self._admission.place(params.n):
+            outputs = await self._submit(llm, request, params, request.request_id or new_id(), "final")
+            async with Answer(outputs, self._metrics) as answer:
+                return conversions.response(await answer.next(), self._llms.facts.name)
+
+    @reported
+    async def GenerateStream(self, request: Prompted, context: grpc.aio.ServicerContext) -> None:
+        llm, params = self._let_in(request, context)
+        with self._admission.place(params.n) as place:
+            request_id = request.request_id or new_id()
+            outputs = await self._submit(llm, request, params, request_id, "delta")
+            async with Answer(outputs, self._metrics) as answer:
+                write = PatientWriter(context, self._write_timeout, partial(give_up, llm, request_id, place)).write
+                await write(conversions.started(request_id, self._llms.facts.name))
+                output = await answer.next()
+                prompt_logprobs, tokens = output.prompt_logprobs, 0
+                while True:
+                    for completion in output.outputs:
+                        if completion.token_ids or completion.text:
+                            tokens += len(completion.token_ids)
+                            await write(conversions.delta(completion))
+                    if output.finished:
+                        break
+                    output = await answer.next()
+                await write(conversions.finished(output, tokens, prompt_logprobs))
+
+    Chat, ChatStream = Generate, GenerateStream
+
+    def _let_in(self, request: Prompted, context: grpc.aio.ServicerContext) -> tuple[AsyncLLM, SamplingParams]:
+        self._admission.stream(context)
+        check_model(request.model, self._llms)
+        return self._llms.llm, conversions.to_params(request.sampling_params)
+
+    async def _submit(self, llm: AsyncLLM, request: Prompted, params: SamplingParams, request_id: str, kind: str) -> Outputs:
+        """What is wrong with the request shows here, or when outputs are first asked for."""
+        options: dict[str, Any] = {
+            "request_id": request_id,
+            "priority": request.priority,
+            "timeout": request.timeout_seconds if request.HasField("timeout_seconds") else None,
+            "output_kind": kind,
+        }
+        if isinstance(request, pb.ChatRequest):
+            messages, chat = conversions.to_messages(request.messages), conversions.to_options(request.options)
+            return await in_thread_if_long(request.ByteSize(), partial(llm.chat, messages, params, **options, **chat))
+        prompt = conversions.to_prompt(request)
+        if isinstance(prompt, str) and len(prompt) >= LONG_TEXT:
+            prompt = await in_thread_if_long(len(prompt), partial(llm.tokenizer.encode, prompt))
+        return llm.generate(prompt, params, **options)
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    @reported
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        return pb.AbortResponse(found=await self._llms.llm.abort(request.request_id))
+
+    @reported
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        self._admission.stream(context)
+        check_model(request.model, self._llms)
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        ids = await in_thread_if_long(len(request.text), partial(self._llms.llm.tokenizer.encode, request.text, special))
+        return pb.TokenizeResponse(token_ids=ids)
+
+    @reported
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
+        self._admission.stream(context)
+        check_model(request.model, self._llms)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        text = await in_thread_if_long(len(request.token_ids), partial(self._llms.llm.tokenizer.decode, list(request.token_ids), skip))
+        return pb.DetokenizeResponse(text=text)
+
+    @reported
+    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
+        facts = self._llms.facts
+        limits, room = facts.limits, facts.limits.room
+        return pb.GetModelResponse(
+            name=facts.name,
+            max_model_len=room.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=limits.eos_token_ids,
+            dtype=facts.dtype,
+            quantization=facts.quantization,
+            devices=facts.devices,
+            mesh=facts.mesh,
+            page_size=room.page_size,
+            pages=room.pages,
+            has_chat_template=facts.has_chat_template,
+            jengine_version=__version__,
+        )
+
+    @reported
+    async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
+        load = self._llms.llm.load
+        return pb.GetLoadResponse(
+            running=load.running, waiting=load.waiting, free_pages=load.free_pages, pages=load.pages, preemptions=load.preemptions
+        )

@@ -1,0 +1,51 @@
+"""The model behind the services, as they see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jengine import AsyncLLM, Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What is served: known as long as the server lives, whether the engine does or not.
+
+    Attributes:
+        name: what clients see and may ask for.
+        limits: what the engine can answer at all.
+        dtype: of weights and activations.
+        quantization: of the weights; empty is none.
+        devices: how many of which kind.
+        mesh: devices along each of its axes.
+        has_chat_template: whether the model can chat.
+    """
+
+    name: str
+    limits: Limits
+    dtype: str
+    quantization: str = ""
+    devices: str = ""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    has_chat_template: bool = False
+
+
+class Llms(Protocol):
+    """The model, and the AsyncLLM that answers for it now."""
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """Raises EngineDead while none is running."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLlm:
+    """An Llms whose AsyncLLM is never replaced."""
+
+    llm: AsyncLLM
+    facts: ModelFacts

@@ -1,0 +1,130 @@
+"""An engine without a model, so that the server's own behaviour can be tested, and measured."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from jengine import Limits, Load, PromptScores, Request, Room, TokenLogprobs, TokenUpdate
+
+
+@dataclass(slots=True)
+class _Sequence:
+    request: Request
+    max_len: int
+    pages: int  # owned
+    generated: int = 0
+
+
+class MockEngine:
+    """Answers each prompt with its own tokens, over and over, from the sample's index on: deterministic, and at once.
+
+    As a real engine it runs at most `max_num_seqs` requests, each step giving a token to each of them, and each owns cache pages for
+    all of its tokens from its beginning to its end. It knows no sampling parameters but those that end a request, and log
+    probabilities, which are made up.
+
+    Args:
+        seconds: that a step takes.
+        fail_at: the step that raises, from 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 3072,
+        max_model_len: int = 1024,
+        max_num_seqs: int = 32,
+        page_size: int = 16,
+        pages: int = 1024,
+        eos_token_ids: tuple[int, ...] = (),
+        seconds: float = 0.0,
+        fail_at: int | None = None,
+    ) -> None:
+        room = Room(max_model_len=max_model_len, page_size=page_size, pages=pages)
+        self.limits = Limits(room=room, max_num_seqs=max_num_seqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        self.seconds, self.fail_at, self.steps = seconds, fail_at, 0
+        self._waiting: deque[_Sequence] = deque()
+        self._running: dict[str, _Sequence] = {}
+        self._free_pages = pages
+
+    @property
+    def load(self) -> Load:
+        return Load(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            free_pages=self._free_pages,
+            pages=self.limits.room.pages,
+            preemptions=0,
+            compiles_since_start=0,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    has_requests = has_work
+
+    def add(self, *requests: Request) -> None:
+        room = self.limits.room
+        for request in requests:
+            max_len = room.max_len(request)
+            self._waiting.append(_Sequence(request, max_len, room.pages_of(max_len - 1)))
+
+    def end(self, request_id: str, reason: str, stop_reason: str | None = None) -> None:
+        if (sequence := self._running.pop(request_id, None)) is not None:
+            self._free_pages += sequence.pages
+            return
+        for sequence in self._waiting:
+            if sequence.request.request_id == request_id:
+                self._waiting.remove(sequence)
+                return
+
+    def step(self) -> list[TokenUpdate | PromptScores]:
+        if self.steps == self.fail_at:
+            raise FloatingPointError("the mock engine fails as it was told to")
+        self.steps += 1
+        if self.seconds:
+            time.sleep(self.seconds)
+        updates: list[TokenUpdate | PromptScores] = self._admit()
+        ended = []
+        for request_id, sequence in self._running.items():
+            update = self._next(request_id, sequence)
+            updates.append(update)
+            if update.finish_reason is not None:
+                ended.append(request_id)
+        for request_id in ended:
+            self._free_pages += self._running.pop(request_id).pages
+        return updates
+
+    def _admit(self) -> list[TokenUpdate | PromptScores]:
+        scores: list[TokenUpdate | PromptScores] = []
+        while self._waiting and len(self._running) < self.limits.max_num_seqs and self._waiting[0].pages <= self._free_pages:
+            sequence = self._waiting.popleft()
+            request = sequence.request
+            self._running[request.request_id] = sequence
+            self._free_pages -= sequence.pages
+            if (count := request.params.prompt_logprobs) is not None and len(request.prompt_token_ids) > 1:
+                tokens = request.prompt_token_ids[1:]
+                scores.append(PromptScores(request.request_id, 1, tokens, [_logprobs(token, count) for token in tokens]))
+        return scores
+
+    def _next(self, request_id: str, sequence: _Sequence) -> TokenUpdate:
+        request, params = sequence.request, sequence.request.params
+        prompt = request.prompt_token_ids
+        token = prompt[(request.sample_index + sequence.generated) % len(prompt)]
+        sequence.generated += 1
+        reason = stop_reason = None
+        if sequence.generated > params.min_tokens:
+            if token in params.stop_token_ids:
+                reason, stop_reason = "stop", token
+            elif token in self.limits.eos_token_ids and not params.ignore_eos:
+                reason = "stop"
+        if reason is None and len(prompt) + sequence.generated >= sequence.max_len:
+            reason = "length"
+        logprobs = None if params.logprobs is None else _logprobs(token, params.logprobs)
+        return TokenUpdate(request_id, token, reason, stop_reason, logprobs)  # type: ignore[arg-type]
+
+
+def _logprobs(token: int, count: int) -> TokenLogprobs:
+    return TokenLogprobs(-0.5, 1, [(token + i, -0.5 - i) for i in range(count)])

@@ -1,0 +1,73 @@
+"""The server: its services, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jengine import InvalidArgument
+from serving.admission import Admission
+from serving.config import ServerConfig
+from serving.generate_service import GenerateService
+from serving.generated.jengine.v1 import generate_pb2
+from serving.generated.jengine.v1.generate_pb2_grpc import add_GenerateServiceServicer_to_server
+from serving.llms import Llms
+from serving.metrics import Metrics
+
+SERVICES = (generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full_name,)
+
+
+class Built(NamedTuple):
+    """A server that has not been started; its health says NOT_SERVING until somebody sets it, for "" and each of SERVICES."""
+
+    server: grpc.aio.Server
+    health: health.aio.HealthServicer
+    port: int
+
+
+async def build_server(
+    config: ServerConfig,
+    llms: Llms,
+    *,
+    metrics: Metrics | None = None,
+    credentials: grpc.ServerCredentials | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> Built:
+    """All services on one server, bound to config's address. In the event loop that it will run in.
+
+    Raises:
+        InvalidArgument: the address cannot be had.
+    """
+    server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+    admission = Admission(config, llms.facts.limits)
+    add_GenerateServiceServicer_to_server(GenerateService(llms, admission, metrics or Metrics(), config.write_timeout), server)
+    state = health.aio.HealthServicer()
+    for service in ("", *SERVICES):
+        await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(state, server)
+    reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    address = f"[{config.host}]:{config.port}" if ":" in config.host.strip("[]") else f"{config.host}:{config.port}"
+    try:
+        port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+    except RuntimeError as wrong:
+        raise InvalidArgument("port", config.port, f"cannot listen on {address}: {wrong}") from None
+    return Built(server, state, port)
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),  # what was computed is sent
+        ("grpc.so_reuseport", 0),  # a second server on this port is an error, not a silent half
+        # Clients that vanished are found by pings; those that ping, to keep idle streams alive through whatever lies between, may.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]

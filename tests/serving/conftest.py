@@ -1,0 +1,109 @@
+"""A server over a mock engine, in a thread of this process, and a channel to it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+from jengine import AsyncLLM, EngineThread, Tokenizer
+from serving.config import ServerConfig
+from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from serving.llms import FixedLlm, ModelFacts
+from serving.mock_engine import MockEngine
+from serving.server import SERVICES, build_server
+from tests.text.conftest import byte_level, write
+
+TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+
+
+@dataclass(frozen=True, slots=True)
+class MockServer:
+    address: str
+    llm: AsyncLLM
+    engine: MockEngine
+    run: Callable[..., Any]  # a coroutine, in the server's event loop
+
+    def wait_until_idle(self) -> None:
+        """Nothing runs, nothing waits, nobody is remembered, and every page is back."""
+        until = time.monotonic() + 10
+        while self.engine.has_work or self.llm._callers or self.engine.load.free_pages != self.engine.load.pages:
+            assert time.monotonic() < until, self.engine.load
+            time.sleep(0.002)
+
+
+MakeServer = Callable[..., AbstractContextManager[MockServer]]
+
+
+@contextmanager
+def serve_mock(folder: Path, *, server: dict[str, Any] | None = None, **engine_options: Any) -> Iterator[MockServer]:
+    """Options of ServerConfig, and of MockEngine."""
+    engine = MockEngine(**{"vocab_size": 501, **engine_options})
+    facts = ModelFacts(name="mock", limits=engine.limits, dtype="float32", devices="1 mock", mesh={"tensor": 1}, has_chat_template=True)
+    started, box = threading.Event(), []
+
+    async def main() -> None:
+        llm = AsyncLLM.over(EngineThread(engine), Tokenizer.load(folder))
+        built = await build_server(ServerConfig(port=0, **(server or {})), FixedLlm(llm, facts))
+        await built.server.start()
+        for service in ("", *SERVICES):
+            await built.health.set(service, HealthCheckResponse.SERVING)
+        stop = asyncio.Event()
+        box.extend((asyncio.get_running_loop(), llm, built.port, stop))
+        started.set()
+        await stop.wait()
+        await llm.close()
+        await built.server.stop(None)
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    assert started.wait(10), "no server"
+    loop, llm, port, stop = box
+    try:
+        yield MockServer(f"127.0.0.1:{port}", llm, engine, lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(10))
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer of 501 tokens, with a chat template."""
+    folder: Path = write(byte_level(), tmp_path_factory.mktemp("tokenizer"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def make_server(tokenizer_folder: Path) -> MakeServer:
+    """make_server(server={option: value}, **engine_options), a context manager."""
+    return partial(serve_mock, tokenizer_folder)
+
+
+@pytest.fixture
+def mock_server(make_server: MakeServer) -> Iterator[MockServer]:
+    with make_server() as server:
+        yield server
+        server.wait_until_idle()
+
+
+@pytest.fixture
+def channel(mock_server: MockServer) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(mock_server.address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.Channel) -> GenerateServiceStub:
+    return GenerateServiceStub(channel)

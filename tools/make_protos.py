@@ -1,0 +1,31 @@
+"""Generate serving/generated from serving/protos: `make protos`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).parent.parent
+PROTOS = ROOT / "serving" / "protos"
+PACKAGE = "serving/generated"  # where protoc believes the protos to be, so that the generated modules import each other from there
+
+
+def make(out: Path) -> None:
+    """Write the package under this folder.
+
+    Raises:
+        SystemExit: protoc has refused a file; it says why on stderr.
+    """
+    files = sorted(f"{PACKAGE}/{file.relative_to(PROTOS)}" for file in PROTOS.rglob("*.proto"))
+    outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
+    if status := protoc.main(["protoc", f"-I{PACKAGE}={PROTOS}", *outputs, *files]):
+        sys.exit(status)
+    package = out / PACKAGE
+    for folder in (package, *(path for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__")):
+        (folder / "__init__.py").touch()
+
+
+if __name__ == "__main__":
+    make(ROOT)
