@@ -110,3 +110,8 @@ def new_id() -> str:
 async def in_thread_if_long[T](size: int, work: Callable[[], T]) -> T:
     """Work on so many bytes of text; the tokenizer releases the interpreter's lock."""
     return work() if size < LONG_TEXT else await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+async def tokenized(llm: AsyncLLM, text: str) -> str | list[int]:
+    """A text, or its token ids where it is long."""
+    return text if len(text) < LONG_TEXT else await in_thread_if_long(len(text), lambda: llm.tokenizer.encode(text))

@@ -18,7 +18,7 @@ import pytest
 
 from jengine import InvalidArgument, SamplingParams
 from jengine.chat import chat_prompt
-from jengine.commands.chat import PLAIN, Chat
+from jengine.commands.chat import Chat, LocalModel
 from jengine.request import CompletionOutput, RequestOutput
 from jengine.text.chat_template import ChatTemplate
 from jengine.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class StandIn:
     answer = "Yes."
 
     def __init__(self, template: ChatTemplate | None = None) -> None:
-        tokenizer = Tokenizer(byte_level(), {"bos_token": "<s>"})
+        tokenizer = Tokenizer(byte_level(), {})
         tokenizer.__dict__["chat_templates"] = {} if template is None else {"default": template}
         self.tokenizer, self.prompts, self.ended = tokenizer, [], 0
 
@@ -43,9 +43,10 @@ class StandIn:
         return chat_prompt(self.tokenizer, messages, **options)
 
     def stream(self, prompt: Any, params: SamplingParams) -> Generator[RequestOutput]:
-        if "bad" in prompt["prompt"]:
-            raise InvalidArgument("prompt", prompt["prompt"], "must be good")
-        self.prompts.append(prompt["prompt"])
+        text = prompt if isinstance(prompt, str) else prompt["prompt"]
+        if "bad" in text:
+            raise InvalidArgument("prompt", text, "must be good")
+        self.prompts.append(text)
         return self._outputs()
 
     def _outputs(self) -> Generator[RequestOutput]:
@@ -64,7 +65,7 @@ def llm() -> StandIn:
 
 
 def chat_with(llm: StandIn, system: str | None = None, **params: Any) -> Chat:
-    return Chat(llm, SamplingParams(**params), system, SimpleNamespace(interrupted=False))  # type: ignore[arg-type]
+    return Chat(LocalModel(llm), SamplingParams(**params), system, SimpleNamespace(interrupted=False))  # type: ignore[arg-type]
 
 
 def test_the_conversation_so_far_is_the_prompt(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,10 +133,10 @@ def test_without_a_template_the_text_is_continued(llm: StandIn) -> None:
     plain = StandIn()
     plain.answer = "\n    return 1"
     chat = chat_with(plain, "import re")
-    assert chat.template == PLAIN and chat_with(llm).template is None
+    assert chat.model.continues and not chat_with(llm).model.continues
     chat.say("def f():")
     chat.say("def g():")
-    assert plain.prompts[1] == "<s>import re\ndef f():\n    return 1\ndef g():"
+    assert plain.prompts[1] == "import re\ndef f():\n    return 1\ndef g():"
 
 
 # --- through a pipe -------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class Endless:
     max_model_len = 1000
     class tokenizer: chat_templates = {"default": None}
     def __init__(self, model, **options): pass
-    def chat_prompt(self, messages, chat_template):
+    def chat_prompt(self, messages):
         return {"prompt_token_ids": [1], "prompt": "|".join(message["content"] for message in messages)}
     def stream(self, prompt, params):
         completion = CompletionOutput()
@@ -214,14 +215,17 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self.master, keys.encode())
 
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
 
 @pytest.fixture
 def terminal() -> Generator[Terminal]:
     made = Terminal(ENDLESS)
     yield made
-    made.process.kill()
-    made.process.wait()
-    os.close(made.master)
+    made.close()
 
 
 def test_keys(terminal: Terminal) -> None:

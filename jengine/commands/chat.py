@@ -1,22 +1,24 @@
-"""`jengine chat`: a conversation in the terminal."""
+"""`jengine chat`: a conversation in the terminal, with a model in this process or a server's."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import re
 import signal
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from jengine import JengineError, SamplingParams
-from jengine.commands.flags import add_model, add_sampling_and_engine, engine_fields, sampling_fields
+from jengine import EngineConfig, InvalidArgument, JengineError, SamplingParams
+from jengine.commands.flags import ENGINE_SKIPS, add_sampling_and_engine, engine_fields, given_fields, sampling_fields
 from jengine.commands.terminal import note, write
 
 if TYPE_CHECKING:
-    from jengine import LLM
-    from jengine.prompts import TokensPrompt
+    from jengine import LLM, CompletionOutput
 
 PROMPT, MORE = "> ", "| "
 QUOTES = '"""'
@@ -28,11 +30,15 @@ KEYS = """\
 Ctrl-C          stop the answer, or clear the line
 \"""             begins a message of several lines, and ends it
 """
-# For models without a chat template, such as `demo`: all that was written, as one text that the model continues.
-PLAIN = """{{ bos_token }}
-{%- for message in messages %}
-    {{- message.content }}{{ '\n' if message.role != 'user' and not message.content.endswith('\n') }}
-{%- endfor %}"""
+CONNECTION = {
+    "api_key_file": "file with the API key to send",
+    "tls_ca": "PEM file of the authorities whose certificates to trust; turns TLS on",
+    "tls_cert": "PEM file of your own certificate, for mutual TLS",
+    "tls_key": "PEM file of its private key",
+}
+ROLE_TOKENS = 8  # that a template puts around a message, about
+
+Messages = list[dict[str, str]]
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,23 +50,27 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="while it runs:\n" + "".join(f"  {line}\n" for line in KEYS.splitlines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model(parser)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="`demo`, a folder in Hugging Face's layout, or a hub id")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
+    server = parser.add_argument_group("a server, instead of MODEL")
+    server.add_argument("--server", metavar="HOST:PORT", help="of a `jengine serve`")
+    server.add_argument("--tls", action="store_true", help="encrypt, and trust the authorities that this machine trusts")
+    for name, text in CONNECTION.items():
+        server.add_argument("--" + name.replace("_", "-"), metavar="FILE", type=Path, help=text)
     add_sampling_and_engine(parser, skip=("n",))  # a conversation goes on from one answer
     parser.set_defaults(run=_chat)
 
 
 def _chat(options: argparse.Namespace) -> None:
-    params, engine_options = SamplingParams(**sampling_fields(options)), engine_fields(options)
-
-    from jengine import LLM
-
-    llm = LLM(options.model, progress=not options.quiet, **engine_options)
+    params = SamplingParams(**sampling_fields(options))
+    if (options.model is None) == (options.server is None):
+        raise JengineError("give either a MODEL or --server HOST:PORT")
+    model = _local(options) if options.server is None else _served(options)
     keyboard = Keyboard()
-    chat = Chat(llm, params, options.system, keyboard)
+    chat = Chat(model, params, options.system, keyboard)
     if not options.quiet:
-        if chat.template is not None:
+        if model.continues:
             note("The model has no chat template: it continues the text that you begin.")
         if keyboard.is_terminal:
             note("/help shows what you can do, Ctrl-D leaves.")
@@ -72,12 +82,113 @@ def _chat(options: argparse.Namespace) -> None:
             chat.say(message)
 
 
+def _local(options: argparse.Namespace) -> Model:
+    useless = [name for name in ("tls", *CONNECTION) if getattr(options, name)]
+    if useless:
+        raise InvalidArgument(useless[0], getattr(options, useless[0]), "is about the connection to a --server")
+    engine_options = engine_fields(options)
+
+    from jengine import LLM
+
+    return LocalModel(LLM(options.model, progress=not options.quiet, **engine_options))
+
+
+def _served(options: argparse.Namespace) -> Model:
+    for name, value in given_fields(options, EngineConfig, skip=ENGINE_SKIPS).items():
+        raise InvalidArgument(name, value, "is an option of the engine: give it to `jengine serve`")
+    try:
+        key = None if options.api_key_file is None else options.api_key_file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as wrong:
+        raise InvalidArgument("api_key_file", str(options.api_key_file), f"cannot be read: {wrong}") from None
+    tls = {name: getattr(options, name) for name in ("tls", "tls_ca", "tls_cert", "tls_key")}
+    return ServedModel(options.server, api_key=key, **tls)
+
+
+# --- who answers ----------------------------------------------------------------------------------
+
+
+class Model(Protocol):
+    """Who answers.
+
+    Attributes:
+        max_model_len: tokens of a conversation and its answer together.
+        continues: it has no chat template: all that was written is one text, with which it goes on.
+        waits: an answer may be long in coming, and whoever waits for it may be interrupted by an exception.
+    """
+
+    max_model_len: int
+    continues: bool
+    waits: bool
+
+    def tokens(self, messages: Messages) -> int:
+        """Of a conversation; of a server's, about."""
+
+    def answer(self, messages: Messages, params: SamplingParams) -> Generator[CompletionOutput]:
+        """In pieces, each what is new. Closing it early ends the request."""
+
+
+def transcript(messages: Messages) -> str:
+    """One text of all that was written. What a user writes, the answer goes on from; anything else ends its line."""
+    return "".join(m["content"] + ("\n" if m["role"] != "user" and not m["content"].endswith("\n") else "") for m in messages)
+
+
+class LocalModel:
+    """In this process."""
+
+    waits = False  # what the device does, no exception may interrupt
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.max_model_len = llm, llm.max_model_len
+        self.continues = "default" not in llm.tokenizer.chat_templates
+
+    def tokens(self, messages: Messages) -> int:
+        if self.continues:
+            return len(self.llm.tokenizer.encode(transcript(messages)))
+        return len(self.llm.chat_prompt(messages)["prompt_token_ids"])
+
+    def answer(self, messages: Messages, params: SamplingParams) -> Generator[CompletionOutput]:
+        seen = 0
+        prompt = transcript(messages) if self.continues else self.llm.chat_prompt(messages)
+        with contextlib.closing(self.llm.stream(prompt, params)) as outputs:
+            for output in outputs:
+                whole = output.outputs[0]
+                yield dataclasses.replace(whole, text=whole.text[seen:])
+                seen = len(whole.text)
+
+
+class ServedModel:
+    """A server's; the options are those of serving.client.Client."""
+
+    waits = True
+
+    def __init__(self, address: str, **options: Any) -> None:
+        from serving.client import Client
+
+        self.client = Client(address, **options)
+        facts = self.client.model()
+        self.max_model_len, self.continues = facts.max_model_len, not facts.has_chat_template
+
+    def tokens(self, messages: Messages) -> int:
+        text = len(self.client.tokenize(transcript(messages)))
+        return text if self.continues else text + ROLE_TOKENS * len(messages)
+
+    def answer(self, messages: Messages, params: SamplingParams) -> Generator[CompletionOutput]:
+        client = self.client
+        news = client.stream(transcript(messages), params) if self.continues else client.chat_stream(messages, params)
+        with contextlib.closing(news):
+            for output in news:
+                yield from output.outputs
+
+
+# --- the conversation -----------------------------------------------------------------------------
+
+
 class Keyboard:
-    """Messages from stdin. On a terminal Ctrl-C clears the line, and outside of `read` only sets `interrupted`."""
+    """Messages from stdin. On a terminal Ctrl-C clears the line, and outside of `read` only sets `interrupted`, unless it `raises`."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdin.isatty()
-        self.interrupted = self._reading = False
+        self.interrupted = self.raises = self._reading = False
         if self.is_terminal:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 (gives input() its editing keys and its history)
@@ -108,22 +219,17 @@ class Keyboard:
             self._reading = False
 
     def _interrupt(self, *_: object) -> None:
-        if self._reading:
+        self.interrupted = not self._reading
+        if self._reading or self.raises:
             raise KeyboardInterrupt
-        self.interrupted = True
 
 
 class Chat:
-    """One conversation.
+    """One conversation."""
 
-    Attributes:
-        template: instead of the model's, where that has none.
-    """
-
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, keyboard: Keyboard) -> None:
-        self.llm, self.params, self.keyboard = llm, params, keyboard
-        self.template = None if "default" in llm.tokenizer.chat_templates else PLAIN
-        self.messages: list[dict[str, str]] = []
+    def __init__(self, model: Model, params: SamplingParams, system: str | None, keyboard: Keyboard) -> None:
+        self.model, self.params, self.keyboard = model, params, keyboard
+        self.messages: Messages = []
         self.begin(system)
 
     def begin(self, system: str | None) -> None:
@@ -152,17 +258,23 @@ class Chat:
         answer, reason = "", None
         self.keyboard.interrupted = False
         try:
-            with contextlib.closing(self.llm.stream(self._prompt(), self.params)) as outputs:
-                for output in outputs:
-                    completion = output.outputs[0]
-                    write(completion.text[len(answer) :])
-                    answer, reason = completion.text, completion.finish_reason
+            self._make_room()
+            self.keyboard.raises = self.model.waits
+            with contextlib.closing(self.model.answer(self.system + self.messages, self.params)) as pieces:
+                for piece in pieces:
+                    write(piece.text)
+                    answer, reason = answer + piece.text, piece.finish_reason
                     if self.keyboard.interrupted:
                         break
+        except KeyboardInterrupt:
+            pass
         except JengineError as error:
+            write("\n" if answer else "")
             print(f"jengine: error: {error}", file=sys.stderr)
             self.messages.pop()
             return
+        finally:
+            self.keyboard.raises = False
         write("\n")
         self.messages.append({"role": "assistant", "content": answer})
         if self.keyboard.interrupted:
@@ -170,13 +282,10 @@ class Chat:
         elif reason == "length":
             note("(cut off: --max-tokens, or the model's length)")
 
-    def _prompt(self) -> TokensPrompt:
-        """Of the messages; the oldest are forgotten when room for an answer is wanting."""
-        longest = self.llm.max_model_len
+    def _make_room(self) -> None:
+        """Forget the oldest messages when room for an answer is wanting."""
+        longest = self.model.max_model_len
         room = min(self.params.max_tokens or longest, longest // 4)
-        while True:
-            prompt = self.llm.chat_prompt(self.system + self.messages, chat_template=self.template)
-            if len(prompt["prompt_token_ids"]) + room <= longest or len(self.messages) == 1:
-                return prompt
+        while len(self.messages) > 1 and self.model.tokens(self.system + self.messages) + room > longest:
             del self.messages[:2]
             note("(the conversation is longer than the model's context: its oldest messages are forgotten)")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jengine import LLM, AsyncLLM, CompletionOutput, SamplingParams
+from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, SamplingParams
 from jengine.request import Request
 from jengine.text.masks import make_mask
 from tests.engine.running import SMALL
@@ -166,7 +166,7 @@ def test_a_fault_in_a_mask_ends_its_request_alone(calls: int, llm: LLM) -> None:
 def test_online_the_caller_is_told_and_the_engine_lives(llm: LLM) -> None:
     async def both() -> list[CompletionOutput]:
         wanted = [SamplingParams(structured_outputs={"regex": "[ab]"}, min_tokens=3), PLAIN]
-        async with AsyncLLM.over(llm.engine, llm.tokenizer) as online:
+        async with AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer) as online:
             return [[output async for output in online.generate(PROMPT, one, output_kind="final")][-1].outputs[0] for one in wanted]
 
     failed, plain = asyncio.run(both())
