@@ -94,11 +94,6 @@ def _set_structured(proto: pb.StructuredOutputs, value: StructuredOutputs) -> No
 # --- prompts --------------------------------------------------------------------------------------
 
 
-def to_prompt(request: pb.GenerateRequest) -> str | list[int]:
-    """Text or token ids; empty text where there is neither, which is refused as that."""
-    return list(request.token_ids.ids) if request.WhichOneof("prompt") == "token_ids" else request.text
-
-
 def to_messages(messages: Iterable[pb.ChatMessage]) -> list[dict[str, Any]]:
     """As AsyncLLM.chat takes them, with only what is set.
 

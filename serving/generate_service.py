@@ -10,7 +10,7 @@ import grpc
 from jengine import AsyncLLM, SamplingParams, __version__
 from serving import conversions
 from serving.admission import Admission
-from serving.answers import LONG_TEXT, Answer, Outputs, PatientWriter, give_up, in_thread_if_long, new_id
+from serving.answers import Answer, Outputs, PatientWriter, give_up, in_thread_if_long, new_id, tokenized
 from serving.errors import check_model, reported
 from serving.generated.jengine.v1 import generate_pb2 as pb
 from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
@@ -79,10 +79,9 @@ class GenerateService(GenerateServiceServicer):
         if isinstance(request, pb.ChatRequest):
             messages, chat = conversions.to_messages(request.messages), conversions.to_options(request.options)
             return await in_thread_if_long(request.ByteSize(), partial(llm.chat, messages, params, **options, **chat))
-        prompt = conversions.to_prompt(request)
-        if isinstance(prompt, str) and len(prompt) >= LONG_TEXT:
-            prompt = await in_thread_if_long(len(prompt), partial(llm.tokenizer.encode, prompt))
-        return llm.generate(prompt, params, **options)
+        if request.WhichOneof("prompt") == "token_ids":
+            return llm.generate(list(request.token_ids.ids), params, **options)
+        return llm.generate(await tokenized(llm, request.text), params, **options)
 
     # --- the rest ---------------------------------------------------------------------------------
 

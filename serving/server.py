@@ -13,12 +13,18 @@ from jengine import InvalidArgument
 from serving.admission import Admission
 from serving.config import ServerConfig
 from serving.generate_service import GenerateService
+from serving.generated.inference import grpc_service_pb2
+from serving.generated.inference.grpc_service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from serving.generated.jengine.v1 import generate_pb2
 from serving.generated.jengine.v1.generate_pb2_grpc import add_GenerateServiceServicer_to_server
+from serving.kserve_service import KserveService
 from serving.llms import Llms
 from serving.metrics import Metrics
 
-SERVICES = (generate_pb2.DESCRIPTOR.services_by_name["GenerateService"].full_name,)
+SERVICES = tuple(
+    module.DESCRIPTOR.services_by_name[name].full_name
+    for module, name in ((generate_pb2, "GenerateService"), (grpc_service_pb2, "GRPCInferenceService"))
+)
 
 
 class Built(NamedTuple):
@@ -44,10 +50,12 @@ async def build_server(
     """
     server = grpc.aio.server(interceptors=interceptors, options=_options(config))
     admission = Admission(config, llms.facts.limits)
-    add_GenerateServiceServicer_to_server(GenerateService(llms, admission, metrics or Metrics(), config.write_timeout), server)
     state = health.aio.HealthServicer()
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
+    shared = (llms, admission, metrics or Metrics(), config.write_timeout)
+    add_GenerateServiceServicer_to_server(GenerateService(*shared), server)
+    add_GRPCInferenceServiceServicer_to_server(KserveService(*shared, state), server)
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     address = f"[{config.host}]:{config.port}" if ":" in config.host.strip("[]") else f"{config.host}:{config.port}"

@@ -1,13 +1,15 @@
-"""Tensors of the open inference protocol, as Python lists and back."""
+"""Requests of the open inference protocol read, and its tensors written."""
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from jengine import InvalidArgument
+from jengine import InvalidArgument, SamplingParams
+from serving.conversions import DEFAULTS, from_params
 from serving.generated.inference import grpc_service_pb2 as pb
 
 # By datatype: where `contents` has its elements, and how raw contents have them.
@@ -25,6 +27,76 @@ KINDS = {
     "FP64": ("fp64_contents", "d"),
     "BYTES": ("bytes_contents", None),
 }
+
+
+LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")  # sampling parameters that are tensors of any size
+OUTPUTS = ("text_output", "finish_reason")
+WITHOUT_EFFECT = ("triton_enable_empty_final_response",)  # the last response is marked in any case
+
+
+class Asked(NamedTuple):
+    """What a request asks for."""
+
+    text: str
+    params: SamplingParams
+    priority: int
+    timeout: float | None  # seconds
+
+
+def read_request(request: pb.ModelInferRequest) -> Asked:
+    """Sampling parameters are request parameters or input tensors of their names, or sampling_parameters: a JSON object of them.
+
+    Raises:
+        InvalidArgument: naming the parameter or tensor.
+    """
+    for output in request.outputs:
+        if output.name not in OUTPUTS:
+            raise InvalidArgument("outputs", output.name, f"must be among {', '.join(OUTPUTS)}")
+    given: dict[str, Any] = {}
+    for name, elements in read_inputs(request).items():
+        if name not in LISTS and len(elements) != 1:
+            raise InvalidArgument(name, f"{len(elements)} elements", "must have one")
+        given[name] = elements if name in LISTS else elements[0]
+    for name, parameter in request.parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if name in given or kind is None:
+            raise InvalidArgument(name, kind, "has no value" if kind is None else "is both a tensor and a parameter")
+        if name not in WITHOUT_EFFECT:
+            given[name] = getattr(parameter, kind)
+    text = given.pop("text_input", None)
+    if not isinstance(text, str):
+        raise InvalidArgument("text_input", text, "must be given, as a BYTES tensor of one element")
+    priority, timeout = given.pop("priority", 0), given.pop("timeout", None)
+    return Asked(text, _params(given), priority, None if timeout is None else _seconds(timeout))
+
+
+def _params(given: dict[str, Any]) -> SamplingParams:
+    if "sampling_parameters" in given:
+        given |= _json_object("sampling_parameters", given.pop("sampling_parameters"), given)
+    for name, value in given.items():
+        if name not in DEFAULTS:
+            raise InvalidArgument(name, value, "there is no such input or parameter")
+    params = SamplingParams(**given)
+    from_params(params)  # JSON knows numbers and texts that no proto, and no engine, can hold
+    return params
+
+
+def _json_object(name: str, text: object, given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        fields = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise InvalidArgument(name, text, "must be the text of a JSON object")
+    if twice := given.keys() & fields.keys():
+        raise InvalidArgument(name, sorted(twice), "are parameters or tensors as well")
+    return fields
+
+
+def _seconds(microseconds: object) -> float:
+    if type(microseconds) is not int:
+        raise InvalidArgument("timeout", microseconds, "must be a whole number of microseconds")
+    return microseconds / 1e6
 
 
 def read_inputs(request: pb.ModelInferRequest) -> dict[str, list[Any]]:

@@ -21,7 +21,7 @@ settings.load_profile("jengine")
 
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model with a byte-level tokenizer, and as many tokens as that has. No end-of-sequence token."""
+    """The folder of a tiny model with a byte-level tokenizer, and as many tokens as that has.."""
     import numpy as np
     from safetensors.numpy import save_file
 

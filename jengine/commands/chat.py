@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import math
 import re
 import signal
 import sys
@@ -36,8 +37,6 @@ CONNECTION = {
     "tls_cert": "PEM file of your own certificate, for mutual TLS",
     "tls_key": "PEM file of its private key",
 }
-ROLE_TOKENS = 8  # that a template puts around a message, about
-
 Messages = list[dict[str, str]]
 
 
@@ -167,10 +166,11 @@ class ServedModel:
         self.client = Client(address, **options)
         facts = self.client.model()
         self.max_model_len, self.continues = facts.max_model_len, not facts.has_chat_template
+        self._text, self._around = 0, 0.0  # tokens: of the messages, as last counted; that the template puts around each, as last learnt
 
     def tokens(self, messages: Messages) -> int:
-        text = len(self.client.tokenize(transcript(messages)))
-        return text if self.continues else text + ROLE_TOKENS * len(messages)
+        self._text = len(self.client.tokenize(transcript(messages)))
+        return self._text + math.ceil(self._around * len(messages))
 
     def answer(self, messages: Messages, params: SamplingParams) -> Generator[CompletionOutput]:
         client = self.client
@@ -178,6 +178,8 @@ class ServedModel:
         with contextlib.closing(news):
             for output in news:
                 yield from output.outputs
+                if output.usage is not None:
+                    self._around = (output.usage.prompt_tokens - self._text) / len(messages)
 
 
 # --- the conversation -----------------------------------------------------------------------------
@@ -286,6 +288,6 @@ class Chat:
         """Forget the oldest messages when room for an answer is wanting."""
         longest = self.model.max_model_len
         room = min(self.params.max_tokens or longest, longest // 4)
-        while len(self.messages) > 1 and self.model.tokens(self.system + self.messages) + room > longest:
+        while self.model.tokens(self.system + self.messages) + room > longest and len(self.messages) > 1:
             del self.messages[:2]
             note("(the conversation is longer than the model's context: its oldest messages are forgotten)")

@@ -123,7 +123,7 @@ from tests.engine.counting import LONG, CountingRunner, counting
 async def main():
     await anext(llm.generate("x", LONG))
 
-llm = counting(CountingRunner(0.1))
+llm = counting(CountingRunner(0.5))
 asyncio.run(main())
 assert llm.backend.engine.has_work and llm.backend._thread.is_alive()
 """
