@@ -1,0 +1,277 @@
+"""A client of jengine's gRPC service, blocking or asyncio: what jengine.LLM does here, done by a server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from jengine import InvalidArgument, SamplingParams
+from serving.client_errors import Attempts, Retries, ServerError, exception_of
+from serving.client_messages import Call, Messages, OutputReader, Prompt, ServedOutput, Usage, chat_request, generate_request, sending
+from serving.generated.jengine.v1 import generate_pb2 as pb
+from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+
+__all__ = ["AsyncClient", "Client", "Retries", "ServedOutput", "ServerError", "Usage"]
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),  # log probabilities of a long prompt are long
+    ("grpc.keepalive_time_ms", 30_000),  # a server that vanished is noticed, however long its answer takes
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # Attempts pauses
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_retries", 0),
+]
+SHORT = 30.0  # seconds for calls that generate nothing
+GRACE = 10.0  # seconds after a request's own timeout, in which the server ends it
+
+
+class _Connection:
+    """What both clients have in common.
+
+    Args:
+        address: host:port.
+        api_key: sent with every request.
+        tls: encrypt, and trust the authorities that this machine trusts.
+        tls_ca: PEM file of the authorities to trust instead; turns TLS on.
+        tls_cert, tls_key: PEM files of the client's own certificate, for mutual TLS.
+        retries: how often and how long a request is tried again that the server could not take.
+
+    Raises:
+        InvalidArgument: a file that cannot be read.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        tls: bool = False,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        retries: Retries | None = None,
+    ) -> None:
+        self.address, self._retries = address, retries or Retries()
+        metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        ca, key, cert = _read("tls_ca", tls_ca), _read("tls_key", tls_key), _read("tls_cert", tls_cert)
+        secured = tls or ca is not None or cert is not None
+        self._channel = self._open(address, grpc.ssl_channel_credentials(ca, key, cert) if secured else None)
+        self._stub = GenerateServiceStub(self._channel)
+        self._options = {"metadata": metadata}
+
+    def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
+        raise NotImplementedError
+
+
+def _read(field: str, path: str | Path | None) -> bytes | None:
+    try:
+        return None if path is None else Path(path).read_bytes()
+    except OSError as wrong:
+        raise InvalidArgument(field, str(path), f"cannot be read: {wrong.strerror}") from None
+
+
+def _deadline(request: pb.GenerateRequest | pb.ChatRequest) -> float | None:
+    return request.timeout_seconds + GRACE if request.HasField("timeout_seconds") else None
+
+
+class Client(_Connection):
+    """Blocking; may be used from several threads.
+
+    A request that the server could not take (it is full, or starting) is tried again, as long as nothing of its answer has come.
+    The methods that generate take these options; instead of `sampling_params`, SamplingParams' own fields; and those that chat, the
+    options of the template (`tools` and others: jengine's ChatOptions):
+
+        request_id: for `abort`; the server makes one otherwise.
+        priority: lower runs first, under the server's policy="priority".
+        timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
+
+    Raises:
+        InvalidArgument: a field of the request is wrong, here or by the server's judgement.
+        ServerError: any other status; no server was reached.
+
+    Example:
+        >>> with Client("127.0.0.1:50051") as client:
+        ...     for news in client.stream("def fib(n):", temperature=0.0, max_tokens=100):
+        ...         print(news.outputs[0].text, end="")
+    """
+
+    def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> ServedOutput:
+        """Complete one prompt."""
+        return self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> Generator[ServedOutput]:
+        """Complete one prompt, as it comes: each output holds the text, tokens and logprobs that are new of one completion; the last
+        one has finished, with every completion's finish_reason and the usage, and holds no text. Closing it early aborts the request."""
+        return self._news(self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options)))
+
+    def chat(self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any) -> ServedOutput:
+        """Answer one conversation, by the model's chat template."""
+        return self._whole(self._stub.Chat, chat_request(messages, Call.of(sampling_params, options)))
+
+    def chat_stream(self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any) -> Generator[ServedOutput]:
+        """Answer one conversation, as it comes; as `stream`."""
+        return self._news(self._stub.ChatStream, chat_request(messages, Call.of(sampling_params, options)))
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        with sending("text", text):
+            request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        return list(self._ask(self._stub.Tokenize, request, SHORT).token_ids)
+
+    def detokenize(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        with sending("token_ids", token_ids):
+            request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return str(self._ask(self._stub.Detokenize, request, SHORT).text)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request of whichever client; False where it is unknown or has ended."""
+        return bool(self._ask(self._stub.Abort, pb.AbortRequest(request_id=request_id), SHORT).found)
+
+    def model(self) -> pb.GetModelResponse:
+        """What is served: name, max_model_len, max_num_seqs, dtype, has_chat_template and more."""
+        got: pb.GetModelResponse = self._ask(self._stub.GetModel, pb.GetModelRequest(), SHORT)
+        return got
+
+    def load(self) -> pb.GetLoadResponse:
+        """How busy the server is: running, waiting, free_pages and pages."""
+        got: pb.GetLoadResponse = self._ask(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
+        return got
+
+    def close(self) -> None:
+        """End the connection, and what still runs over it."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
+        if credentials is None:
+            return grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        return grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)
+
+    def _ask(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
+        attempts = Attempts(self._retries)
+        while True:
+            try:
+                return method(request, timeout=deadline, **self._options)
+            except grpc.RpcError as error:
+                pause = attempts.pause(error)
+                if pause is None:
+                    raise exception_of(error, request) from None
+            time.sleep(pause)
+
+    def _whole(self, method: Callable[..., Any], request: Any) -> ServedOutput:
+        return OutputReader(request).whole(self._ask(method, request, _deadline(request)))
+
+    def _news(self, method: Callable[..., Any], request: Any) -> Generator[ServedOutput]:
+        attempts = Attempts(self._retries)
+        while True:
+            reader, begun = OutputReader(request), False
+            call = method(request, timeout=_deadline(request), **self._options)
+            try:
+                for event in call:
+                    if (news := reader.news(event)) is not None:
+                        begun = True
+                        yield news
+                return
+            except grpc.RpcError as error:
+                pause = None if begun else attempts.pause(error)
+                if pause is None:
+                    raise exception_of(error, request) from None
+            finally:
+                call.cancel()
+            time.sleep(pause)
+
+
+class AsyncClient(_Connection):
+    """As Client, with the same methods, inside an asyncio event loop."""
+
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> ServedOutput:
+        return await self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> AsyncGenerator[ServedOutput]:
+        return self._news(self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options)))
+
+    async def chat(self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any) -> ServedOutput:
+        return await self._whole(self._stub.Chat, chat_request(messages, Call.of(sampling_params, options)))
+
+    def chat_stream(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[ServedOutput]:
+        return self._news(self._stub.ChatStream, chat_request(messages, Call.of(sampling_params, options)))
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        with sending("text", text):
+            request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        return list((await self._ask(self._stub.Tokenize, request, SHORT)).token_ids)
+
+    async def detokenize(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        with sending("token_ids", token_ids):
+            request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return str((await self._ask(self._stub.Detokenize, request, SHORT)).text)
+
+    async def abort(self, request_id: str) -> bool:
+        return bool((await self._ask(self._stub.Abort, pb.AbortRequest(request_id=request_id), SHORT)).found)
+
+    async def model(self) -> pb.GetModelResponse:
+        got: pb.GetModelResponse = await self._ask(self._stub.GetModel, pb.GetModelRequest(), SHORT)
+        return got
+
+    async def load(self) -> pb.GetLoadResponse:
+        got: pb.GetLoadResponse = await self._ask(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
+        return got
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _open(self, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS)
+
+    async def _ask(self, method: Callable[..., Any], request: Any, deadline: float | None) -> Any:
+        attempts = Attempts(self._retries)
+        while True:
+            try:
+                return await method(request, timeout=deadline, **self._options)
+            except grpc.RpcError as error:
+                pause = attempts.pause(error)
+                if pause is None:
+                    raise exception_of(error, request) from None
+            await asyncio.sleep(pause)
+
+    async def _whole(self, method: Callable[..., Any], request: Any) -> ServedOutput:
+        return OutputReader(request).whole(await self._ask(method, request, _deadline(request)))
+
+    async def _news(self, method: Callable[..., Any], request: Any) -> AsyncGenerator[ServedOutput]:
+        attempts = Attempts(self._retries)
+        while True:
+            reader, begun = OutputReader(request), False
+            call = method(request, timeout=_deadline(request), **self._options)
+            try:
+                async for event in call:
+                    if (news := reader.news(event)) is not None:
+                        begun = True
+                        yield news
+                return
+            except grpc.RpcError as error:
+                pause = None if begun else attempts.pause(error)
+                if pause is None:
+                    raise exception_of(error, request) from None
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause)

@@ -1,0 +1,109 @@
+"""A server's refusals, as a client's exceptions; and which of them are worth another attempt."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from jengine import InvalidArgument, JengineError
+from serving.errors import DETAILS_KEY
+
+FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.2, 2.0, 5.0  # seconds, where the server does not say
+
+
+class ServerError(JengineError):
+    """What a server answered instead, or that none was reached.
+
+    Attributes:
+        code: gRPC's status.
+        retry_seconds: when to come again, if the server said so.
+    """
+
+    def __init__(self, code: grpc.StatusCode, message: str, retry_seconds: float | None = None) -> None:
+        self.code, self.message, self.retry_seconds = code, message, retry_seconds
+        super().__init__(f"{message} ({code.name})")
+
+
+def exception_of(error: grpc.RpcError, request: Message) -> JengineError:
+    """InvalidArgument where the server named a field of the request, else ServerError."""
+    for violation in _details(error, BadRequest()).field_violations:
+        field = violation.field.removeprefix("sampling_params.")
+        _, _, limit = violation.description.partition(": ")
+        return InvalidArgument(field, _value_at(request, violation.field), limit or violation.description)
+    return ServerError(error.code(), error.details() or "no details", retry_seconds(error))
+
+
+def retry_seconds(error: grpc.RpcError) -> float | None:
+    """When the server says to come again."""
+    info = _details(error, RetryInfo())
+    return info.retry_delay.ToNanoseconds() / 1e9 if info.HasField("retry_delay") else None
+
+
+def _details[D: Message](error: grpc.RpcError, kind: D) -> D:
+    """The status's detail of this kind; an empty one where it has none."""
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_KEY:
+            try:
+                status = Status.FromString(value)
+            except DecodeError:  # not this server's
+                continue
+            for detail in status.details:
+                if detail.Unpack(kind):
+                    return kind
+    return kind
+
+
+def _value_at(request: Message, path: str) -> object:
+    """What was sent as this field; None where the path is no field of its own."""
+    value: object = request
+    for name in path.split("."):
+        if isinstance(value, Message) and name in value.DESCRIPTOR.oneofs_by_name:
+            name = value.WhichOneof(name) or ""
+        value = getattr(value, name, None)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retries:
+    """How far a client goes to be answered.
+
+    Args:
+        attempts: at most, the first included.
+        seconds: after the first attempt, no other begins later than this.
+    """
+
+    attempts: int = 6
+    seconds: float = 60.0
+
+
+class Attempts:
+    """One request's."""
+
+    def __init__(self, retries: Retries) -> None:
+        self._left, self._until, self._pause = retries.attempts - 1, time.monotonic() + retries.seconds, FIRST_PAUSE
+
+    def pause(self, error: grpc.RpcError) -> float | None:
+        """Seconds to wait before the next attempt; None where this error is the answer.
+
+        A server that is there says when to come again; one that is full without saying so (a message is too large for it) will
+        be so next time. One that is not there is tried after pauses that grow. Never earlier, and up to a quarter later, so that
+        not all come together.
+        """
+        if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
+            return None
+        told = retry_seconds(error)
+        if told is None:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return None
+            told, self._pause = self._pause, min(self._pause * PAUSE_GROWTH, LONGEST_PAUSE)
+        pause = told * random.uniform(1.0, 1.25)
+        if self._left == 0 or time.monotonic() + pause > self._until:
+            return None
+        self._left -= 1
+        return pause

@@ -1,0 +1,173 @@
+"""What a client sends and gets: protos to and from what users of jengine know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from jengine import CompletionOutput, FinishReason, InvalidArgument, JengineError, Logprob, RequestOutput, SamplingParams
+from serving.conversions import REASONS, from_params
+from serving.generated.jengine.v1 import generate_pb2 as pb
+
+Prompt = str | list[int] | dict[str, Any]  # text, token ids, or {"prompt_token_ids": ids}
+Messages = Iterable[Mapping[str, Any]]  # {"role": ..., "content": text, or [{"type": "text", "text": text}]}
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template", "chat_template_kwargs")
+FINISH_REASONS = {value: cast(FinishReason, name) for name, value in REASONS.items()}
+
+
+class Usage(NamedTuple):
+    """Tokens of a request; cached prompt tokens are those that needed no computation."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class ServedOutput(RequestOutput):
+    """A server's RequestOutput. `prompt_token_ids` are those that were sent; the times in `metrics` are seconds from the request's
+    arrival.
+
+    Attributes:
+        model: that answered.
+        usage: None until the request has finished.
+    """
+
+    model: str = ""
+    usage: Usage | None = None
+
+
+class Call(NamedTuple):
+    """What a request has beside its prompt: of the client's methods' keywords, these three and the rest."""
+
+    params: SamplingParams | None
+    request_id: str | None
+    priority: int | None
+    timeout: float | None
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, params: SamplingParams | None, options: dict[str, Any]) -> Call:
+        return cls(params, options.pop("request_id", None), options.pop("priority", None), options.pop("timeout", None), options)
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def generate_request(prompt: Prompt, call: Call) -> pb.GenerateRequest:
+    """Raises InvalidArgument for what cannot be sent."""
+    request = pb.GenerateRequest()
+    if isinstance(prompt, str):
+        with sending("prompt", prompt):
+            request.text = prompt
+    else:
+        ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+        with sending("prompt_token_ids", ids):
+            request.token_ids.ids.extend(ids)
+    return _completed(request, call, call.fields)
+
+
+def chat_request(messages: Messages, call: Call) -> pb.ChatRequest:
+    """Raises InvalidArgument for what cannot be sent."""
+    request = pb.ChatRequest()
+    for i, message in enumerate(messages):
+        with sending(f"messages[{i}]", message):
+            request.messages.append(_message(message))
+    for name in CHAT_OPTIONS:
+        value = call.fields.get(name)
+        if value is not None:
+            with sending(name, value):
+                as_json = name in ("tools", "chat_template_kwargs")
+                setattr(request.options, f"{name}_json" if as_json else name, json.dumps(value) if as_json else value)
+    return _completed(request, call, {name: value for name, value in call.fields.items() if name not in CHAT_OPTIONS})
+
+
+def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](request: R, call: Call, sampling_fields: Mapping[str, Any]) -> R:
+    params = call.params
+    if params is not None and sampling_fields:
+        raise InvalidArgument("sampling_params", params, f"excludes its fields as keywords: {', '.join(sampling_fields)}")
+    request.sampling_params.CopyFrom(from_params(SamplingParams(**sampling_fields) if params is None else params))
+    for name, value in (("request_id", call.request_id), ("priority", call.priority), ("timeout_seconds", call.timeout)):
+        if value is not None:
+            with sending(name, value):
+                setattr(request, name, value)
+    return request
+
+
+def _message(message: Mapping[str, Any]) -> pb.ChatMessage:
+    proto = pb.ChatMessage(**{name: message[name] for name in ("role", "name", "tool_call_id") if message.get(name) is not None})
+    content = message.get("content")
+    if content is not None:
+        proto.content = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    if message.get("tool_calls"):
+        proto.tool_calls_json = json.dumps(message["tool_calls"])
+    return proto
+
+
+@contextmanager
+def sending(field: str, value: object) -> Iterator[None]:
+    """Names the field where the proto takes no such value."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError) as wrong:
+        raise wrong if isinstance(wrong, JengineError) else InvalidArgument(field, value, f"cannot be sent: {wrong}") from None
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+class OutputReader:
+    """Outputs from responses: of one request."""
+
+    def __init__(self, request: pb.GenerateRequest | pb.ChatRequest) -> None:
+        self._prompt = self._ids = None
+        if isinstance(request, pb.GenerateRequest):
+            self._prompt, self._ids = request.text or None, list(request.token_ids.ids)
+        self._request_id = self._model = ""
+
+    def whole(self, response: pb.GenerateResponse) -> ServedOutput:
+        self._request_id, self._model = response.request_id, response.model
+        output = self._output([self._completion(completion) for completion in response.completions])
+        return self._end(output, [completion.ending for completion in response.completions], response)
+
+    def news(self, event: pb.GenerateStreamResponse) -> ServedOutput | None:
+        """What is new: of one completion, or at the end the endings of all. None of the request's acceptance."""
+        match event.WhichOneof("event"):
+            case "delta":
+                return self._output([self._completion(event.delta)])
+            case "finished":
+                endings = event.finished.endings
+                output = self._output([CompletionOutput(index=ending.index) for ending in endings])
+                return self._end(output, endings, event.finished)
+        self._request_id, self._model = event.started.request_id, event.started.model
+        return None
+
+    def _output(self, completions: list[CompletionOutput]) -> ServedOutput:
+        return ServedOutput(
+            request_id=self._request_id, model=self._model, prompt=self._prompt, prompt_token_ids=self._ids or [], outputs=completions
+        )
+
+    def _completion(self, proto: pb.Completion | pb.Delta) -> CompletionOutput:
+        logprobs = [_position(entries) for entries in proto.logprobs] or None
+        return CompletionOutput(index=proto.index, text=proto.text, token_ids=list(proto.token_ids), logprobs=logprobs)
+
+    def _end(self, output: ServedOutput, endings: Iterable[pb.Ending], end: pb.GenerateResponse | pb.Finished) -> ServedOutput:
+        output.finished = True
+        output.usage = Usage(end.usage.prompt_tokens, end.usage.completion_tokens, end.usage.cached_prompt_tokens)
+        times, output.metrics.preemptions = end.timings, end.timings.preemptions
+        output.metrics.first_token = times.first_token_seconds if times.HasField("first_token_seconds") else None
+        output.metrics.finished = times.total_seconds
+        output.prompt_logprobs = [_position(entries) or None for entries in end.prompt_logprobs] or None
+        for completion, ending in zip(output.outputs, endings, strict=True):
+            completion.finish_reason = FINISH_REASONS.get(ending.finish_reason)
+            kind = ending.WhichOneof("stop_reason")
+            completion.stop_reason = None if kind is None else getattr(ending, kind)
+            completion.cumulative_logprob = ending.cumulative_logprob if ending.HasField("cumulative_logprob") else None
+        return output
+
+
+def _position(proto: pb.TokenLogprobs) -> dict[int, Logprob]:
+    return {entry.token_id: Logprob(entry.logprob, entry.rank, entry.decoded_token) for entry in proto.entries}

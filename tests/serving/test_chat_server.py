@@ -1,0 +1,85 @@
+"""`jengine chat --server`: the same conversation as with a model in the process, through a pipe and through a terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jengine import Tokenizer, cli
+from tests.serving.conftest import MakeServer
+from tests.test_chat import Terminal
+
+
+def rendered(folder: Path, *messages: tuple[str, str]) -> list[int]:
+    text = "".join(f"<s>{role}: {content}\n" for role, content in messages) + "<s>assistant:"
+    return Tokenizer.load(folder).encode(text, add_special_tokens=False)
+
+
+def test_a_conversation_through_a_pipe(make_server: MakeServer, tokenizer_folder: Path) -> None:
+    """The mock answers with its prompt's tokens, so the answers tell what was asked."""
+    with make_server() as server:
+        command = [sys.executable, "-m", "jengine.cli", "chat", f"--server={server.address}", "--max-tokens=8", "--temperature=0"]
+        done = subprocess.run([*command, "--system=Be brief."], input=b"One?\nTwo?\n\xff\n/exit\n", capture_output=True, check=True)
+        server.wait_until_idle()
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    asked = [("system", "Be brief."), ("user", "One?")]
+    answers = []
+    for question in ("Two?", "?"):
+        ids = rendered(tokenizer_folder, *asked)
+        answers.append(tokenizer.decode([ids[i % len(ids)] for i in range(8)]))
+        asked += [("assistant", answers[-1]), ("user", question)]
+    assert done.stdout.decode() == "".join(answer + "\n" for answer in answers)
+    told = done.stderr.decode().splitlines()
+    assert len(told) == 3, told
+    assert told == ["(cut off: --max-tokens, or the model's length)"] * 2 + told[2:]
+    assert told[2].startswith("jengine: error: text=") and "cannot be sent" in told[2]
+
+
+def test_the_oldest_messages_are_forgotten_when_room_is_wanting(make_server: MakeServer) -> None:
+    with make_server(max_model_len=100) as server:
+        command = [sys.executable, "-m", "jengine.cli", "chat", f"--server={server.address}", "--max-tokens=10"]
+        done = subprocess.run(command, input=b"Question?\n" * 8, capture_output=True, text=False, check=True)
+        server.wait_until_idle()
+    told = done.stderr.decode()
+    assert done.stdout.count(b"\n") >= 8 and "its oldest messages are forgotten" in told and "error" not in told
+
+
+def test_an_answer_can_be_stopped_before_it_begins(make_server: MakeServer) -> None:
+    """The server computes, or is full, for longer than anybody waits."""
+    with make_server(seconds=0.4) as server:
+        terminal = Terminal(
+            f"import sys; from jengine import cli; sys.exit(cli.main(['chat', '--server={server.address}', '--max-tokens=5']))"
+        )
+        terminal.until("Ctrl-D leaves.*> ")
+        terminal.type("go\r")
+        while not server.engine.has_work:
+            pass
+        terminal.type("\x03")
+        shown = terminal.until(r"\(stopped\).*> $")
+        assert "Traceback" not in shown
+        server.wait_until_idle()
+        terminal.type("again\r")
+        terminal.until(r"\(cut off.*> $")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=30) == 0
+        terminal.close()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "give either a MODEL or --server HOST:PORT"),
+        (["demo", "--server=x:1"], "give either a MODEL or --server HOST:PORT"),
+        (["--server=x:1", "--max-num-seqs=2"], "max_num_seqs=2: is an option of the engine: give it to `jengine serve`"),
+        (["--server=x:1", "--api-key-file=/nowhere"], "api_key_file='/nowhere': cannot be read"),
+        (["--server=x:1", "--tls-ca=/nowhere"], "tls_ca='/nowhere': cannot be read"),
+        (["demo", "--tls"], "tls=True: is about the connection to a --server"),
+    ],
+)
+def test_what_goes_with_what(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"jengine: error: {message}")
