@@ -34,6 +34,11 @@ class MockServer:
     engine: MockEngine
     run: Callable[..., Any]  # a coroutine, in the server's event loop
 
+    @contextmanager
+    def stub(self) -> Iterator[GenerateServiceStub]:
+        with grpc.insecure_channel(self.address) as channel:
+            yield GenerateServiceStub(channel)
+
     def wait_until_idle(self) -> None:
         """Nothing runs, nothing waits, nobody is remembered, and every page is back."""
         until = time.monotonic() + 10
