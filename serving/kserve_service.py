@@ -1,0 +1,180 @@
+"""inference.GRPCInferenceService: the open inference protocol (KServe v2), for its clients. Text in, text out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from jengine import AsyncLLM, JengineError, RequestOutput, __version__
+from serving.admission import Admission
+from serving.answers import Answer, PatientWriter, give_up, new_id, tokenized
+from serving.errors import Refusal, check_model, not_found, refusal, reported
+from serving.generated.inference import grpc_service_pb2 as pb
+from serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
+from serving.llms import Llms
+from serving.metrics import Metrics
+from serving.tensors import OUTPUTS, Asked, read_request, write_texts
+
+VERSION = "1"
+MOST_AT_ONCE = 64  # requests of one stream that are worked on; the next is read when one of them has ended
+
+
+class KserveService(GRPCInferenceServiceServicer):
+    """Every method may refuse with the statuses of serving.errors.
+
+    Args:
+        write_timeout: seconds in which a client must take each message of a stream.
+    """
+
+    def __init__(self, llms: Llms, admission: Admission, metrics: Metrics, write_timeout: float, health: health.aio.HealthServicer) -> None:
+        self._llms, self._admission, self._metrics, self._write_timeout = llms, admission, metrics, write_timeout
+        self._health = health
+
+    # --- what is here -----------------------------------------------------------------------------
+
+    @reported
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: grpc.aio.ServicerContext) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    @reported
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: grpc.aio.ServicerContext) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=await self._ready(context))
+
+    @reported
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: grpc.aio.ServicerContext) -> pb.ModelReadyResponse:
+        served = request.name in ("", self._llms.facts.name) and request.version in ("", VERSION)
+        return pb.ModelReadyResponse(ready=served and await self._ready(context))
+
+    @reported
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: grpc.aio.ServicerContext) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name="jengine", version=__version__)
+
+    @reported
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: grpc.aio.ServicerContext) -> pb.ModelMetadataResponse:
+        self._check_model(request.name, request.version)
+        tensor = pb.ModelMetadataResponse.TensorMetadata
+        return pb.ModelMetadataResponse(
+            name=self._llms.facts.name,
+            versions=[VERSION],
+            platform="jengine",
+            inputs=[tensor(name="text_input", datatype="BYTES", shape=[1])],
+            outputs=[tensor(name=name, datatype="BYTES", shape=[-1]) for name in OUTPUTS],
+        )
+
+    # --- generation -------------------------------------------------------------------------------
+
+    @reported
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext) -> pb.ModelInferResponse:
+        self._admission.stream(context)
+        asked = self._read(request)
+        llm = self._llms.llm
+        with self._admission.place(asked.params.n):
+            async with await self._answer(llm, asked, new_id(), "final") as answer:
+                output = await answer.next()
+                return self._response(request, output, sum(len(completion.token_ids) for completion in output.outputs))
+
+    @reported
+    async def ModelStreamInfer(self, requests: AsyncIterator[pb.ModelInferRequest], context: grpc.aio.ServicerContext) -> None:
+        self._admission.stream(context)
+        stream = _Stream(context, self._write_timeout)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for request in requests:
+                    await stream.room.acquire()
+                    tasks.create_task(self._answer_in(stream, request))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _answer_in(self, stream: _Stream, request: pb.ModelInferRequest) -> None:
+        """What is wrong with the request is told in the stream, which goes on."""
+        try:
+            asked, llm, request_id = self._read(request), self._llms.llm, new_id()
+            with self._admission.place(asked.params.n) as place, stream.freeing(request_id, partial(give_up, llm, request_id, place)):
+                async with await self._answer(llm, asked, request_id, "delta") as answer:
+                    ended, tokens = False, 0
+                    while not ended:
+                        output = await answer.next()
+                        ended, tokens = output.finished, tokens + sum(len(completion.token_ids) for completion in output.outputs)
+                        if ended or any(completion.text for completion in output.outputs):
+                            await stream.write(infer_response=self._response(request, output, tokens))
+        except (JengineError, Refusal) as error:
+            if stream.stalled:
+                raise
+            await stream.write(error_message=refusal(error).message, infer_response=pb.ModelInferResponse(id=request.id))
+        finally:
+            stream.room.release()
+
+    async def _answer(self, llm: AsyncLLM, asked: Asked, request_id: str, kind: Any) -> Answer:
+        prompt = await tokenized(llm, asked.text)
+        outputs = llm.generate(
+            prompt, asked.params, request_id=request_id, priority=asked.priority, timeout=asked.timeout, output_kind=kind
+        )
+        return Answer(outputs, self._metrics)
+
+    def _read(self, request: pb.ModelInferRequest) -> Asked:
+        self._check_model(request.model_name, request.model_version)
+        return read_request(request)
+
+    def _response(self, request: pb.ModelInferRequest, output: RequestOutput, tokens: int) -> pb.ModelInferResponse:
+        """What this output has; `tokens` were generated so far."""
+        response = pb.ModelInferResponse(model_name=self._llms.facts.name, model_version=VERSION, id=request.id)
+        response.parameters["triton_final_response"].bool_param = output.finished
+        if output.finished:
+            response.parameters["prompt_tokens"].int64_param = len(output.prompt_token_ids)
+            response.parameters["completion_tokens"].int64_param = tokens
+        texts: dict[str, list[str]] = {
+            "text_output": [completion.text for completion in output.outputs],
+            "finish_reason": [completion.finish_reason or "" for completion in output.outputs],
+        }
+        for name in [requested.name for requested in request.outputs] or OUTPUTS:
+            write_texts(response, name, texts[name], raw=bool(request.raw_input_contents))
+        return response
+
+    def _check_model(self, name: str, version: str) -> None:
+        check_model(name, self._llms)
+        if version not in ("", VERSION):
+            raise not_found("model version", version, f"there is one version: {VERSION}")
+
+    async def _ready(self, context: grpc.aio.ServicerContext) -> bool:
+        response = await self._health.Check(HealthCheckRequest(), context)
+        return bool(response.status == HealthCheckResponse.SERVING)
+
+
+class _Stream:
+    """A stream of several requests: their responses one after the other, and what they hold.
+
+    Attributes:
+        room: for requests that are worked on.
+        stalled: whether the client did not read in time.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext, write_timeout: float) -> None:
+        self.room, self.stalled = asyncio.Semaphore(MOST_AT_ONCE), False
+        self._writer = PatientWriter(context, write_timeout, self._stall)
+        self._turn = asyncio.Lock()
+        self._held: dict[str, Callable[[], None]] = {}  # what frees a request, by its id
+
+    async def write(self, **fields: Any) -> None:
+        async with self._turn:
+            await self._writer.write(pb.ModelStreamInferResponse(**fields))
+
+    @contextmanager
+    def freeing(self, request_id: str, free: Callable[[], None]) -> Iterator[None]:
+        """Within this, what the request holds is freed if the client does not read."""
+        self._held[request_id] = free
+        try:
+            yield
+        finally:
+            del self._held[request_id]
+
+    def _stall(self) -> None:
+        self.stalled = True
+        for free in self._held.values():
+            free()
