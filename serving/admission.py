@@ -7,9 +7,10 @@ from collections import Counter
 
 import grpc
 
-from jengine import InvalidArgument, Limits
+from jengine import InvalidArgument
 from serving.config import ServerConfig
 from serving.errors import busy
+from serving.llms import Llms
 from serving.security import key_name
 
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
@@ -22,11 +23,15 @@ class Admission:
         taken: completions that run or wait.
     """
 
-    def __init__(self, config: ServerConfig, limits: Limits) -> None:
-        self._running, self._waiting, self._per_client = limits.max_num_seqs, config.max_waiting, config.max_streams_per_client
+    def __init__(self, config: ServerConfig, llms: Llms) -> None:
+        self._llms, self._waiting, self._per_client = llms, config.max_waiting, config.max_streams_per_client
         self.taken = 0
         self._streams: Counter[str] = Counter()  # by client
         self._seconds = SHORTEST_RETRY  # that a completion takes, of late
+
+    @property
+    def _running(self) -> int:
+        return self._llms.facts.limits.max_num_seqs
 
     def stream(self, context: grpc.aio.ServicerContext) -> None:
         """Count one more stream of this client until it is over, which is when its last message has gone.

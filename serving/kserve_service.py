@@ -49,8 +49,8 @@ class KserveService(GRPCInferenceServiceServicer):
 
     @reported
     async def ModelReady(self, request: pb.ModelReadyRequest, context: grpc.aio.ServicerContext) -> pb.ModelReadyResponse:
-        served = request.name in ("", self._llms.facts.name) and request.version in ("", VERSION)
-        return pb.ModelReadyResponse(ready=served and await self._ready(context))
+        ready = await self._ready(context)
+        return pb.ModelReadyResponse(ready=ready and request.name in ("", self._llms.facts.name) and request.version in ("", VERSION))
 
     @reported
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: grpc.aio.ServicerContext) -> pb.ServerMetadataResponse:

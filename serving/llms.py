@@ -40,7 +40,8 @@ class Llms(Protocol):
         """Raises EngineDead while none is running."""
 
     @property
-    def facts(self) -> ModelFacts: ...
+    def facts(self) -> ModelFacts:
+        """Raises EngineDead before the first one runs: they are not known yet."""
 
 
 @dataclass(frozen=True, slots=True)

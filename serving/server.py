@@ -49,7 +49,7 @@ async def build_server(
         InvalidArgument: the address cannot be had.
     """
     server = grpc.aio.server(interceptors=interceptors, options=_options(config))
-    admission = Admission(config, llms.facts.limits)
+    admission = Admission(config, llms)
     state = health.aio.HealthServicer()
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
