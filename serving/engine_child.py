@@ -1,0 +1,143 @@
+"""The engine process: a step loop and nothing else. Its server is at the other end of a socket that it inherits.
+
+The main thread steps the engine and reports. A second thread reads orders, so that parsing them and building token masks holds
+no step up, and so that the server's death is noticed during a long compilation, too: then the process ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+
+from jengine import Ended, InvalidArgument, JengineError, PromptScores, Request, Steps, Tokenizer, TokenUpdate, Updates, run_engine
+from serving.wire import RECEIVE, Add, Batch, Configure, End, Frames, Message, Order, Quit, Ready, failed, frame, requests_of
+
+
+class EngineChild:
+    """An engine that takes its orders from a socket."""
+
+    def __init__(self, server: socket.socket) -> None:
+        self._server = server
+        self._frames: Frames[Configure | Add | End | Quit] = Frames(Order)
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # what the loop shall do; None ends it
+        self._configured: queue.SimpleQueue[Configure] = queue.SimpleQueue()
+        self._tokenizer: Tokenizer | None = None
+        self._engine: Steps
+        self._told: object = None  # the load that the server knows
+
+    def run(self) -> None:
+        """Start the engine, then step it until the server says Quit."""
+        threading.Thread(target=self._read, name="orders", daemon=True).start()
+        configure = self._configured.get()
+        module, _, function = configure.engine.partition(":")
+        self._engine, self._tokenizer, facts = getattr(import_module(module), function)(**json.loads(configure.options))
+        gc.collect()
+        gc.freeze()  # what the start has made stays: no collection need look at it again
+        self._told = self._engine.load
+        self._say(Ready(self._engine.limits, self._engine.load, facts))
+        run_engine(self._engine, self._take_orders, self._deliver)
+
+    # --- the loop's thread -----------------------------------------------------------------------
+
+    def _take_orders(self, wait: bool) -> bool:
+        while True:
+            if self._inbox.empty():
+                if self._engine.load != self._told:  # a request was taken out, or waits: no tokens tell of it
+                    self._deliver(())
+                if not wait:
+                    return True
+            order = self._inbox.get()
+            if order is None:
+                return False
+            order()
+            wait = not self._engine.has_work
+
+    def _deliver(self, updates: Updates) -> None:
+        self._told = load = self._engine.load
+        tokens = [update for update in updates if isinstance(update, TokenUpdate)]
+        scores = [update for update in updates if isinstance(update, PromptScores)]
+        ended = [update for update in updates if isinstance(update, Ended)]
+        self._say(Batch(tokens, scores, ended, load))
+
+    def _add(self, requests: list[Request]) -> None:
+        try:
+            self._engine.add(*requests)
+        except InvalidArgument as error:
+            self._refuse([request.request_id for request in requests], error)
+
+    def _refuse(self, request_ids: list[str], error: Exception) -> None:
+        self._deliver([Ended(request_id, "error", str(error)) for request_id in request_ids])
+
+    def _say(self, message: Message) -> None:
+        self._server.sendall(frame(message))
+
+    # --- the orders' thread ----------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            while data := self._server.recv(RECEIVE):
+                for order in self._frames.take(data):
+                    self._pass_on(order)
+        except ConnectionError:
+            pass
+        except Exception:  # a fault here or of the server: nobody would read on
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)  # the server is gone
+
+    def _pass_on(self, order: Configure | Add | End | Quit) -> None:
+        match order:
+            case Configure():
+                self._configured.put(order)
+            case Add():
+                self._inbox.put(self._adding(order))
+            case End(ended):
+                self._inbox.put(lambda: self._engine.end(*ended))
+            case Quit():
+                self._inbox.put(None)
+
+    def _adding(self, order: Add) -> Callable[[], object]:
+        try:
+            requests = requests_of(order, self._tokenizer)
+        except Exception as error:  # of one prompt; llguidance has errors of its own
+            request_ids, why = [sample.request_id for sample in order.samples], error
+            return lambda: self._refuse(request_ids, why)
+        return lambda: self._add(requests)
+
+
+def main() -> int:
+    """`python -m serving.engine_child FD`: returns the exit code."""
+    # The server drains before it lets the engine go, whatever signal its process group or its service manager's gets;
+    # if it dies, the socket tells.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notices and warnings; errors still show. Before jax is imported
+    server = socket.socket(fileno=int(sys.argv[1]))  # never closed: its end shall tell the server of the process's
+    server.set_inheritable(False)
+    try:
+        EngineChild(server).run()
+        return 0
+    except ConnectionError:  # the server is gone
+        return 0
+    except Exception as error:
+        if not isinstance(error, JengineError):
+            traceback.print_exc()
+        with contextlib.suppress(ConnectionError):
+            server.sendall(frame(failed(error)))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""An engine in a process of its own, for AsyncLLM: so that the network and the making of text never hold its step loop.
+
+A socket pair joins the two. The child inherits one end, so nobody else can connect and nothing is left behind; the end of the
+stream tells either side at once that the other has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jengine import Ended, EngineConfig, EngineDead, FinishReason, Limits, Load, Request, Updates
+from serving.wire import RECEIVE, Add, Batch, Configure, End, EngineFacts, Failed, Frames, Quit, Ready, Report, add_order, error_of, frame
+
+QUIT_SECONDS = 10.0  # until a child that shall quit is killed: it may be in the middle of a step
+EXIT_SECONDS = 1.0  # until one is killed that has hung up
+
+
+class EngineProcess:
+    """A jengine.Backend whose engine runs in a child process.
+
+    Args:
+        engine, options: a function that makes an engine, "module:function", and its keyword arguments; see serving/engines.py.
+        on_end: called once, in whatever thread, when a connected child has gone and nothing of it is left: with the error that
+            its callers got, or None where it was asked to quit.
+
+    Attributes:
+        limits, load, facts: known when `start` has returned.
+    """
+
+    limits: Limits
+    load: Load
+    facts: EngineFacts
+
+    def __init__(self, engine: str, options: dict[str, Any], on_end: Callable[[EngineDead | None], None] | None = None) -> None:
+        self._configure = Configure(engine, json.dumps(options, default=str))
+        self._on_end = on_end
+        self._outbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()  # what the writer shall send; None ends it
+        self._lock = threading.RLock()  # of what follows
+        self._child: _Child | None = None
+        self._ready = self._connected = self._quitting = False
+        self._gone = threading.Event()
+
+    @classmethod
+    def of(cls, config: EngineConfig, on_end: Callable[[EngineDead | None], None] | None = None) -> EngineProcess:
+        """One that runs a model."""
+        return cls("serving.engines:model_engine", dataclasses.asdict(config), on_end)
+
+    @property
+    def pid(self) -> int | None:
+        """The child's, from the beginning of `start`."""
+        return None if self._child is None else self._child.process.pid
+
+    def start(self) -> None:
+        """Start the child and wait until it has warmed up; `quit` in another thread ends that.
+
+        Raises:
+            InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine, which runs in the child.
+            EngineDead: the child has ended for another reason.
+        """
+        with self._lock:
+            if self._quitting:
+                raise EngineDead("the engine process was told to quit before it was started")
+            child = self._child = _Child()
+        try:
+            child.send(frame(self._configure))
+            ready = next(child.messages(), [None])[0]
+            if isinstance(ready, Failed):
+                raise error_of(ready)
+            with self._lock:
+                if not isinstance(ready, Ready) or self._quitting:
+                    raise child.end()
+                self.limits, self.load, self.facts = ready.limits, ready.load, ready.facts
+                self._ready = True
+        except BaseException:
+            child.process.kill()
+            child.end()
+            self._gone.set()
+            raise
+
+    def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
+        """As jengine.Backend. All that has come from the child by the time it is read is delivered together."""
+        with self._lock:
+            if self._child is None or self._quitting:
+                fail(EngineDead("the engine process has been told to quit"))
+                return
+            self._connected = True
+        threading.Thread(target=self._live, args=(self._child, deliver, fail), name="engine-reader", daemon=True).start()
+
+    def add(self, *requests: Request) -> None:
+        self._order(add_order(requests))
+
+    def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
+        self._order(End(Ended(request_id, reason, stop_reason)))
+
+    def _order(self, order: Add | End) -> None:
+        if not self._quitting:
+            self._outbox.put(frame(order))
+
+    def quit(self, wait: bool = True) -> None:
+        """End the child: after its step, or by force in QUIT_SECONDS. Before `connect`, at once."""
+        with self._lock:
+            first, self._quitting = not self._quitting, True
+            child = self._child
+            if child is None:
+                return
+            if first and self._connected:
+                self._outbox.put(frame(Quit()))
+            elif first and not self._gone.is_set():
+                child.process.kill()
+                if self._ready:  # else `start` is waiting for it
+                    child.end()
+                    self._gone.set()
+        if wait and not self._gone.wait(QUIT_SECONDS + 2 * EXIT_SECONDS):  # the writer is stuck, too: the child reads nothing
+            child.process.kill()
+            self._gone.wait()
+
+    # --- threads, from connect to the child's end ------------------------------------------------
+
+    def _live(self, child: _Child, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
+        writer = threading.Thread(target=self._write, args=(child,), name="engine-writer", daemon=True)
+        writer.start()
+        error: EngineDead | None = None
+        try:
+            error = self._read(child, deliver)
+        except Exception as wrong:  # whatever it is, nobody may wait for ever
+            error = EngineDead(f"the engine process is not understood: {wrong}")
+            child.process.kill()
+        self._outbox.put(None)
+        how = child.end(writer)
+        with self._lock:
+            self._gone.set()
+            error = None if self._quitting else error or how
+        if error is not None:
+            fail(error)
+        if self._on_end is not None:
+            self._on_end(error)
+
+    def _read(self, child: _Child, deliver: Callable[[Updates], None]) -> EngineDead | None:
+        """Until the child hangs up. Returns the error that it told of."""
+        error = None
+        for messages in child.messages():
+            updates: list[Any] = []
+            for message in messages:
+                if isinstance(message, Batch):
+                    self.load = message.load
+                    updates += [*message.scores, *message.tokens, *message.ended]
+                elif isinstance(message, Failed):
+                    error = EngineDead(f"the engine has failed: {error_of(message)}")
+            if updates:
+                deliver(updates)
+        return error
+
+    def _write(self, child: _Child) -> None:
+        seconds = None
+        try:
+            while (data := self._outbox.get(timeout=seconds)) is not None:
+                child.send(data)
+                if self._quitting:
+                    seconds = QUIT_SECONDS
+        except queue.Empty:  # it has not quit
+            child.process.kill()
+
+
+class _Child:
+    """The process and this end of the socket."""
+
+    def __init__(self) -> None:
+        self._frames: Frames[Ready | Batch | Failed] = Frames(Report)
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "serving.engine_child", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what libraries print is not for those who read this process's output
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a terminal's Ctrl-C is the server's, also before the child ignores it
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            )
+
+    def send(self, data: bytearray) -> None:
+        with contextlib.suppress(ConnectionError):  # it has died: reading tells how
+            self._socket.sendall(data)
+
+    def messages(self) -> Iterator[list[Ready | Batch | Failed]]:
+        """What it says, as much at a time as has come, until it hangs up.
+
+        Raises:
+            Garbled: that is no message.
+        """
+        with contextlib.suppress(ConnectionResetError):  # it has hung up with orders unread
+            while data := self._socket.recv(RECEIVE):
+                if messages := self._frames.take(data):
+                    yield messages
+
+    def end(self, writer: threading.Thread | None = None) -> EngineDead:
+        """Wait for its end, and give back what it took. Says how it ended."""
+        try:
+            code = self.process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        if writer is not None:
+            writer.join()  # what it is sending fails by now
+        self._socket.close()
+        how = f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
+        return EngineDead(f"the engine process {how}")

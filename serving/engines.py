@@ -1,0 +1,51 @@
+"""Which engines an engine process can run: functions of plain options, which `wire.Configure` names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jengine import EngineConfig, Steps, Tokenizer
+from serving.tokenizers import load_tokenizer
+from serving.wire import EngineFacts
+
+
+class Made(NamedTuple):
+    """An engine, warmed up, and the tokenizer for its requests' masks. Without one there are none."""
+
+    engine: Steps
+    tokenizer: Tokenizer | None
+    facts: EngineFacts
+
+
+def model_engine(**options: Any) -> Made:
+    """A model's; the options are EngineConfig's. Progress goes to stderr.
+
+    Raises:
+        InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine.
+    """
+    from jengine import start_engine  # brings jax, which the mock does without
+
+    config = EngineConfig(**options)
+    engine, started = start_engine(config)
+    tokenizer = load_tokenizer(started.tokenizer_folder)
+    engine.ends_at(tokenizer.eos_token_id)
+    facts = EngineFacts(
+        tokenizer_folder=str(started.tokenizer_folder),
+        dtype=started.dtype,
+        quantization=config.quantization or "",
+        devices=started.devices,
+        mesh={"tensor": config.tensor_parallel_size},
+        programs_compiled=started.programs_compiled,
+        programs_loaded=started.programs_loaded,
+        seconds=started.seconds,
+    )
+    return Made(engine, tokenizer, facts)
+
+
+def mock_engine(tokenizer_folder: str | None = None, **options: Any) -> Made:
+    """A MockEngine with these options; the folder is that of the tokenizer that its server makes text with."""
+    from serving.mock_engine import MockEngine
+
+    tokenizer = None if tokenizer_folder is None else load_tokenizer(Path(tokenizer_folder))
+    return Made(MockEngine(**options), tokenizer, EngineFacts(tokenizer_folder=tokenizer_folder, dtype="none", devices="none"))

@@ -1,0 +1,178 @@
+"""Keeps a model answering: when its engine process dies, another is started, which loads the saved programs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from jengine import AsyncLLM, EngineDead, Tokenizer
+from serving.engine_process import EngineProcess
+from serving.llms import ModelFacts
+from serving.tokenizers import load_tokenizer
+
+logger = logging.getLogger(__name__)
+OnEnd = Callable[[EngineDead | None], None]
+
+
+class BackOff:
+    """How long to wait before each start, in seconds: twice as long each time, from `first` to `longest`; from the beginning again
+    after an engine that has lived for `healthy`."""
+
+    def __init__(self, first: float = 0.5, longest: float = 60.0, healthy: float = 60.0) -> None:
+        self.first, self.longest, self.healthy = first, longest, healthy
+        self._next = first
+
+    def after(self, lived: float) -> float:
+        """The wait after an engine that has lived for this many seconds; 0 is one that did not start."""
+        seconds = self.first if lived >= self.healthy else self._next
+        self._next = min(2 * seconds, self.longest)
+        return seconds
+
+
+class Supervisor:
+    """The Llms of a server: an AsyncLLM over a live engine process. Belongs to one event loop.
+
+    Args:
+        name: of the model, as clients see it.
+        make: a new EngineProcess, not started, that calls this when it ends. For example
+            `lambda on_end: EngineProcess.of(config, on_end)`.
+        on_state: called in the event loop with whether the model answers, when that changes.
+
+    Attributes:
+        restarts: engines started after the first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[OnEnd], EngineProcess],
+        *,
+        on_state: Callable[[bool], None] = lambda serving: None,
+        back_off: BackOff | None = None,
+    ) -> None:
+        self.restarts = 0
+        self._name, self._make, self._on_state = name, make, on_state
+        self._back_off = back_off or BackOff()
+        self._tokenizer: Tokenizer | None = None
+        self._facts: ModelFacts | None = None
+        self._llm: AsyncLLM | None = None
+        self._serving = False
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """The one that answers now.
+
+        Raises:
+            EngineDead: there is none.
+        """
+        if self._llm is None:
+            raise EngineDead("there is no engine at this moment")
+        return self._llm
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Of the model, since the first engine is ready.
+
+        Raises:
+            EngineDead: it is not yet.
+        """
+        if self._facts is None:
+            raise EngineDead("the first engine is still starting")
+        return self._facts
+
+    @property
+    def serving(self) -> bool:
+        """Whether the model answers: not before the start, while a new engine starts, or from `close` on."""
+        return self._serving
+
+    async def start(self) -> None:
+        """Start the first engine. Cancelling this ends it.
+
+        Raises:
+            InvalidArgument, ModelError, OutOfMemory, EngineDead: as EngineProcess.start. A server can only give up then.
+        """
+        ended = await self._launch()
+        self._keeper = asyncio.create_task(self._keep(ended), name="engine-keeper")
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """End: no new requests, up to this many seconds for those that run, then they are aborted; then the engine process ends.
+        May be called again, to cut a drain short."""
+        self._set(False)
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+        if self._llm is not None:
+            await self._llm.close(drain_seconds)
+
+    # --- engines, one after the other ------------------------------------------------------------
+
+    async def _keep(self, ended: asyncio.Future[EngineDead | None]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            since = loop.time()
+            error = await ended
+            self._set(False)
+            dead, self._llm = self.llm, None
+            await dead.close()
+            ended = await self._restart(error, loop.time() - since)
+            self.restarts += 1
+
+    async def _restart(self, error: BaseException | None, lived: float) -> asyncio.Future[EngineDead | None]:
+        while True:
+            seconds = self._back_off.after(lived)
+            logger.error("%s; starting another in %.1f s", error or "the engine was ended by a fault in making text", seconds)
+            await asyncio.sleep(seconds)
+            try:
+                return await self._launch()
+            except Exception as wrong:  # a device that is not free yet, a file that is being replaced: perhaps not for ever
+                error, lived = wrong, 0.0
+
+    async def _launch(self) -> asyncio.Future[EngineDead | None]:
+        """Returns what the engine's end will make known."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[EngineDead | None] = loop.create_future()
+
+        def on_end(error: EngineDead | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has been closed
+                loop.call_soon_threadsafe(_resolve, ended, error)
+
+        engine = self._make(on_end)
+        try:
+            self._llm = await asyncio.to_thread(self._start, engine)
+        except BaseException:
+            await asyncio.to_thread(engine.quit)
+            raise
+        self._set(True)
+        return ended
+
+    def _start(self, engine: EngineProcess) -> AsyncLLM:
+        """In a thread: it takes seconds or minutes."""
+        engine.start()
+        facts = engine.facts
+        if self._tokenizer is None:
+            assert facts.tokenizer_folder is not None
+            self._tokenizer = load_tokenizer(Path(facts.tokenizer_folder))
+        self._facts = ModelFacts(
+            name=self._name,
+            limits=engine.limits,
+            dtype=facts.dtype,
+            quantization=facts.quantization,
+            devices=facts.devices,
+            mesh=facts.mesh,
+            has_chat_template=bool(self._tokenizer.chat_templates),
+        )
+        return AsyncLLM.over(engine, self._tokenizer)
+
+    def _set(self, serving: bool) -> None:
+        if serving != self._serving:
+            self._serving = serving
+            self._on_state(serving)
+
+
+def _resolve(future: asyncio.Future[EngineDead | None], error: EngineDead | None) -> None:
+    if not future.cancelled():  # nobody asks any more
+        future.set_result(error)

@@ -1,0 +1,229 @@
+"""What a server and its engine process say to each other, and how it is framed: a length, then a msgpack array.
+
+Only these two hold an end of the socket. What comes is checked for its form all the same: a fault there must not pass for tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import msgspec
+
+from jengine import (
+    Ended,
+    EngineDead,
+    InvalidArgument,
+    JengineError,
+    Limits,
+    Load,
+    ModelError,
+    OutOfMemory,
+    PromptScores,
+    Request,
+    SamplingParams,
+    Tokenizer,
+    TokenUpdate,
+)
+
+MAX_FRAME = 1 << 28  # bytes; a request of a million prompt tokens takes 5 MB
+RECEIVE = 1 << 18  # bytes taken from the socket at once
+TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize")  # text is made in the server
+_DEFAULTS = SamplingParams()
+_FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in TEXT_FIELDS]
+_ERRORS = {"InvalidArgument": InvalidArgument, "ModelError": ModelError, "OutOfMemory": OutOfMemory}
+
+
+class Garbled(Exception):
+    """What came is no message."""
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """One thing said."""
+
+
+# --- the server says -------------------------------------------------------------------------------
+
+
+class Configure(Message):
+    """First: which engine to start. `options` is a JSON object, for the function `engine`, "module:function"; see engines.py."""
+
+    engine: str
+    options: str
+
+
+class Sample(msgspec.Struct, array_like=True, gc=False):
+    """One of a prompt's requests. `params` is a JSON object: msgpack ends at 64 bits, and max_tokens may be any number."""
+
+    request_id: str
+    sample_index: int
+    params: str
+
+
+class Add(Message):
+    """Queue a prompt's requests. `arrival` is in seconds, monotonic: one clock for all processes of a machine."""
+
+    prompt_token_ids: list[int]
+    samples: list[Sample]
+    priority: int
+    arrival: float
+
+
+class End(Message):
+    """Take a request out, if it is still there."""
+
+    request: Ended
+
+
+class Quit(Message):
+    """Last."""
+
+
+Order = Configure | Add | End | Quit
+
+
+# --- the engine says -------------------------------------------------------------------------------
+
+
+class EngineFacts(msgspec.Struct, array_like=True, gc=False):
+    """What is known of an engine once it has started; most of it is jengine.Started's."""
+
+    tokenizer_folder: str | None
+    dtype: str
+    devices: str
+    quantization: str = ""
+    mesh: dict[str, int] = {}
+    programs_compiled: int = 0
+    programs_loaded: int = 0
+    seconds: dict[str, float] = {}
+
+
+class Ready(Message):
+    """Once: it has warmed up."""
+
+    limits: Limits
+    load: Load
+    facts: EngineFacts
+
+
+class Batch(Message):
+    """What came of a step, and how busy the engine is after it."""
+
+    tokens: list[TokenUpdate]
+    scores: list[PromptScores]
+    ended: list[Ended]
+    load: Load
+
+
+class Failed(Message):
+    """Last: the engine could not start, or has stopped. `arguments` are the error's, as a JSON list."""
+
+    kind: str
+    arguments: str
+
+
+Report = Ready | Batch | Failed
+
+
+# --- frames ----------------------------------------------------------------------------------------
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Message) -> bytearray:
+    """A message as it goes over the socket."""
+    buffer = bytearray(4)
+    _encoder.encode_into(message, buffer, 4)
+    buffer[:4] = (len(buffer) - 4).to_bytes(4, "little")
+    return buffer
+
+
+class Frames[T]:
+    """Bytes as they come, made into messages of a kind, such as Order or Report."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._rest = bytearray()
+
+    def take(self, data: bytes) -> list[T]:
+        """The messages that these bytes complete.
+
+        Raises:
+            Garbled: they are none.
+        """
+        rest, at, messages = self._rest, 0, []
+        rest += data
+        while len(rest) - at >= 4:
+            start = at + 4
+            size = int.from_bytes(rest[at:start], "little")
+            if size > MAX_FRAME:
+                raise Garbled(f"a message of {size} bytes; at most {MAX_FRAME}")
+            if len(rest) - start < size:
+                break
+            at = start + size
+            try:
+                messages.append(self._decoder.decode(rest[start:at]))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise Garbled(f"no message: {error}") from None
+        del rest[:at]
+        return messages
+
+
+# --- requests and errors ---------------------------------------------------------------------------
+
+
+def add_order(requests: tuple[Request, ...]) -> Add:
+    """A prompt's requests, without their masks and the prompt's text."""
+    first = requests[0]
+    samples = [Sample(request.request_id, request.sample_index, _params_text(request.params)) for request in requests]
+    priority = max(-(2**63), min(first.priority, 2**63 - 1))  # what msgpack holds
+    return Add(first.prompt_token_ids, samples, priority, first.arrival)
+
+
+def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
+    """The same requests, with fresh masks.
+
+    Raises:
+        InvalidArgument: a mask cannot be made here, though the server could.
+    """
+    requests = []
+    for sample in order.samples:
+        params = SamplingParams(**json.loads(sample.params))
+        request = Request(
+            request_id=sample.request_id,
+            prompt_token_ids=order.prompt_token_ids,
+            params=params,
+            sample_index=sample.sample_index,
+            priority=order.priority,
+            arrival=order.arrival,
+        )
+        if params.masks and tokenizer is not None:
+            from jengine import make_mask  # llguidance is imported by those who use it
+
+            request.mask = make_mask(params, tokenizer)
+        requests.append(request)
+    return requests
+
+
+def _params_text(params: SamplingParams) -> str:
+    """Those that differ from the defaults."""
+    fields = {name: value for name in _FIELDS if (value := getattr(params, name)) != getattr(_DEFAULTS, name)}
+    if params.structured_outputs is not None:
+        fields["structured_outputs"] = dataclasses.asdict(params.structured_outputs)  # type: ignore[arg-type]
+    return json.dumps(fields)
+
+
+def failed(error: BaseException) -> Failed:
+    """An error on its way to the server."""
+    if isinstance(error, InvalidArgument):
+        arguments: list[object] = [error.field, error.value, error.limit]
+    else:
+        arguments = [str(error) if isinstance(error, JengineError) else f"{type(error).__name__}: {error}"]
+    return Failed(type(error).__name__, json.dumps(arguments, default=str))
+
+
+def error_of(message: Failed) -> JengineError:
+    """The error as it was, where it is one that users know; else EngineDead."""
+    error: JengineError = _ERRORS.get(message.kind, EngineDead)(*json.loads(message.arguments))
+    return error

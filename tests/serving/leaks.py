@@ -1,0 +1,41 @@
+"""What a process holds, counted before and after."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def held() -> dict[str, object]:
+    """File descriptors, threads (but those of executors, which stay), and child processes, the dead and unawaited too."""
+    threads = sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_"))
+    tasks = Path("/proc/self/task").glob("*/children")
+    children = sorted(child for task in tasks for child in task.read_text().split())
+    return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": threads, "children": children}
+
+
+@contextmanager
+def nothing_leaks() -> Iterator[None]:
+    before = held()
+    yield
+    wait_until(lambda: held() == before, lambda: f"{before} became {held()}")
+
+
+def wait_until(condition, message=lambda: "") -> None:  # type: ignore[no-untyped-def]
+    """What is under way in other threads and processes comes to its end."""
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until, message()
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs: neither gone nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

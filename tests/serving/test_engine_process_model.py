@@ -1,0 +1,59 @@
+"""A model in an engine process: its answers are those of LLM."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+from jengine import LLM, EngineConfig, RequestOutput, SamplingParams, StructuredOutputs
+from serving.engine_process import EngineProcess
+from serving.supervisor import Supervisor
+from tests.engine.running import SMALL
+from tests.serving.leaks import nothing_leaks
+
+PROMPT = "The quick brown fox"
+OPTIONS = {**SMALL, "max_model_len": 192}
+WORK = [
+    SamplingParams(temperature=0.0, max_tokens=40),
+    SamplingParams(temperature=0.0, max_tokens=30, logprobs=2, prompt_logprobs=1),
+    SamplingParams(n=3, seed=5, max_tokens=30, repetition_penalty=1.2, stop="e"),
+    SamplingParams(seed=6, max_tokens=60, structured_outputs=StructuredOutputs(regex="[a-f]{5}-[0-9]{3}")),
+    SamplingParams(temperature=0.0, max_tokens=20, bad_words=["e", "qu"], logit_bias={40: 5.0}),
+    SamplingParams(temperature=0.0, max_tokens=20, allowed_token_ids=[50, 60, 70]),
+]
+
+
+def shown(output: RequestOutput) -> list[object]:
+    """All but log probabilities, which differ by the rounding of differently shaped programs."""
+    return [(c.index, c.text, c.token_ids, c.finish_reason, c.stop_reason) for c in output.outputs]
+
+
+def test_answers_are_those_of_llm(text_model: Path) -> None:
+    llm = LLM(text_model, progress=False, **OPTIONS)
+    expected = [llm.generate(PROMPT, params, use_tqdm=False)[0] for params in WORK]
+    config = EngineConfig(model=str(text_model), **OPTIONS)
+    supervisor = Supervisor("tiny", lambda on_end: EngineProcess.of(config, on_end))
+
+    async def ask(params: SamplingParams) -> RequestOutput:
+        return [output async for output in supervisor.llm.generate(PROMPT, params, output_kind="final")][-1]
+
+    async def main() -> list[RequestOutput]:
+        await supervisor.start()
+        try:
+            got = await asyncio.gather(*map(ask, WORK))
+            process = supervisor.llm.backend
+            assert isinstance(process, EngineProcess)
+            assert (process.facts.programs_compiled, supervisor.llm.load.compiles_since_start) == (0, 0)
+            assert (supervisor.facts.limits, supervisor.facts.dtype) == (llm.engine.limits, llm.started.dtype)
+            return got
+        finally:
+            await supervisor.close()
+
+    with nothing_leaks():
+        got = asyncio.run(main())
+    assert [shown(output) for output in got] == [shown(output) for output in expected]
+    assert re.fullmatch("[a-f]{5}-[0-9]{3}", got[3].outputs[0].text)
+    assert len({completion.text for completion in got[2].outputs}) == 3
+    for one, other in zip(got[1].outputs[0].logprobs or [], expected[1].outputs[0].logprobs or [], strict=True):
+        assert one.keys() == other.keys() and all(abs(one[token].logprob - other[token].logprob) < 1e-4 for token in one)

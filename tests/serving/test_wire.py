@@ -1,0 +1,160 @@
+"""Requests and updates over the wire are what they were, in whatever pieces the bytes come."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jengine import (
+    Ended,
+    EngineDead,
+    InvalidArgument,
+    Load,
+    ModelError,
+    OutOfMemory,
+    PromptScores,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    TokenUpdate,
+)
+from serving.wire import (
+    MAX_FRAME,
+    TEXT_FIELDS,
+    Add,
+    Batch,
+    End,
+    Frames,
+    Garbled,
+    Message,
+    Order,
+    Report,
+    add_order,
+    error_of,
+    failed,
+    frame,
+    requests_of,
+)
+
+WIDE = st.integers(0, 10**30)
+TEXT = st.text(st.characters(), min_size=1, max_size=20)  # lone surrogates too
+STRUCTURES: list[dict[str, Any]] = [
+    {"regex": "a\\d+"},
+    {"json": {"type": "integer", "maximum": 10**30}},
+    {"choice": ["yes", "\ud800"]},
+    {"grammar": 'start: "x"'},
+]
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.1, 10),
+    n=st.integers(1, 64),
+    top_k=st.integers(-1, 10**30),
+    top_p=st.floats(0.01, 1),
+    seed=st.none() | st.integers(-(2**63), 2**64 - 1),
+    max_tokens=st.none() | WIDE.map(lambda n: n + 1000),
+    min_tokens=st.integers(0, 1000),
+    ignore_eos=st.booleans(),
+    stop=st.lists(TEXT, max_size=2),
+    stop_token_ids=st.lists(st.integers(0, 100_000), max_size=16),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, 100_000), st.floats(-100, 100), max_size=5),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, 100_000), min_size=1, max_size=5),
+    bad_words=st.lists(TEXT, max_size=2),
+    structured_outputs=st.none() | st.sampled_from(STRUCTURES),
+    logprobs=st.none() | st.integers(0, 20),
+)
+TOPS = st.lists(st.tuples(st.integers(0, 2**31), st.floats(max_value=0)), max_size=3)
+LOGPROBS = st.builds(TokenLogprobs, st.floats(-100, 0), st.integers(1, 2**40), TOPS)
+ID, TOKEN = st.text(st.characters(codec="utf-8")), st.integers(0, 2**31)
+REASONS = st.none() | st.sampled_from(("stop", "length", "abort", "error"))
+UPDATES = st.builds(TokenUpdate, ID, TOKEN, REASONS, st.none() | TOKEN | ID, st.none() | LOGPROBS, st.integers(0, 9))
+SCORES = st.builds(PromptScores, ID, TOKEN, st.lists(TOKEN), st.lists(LOGPROBS, max_size=3))
+BATCHES = st.builds(
+    Batch,
+    st.lists(UPDATES),
+    st.lists(SCORES, max_size=2),
+    st.lists(st.builds(Ended, ID, REASONS.filter(bool), st.none() | ID), max_size=2),
+    st.builds(Load, *[st.integers(0, 2**40)] * 6),
+)
+
+
+def send(messages: Sequence[Message], kind: Any, cuts: list[int]) -> list[Any]:
+    """Over a wire that cuts the bytes there."""
+    data = b"".join(map(frame, messages))
+    places = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    frames: Frames[Any] = Frames(kind)
+    return [message for start, end in itertools.pairwise(places) for message in frames.take(data[start:end])]
+
+
+@given(st.lists(PARAMS, min_size=1, max_size=3), st.integers(-(10**30), 10**30), st.lists(st.integers(0, 10**6), max_size=9))
+def test_requests(each: list[SamplingParams], priority: int, cuts: list[int]) -> None:
+    given = [
+        [Request(request_id=f"{i}/{j}", prompt_token_ids=[5, i, j], params=params, sample_index=j, priority=priority, arrival=i + 0.1)]
+        for i, params in enumerate(each)
+        for j in range(2)
+    ]
+    got = [requests_of(order, None) for order in send([add_order(tuple(requests)) for requests in given], Order, cuts)]
+    plain = {name: getattr(SamplingParams(), name) for name in TEXT_FIELDS}
+    for requests in given:
+        for request in requests:
+            request.params = dataclasses.replace(request.params, **plain)
+            request.priority = min(max(priority, -(2**63)), 2**63 - 1)
+    assert got == given
+
+
+@given(st.lists(BATCHES, max_size=3), st.lists(st.integers(0, 10**6), max_size=9))
+def test_updates(batches: list[Batch], cuts: list[int]) -> None:
+    got = send(batches, Report, cuts)
+    assert got == batches
+    assert all(type(update) is TokenUpdate for batch in got for update in batch.tokens)
+
+
+def test_samples_share_their_prompt() -> None:
+    requests = [Request(request_id=str(i), prompt_token_ids=list(range(1000)), params=SamplingParams(), sample_index=i) for i in range(64)]
+    one, all_of_them = len(frame(add_order((requests[0],)))), len(frame(add_order(tuple(requests))))
+    assert all_of_them < 2 * one
+
+
+@given(st.binary(min_size=4, max_size=200))
+def test_what_is_no_message_is_told(data: bytes) -> None:
+    """Or it waits for more, or happens to be one."""
+    frames: Frames[Any] = Frames(Order)
+    try:
+        messages = frames.take(data)
+    except Garbled as error:
+        assert "message" in str(error)
+    else:
+        assert not messages
+
+
+def test_lengths_are_bounded() -> None:
+    frames: Frames[Any] = Frames(Report)
+    assert frames.take(MAX_FRAME.to_bytes(4, "little")) == []
+    with pytest.raises(Garbled, match=str(MAX_FRAME + 1)):
+        Frames(Report).take((MAX_FRAME + 1).to_bytes(4, "little"))
+
+
+def test_an_order_is_no_report() -> None:
+    with pytest.raises(Garbled):
+        send([End(Ended("a", "abort", None))], Report, [])
+    with pytest.raises(Garbled):
+        Frames(Order).take(frame(Batch([], [], [], Load(0, 0, 0, 0, 0, 0))))
+    assert isinstance(send([Add([1], [], 0, 0.0)], Order, [])[0], Add)
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidArgument("seed", [1, "x"], "too odd"), ModelError("no weights", file="a.safetensors", tensor="x"), OutOfMemory("no")]
+)
+def test_errors_of_users_are_what_they_were(error: Exception) -> None:
+    got = error_of(failed(error))
+    assert type(got) is type(error) and str(got) == str(error)
+
+
+def test_other_errors_are_the_engines_death() -> None:
+    got = error_of(failed(FloatingPointError("on fire")))
+    assert type(got) is EngineDead and str(got) == "FloatingPointError: on fire"
