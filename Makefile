@@ -8,7 +8,7 @@ STAMP := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolved under the first
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint format goldens goldens-vllm support clean
+.PHONY: help setup demo serve-demo test test-full lint format goldens goldens-vllm support clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup ## stream text from the embedded model
 	@$(VENV)/bin/jengine generate demo "def fibonacci(n):" --echo
+
+serve-demo: setup ## serve the embedded model over gRPC; then, in another terminal: .venv/bin/jengine chat --server 127.0.0.1:50051
+	@$(VENV)/bin/jengine serve demo
 
 test: setup lint ## check style and types, run the tests (minutes)
 	$(PYTHON) -m pytest

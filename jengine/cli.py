@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jengine import JengineError, __version__
-from jengine.commands import chat, convert, generate
+from jengine.commands import chat, convert, generate, serve
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit code: 0, or 2 for bad input. Ctrl-C ends the process with 130."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notices and warnings; errors still show
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's: what matters of them, its callers get as errors
     run: Callable[[argparse.Namespace], None] = options.run
     before = signal.signal(signal.SIGINT, _leave)
     try:
@@ -42,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jengine", description="An LLM inference engine, compiled before the first request.")
     parser.add_argument("--version", action="version", version=f"jengine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (generate, chat, convert):
+    for command in (generate, chat, serve, convert):
         command.add(commands)
     return parser
 

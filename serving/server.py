@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,16 +55,29 @@ async def build_server(
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
     shared = (llms, admission, metrics or Metrics(), config.write_timeout)
-    add_GenerateServiceServicer_to_server(GenerateService(*shared), server)
+    add_GenerateServiceServicer_to_server(GenerateService(*shared, config.client_chat_templates), server)
     add_GRPCInferenceServiceServicer_to_server(KserveService(*shared, state), server)
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     address = f"[{config.host}]:{config.port}" if ":" in config.host.strip("[]") else f"{config.host}:{config.port}"
     try:
         port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
-    except RuntimeError as wrong:
-        raise InvalidArgument("port", config.port, f"cannot listen on {address}: {wrong}") from None
+    except RuntimeError:
+        raise InvalidArgument("port", config.port, f"cannot listen on {address}: {_why_not(config)}") from None
     return Built(server, state, port)
+
+
+def _why_not(config: ServerConfig) -> str:
+    """What gRPC does not tell, found by trying again."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(config.host.strip("[]"), config.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as attempt:
+            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            attempt.bind(address)
+            attempt.listen()
+    except OSError as wrong:
+        return wrong.strerror or str(wrong)
+    return "gRPC does not say why"
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:

@@ -1,0 +1,145 @@
+"""Servers as processes of their own, as users start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from tests.serving.leaks import alive, wait_until
+
+# What `jengine serve` does, around an engine that is no model's.
+CODE = """
+import json, sys
+from serving import life
+from serving.config import ServerConfig
+from serving.engine_process import EngineProcess
+server, engine, options = json.loads(sys.argv[1])
+life.run(ServerConfig(**server), "mock", lambda on_end: EngineProcess(engine, options, on_end))
+"""
+READY = re.compile(
+    r"jengine: serving (\S+) on (\S+); \d+ tokens a sequence, \d+ sequences at once; "
+    r"ready in [\d.]+ s, (\d+) programs compiled, \d+ loaded(?:; metrics on (\S+))?\n"
+)
+
+
+class ServerProcess:
+    """A server; what it writes is read as it comes.
+
+    Attributes:
+        address, metrics: known from the ready line.
+        log: stderr so far.
+    """
+
+    def __init__(self, command: list[str]) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("JENGINE_") or name == "JENGINE_CACHE_DIR"}
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        self.pid, self.log, self.address, self.metrics = self._process.pid, "", "", ""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.log += line
+
+    def wait_until_ready(self) -> re.Match[str]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        found = READY.fullmatch(line)
+        assert found, (line, self.log)
+        self.address, self.metrics = found[2], found[4]
+        return found
+
+    def children(self) -> list[int]:
+        """Its processes: the engine's."""
+        lists = Path(f"/proc/{self.pid}/task").glob("*/children")
+        return [int(child) for children in lists for child in children.read_text().split()]
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, seconds: float = 30.0) -> tuple[int, str]:
+        """Its exit code, and what it has written to stdout after the ready line."""
+        code = self._process.wait(seconds)
+        self._reader.join()
+        assert self._process.stdout is not None
+        return code, self._process.stdout.read()
+
+    def close(self) -> None:
+        with self._process:  # closes the pipes
+            self._process.kill()
+            self._reader.join()
+
+
+@contextmanager
+def process(command: list[str]) -> Iterator[ServerProcess]:
+    """It may have ended when this is left; else it is killed. Nothing of it is left either way."""
+    server = ServerProcess(command)
+    try:
+        yield server
+    finally:
+        children = server.children()
+        server.close()
+        wait_until(lambda: not any(map(alive, children)), lambda: f"left behind: {children}")
+
+
+@contextmanager
+def mock_process(
+    folder: Path, *, engine: str = "serving.engines:mock_engine", server: dict[str, Any] | None = None, **options: Any
+) -> Iterator[ServerProcess]:
+    """Over a mock engine with these options; `server` are ServerConfig's."""
+    if engine.endswith(":mock_engine"):
+        options = {"tokenizer_folder": str(folder), "vocab_size": 501, **options}
+    arguments = json.dumps([{"port": 0, **(server or {})}, engine, options])
+    with process([sys.executable, "-c", CODE, arguments]) as made:
+        yield made
+
+
+class HealthWatch:
+    """What a server says of its health, from the call on."""
+
+    def __init__(self, channel: grpc.Channel, service: str = "") -> None:
+        self.seen: list[str] = []
+        self._call = HealthStub(channel).Watch(HealthCheckRequest(service=service))
+        self._thread = threading.Thread(target=self._follow)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        try:
+            for response in self._call:
+                self.seen.append(HealthCheckResponse.ServingStatus.Name(response.status))
+        except grpc.RpcError as error:
+            self.seen.append(error.code().name)
+
+    def wait_for(self, *states: str) -> None:
+        wait_until(lambda: self.seen == list(states), lambda: f"{self.seen} is not {states}")
+
+    def close(self) -> list[str]:
+        self._call.cancel()
+        self._thread.join()
+        return self.seen
+
+
+def wait_for_server(address: str) -> None:
+    """Until somebody listens there."""
+    with grpc.insecure_channel(address, [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 50)]) as channel:
+        grpc.channel_ready_future(channel).result(timeout=30)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])

@@ -1,0 +1,207 @@
+"""A server's life, as a process over a mock engine: start, ready, drain, crash, end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from jengine import JengineError
+from serving.client import Client, Retries, ServedOutput, ServerError
+from serving.security import hash_line
+from tests.serving.certificates import Authority
+from tests.serving.leaks import alive, wait_until
+from tests.serving.processes import HealthWatch, free_port, mock_process, process, wait_for_server
+
+ONCE = Retries(attempts=1)
+KEY = "k" * 32
+
+
+class Stream:
+    """A request, in a thread."""
+
+    def __init__(self, client: Client, **options: Any) -> None:
+        self.outputs: list[ServedOutput] = []
+        self.error: JengineError | None = None
+        self.thread = threading.Thread(target=self._follow, args=(client.stream([1, 2, 3], **options),))
+        self.thread.start()
+        wait_until(lambda: bool(self.outputs))
+
+    def _follow(self, outputs: Iterator[ServedOutput]) -> None:
+        try:
+            self.outputs.extend(outputs)
+        except JengineError as error:
+            self.error = error
+
+    def end(self) -> tuple[int, object, object]:
+        """How many tokens there were, and why there were no more."""
+        self.thread.join(30)
+        assert self.error is None and self.outputs[-1].finished
+        last = self.outputs[-1].outputs[0]
+        return sum(len(output.outputs[0].token_ids) for output in self.outputs), last.finish_reason, last.stop_reason
+
+
+def test_one_line_when_ready_and_none_at_the_end(tokenizer_folder: Path) -> None:
+    with mock_process(tokenizer_folder) as server:
+        assert server.wait_until_ready()[1] == "mock"
+        with Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
+            watch = HealthWatch(channel, "jengine.v1.GenerateService")
+            watch.wait_for("SERVING")
+            assert client.generate([1, 2], max_tokens=3).outputs[0].token_ids == [1, 2, 1]
+            [engine] = server.children()
+            server.send(signal.SIGTERM)
+            assert server.wait() == (0, "")
+            assert watch.close()[:2] == ["SERVING", "NOT_SERVING"]
+        assert not alive(engine) and "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
+def test_requests_in_flight_have_time_then_they_are_aborted(tokenizer_folder: Path, asked: signal.Signals) -> None:
+    with mock_process(tokenizer_folder, seconds=0.02, server={"drain_seconds": 1.5}) as server:
+        server.wait_until_ready()
+        with Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
+            short, long = Stream(client, max_tokens=25), Stream(client, max_tokens=1000)
+            watch = HealthWatch(channel)
+            watch.wait_for("SERVING")
+            server.send(asked)
+            watch.wait_for("SERVING", "NOT_SERVING")
+            with Client(server.address, retries=ONCE) as late, pytest.raises(ServerError) as refused:
+                late.generate([1], max_tokens=1)
+            assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+            assert short.end() == (25, "length", None)
+            tokens, *why = long.end()
+            assert 25 < tokens < 1000 and why == ["abort", "shutdown"]
+            assert server.wait() == (0, "")
+            watch.close()
+        assert "requests in flight have 1.5 s" in server.log and "Traceback" not in server.log
+
+
+def test_a_second_interrupt_ends_it_at_once(tokenizer_folder: Path) -> None:
+    with mock_process(tokenizer_folder, seconds=0.02, server={"drain_seconds": 100.0}) as server:
+        server.wait_until_ready()
+        with Client(server.address) as client:
+            stream = Stream(client, max_tokens=1000)
+            [engine] = server.children()
+            server.send(signal.SIGINT)
+            wait_until(lambda: "stopping" in server.log)
+            assert stream.thread.is_alive()
+            server.send(signal.SIGINT)
+            assert server.wait(10.0)[0] == 130
+            stream.thread.join(30)
+            assert isinstance(stream.error, ServerError) and stream.error.code is grpc.StatusCode.UNAVAILABLE
+        wait_until(lambda: not alive(engine))
+
+
+def test_before_it_is_ready(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """Health is told, requests are put off; SIGTERM ends the start, too."""
+    port, mark = free_port(), tmp_path / "mark"
+    starts_slowly = {"engine": "tests.serving.faulty_engines:starts_slowly", "mark": str(mark)}
+    with mock_process(tokenizer_folder, server={"port": port}, **starts_slowly) as server:
+        address = f"127.0.0.1:{port}"
+        wait_for_server(address)
+        with Client(address, retries=ONCE) as client, grpc.insecure_channel(address) as channel:
+            watch = HealthWatch(channel)
+            watch.wait_for("NOT_SERVING")
+            for ask in (lambda: client.generate([1]), client.model, client.load, lambda: client.tokenize("x")):
+                with pytest.raises(ServerError) as refused:
+                    ask()
+                assert refused.value.code is grpc.StatusCode.UNAVAILABLE and refused.value.retry_seconds
+            wait_until(mark.exists)
+            server.send(signal.SIGTERM)
+            assert server.wait() == (0, "")
+            watch.close()
+        wait_until(lambda: not alive(int(mark.read_text())))
+
+
+def test_an_engine_that_is_killed_is_replaced(tokenizer_folder: Path) -> None:
+    with mock_process(tokenizer_folder, seconds=0.02, server={"metrics_port": 0}) as server:
+        server.wait_until_ready()
+        with Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
+            watch = HealthWatch(channel)
+            watch.wait_for("SERVING")
+            stream = Stream(client, max_tokens=1000)
+            [engine] = server.children()
+            os.kill(engine, signal.SIGKILL)
+            stream.thread.join(10)
+            assert isinstance(stream.error, ServerError) and stream.error.code is grpc.StatusCode.UNAVAILABLE
+            assert stream.error.retry_seconds is not None, "a client is told when to come again"
+            assert client.generate([1, 2], max_tokens=2).outputs[0].token_ids == [1, 2]  # it comes again
+            watch.wait_for("SERVING", "NOT_SERVING", "SERVING")
+            watch.close()
+        metrics = urllib.request.urlopen(server.metrics, timeout=20).read().decode()
+        assert 'jengine:engine_restarts_total{model_name="mock"} 1.0' in metrics
+        assert server.children() != [engine]
+        server.send(signal.SIGTERM)
+        assert server.wait() == (0, "")
+        assert "the model answers again" in server.log
+
+
+@pytest.mark.parametrize("option", ["port", "metrics-port"])
+def test_a_taken_port_is_told(option: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        other = [] if option == "port" else ["--port=0"]
+        with process([sys.executable, "-m", "jengine.cli", "serve", "demo", f"--{option}={number}", *other]) as server:
+            assert server.wait() == (1, "")
+            name = option.replace("-", "_")
+            assert server.log.startswith(f"jengine: error: {name}={number}: cannot listen on 127.0.0.1")
+            assert server.log.endswith("Address already in use\n") and server.log.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (["/nowhere"], 1, "/nowhere"),
+        (["demo", "--max-num-seqs=0"], 2, "max_num_seqs=0: must be a whole number, at least 1 (command line)"),
+        (["demo", "--config=/nowhere"], 2, "config='/nowhere': cannot be read"),
+        (["demo", "--tls-cert=/nowhere", "--tls-key=/nowhere"], 1, "tls_cert='/nowhere': cannot be read"),
+        (["demo", "--api-keys=/nowhere"], 1, "api_keys='/nowhere': cannot be read"),
+        ([], 2, "model=None: must be given"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(arguments: list[str], code: int, message: str) -> None:
+    with process([sys.executable, "-m", "jengine.cli", "serve", "--port=0", *arguments]) as server:
+        assert server.wait(60.0) == (code, "")
+        assert server.log.startswith("jengine: error: ") and message in server.log and server.log.count("\n") == 1, server.log
+
+
+def test_keys_tls_and_metrics_together(tokenizer_folder: Path, tmp_path: Path) -> None:
+    ours = Authority(tmp_path, "ours")
+    pair, mine = ours.sign("server"), ours.sign("mine")
+    (tmp_path / "keys").write_text(hash_line(KEY, "anna"))
+    options = {
+        "tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(ours.cert), "api_keys": str(tmp_path / "keys"),
+        "metrics_port": 0, "served_model_name": "tiny",
+    }  # fmt: skip
+    with mock_process(tokenizer_folder, server=options) as server:
+        assert server.wait_until_ready()[1] == "tiny"
+        tls = {"tls_ca": ours.cert, "tls_cert": mine.cert, "tls_key": mine.key}
+        with Client(server.address, api_key=KEY, **tls) as client:
+            assert client.generate([1, 2], max_tokens=3).model == "tiny"
+        for wrong, code in (({"api_key": "w" * 32, **tls}, "UNAUTHENTICATED"), ({"api_key": KEY}, "UNAVAILABLE")):
+            with Client(server.address, retries=ONCE, **wrong) as client, pytest.raises(ServerError) as refused:
+                client.generate([1])
+            assert refused.value.code.name == code
+        credentials = grpc.ssl_channel_credentials(ours.cert.read_bytes(), mine.key.read_bytes(), mine.cert.read_bytes())
+        with grpc.secure_channel(server.address, credentials) as channel:
+            assert HealthStub(channel).Check(HealthCheckRequest()).status == 1, "health is open to those without a key"
+        metrics = urllib.request.urlopen(server.metrics, timeout=20).read().decode()
+        for line in (
+            'jengine:generation_tokens_total{model_name="tiny"} 3.0',
+            'jengine:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+            'grpc_server_handled_total{grpc_code="UNAUTHENTICATED",grpc_method="Generate",grpc_service="jengine.v1.GenerateService"} 1.0',
+            'jengine:kv_cache_usage_perc{model_name="tiny"} 0.0',
+        ):
+            assert line in metrics
+        assert KEY not in server.log
