@@ -29,6 +29,8 @@ class ServerConfig:
         max_waiting: requests that may wait beside the running ones; more are refused with RESOURCE_EXHAUSTED.
         max_streams_per_client: requests that one client (an API key, or else an address) may have at once.
         max_message_bytes: of one request.
+        client_chat_templates: clients may send chat templates of their own. A template is a program: one that loops for hours keeps the
+            server busy for hours.
         write_timeout: seconds that a client may leave a finished message unread before its request is ended.
         drain_seconds: time for requests in flight at the end; then they are aborted.
         tls_cert: PEM file of the server's certificate chain; turns TLS on.
@@ -45,6 +47,7 @@ class ServerConfig:
     max_waiting: int = 256
     max_streams_per_client: int = 256
     max_message_bytes: int = 4 * 2**20
+    client_chat_templates: bool = False
     write_timeout: float = 10.0
     drain_seconds: float = 30.0
     tls_cert: str | Path | None = None
@@ -60,6 +63,8 @@ class ServerConfig:
         _whole("max_waiting", self.max_waiting, 0, None)
         _whole("max_streams_per_client", self.max_streams_per_client, 1, None)
         _whole("max_message_bytes", self.max_message_bytes, 1024, 2**31 - 1)
+        if not isinstance(self.client_chat_templates, bool):
+            raise InvalidArgument("client_chat_templates", self.client_chat_templates, "must be True or False")
         for name, above in (("write_timeout", True), ("drain_seconds", False)):
             value = getattr(self, name)
             if type(value) not in (int, float) or not math.isfinite(value) or value < 0 or (above and value == 0):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jengine import CompletionOutput, InvalidArgument, Logprob, RequestOutput, SamplingParams, StructuredOutputs
@@ -17,6 +17,7 @@ REASONS = {
     "abort": pb.FINISH_REASON_ABORT,
     "error": pb.FINISH_REASON_ERROR,
 }
+MOST_TOKENS = 1000  # in a message; with MAX_LOGPROBS of each, some 600 kB
 DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)}
 
 # --- sampling parameters --------------------------------------------------------------------------
@@ -160,12 +161,17 @@ def started(request_id: str, model: str) -> pb.GenerateStreamResponse:
     return pb.GenerateStreamResponse(started=pb.Started(request_id=request_id, model=model))
 
 
-def delta(completion: CompletionOutput) -> pb.GenerateStreamResponse:
-    """A completion's news, as AsyncLLM's output_kind="delta" has them."""
-    news = pb.Delta(index=completion.index, text=completion.text, token_ids=completion.token_ids)
-    if completion.logprobs:
-        news.logprobs.extend(logprobs(completion.logprobs))
-    return pb.GenerateStreamResponse(delta=news)
+def deltas(completion: CompletionOutput) -> Iterator[pb.GenerateStreamResponse]:
+    """A completion's news, as AsyncLLM's output_kind="delta" has them: one message, or several where a slow reader's tokens have
+    gathered, each far below the 4 MB that clients take by default."""
+    text, ids, chosen = completion.text, completion.token_ids, completion.logprobs
+    if not (text or ids):
+        return
+    for start in range(0, len(ids) or 1, MOST_TOKENS):
+        news = pb.Delta(index=completion.index, text="" if start else text, token_ids=ids[start : start + MOST_TOKENS])
+        if chosen:
+            news.logprobs.extend(logprobs(chosen[start : start + MOST_TOKENS]))
+        yield pb.GenerateStreamResponse(delta=news)
 
 
 def finished(

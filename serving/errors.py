@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import traceback
@@ -85,19 +86,22 @@ def status_metadata(refused: Refusal) -> tuple[tuple[str, bytes], ...]:
 
 
 def reported(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A service's method whose errors become statuses. What it raises when its client has gone, it raises still."""
+    """A service's method whose errors become statuses."""
 
     @functools.wraps(handler)
     async def method(service: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await handler(service, request, context)
-        except grpc.aio.BaseError:
-            raise
-        except Exception as error:
-            refused = refusal(error)
-            if refused.code is grpc.StatusCode.INTERNAL:  # without its message, which may quote a prompt
-                log.error("%s in %s:\n%s", type(error).__name__, handler.__name__, "".join(traceback.format_tb(error.__traceback__)))
-            await context.abort(refused.code, refused.message, status_metadata(refused))
+            try:
+                return await handler(service, request, context)
+            except grpc.aio.BaseError:
+                raise
+            except Exception as error:
+                refused = refusal(error)
+                if refused.code is grpc.StatusCode.INTERNAL:  # without its message, which may quote a prompt
+                    log.error("%s in %s:\n%s", type(error).__name__, handler.__name__, "".join(traceback.format_tb(error.__traceback__)))
+                await context.abort(refused.code, refused.message, status_metadata(refused))
+        except grpc.aio.InternalError:  # the client went while something was being sent: gRPC would log that as an error
+            raise asyncio.CancelledError from None
 
     return method
 

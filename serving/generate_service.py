@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from jengine import AsyncLLM, SamplingParams, __version__
+from jengine import AsyncLLM, InvalidArgument, SamplingParams, __version__
 from serving import conversions
 from serving.admission import Admission
 from serving.answers import Answer, Outputs, PatientWriter, give_up, in_thread_if_long, new_id, tokenized
@@ -25,10 +25,12 @@ class GenerateService(GenerateServiceServicer):
 
     Args:
         write_timeout: seconds in which a client must take each message of a stream.
+        client_chat_templates: whether clients may send chat templates of their own.
     """
 
-    def __init__(self, llms: Llms, admission: Admission, metrics: Metrics, write_timeout: float) -> None:
+    def __init__(self, llms: Llms, admission: Admission, metrics: Metrics, write_timeout: float, client_chat_templates: bool) -> None:
         self._llms, self._admission, self._metrics, self._write_timeout = llms, admission, metrics, write_timeout
+        self._client_chat_templates = client_chat_templates
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -53,9 +55,9 @@ class GenerateService(GenerateServiceServicer):
                 prompt_logprobs, tokens = output.prompt_logprobs, 0
                 while True:
                     for completion in output.outputs:
-                        if completion.token_ids or completion.text:
-                            tokens += len(completion.token_ids)
-                            await write(conversions.delta(completion))
+                        tokens += len(completion.token_ids)
+                        for delta in conversions.deltas(completion):
+                            await write(delta)
                     if output.finished:
                         break
                     output = await answer.next()
@@ -78,6 +80,8 @@ class GenerateService(GenerateServiceServicer):
         }
         if isinstance(request, pb.ChatRequest):
             messages, chat = conversions.to_messages(request.messages), conversions.to_options(request.options)
+            if "chat_template" in chat and not self._client_chat_templates:
+                raise InvalidArgument("chat_template", chat["chat_template"], "this server takes no templates from its clients")
             return await in_thread_if_long(request.ByteSize(), partial(llm.chat, messages, params, **options, **chat))
         if request.WhichOneof("prompt") == "token_ids":
             return llm.generate(list(request.token_ids.ids), params, **options)

@@ -114,7 +114,8 @@ def test_a_schema_may_be_a_dict() -> None:
 
 
 @pytest.mark.parametrize(
-    "field, value", [("top_k", 2**31), ("max_tokens", 10**12), ("stop_token_ids", [2**32]), ("stop", "\ud800"), ("logit_bias", {2**32: 1.0})]
+    "field, value",
+    [("top_k", 2**31), ("max_tokens", 10**12), ("stop_token_ids", [2**32]), ("stop", "\ud800"), ("logit_bias", {2**32: 1.0})],
 )
 def test_what_does_not_fit_is_refused(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgument) as wrong:
