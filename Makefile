@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## stream text from the embedded model
 	@$(VENV)/bin/jengine generate demo "def fibonacci(n):" --echo
 
-serve-demo: setup ## serve the embedded model over gRPC; then, in another terminal: .venv/bin/jengine chat --server 127.0.0.1:50051
+serve-demo: setup ## serve the embedded model over gRPC; `jengine chat --server 127.0.0.1:50051` talks to it
 	@$(VENV)/bin/jengine serve demo
 
 test: setup lint ## check style and types, run the tests (minutes)

@@ -15,9 +15,10 @@ from serving.config import ServerConfig, settle
 
 OTHER: dict[str, Any] = {
     "host": "::1", "port": 1, "metrics_port": 2, "served_model_name": "m", "max_waiting": 3, "max_streams_per_client": 4,
-    "max_message_bytes": 5000, "write_timeout": 1.5, "drain_seconds": 0.5, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a",
-    "api_keys": "keys", "log_level": "debug",
-    "model": "some/model", "revision": "main", "tokenizer": "other", "dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8", "max_model_len": 99, "max_num_seqs": 4,
+    "max_message_bytes": 5000, "client_chat_templates": True, "write_timeout": 1.5, "drain_seconds": 0.5, "tls_cert": "c", "tls_key": "k",
+    "tls_client_ca": "a", "api_keys": "keys", "log_level": "debug",
+    "model": "some/model", "revision": "main", "tokenizer": "other", "dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8",
+    "max_model_len": 99, "max_num_seqs": 4,
     "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
     "num_pages": 12, "policy": "priority", "overlap": False, "seed": 6, "cache_dir": "somewhere", "compile_threads": 3,
     "tensor_parallel_size": 1,
