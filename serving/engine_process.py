@@ -178,15 +178,12 @@ class _Child:
     def __init__(self) -> None:
         self._frames: Frames[Ready | Batch | Failed] = Frames(Report)
         self._socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "serving.engine_child", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what libraries print is not for those who read this process's output
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C is the server's, also before the child ignores it
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            )
+        try:
+            with theirs:
+                self.process = _spawn(theirs)
+        except BaseException:
+            self._socket.close()
+            raise
 
     def send(self, data: bytearray) -> None:
         with contextlib.suppress(ConnectionError):  # it has died: reading tells how
@@ -215,3 +212,14 @@ class _Child:
         self._socket.close()
         how = f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
         return EngineDead(f"the engine process {how}")
+
+
+def _spawn(its_end: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "serving.engine_child", str(its_end.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # what libraries print is not for those who read this process's output
+        pass_fds=[its_end.fileno()],
+        start_new_session=True,  # a terminal's Ctrl-C is the server's, also before the child ignores it
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},  # as here, wherever that came from
+    )

@@ -35,7 +35,7 @@ _FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if field.n
 _ERRORS = {"InvalidArgument": InvalidArgument, "ModelError": ModelError, "OutOfMemory": OutOfMemory}
 
 
-class Garbled(Exception):
+class Garbled(JengineError):
     """What came is no message."""
 
 
