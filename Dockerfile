@@ -1,0 +1,35 @@
+# jengine serve on a CPU.
+#
+#   docker build -t jengine .
+#   docker run --rm -p 127.0.0.1:50051:50051 -v jengine-cache:/cache jengine demo
+#
+# Options: as flags after the model, or as JENGINE_* variables (JENGINE_MAX_NUM_SEQS=64). /cache keeps compiled programs and downloaded
+# models, so that the next start compiles nothing. Beyond this machine, serve TLS: JENGINE_TLS_CERT, JENGINE_TLS_KEY.
+# Kubernetes: a grpc probe on 50051 asks for the server's health; terminationGracePeriodSeconds must be longer than --drain-seconds (30);
+# and enableServiceLinks: false, since for a Service named jengine it would set a JENGINE_PORT of its own, which is refused.
+
+FROM python:3.12.12-slim-bookworm AS build
+WORKDIR /src
+RUN python -m venv /opt/jengine
+COPY constraints.txt ./
+# jax by itself: a layer that a change of the source leaves as it is.
+RUN /opt/jengine/bin/pip install --no-cache-dir --constraint constraints.txt jax
+COPY pyproject.toml README.md LICENSE ./
+COPY jengine ./jengine
+COPY pallas_kernels ./pallas_kernels
+COPY serving ./serving
+RUN /opt/jengine/bin/pip install --no-cache-dir --constraint constraints.txt .
+
+FROM python:3.12.12-slim-bookworm
+RUN useradd --uid 10001 --create-home jengine \
+    && install --directory --owner jengine --group jengine --mode 700 /cache
+COPY --from=build /opt/jengine /opt/jengine
+ENV PATH=/opt/jengine/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    JENGINE_HOST=0.0.0.0 \
+    JENGINE_CACHE_DIR=/cache/jengine \
+    HF_HOME=/cache/huggingface
+USER 10001
+VOLUME /cache
+EXPOSE 50051
+ENTRYPOINT ["jengine", "serve"]
