@@ -9,7 +9,7 @@ import grpc
 
 from jengine import AsyncLLM, InvalidArgument, SamplingParams, __version__
 from serving import conversions
-from serving.admission import Admission
+from serving.admission import Admission, check_texts
 from serving.answers import Answer, Outputs, PatientWriter, give_up, in_thread_if_long, new_id, tokenized
 from serving.errors import check_model, reported
 from serving.generated.jengine.v1 import generate_pb2 as pb
@@ -68,7 +68,9 @@ class GenerateService(GenerateServiceServicer):
     def _let_in(self, request: Prompted, context: grpc.aio.ServicerContext) -> tuple[AsyncLLM, SamplingParams]:
         self._admission.stream(context)
         check_model(request.model, self._llms)
-        return self._llms.llm, conversions.to_params(request.sampling_params)
+        params = conversions.to_params(request.sampling_params)
+        check_texts(params)
+        return self._llms.llm, params
 
     async def _submit(self, llm: AsyncLLM, request: Prompted, params: SamplingParams, request_id: str, kind: str) -> Outputs:
         """What is wrong with the request shows here, or when outputs are first asked for."""

@@ -13,9 +13,9 @@ from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from jengine import AsyncLLM, JengineError, RequestOutput, __version__
-from serving.admission import Admission
+from serving.admission import Admission, check_texts
 from serving.answers import Answer, PatientWriter, give_up, new_id, tokenized
-from serving.errors import Refusal, check_model, not_found, refusal, reported
+from serving.errors import Refusal, check_model, checked, not_found, refusal, reported
 from serving.generated.inference import grpc_service_pb2 as pb
 from serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
 from serving.llms import Llms
@@ -107,7 +107,8 @@ class KserveService(GRPCInferenceServiceServicer):
         except (JengineError, Refusal) as error:
             if stream.stalled:
                 raise
-            await stream.write(error_message=refusal(error).message, infer_response=pb.ModelInferResponse(id=request.id))
+            which = "" if isinstance(request, bytes) else request.id
+            await stream.write(error_message=refusal(error).message, infer_response=pb.ModelInferResponse(id=which))
         finally:
             stream.room.release()
 
@@ -119,8 +120,11 @@ class KserveService(GRPCInferenceServiceServicer):
         return Answer(outputs, self._metrics)
 
     def _read(self, request: pb.ModelInferRequest) -> Asked:
+        checked(request)
         self._check_model(request.model_name, request.model_version)
-        return read_request(request)
+        asked = read_request(request)
+        check_texts(asked.params)
+        return asked
 
     def _response(self, request: pb.ModelInferRequest, output: RequestOutput, tokens: int) -> pb.ModelInferResponse:
         """What this output has; `tokens` were generated so far."""

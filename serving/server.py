@@ -7,25 +7,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jengine import InvalidArgument
 from serving.admission import Admission
 from serving.config import ServerConfig
+from serving.errors import parser
 from serving.generate_service import GenerateService
 from serving.generated.inference import grpc_service_pb2
-from serving.generated.inference.grpc_service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from serving.generated.jengine.v1 import generate_pb2
-from serving.generated.jengine.v1.generate_pb2_grpc import add_GenerateServiceServicer_to_server
 from serving.kserve_service import KserveService
 from serving.llms import Llms
 from serving.metrics import Metrics
 
-SERVICES = tuple(
-    module.DESCRIPTOR.services_by_name[name].full_name
-    for module, name in ((generate_pb2, "GenerateService"), (grpc_service_pb2, "GRPCInferenceService"))
+DESCRIPTORS = (
+    generate_pb2.DESCRIPTOR.services_by_name["GenerateService"],
+    grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
 )
+SERVICES = tuple(service.full_name for service in DESCRIPTORS)
 
 
 class Built(NamedTuple):
@@ -55,8 +57,10 @@ async def build_server(
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
     shared = (llms, admission, metrics or Metrics(), config.write_timeout)
-    add_GenerateServiceServicer_to_server(GenerateService(*shared, config.client_chat_templates), server)
-    add_GRPCInferenceServiceServicer_to_server(KserveService(*shared, state), server)
+    for service, servicer in zip(
+        DESCRIPTORS, (GenerateService(*shared, config.client_chat_templates), KserveService(*shared, state)), strict=True
+    ):
+        _add(service, servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     address = f"[{config.host}]:{config.port}" if ":" in config.host.strip("[]") else f"{config.host}:{config.port}"
@@ -65,6 +69,24 @@ async def build_server(
     except RuntimeError:
         raise InvalidArgument("port", config.port, f"cannot listen on {address}: {_why_not(config)}") from None
     return Built(server, state, port)
+
+
+def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:
+    """As the generated code does it, but for the parser."""
+    kinds = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    handlers = {
+        method.name: kinds[method.client_streaming, method.server_streaming](
+            getattr(servicer, method.name),
+            request_deserializer=parser(GetMessageClass(method.input_type)),
+            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+        )
+        for method in service.methods
+    }
+    server.add_registered_method_handlers(service.full_name, handlers)
 
 
 def _why_not(config: ServerConfig) -> str:
@@ -84,6 +106,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),  # what was computed is sent
+        ("grpc.max_concurrent_streams", 2 * config.max_streams_per_client),  # of a connection; health's watchers are not counted otherwise
         ("grpc.so_reuseport", 0),  # a second server on this port is an error, not a silent half
         # Clients that vanished are found by pings; those that ping, to keep idle streams alive through whatever lies between, may.
         ("grpc.keepalive_time_ms", 60_000),

@@ -72,6 +72,13 @@ BAD = [
     (generate(sampling_params=pb.SamplingParams(structured_outputs=pb.StructuredOutputs(json="{"))), "sampling_params.structured", ""),
     (generate(sampling_params=pb.SamplingParams(structured_outputs=pb.StructuredOutputs(regex="("))), "sampling_params.structured", ""),
     (generate(sampling_params=pb.SamplingParams(structured_outputs=pb.StructuredOutputs(grammar="x"))), "sampling_params.structured", ""),
+    (generate(sampling_params=pb.SamplingParams(stop=["x"] * 257)), "sampling_params.stop", "256"),
+    (generate(sampling_params=pb.SamplingParams(bad_words=["x" * 10_001])), "sampling_params.bad_words", "10000 characters"),
+    (
+        generate(sampling_params=pb.SamplingParams(structured_outputs=pb.StructuredOutputs(regex="x" * 100_001))),
+        "sampling_params.structured_outputs",
+        "at most 100000",
+    ),
     (chat(messages=[]), "messages", "at least one message"),
     (chat(messages=[pb.ChatMessage(role="king", content="")]), "messages[0].role", "user"),
     (chat(messages=[pb.ChatMessage(role="user")]), "messages[0].content", "missing"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 
 import grpc
 import pytest
@@ -112,17 +111,16 @@ def test_garbage_on_the_port(mock_server: MockServer) -> None:
         assert stub.Generate(pb.GenerateRequest(text="still here")).usage.completion_tokens == 16
 
 
-def test_what_is_no_message(mock_server: MockServer, channel: grpc.Channel) -> None:
+def test_what_is_no_message(channel: grpc.Channel, caplog: pytest.LogCaptureFixture) -> None:
     """Bytes that are no GenerateRequest, and methods that nobody has."""
     for method in ("Generate", "GenerateStream"):
         call = channel.unary_unary(f"/jengine.v1.GenerateService/{method}")
         with pytest.raises(grpc.RpcError) as wrong:
             call(b"\xff\xff\xff\xff")
-        assert wrong.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INVALID_ARGUMENT)
+        assert wrong.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "parsed" in wrong.value.details()
+    [response] = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([b"\xff\xff\xff\xff"]))
+    assert b"parsed" in response
     with pytest.raises(grpc.RpcError) as wrong:
         channel.unary_unary("/jengine.v1.GenerateService/Nothing")(b"")
     assert wrong.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    began = time.monotonic()
-    with mock_server.stub() as stub:
-        stub.Generate(pb.GenerateRequest(text="still here"))
-    assert time.monotonic() - began < 10
+    assert not caplog.records
