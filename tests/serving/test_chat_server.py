@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from jengine import Tokenizer, cli
+from serving.security import hash_line
+from tests.serving.certificates import Authority
 from tests.serving.conftest import MakeServer
+from tests.serving.processes import mock_process
 from tests.test_chat import Terminal
 
 
@@ -66,6 +70,26 @@ def test_an_answer_can_be_stopped_before_it_begins(make_server: MakeServer) -> N
         terminal.type("\x04")
         assert terminal.process.wait(timeout=30) == 0
         terminal.close()
+
+
+def test_over_tls_with_a_key(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """Also: what is said reaches no log."""
+    ours = Authority(tmp_path, "ours")
+    pair = ours.sign("server")
+    (tmp_path / "key").write_text("k" * 32 + "\n")
+    (tmp_path / "keys").write_text(hash_line("k" * 32))
+    options = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "api_keys": str(tmp_path / "keys")}
+    with mock_process(tokenizer_folder, server=options) as server:
+        server.wait_until_ready()
+        command = [sys.executable, "-m", "jengine.cli", "chat", f"--server={server.address}", f"--tls-ca={ours.cert}", "--max-tokens=40"]
+        for key, answer in (("key", b"user: xyzzy"), ("keys", b"")):
+            chat = [*command, f"--api-key-file={tmp_path / key}"]
+            done = subprocess.run(chat, input=b"xyzzy\nxyzzy xyzzy" + b"xyzzy " * 500, capture_output=True)
+            assert done.stdout.startswith(answer) and done.returncode == (0 if answer else 2)
+        assert done.stderr.startswith(b"jengine: error: ") and b"UNAUTHENTICATED" in done.stderr
+        server.send(signal.SIGTERM)
+        assert server.wait() == (0, "")
+    assert "INFO stopped" in server.log and "xyzzy" not in server.log
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,16 @@ def test_an_engine_that_is_killed_is_replaced(tokenizer_folder: Path) -> None:
         assert "the model answers again" in server.log
 
 
+def test_it_can_be_ended_while_no_engine_will_start(tokenizer_folder: Path, tmp_path: Path) -> None:
+    once = {"engine": "tests.serving.faulty_engines:starts_once", "mark": str(tmp_path / "mark"), "tokenizer_folder": str(tokenizer_folder)}
+    with mock_process(tokenizer_folder, vocab_size=501, **once) as server:
+        server.wait_until_ready()
+        os.kill(server.children()[0], signal.SIGKILL)
+        wait_until(lambda: "the device is not free yet" in server.log)
+        server.send(signal.SIGTERM)
+        assert server.wait() == (0, "")
+
+
 @pytest.mark.parametrize("option", ["port", "metrics-port"])
 def test_a_taken_port_is_told(option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -174,6 +184,13 @@ def test_what_cannot_be_served_is_one_line(arguments: list[str], code: int, mess
     with process([sys.executable, "-m", "jengine.cli", "serve", "--port=0", *arguments]) as server:
         assert server.wait(60.0) == (code, "")
         assert server.log.startswith("jengine: error: ") and message in server.log and server.log.count("\n") == 1, server.log
+
+
+def test_options_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('model = "/nowhere"\nport = 0\n')
+    with process([sys.executable, "-m", "jengine.cli", "serve", f"--config={file}"]) as server:
+        assert server.wait(60.0) == (1, "") and "/nowhere" in server.log
 
 
 def test_keys_tls_and_metrics_together(tokenizer_folder: Path, tmp_path: Path) -> None:
