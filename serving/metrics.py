@@ -147,20 +147,30 @@ class _Watch(RequestWatch):
         self.output: RequestOutput | None = None
 
     def tokens(self, output: RequestOutput) -> None:
+        self.output = output
+        outputs = output.outputs
+        count = steps = len(outputs[0].token_ids)
+        if len(outputs) > 1:
+            news = [len(completion.token_ids) for completion in outputs]
+            count, steps = sum(news), max(news)
+        if not steps:
+            return
         now, metrics = time.monotonic(), self.metrics
-        news = [len(completion.token_ids) for completion in output.outputs]
-        count, steps = sum(news), max(news, default=0)
-        times = output.metrics
-        if count and not self.last:
-            metrics.prompt_tokens += len(output.prompt_token_ids)
-            metrics.first_token.add((times.first_token or now) - times.arrival)
-            self.last = times.first_token or now
-            count, steps = count - sum(map(bool, news)), steps - 1
-        metrics.generation_tokens += sum(news)
-        if steps > 0:
+        metrics.generation_tokens += count
+        if not self.last:
+            self.last = self._first(output, now)
+            count, steps = count - sum(1 for completion in outputs if completion.token_ids), steps - 1
+        if steps:
             metrics.inter_token.add((now - self.last) / steps, count)
             self.last = now
-        self.output = output
+
+    def _first(self, output: RequestOutput, now: float) -> float:
+        """The first tokens have come. Returns when they did."""
+        times, metrics = output.metrics, self.metrics
+        metrics.prompt_tokens += len(output.prompt_token_ids)
+        first = times.first_token or now
+        metrics.first_token.add(first - times.arrival)
+        return first
 
     def ended(self) -> None:
         metrics, output = self.metrics, self.output

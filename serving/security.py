@@ -147,13 +147,15 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], call: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler:
-        if not call.method.startswith(OPEN_SERVICES):
-            key = _bearer(call.invocation_metadata)
-            name = None if key is None else self.keys.name_of(key)
-            if name is None:
-                return _refuse_missing if key is None else _refuse_wrong
-            key_name.set(name)
-        return await continuation(call)
+        handler = await continuation(call)
+        if handler is None or call.method.startswith(OPEN_SERVICES):
+            return handler  # of methods that do not exist gRPC says so: which ones do is no secret
+        key = _bearer(call.invocation_metadata)
+        name = None if key is None else self.keys.name_of(key)
+        if name is None:
+            return _refuse_missing if key is None else _refuse_wrong
+        key_name.set(name)
+        return handler
 
 
 def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:

