@@ -45,12 +45,8 @@ def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> Non
     keys = [f"id {number}" if number % 2 else number for number in range(1, 121)]  # by id, or by line number
     lines = [{"id": key, "prompt": f"{key}"} if isinstance(key, str) else {"prompt": f"{key}"} for key in keys]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = [
-        sys.executable,
-        "-m",
-        "jengine.cli",
-        *command(text_model, files, *FLAGS, "--max-tokens=100", "--temperature=0", "--ignore-eos"),
-    ]
+    flags = [*FLAGS, "--max-tokens=100", "--temperature=0", "--ignore-eos"]
+    arguments = [sys.executable, "-m", "jengine.cli", *command(text_model, files, *flags)]
 
     with subprocess.Popen(arguments, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 120

@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LLM]:
     for name in MODELS:
         folder: Path = tmp_path_factory.mktemp(name)
         write_case_model(folder, name)
-        made[name] = LLM(folder, progress=False, max_model_len=MAX_MODEL_LEN, **SMALL)
+        made[name] = LLM(folder, progress=False, dtype="float32", max_model_len=MAX_MODEL_LEN, **SMALL)
     return made
 
 
