@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from jengine import LLM, SamplingParams
-from serving.client import Client, ServerError
+from serving.client import Client, Retries, ServerError
 from tests.serving.leaks import wait_until
 from tests.serving.processes import HealthWatch, ServerProcess, process
 
@@ -59,7 +59,8 @@ def test_chat_is_that_without_a_server(server: ServerProcess, expected: list[str
 
 
 def test_killed_and_drained(server: ServerProcess, expected: list[str]) -> None:
-    with Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
+    patient = Retries(attempts=100, seconds=100.0)  # a start takes seconds, or more on a busy machine
+    with Client(server.address, retries=patient) as client, grpc.insecure_channel(server.address) as channel:
         watch = HealthWatch(channel)
         watch.wait_for("SERVING")
         stream = client.stream(PROMPTS[0], temperature=0.0, max_tokens=900)
