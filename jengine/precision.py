@@ -42,8 +42,13 @@ def choose_dtype(wanted: str, model: ModelConfig, device: jax.Device, root: Path
 
 def check_formats(config: EngineConfig, device: jax.Device) -> None:
     """Warns where a format is emulated."""
-    if config.quantization == "fp8" and (device.platform == "cpu" or _capability(device) < FP8_SINCE):
-        warnings.warn(f"{device.device_kind} does not multiply fp8: quantization='fp8' is emulated, which is slow", stacklevel=3)
+    if device.platform != "cpu" and _capability(device) >= FP8_SINCE:
+        return
+    for name in ("quantization", "kv_cache_dtype"):
+        if getattr(config, name) == "fp8":
+            warnings.warn(
+                f"{name}='fp8' is emulated, which is slow: {device.device_kind} has no such numbers; int8 is native", stacklevel=3
+            )
 
 
 def _capability(device: jax.Device) -> float:

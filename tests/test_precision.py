@@ -66,12 +66,13 @@ def test_a_real_measurement(tmp_path: Path) -> None:
     assert all(value > 0 for value in json.loads(file.read_text())["product_seconds"].values())
 
 
+@pytest.mark.parametrize("name", ["quantization", "kv_cache_dtype"])
 @pytest.mark.parametrize("device", [SimpleNamespace(platform="cpu", device_kind="cpu"), gpu("8.0")])
-def test_emulated_fp8_is_said(device: Any) -> None:
-    with pytest.warns(UserWarning, match="quantization='fp8' is emulated"):
-        check_formats(EngineConfig(quantization="fp8"), device)
+def test_emulated_fp8_is_said(device: Any, name: str) -> None:
+    with pytest.warns(UserWarning, match=f"{name}='fp8' is emulated"):
+        check_formats(EngineConfig.of("demo", {name: "fp8"}), device)
 
 
 def test_what_is_native_is_not_warned_of() -> None:
-    check_formats(EngineConfig(quantization="fp8"), gpu("8.9"))
+    check_formats(EngineConfig(quantization="fp8", kv_cache_dtype="fp8"), gpu("8.9"))
     check_formats(EngineConfig(quantization="int8"), SimpleNamespace(platform="cpu"))  # type: ignore[arg-type]

@@ -18,7 +18,6 @@ from jengine.models import Params
 from jengine.program_table import ScoreKey, TrunkKey
 from jengine.scheduling.step_plan import StepPlan, Tile
 
-
 TIMED_RUNS = 3  # the fastest counts: on a busy machine a single one misleads the scheduler until the programs are compiled again
 
 

@@ -16,6 +16,7 @@ from tests.engine.running import prompts, run
 WORK = [(prompt, SamplingParams(temperature=0.0, max_tokens=24)) for prompt in prompts(8, vocab=96, longest=140, seed=3)]
 
 
+@pytest.mark.filterwarnings("ignore:kv_cache_dtype='fp8' is emulated")
 @pytest.mark.parametrize("options", [{"quantization": "w8a8", "kv_cache_dtype": "int8"}, {"quantization": "int8", "kv_cache_dtype": "fp8"}])
 def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[..., Engine]) -> None:
     """Each token of each head has a scale of its own. (Chunks of other sizes may: float32's rounding then turns an eight-bit one.)"""
