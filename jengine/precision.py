@@ -46,9 +46,7 @@ def check_formats(config: EngineConfig, device: jax.Device) -> None:
         return
     for name in ("quantization", "kv_cache_dtype"):
         if getattr(config, name) == "fp8":
-            warnings.warn(
-                f"{name}='fp8' is emulated, which is slow: {device.device_kind} has no such numbers; int8 is native", stacklevel=3
-            )
+            warnings.warn(f"{name}='fp8' is emulated on {device.device_kind}, which is slow; int8 is not", stacklevel=3)
 
 
 def _capability(device: jax.Device) -> float:
