@@ -168,10 +168,11 @@ def deltas(completion: CompletionOutput) -> Iterator[pb.GenerateStreamResponse]:
     if not (text or ids):
         return
     for start in range(0, len(ids) or 1, MOST_TOKENS):
-        news = pb.Delta(index=completion.index, text="" if start else text, token_ids=ids[start : start + MOST_TOKENS])
+        end = start + MOST_TOKENS
+        news = {"index": completion.index, "text": "" if start else text, "token_ids": ids[start:end]}
         if chosen:
-            news.logprobs.extend(logprobs(chosen[start : start + MOST_TOKENS]))
-        yield pb.GenerateStreamResponse(delta=news)
+            news["logprobs"] = logprobs(chosen[start:end])
+        yield pb.GenerateStreamResponse(delta=news)  # not of a pb.Delta, which would be copied
 
 
 def finished(
