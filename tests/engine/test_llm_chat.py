@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jengine import LLM, AsyncLLM, InvalidArgument, ModelError, SamplingParams
+from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, ModelError, SamplingParams
 from tests.engine.running import SMALL
 
 TEMPLATE = """{{ bos_token }}
@@ -65,7 +65,7 @@ def test_async_chat(llm: LLM) -> None:
     expected = llm.chat(HISTORY, GREEDY, use_tqdm=False)[0]
 
     async def main() -> None:
-        async with AsyncLLM.over(llm.engine, llm.tokenizer) as online:
+        async with AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer) as online:
             outputs = [output async for output in online.chat(HISTORY, GREEDY, output_kind="final", request_id="mine")]
             assert [(o.prompt, o.outputs, o.request_id) for o in outputs] == [(expected.prompt, expected.outputs, "mine")]
             with pytest.raises(InvalidArgument, match="must be one of system"):
