@@ -1,0 +1,128 @@
+"""Servers and their clients as processes, for serve_load.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import pstats
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT
+
+# What `jengine serve` does, around any engine. With a fourth argument, cProfile looks on.
+SERVER = """
+import cProfile, json, sys
+from serving import life
+from serving.config import ServerConfig
+from serving.engine_process import EngineProcess
+server, engine, options, profile = json.loads(sys.argv[1])
+run = lambda: life.run(ServerConfig(**server), "model", lambda on_end: EngineProcess(engine, options, on_end))
+if profile:
+    watch = cProfile.Profile()
+    watch.runcall(run)
+    watch.dump_stats(profile)
+else:
+    run()
+"""
+WIDE = {"port": 0, "max_waiting": 2000, "max_streams_per_client": 4000, "log_level": "error"}  # nothing that is measured is refused
+MOCK_SEQS = 1024
+WAITING = ("epoll", "'recv' of", "SimpleQueue", "'acquire' of")  # for events, and in the threads that talk with the engine's process
+
+
+class Process:
+    """One that reads lines, if it is asked to, and writes them."""
+
+    def __init__(self, *command: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.pid = self._process.pid
+
+    def line(self, said: str | None = None) -> str:
+        """The next that it writes, after what it is told."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if said is not None:
+            self._process.stdin.write(said + "\n")
+        line = self._process.stdout.readline()
+        assert line, f"process {self.pid} has ended"
+        return line
+
+    def cpu_seconds(self, children: bool = False) -> float:
+        """Of processor time that it has taken; with those of its children that live."""
+        lists = Path(f"/proc/{self.pid}/task").glob("*/children") if children else ()
+        pids = [str(self.pid), *(pid for file in lists for pid in file.read_text().split())]
+        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+        return float(sum(int(of[11]) + int(of[12]) for of in fields) / os.sysconf("SC_CLK_TCK"))
+
+    def end(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.communicate()
+
+
+@contextmanager
+def server(engine: str, options: dict[str, Any], *, metrics: bool = False, profile: str = "") -> Iterator[tuple[Process, str]]:
+    """One that is ready, over an engine process (see serving/engines.py), and its address."""
+    config = {**WIDE, **({"metrics_port": 0} if metrics else {})}
+    process = Process("-c", SERVER, json.dumps([config, engine, options, profile]))
+    try:
+        found = re.search(r" on (\S+);", process.line())
+        assert found is not None
+        yield process, found[1]
+    finally:
+        process.end()
+
+
+def model_server(config: dict[str, Any], **options: Any) -> AbstractContextManager[tuple[Process, str]]:
+    return server("serving.engines:model_engine", config, **options)
+
+
+def mock_server(step_seconds: float, **options: Any) -> AbstractContextManager[tuple[Process, str]]:
+    """Over a mock engine, whose texts are the demo model's."""
+    engine = {"tokenizer_folder": str(ROOT / "jengine" / "demo"), "max_num_seqs": MOCK_SEQS, "pages": 10**6, "seconds": step_seconds}
+    return server("serving.engines:mock_engine", engine, **options)
+
+
+@contextmanager
+def worker(kind: str, where: str) -> Iterator[Process]:
+    """See load_worker.py."""
+    process = Process("-m", "benchmarks.load_worker", kind, where)
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def load(worker: Process, requests: list[Any], concurrency: int | None = None) -> dict[str, Any]:
+    """What the worker tells of these requests."""
+    told: dict[str, Any] = json.loads(worker.line(json.dumps({"requests": requests, "concurrency": concurrency})))
+    return told
+
+
+@contextmanager
+def profile_file() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "profile"
+
+
+def top_functions(profile: Path, count: int = 15) -> list[dict[str, Any]]:
+    """Those in which most time was spent, what they call not counted; shares of all time but that of waiting."""
+    functions = pstats.Stats(str(profile)).stats  # type: ignore[attr-defined]
+    spent = {where: (calls, own) for where, (_, calls, own, _, _) in functions.items() if not any(w in where[2] for w in WAITING)}
+    whole = sum(own for _, own in spent.values())
+    most = sorted(spent.items(), key=lambda item: -item[1][1])[:count]
+    return [
+        {"function": f"{_short(file)}:{name}" if line else name, "calls": calls, "share": round(own / whole, 3)}
+        for (file, line, name), (calls, own) in most
+    ]
+
+
+def _short(file: str) -> str:
+    return "/".join(Path(file).parts[-2:])
