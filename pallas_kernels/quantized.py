@@ -6,33 +6,37 @@ nothing that is already stored is ever scaled again, and no row's error depends 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 SMALLEST = 1e-30  # of what counts as a row's largest magnitude: rows of zeros stay zeros
 LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0}
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("dtype", "inputs"))
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("dtype", "inputs", "kind"))
 @dataclass(frozen=True)
 class Quantized:
     """Stands for values * scale[..., None].
 
     Attributes:
-        values: int8 or float8_e4m3fn [..., size].
+        values: int8 or float8_e4m3fn [..., size]; of a cache uint8, the bits of float8_e4m3fn: XLA on a CPU moves no fp8, a gather or a
+            scatter would convert all of it there and back.
         scale: float32 [...].
         dtype: of what it stands for.
         inputs: products quantize their other side too, row by row, and multiply eight-bit numbers.
+        kind: int8 or float8_e4m3fn.
     """
 
     values: jax.Array
     scale: jax.Array
     dtype: str = "float32"
     inputs: bool = False
+    kind: str = "int8"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,7 +46,7 @@ class Quantized:
         """Indices of leading axes."""
         if index is Ellipsis:  # how nnx asks for a parameter's value
             return self
-        return Quantized(self.values[index], self.scale[index], self.dtype, self.inputs)
+        return replace(self, values=self.values[index], scale=self.scale[index])
 
 
 def is_quantized(node: object) -> bool:
@@ -61,9 +65,19 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, *, inputs: bool = False)
     values = wide / scale[..., None]
     if jnp.dtype(dtype) == jnp.int8:
         values = jnp.round(values)
-    return Quantized(values.astype(dtype), scale, str(x.dtype), inputs)
+    return Quantized(values.astype(dtype), scale, str(x.dtype), inputs, str(jnp.dtype(dtype)))
+
+
+def numbers(x: Quantized) -> jax.Array:
+    """The values, of x.kind."""
+    return lax.bitcast_convert_type(x.values, jnp.dtype(x.kind)) if x.values.dtype == jnp.uint8 else x.values
+
+
+def movable(x: Quantized) -> Quantized:
+    """With fp8 values as bits."""
+    return x if x.kind == "int8" or x.values.dtype == jnp.uint8 else replace(x, values=lax.bitcast_convert_type(x.values, jnp.uint8))
 
 
 def dequantize(x: Quantized) -> jax.Array:
     """[..., size] of x.dtype."""
-    return (x.values.astype(jnp.float32) * x.scale[..., None]).astype(x.dtype)
+    return (numbers(x).astype(jnp.float32) * x.scale[..., None]).astype(x.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantized import Pages, Quantized, dequantize, quantize
+from pallas_kernels.quantized import Pages, Quantized, dequantize, movable, quantize
 
 
 def kv_write(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> tuple[Pages, Pages]:
@@ -19,7 +19,7 @@ def kv_write(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_id
 
     def put(pages: Any, new: jax.Array) -> Any:
         if isinstance(pages, Quantized):
-            added = quantize(new, pages.values.dtype)
+            added = movable(quantize(new, pages.kind))
             return dataclasses.replace(pages, values=put(pages.values, added.values), scale=put(pages.scale, added.scale))
         for i in range(new.shape[0]):
             pages = pages.at[page_ids[i], :, offsets[i]].set(new[i].astype(pages.dtype))

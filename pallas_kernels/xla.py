@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantized import Pages, Quantized, quantize
+from pallas_kernels.quantized import Pages, Quantized, movable, numbers, quantize
 
 MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
 ROW_GROUP = 8  # decode rows that loop together
@@ -36,7 +36,7 @@ def kv_write(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_id
 
     def put(pages: Any, new: jax.Array) -> Any:
         if isinstance(pages, Quantized):
-            added = quantize(new, pages.values.dtype)
+            added = movable(quantize(new, pages.kind))
             values, scale = put(pages.values, added.values), put(pages.scale, added.scale)
             return dataclasses.replace(pages, values=values, scale=scale)
         return pages.at[page_ids, :, offsets].set(new.astype(pages.dtype))
@@ -122,7 +122,7 @@ def _read(pages: Pages, ids: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[ja
     if not isinstance(pages, Quantized):
         return pages[ids], None
     some = pages[ids]
-    return some.values.astype(dtype), some.scale.transpose(0, 2, 1, 3)[:, :, None, None]
+    return numbers(some).astype(dtype), some.scale.transpose(0, 2, 1, 3)[:, :, None, None]
 
 
 def _attend(

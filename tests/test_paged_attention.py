@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference, xla
-from pallas_kernels.quantized import Quantized, dequantize, quantize
+from pallas_kernels.quantized import dequantize, movable, quantize
 
 NUM_PAGES, WIDTH = 40, 7
 WAYS = [{}, {"soft_cap": 0.5}, {"window": 1}, {"window": 20}, {"window": 80, "soft_cap": 2.0}, {"window": 1000}]
@@ -105,12 +106,12 @@ def test_write_touches_its_own_tokens_only(dtype):
 def test_eight_bit_caches_match_reference(kind, how, pages):
     """NaN scales where no sequence has a token change nothing."""
     rng = np.random.default_rng(5)
-    k, v = (quantize(x, kind) for x in cache(rng, 2, 16, 32, "float32"))
+    k, v = (movable(quantize(x, kind)) for x in cache(rng, 2, 16, 32, "float32"))
     lengths = jnp.array([0, 1, 15, 16, 17, 48, WIDTH * 16, 5], jnp.int32)
     tables = jnp.asarray(np.stack([rng.permutation(np.arange(1, NUM_PAGES))[:WIDTH] for _ in range(8)]), jnp.int32)
     q = jnp.asarray(rng.normal(size=(8, 4, 32)), jnp.float32)
     want = reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, **how)
-    unused = [Quantized(x.values, poisoned(x.scale[..., None], tables, lengths, 16)[..., 0]) for x in (k, v)]
+    unused = [replace(x, scale=poisoned(x.scale[..., None], tables, lengths, 16)[..., 0]) for x in (k, v)]
     got = xla.paged_attention_decode(q, *unused, tables, lengths, scale=0.3, pages=pages, **how)
     np.testing.assert_allclose(got, want, atol=2e-6)
     tiles, positions, real = q[:, None].repeat(8, 1), lengths // 2, jnp.minimum(lengths, 8)
@@ -123,7 +124,7 @@ def test_eight_bit_caches_match_reference(kind, how, pages):
 @pytest.mark.parametrize(("kind", "error"), [("int8", 0.5 / 127), ("float8_e4m3fn", 1 / 16)])
 def test_an_eight_bit_write_changes_its_own_tokens_only(kind, error):
     rng = np.random.default_rng(6)
-    k, v = (quantize(x, kind) for x in cache(rng, 2, 16, 8, "float32"))
+    k, v = (movable(quantize(x, kind)) for x in cache(rng, 2, 16, 8, "float32"))
     new_k, new_v = (jnp.asarray(rng.normal(size=(5, 2, 8)), jnp.float32) for _ in range(2))
     where = jnp.array([3, 3, 9, 1, 30], jnp.int32), jnp.array([0, 15, 4, 7, 2], jnp.int32)
     got = xla.kv_write(k, v, new_k, new_v, *where)

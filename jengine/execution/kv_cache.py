@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.config import ModelConfig
-from pallas_kernels.quantized import LARGEST, Pages, Quantized, quantize
+from pallas_kernels.quantized import LARGEST, Pages, Quantized, movable, quantize
 
 Cache = list[tuple[Pages, Pages]]
 
@@ -37,5 +35,5 @@ def _pages(model: ModelConfig, num_pages: int, page_size: int, dtype: np.dtype) 
     shape = (num_pages, model.num_kv_heads, page_size, model.head_dim)
     if dtype not in LARGEST:
         return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[return-value]
-    quantized: Quantized = jax.eval_shape(partial(quantize, dtype=dtype), jax.ShapeDtypeStruct(shape, jnp.float32))
+    quantized: Quantized = jax.eval_shape(lambda x: movable(quantize(x, dtype)), jax.ShapeDtypeStruct(shape, jnp.float32))
     return quantized
