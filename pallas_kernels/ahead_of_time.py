@@ -62,11 +62,16 @@ def device(target: str) -> jax.Device:
     return found
 
 
-def compile_for(device: jax.Device, function: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
-    """function compiled for the device; args are trees of arrays, or of what has their shapes and dtypes."""
+def compile_for(device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
+    """function compiled for the device.
+
+    Args:
+        args: trees of arrays, or of what has their shapes and dtypes.
+        donate: positions of those that results may take the place of.
+    """
     whole = NamedSharding(jax.sharding.Mesh([device], ("x",)), PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
-    return jax.jit(function).lower(*placed).compile()
+    return jax.jit(function, donate_argnums=donate).lower(*placed).compile()
 
 
 def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -> tuple[list[KernelFacts], jax.stages.Compiled]:
