@@ -179,9 +179,10 @@ def _kernel(
         init = row_of(MASKED), row_of(0.0), [zeros for _ in parts]
         m, total, accs = lax.fori_loop(0, count, fold, init)
         total = jnp.maximum(total, SMALLEST)
+        inverse = 1.0 / total
         lse_smem[...] = m + jnp.log2(total)
         for acc, part in zip(accs, parts, strict=True):
-            o_smem[...] = (acc / lax.broadcast_in_dim(total, acc.shape, [0])).astype(o_smem.dtype)
+            o_smem[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(o_smem.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, padded)], out_ref.at[split, row, kv_head, :, part])
             plgpu.wait_smem_to_gmem(0)
@@ -250,8 +251,10 @@ def _logits(s: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
     """Scaled and capped scores, times log2(e): powers of two are what the hardware takes."""
     if soft_cap is None:
         return s * (scale * LOG2_E)
-    # tanh(x) = 1 - 2 / (1 + exp(2 x)); the hardware's own tanh has eleven bits.
-    return soft_cap * LOG2_E * (1.0 - 2.0 / (1.0 + jnp.exp2(s * (2.0 * scale * LOG2_E / soft_cap))))
+    # tanh(x) = 1 - 2 / (1 + exp(2 x)), since the hardware's own tanh has eleven bits; and 1 / y as rsqrt(y)^2, since the registers
+    # that division takes would leave room for one block where there is room for two.
+    inverse_root = lax.rsqrt(1.0 + jnp.exp2(s * (2.0 * scale * LOG2_E / soft_cap)))
+    return soft_cap * LOG2_E * (1.0 - 2.0 * inverse_root * inverse_root)
 
 
 def _seen(token: jax.Array, axis: int, shape: tuple[int, ...], first: jax.Array, length: jax.Array, window: int | None) -> jax.Array:
