@@ -33,7 +33,7 @@ LOG2_E = math.log2(math.e)
 
 
 def default_splits(rows: int, kv_heads: int, tokens: int) -> int:
-    """Splits that fill the chip, where the table's `tokens` suffice."""
+    """Splits that fill the chip, where the tokens that a row may have to read suffice."""
     return max(1, min(BLOCKS_TO_FILL // (rows * kv_heads), tokens // SPLIT_TOKENS))
 
 
@@ -72,7 +72,8 @@ def paged_attention_decode(
     kv_heads, page_size = k_pages.shape[1:3]
     group = heads // kv_heads
     padded = -(-group // 8) * 8  # whole tiles of shared memory are copied
-    splits = splits or default_splits(rows, kv_heads, block_tables.shape[1] * page_size)
+    tokens = block_tables.shape[1] * page_size
+    splits = splits or default_splits(rows, kv_heads, tokens if window is None else min(window, tokens))
     queries = jnp.pad(q.reshape(rows, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, padded - group), (0, 0)))
     shape = (splits, rows, kv_heads, padded)
 
