@@ -1,0 +1,110 @@
+"""Programs compiled for a GPU that is not there, and what the compiler says of the kernels in them.
+
+This needs the extra `aot` (CUDA's plugin for JAX and NVIDIA's compiler) and JAX_PLATFORMS=cpu in the environment, without which the
+plugin looks for all of CUDA; no GPU and no driver.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+TARGETS = Path(__file__).parent / "targets"
+MAX_SHARED = 232448  # bytes of a block; these limits are of compute capability 9.0
+REGISTERS, SHARED, RESERVED = 65536, 233472, 1024  # of a multiprocessor; bytes that each block takes of it besides
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """What became of a kernel.
+
+    Attributes:
+        name: of the kernel.
+        registers: of a thread.
+        spilled: bytes that a thread keeps in memory for want of registers, stores and loads.
+        shared: bytes of shared memory of a block, barriers left out.
+        products: warpgroup matrix instructions in its machine code.
+    """
+
+    name: str
+    registers: int
+    spilled: int
+    shared: int
+    products: int
+
+    def blocks(self, threads: int) -> int:
+        """Blocks of so many threads that a multiprocessor holds at a time."""
+        registers = -(-self.registers // 8) * 8 * threads
+        return min(REGISTERS // registers, SHARED // (self.shared + RESERVED))
+
+
+def device(target: str) -> jax.Device:
+    """A device, such as 'h200', to compile for.
+
+    Raises:
+        ValueError: there is no file for it in `targets`.
+    """
+    file = TARGETS / f"{target}.txtpb"
+    if not file.is_file():
+        raise ValueError(f"target={target!r}: one of {', '.join(sorted(file.stem for file in TARGETS.glob('*.txtpb')))}")
+    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=file.read_text())
+    found: jax.Device = topology.devices[0]
+    return found
+
+
+def compile_for(device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
+    """function compiled for the device.
+
+    Args:
+        args: trees of arrays, or of what has their shapes and dtypes.
+        donate: positions of those that results may take the place of.
+    """
+    whole = NamedSharding(jax.sharding.Mesh([device], ("x",)), PartitionSpec())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
+    return jax.jit(function, donate_argnums=donate).lower(*placed).compile()
+
+
+def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -> tuple[list[KernelFacts], jax.stages.Compiled]:
+    """Compiles as `compile_for` does; not for use by several threads, since the compiler is asked through the environment.
+
+    Returns:
+        Facts of each Mosaic kernel that was compiled, and the program.
+    """
+    with tempfile.TemporaryDirectory() as folder, _dumped(folder):
+        compiled = compile_for(device, function, *args)
+        return [_read(file) for file in sorted(Path(folder).glob("*.ptxas"))], compiled
+
+
+def _read(report: Path) -> KernelFacts:
+    text, resources = report.read_text(), report.with_suffix(".resources.txt").read_text()
+    [registers] = re.findall(r"Used (\d+) registers", text)
+    [shared] = re.findall(r"smem_scratch_bytes=(\d+)", resources)
+    [spills] = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    products = len(re.findall(r"\b[HQ]GMMA\b", report.with_suffix(".sass_ctrl").read_text()))
+    return KernelFacts(report.stem, int(registers), sum(map(int, spills)), int(shared), products)
+
+
+@contextmanager
+def _dumped(folder: str) -> Iterator[None]:
+    """Has Mosaic write what it compiles into the folder."""
+    wanted = {"MOSAIC_GPU_DUMP_TO": folder} | dict.fromkeys(("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_SASS"), "1")
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,60 @@
+"""Mosaic GPU kernels on a CPU, interpreted with race detection, and paged caches whose unused parts are NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+RACES = plgpu.InterpretGPUParams(detect_races=True)  # fresh memory is NaN
+HOPPER = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=8))
+
+
+def interpret(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
+    """function(*args), whose kernels have interpret=RACES, for a Hopper GPU; it fails if a kernel races."""
+    interpret_pallas_call.reset_gpu_interpret_mode_state()  # an earlier failure leaves some
+    with jax.sharding.use_abstract_mesh(HOPPER):
+        out = jax.block_until_ready(function(*args))
+    assert not interpret_pallas_call.get_races().races_found
+    return out
+
+
+class Cache(NamedTuple):
+    k: jax.Array  # [num_pages, kv_heads, page_size, head_dim]
+    v: jax.Array
+    tables: jax.Array  # [rows, width]
+    lengths: jax.Array  # [rows]
+
+    def clean(self) -> Cache:
+        """In float32, with zeros for NaN."""
+        return self._replace(k=jnp.nan_to_num(self.k.astype(jnp.float32)), v=jnp.nan_to_num(self.v.astype(jnp.float32)))
+
+
+def cache(
+    lengths: Sequence[int], width: int, kv_heads: int, page_size: int, head_dim: int, dtype: jax.typing.DTypeLike, seed: int
+) -> Cache:
+    """Pages in random order. The last row shares its first page with the row before, and rows of length 0 name the null page.
+
+    What no row's length covers is NaN in the cache and out of range in the table.
+    """
+    rng = np.random.default_rng(seed)
+    rows, num_pages = len(lengths), len(lengths) * width + 1
+    order = rng.permutation(np.arange(1, num_pages)).reshape(rows, width)
+    order[-1, 0] = order[-2, 0]
+    pages = np.arange(width) * page_size
+    tables = np.where(pages < np.array(lengths)[:, None], order, num_pages)
+    used = np.zeros((num_pages, page_size), bool)
+    for row, length in enumerate(lengths):
+        if length == 0:
+            tables[row] = 0
+        for token in range(length):
+            used[tables[row, token // page_size], token % page_size] = True
+    shape = num_pages, kv_heads, page_size, head_dim
+    k, v = (jnp.asarray(np.where(used[:, None, :, None], rng.normal(size=shape), np.nan), dtype) for _ in "kv")
+    return Cache(k, v, jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32))

@@ -1,0 +1,71 @@
+"""The Hopper kernel for decode attention against the float32 reference, interpreted on a CPU with race detection on."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import reference
+from pallas_kernels.attention_decode import BLOCKS_TO_FILL, SPLIT_TOKENS, default_splits, paged_attention_decode
+from tests.kernels.interpreted import RACES, cache, interpret
+
+Ways = dict[str, Any]
+PLAIN: Ways = {"scale": 0.2}
+WINDOW: Ways = {"scale": 0.3, "window": 70}
+CAP: Ways = {"scale": 0.5, "soft_cap": 3.0}
+BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
+
+# head_dim, kv_heads, group, page_size, splits, dtype, ways
+SMALL = [
+    (128, 2, 4, 64, None, "bfloat16", PLAIN),
+    (128, 1, 8, 64, 3, "bfloat16", BOTH),
+    (64, 1, 1, 16, 2, "float16", WINDOW),
+    (64, 2, 4, 32, 1, "bfloat16", CAP),
+    (256, 1, 4, 64, 2, "float16", CAP),
+    (256, 1, 9, 16, 1, "bfloat16", WINDOW),
+    (64, 1, 8, 128, 4, "bfloat16", BOTH),
+]
+
+
+def check(head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways) -> None:
+    lengths = [1, page_size - 1, 0, page_size, page_size + 1, 320, 129]
+    paged = cache(lengths, -(-320 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
+    q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
+    run = jax.jit(partial(paged_attention_decode, **ways, splits=splits, operand_in_registers=False, interpret=RACES))
+    got = np.asarray(interpret(run, q, *paged), np.float32)
+    clean = paged.clean()
+    want = np.asarray(reference.paged_attention_decode(q.astype(jnp.float32), *clean, **ways))
+    # What is rounded to dtype: each weight, and the result. Anything else is float32.
+    rounding = float(jnp.finfo(dtype).eps) / 2
+    allowed = 1.05 * rounding * (np.abs(want) + float(jnp.abs(clean.v).max())) + 1e-5
+    assert (np.abs(got - want) <= allowed).all()  # false where got is NaN
+    assert (got[2] == 0).all()
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads", "group", "page_size", "splits", "dtype", "ways"), SMALL)
+def test_the_reference_is_met(head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways) -> None:
+    check(head_dim, kv_heads, group, page_size, splits, dtype, ways)
+
+
+SHAPES = [*itertools.product((64, 128, 256), (1, 4, 8), (16, 64, 128), (PLAIN, WINDOW, CAP, BOTH))]
+SPLITS_AND_DTYPES = [(1, "bfloat16"), (3, "float16"), (2, "bfloat16"), (1, "float16"), (4, "bfloat16")]  # five: every shape meets others
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(len(SHAPES)))
+def test_the_reference_is_met_everywhere(index: int) -> None:
+    head_dim, group, page_size, ways = SHAPES[index]
+    check(head_dim, 2, group, page_size, *SPLITS_AND_DTYPES[index % len(SPLITS_AND_DTYPES)], ways)
+
+
+def test_splits_fill_the_chip_and_are_not_too_short() -> None:
+    assert default_splits(rows=1, kv_heads=8, tokens=1 << 20) == BLOCKS_TO_FILL // 8
+    assert default_splits(rows=256, kv_heads=8, tokens=1 << 20) == 1
+    assert default_splits(rows=1, kv_heads=1, tokens=4 * SPLIT_TOKENS) == 4
+    assert default_splits(rows=1, kv_heads=1, tokens=16) == 1

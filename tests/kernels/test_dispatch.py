@@ -1,0 +1,81 @@
+"""What is taken by the kernel, what by XLA, and what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import attention_decode, xla
+from pallas_kernels.dispatch import paged_attention_decode, supported
+from pallas_kernels.quantized import quantize
+
+HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
+AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
+
+
+def arrays(heads: int = 8, kv_heads: int = 2, head_dim: int = 64, page_size: int = 16, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:
+    q, k, v = jax.random.key(0), jax.random.key(1), jax.random.key(2)
+    pages = (5, kv_heads, page_size, head_dim)
+    return jax.random.normal(q, (2, heads, head_dim), dtype), jax.random.normal(k, pages, dtype), jax.random.normal(v, pages, dtype)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"head_dim": 128, "page_size": 64}, {"head_dim": 256, "page_size": 128}, {"heads": 128}, {"kv_heads": 8}, {"dtype": jnp.float16}],
+)
+def test_what_the_kernel_takes(shape: dict[str, Any]) -> None:
+    assert supported(*arrays(**shape), device=HOPPER) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "reason"),
+    [
+        ({}, AMPERE, "device=NVIDIA A100"),
+        ({}, None, "device=cpu"),
+        ({"dtype": jnp.float32}, HOPPER, "dtype=float32"),
+        ({"head_dim": 96}, HOPPER, "head_dim=96"),
+        ({"page_size": 8}, HOPPER, "page_size=8"),
+        ({"page_size": 96}, HOPPER, "page_size=96"),
+        ({"heads": 130}, HOPPER, "heads=130"),
+    ],
+)
+def test_what_it_does_not_take_and_why(shape: dict[str, Any], device: Any, reason: str) -> None:
+    said = supported(*arrays(**shape), device=device)
+    assert said is not None and said.startswith(reason)
+
+
+def test_caches_of_other_dtypes_are_not_taken() -> None:
+    q, k, v = arrays()
+    assert str(supported(q, quantize(k, "int8"), v, device=HOPPER)).startswith("k_pages=int8")
+    assert str(supported(q, k, quantize(v, "float8_e4m3fn"), device=HOPPER)).startswith("v_pages=float8_e4m3fn")
+    assert str(supported(q.astype(jnp.float16), k, v, device=HOPPER)).startswith("k_pages=bfloat16")
+
+
+def run(**how: Any) -> jax.Array:
+    return paged_attention_decode(*arrays(), jnp.array([[1, 2], [3, 0]]), jnp.array([20, 3]), scale=0.3, window=7, **how)
+
+
+def test_xla_takes_the_rest() -> None:
+    want = xla.paged_attention_decode(*arrays(), jnp.array([[1, 2], [3, 0]]), jnp.array([20, 3]), scale=0.3, window=7)
+    for how in ({"impl": "auto"}, {"impl": "xla"}, {"impl": "xla", "device": HOPPER}, {"impl": "auto", "device": AMPERE}):
+        np.testing.assert_array_equal(run(**how), want)
+
+
+def test_a_choice_that_cannot_be_met_is_an_error() -> None:
+    with pytest.raises(ValueError, match="impl='mosaic': device=cpu: the kernel is for Hopper"):
+        run(impl="mosaic")
+    with pytest.raises(ValueError, match="impl='triton': one of"):
+        run(impl="triton")
+
+
+@pytest.mark.parametrize("impl", ["auto", "mosaic"])
+def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(attention_decode, "paged_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0])
+    np.testing.assert_array_equal(run(impl=impl, device=HOPPER, splits=2, soft_cap=4.0, pages=2), arrays()[0])
+    assert given == {"scale": 0.3, "window": 7, "soft_cap": 4.0, "splits": 2}
