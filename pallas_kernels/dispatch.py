@@ -32,7 +32,7 @@ def supported(q: jax.Array | jax.ShapeDtypeStruct, k_pages: Pages, v_pages: Page
         return f"device={device.device_kind}: the kernel is for Hopper GPUs (compute capability {HOPPER})"
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if isinstance(pages, Quantized):
-            return f"{name}={pages.values.dtype}: the kernel takes no quantized cache"
+            return f"{name}={pages.kind}: the kernel takes no quantized cache"
         if pages.dtype != q.dtype:
             return f"{name}={pages.dtype}: the kernel takes a cache of the queries' dtype, {q.dtype}"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
