@@ -21,21 +21,23 @@ def product(x: jax.Array, weight: jax.Array | Quantized, dtype: jax.typing.DType
     """x [rows, in], weight [out, in] -> [rows, out], in x's dtype or the given one. Sums are float32, or int32 of int8 numbers."""
     dtype = jnp.dtype(dtype or x.dtype)
     if not isinstance(weight, Quantized):
-        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # or GPUs multiply float32 as tf32
-        return lax.dot_general(x, weight, LAST, precision=precision, preferred_element_type=dtype)
+        return _dot(x, weight, dtype)
     if weight.inputs:
-        rows = quantize(x, weight.values.dtype)
-        total = jnp.int32 if weight.values.dtype == jnp.int8 else jnp.float32
-        sums = lax.dot_general(rows.values, weight.values, LAST, preferred_element_type=total)
+        rows = quantize(x, weight.kind)
+        sums = _dot(rows.values, weight.values, jnp.int32 if weight.kind == "int8" else jnp.float32)
         return (sums.astype(jnp.float32) * rows.scale[:, None] * weight.scale).astype(dtype)
     y: jax.Array = lax.platform_dependent(x, weight.values, cpu=_converted_by_block, default=_converted)
     return (y * weight.scale).astype(dtype)
 
 
+def _dot(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # or GPUs multiply float32 as tf32
+    return lax.dot_general(x, weight, LAST, precision=precision, preferred_element_type=dtype)
+
+
 def _converted(x: jax.Array, values: jax.Array) -> jax.Array:
     """float32 [rows, out]."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(x, values.astype(x.dtype), LAST, precision=precision, preferred_element_type=jnp.float32)
+    return _dot(x, values.astype(x.dtype), jnp.float32)
 
 
 def _converted_by_block(x: jax.Array, values: jax.Array) -> jax.Array:

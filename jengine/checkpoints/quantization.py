@@ -20,5 +20,5 @@ def fitted(array: jax.Array, target: jax.ShapeDtypeStruct | Quantized) -> jax.Ar
         return array
     shardings = jax.tree.map(lambda x: x.sharding, target)
     convert = jax.jit(quantize, static_argnames=("dtype", "inputs"), out_shardings=shardings)
-    quantized: Quantized = jax.block_until_ready(convert(array, dtype=target.values.dtype, inputs=target.inputs))
+    quantized: Quantized = jax.block_until_ready(convert(array, dtype=target.kind, inputs=target.inputs))
     return quantized

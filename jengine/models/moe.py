@@ -59,7 +59,7 @@ class Experts(nnx.Module):
             values, scale = weight, None
             if isinstance(weight, Quantized):  # no ragged product takes eight bits: they are converted as they are read
                 values, scale = weight.values.astype(rows.dtype), weight.scale[owners]
-                rows = dequantize(quantize(rows, weight.values.dtype)) if weight.inputs else rows
+                rows = dequantize(quantize(rows, weight.kind)) if weight.inputs else rows
             precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
             flat = values.reshape(values.shape[0], -1, values.shape[-1])
             y = lax.ragged_dot_general(rows, flat, sizes, PRODUCT, precision=precision, preferred_element_type=rows.dtype)
