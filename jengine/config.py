@@ -52,6 +52,8 @@ class ModelConfig:
         expert_layers: which layers route tokens to experts.
         expert_size: an expert's intermediate size.
         normalize_experts: the chosen experts' probabilities are scaled to a sum of 1.
+        shards: devices that the parameters are laid out for. Kv heads repeat where there are fewer than devices; heads, intermediate
+            sizes and the vocabulary are padded with zeros to what divides. The other fields are the checkpoint's.
     """
 
     family: str  # Hugging Face's model_type
@@ -87,11 +89,31 @@ class ModelConfig:
     normalize_experts: bool = False
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
+    shards: int = 1
 
     @property
     def group(self) -> int:
-        """Query heads that share a kv head."""
+        """Query heads that share a kv head, in the checkpoint."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def kv_repeats(self) -> int:
+        """Copies of each kv head, each for a part of its query heads."""
+        return -(-self.shards // self.num_kv_heads)
+
+    @property
+    def laid_kv_heads(self) -> int:
+        """Kv heads as laid out, over all devices."""
+        return self.padded(self.num_kv_heads * self.kv_repeats)
+
+    @property
+    def laid_group(self) -> int:
+        """Query heads that share a kv head, as laid out."""
+        return -(-self.group // self.kv_repeats)
+
+    def padded(self, size: int) -> int:
+        """The next multiple of the devices."""
+        return -(-size // self.shards) * self.shards
 
     def window(self, layer: int) -> int | None:
         """Tokens that a query sees in a layer, itself included; None is all."""
@@ -116,7 +138,7 @@ class EngineConfig:
         max_num_batched_tokens: tokens a step may carry: decode rows and prompt tiles together.
         page_size: tokens a page of the cache holds; None is 16 on a CPU, 64 on a GPU.
         tile_size: tokens of a prompt tile.
-        kv_cache_memory: bytes for pages; a number, or text such as "512MiB". None on a CPU holds
+        kv_cache_memory: bytes for pages on each device; a number, or text such as "512MiB". None on a CPU holds
             max_num_seqs sequences of max_model_len, at most 1 GiB; on a GPU, see gpu_memory_utilization.
         gpu_memory_utilization: share of a GPU's memory for weights, programs and cache together.
         num_pages: pages of the cache, instead of a size in bytes; the null page is one of them.
@@ -125,7 +147,7 @@ class EngineConfig:
         seed: from which requests without a seed of their own draw theirs.
         cache_dir: where compiled programs are kept; None is jengine's folder in the user's cache.
         compile_threads: programs compiled at once.
-        tensor_parallel_size: devices that share the model.
+        tensor_parallel_size: devices that share the model. Kv heads are repeated where they are fewer, which takes as much more cache.
     """
 
     model: str = "demo"
@@ -190,8 +212,6 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs + self.tile_size:
             need = f"must be at least max_num_seqs + tile_size = {self.max_num_seqs + self.tile_size}"
             raise InvalidArgument("max_num_batched_tokens", self.max_num_batched_tokens, need)
-        if self.tensor_parallel_size != 1:
-            raise InvalidArgument("tensor_parallel_size", self.tensor_parallel_size, "only 1 is supported so far")
         parse_bytes("kv_cache_memory", self.kv_cache_memory)
 
 

@@ -75,7 +75,8 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
     device = mesh.devices.flat[0]
     check_formats(config, device)
-    model = build(facts, choose_dtype(config.dtype, facts, device, root), max_model_len, config.quantization)
+    dtype = choose_dtype(config.dtype, facts, device, root)
+    model = build(facts, dtype, max_model_len, config.quantization, config.tensor_parallel_size)
     started.dtype = str(model.dtype)
     lap("configuration")
     params = load(started.folder, model, mesh, progress=progress)

@@ -18,7 +18,7 @@ from jengine.checkpoints.quantization import fitted, plain
 from jengine.checkpoints.safetensors import Tensor, read_tensors
 from jengine.errors import ModelError, OutOfMemory
 from jengine.models import Model, Params
-from jengine.models.layers import Piece
+from jengine.models.pieces import Piece
 from jengine.parallel.mesh import placed
 from pallas_kernels.quantized import Quantized, is_quantized
 
@@ -59,7 +59,8 @@ def _from_safetensors(path: Path, model: Model, targets: Params, count: Callable
 
     def place(target: jax.ShapeDtypeStruct | Quantized, source: tuple[Piece, ...]) -> jax.Array | Quantized:
         wanted = plain(target)
-        array: jax.Array = jax.device_put(assemble(wanted, source, tensors), wanted.sharding).block_until_ready()
+        array = jax.make_array_from_callback(wanted.shape, wanted.sharding, assemble(wanted, source, tensors).__getitem__)
+        array.block_until_ready()
         parameter = fitted(array, target)
         gc.collect(0)  # JAX lets go of the host's copy when Python collects
         count(num_bytes(parameter))
@@ -88,12 +89,12 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
 def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
     """A parameter in memory of its own: a CPU device may take that over as it is, so it must not be the file's."""
     size = target.size * target.dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
+    memory = np.zeros(size + ALIGNMENT, np.uint8)  # padding stays zeros
     start = -memory.ctypes.data % ALIGNMENT
     out: np.ndarray = memory[start : start + size].view(target.dtype).reshape(target.shape)
     for piece in source:
         part, array = out[piece.part], tensors[piece.name].array
-        part[...] = (array.T if piece.transposed else array)[piece.rows].reshape(part.shape)
+        part[...] = (array.T if piece.transposed else array)[piece.rows][..., piece.columns].reshape(part.shape)
     return out
 
 

@@ -11,9 +11,11 @@ import json
 import os
 import pickle
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.experimental import serialize_executable
 from platformdirs import user_cache_path
 
@@ -34,9 +36,10 @@ def saved_page_counts(root: Path, fingerprint: str) -> list[int]:
 class ProgramStore:
     """Executables under `root/programs/fingerprint-pages`. Anything that cannot be trusted or read counts as absent."""
 
-    def __init__(self, root: Path, fingerprint: str, num_pages: int, facts: dict[str, object]) -> None:
+    def __init__(self, root: Path, fingerprint: str, num_pages: int, facts: dict[str, object], devices: Sequence[jax.Device]) -> None:
         self.folder = root / "programs" / f"{fingerprint}-{num_pages}"
         self.facts = facts
+        self._devices = devices  # that executables are loaded for: there may be more
         self._kept: dict[str, str] = {}  # digests of what was loaded
 
     def load(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -62,7 +65,8 @@ class ProgramStore:
         if hashlib.sha256(data).hexdigest() != digest:
             return None
         try:
-            return serialize_executable.deserialize_and_load(*pickle.loads(data))
+            serialized, in_tree, out_tree = pickle.loads(data)
+            return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=self._devices)
         except Exception:  # whatever pickle and the runtime raise for what they cannot read
             return None
 

@@ -23,7 +23,7 @@ from jengine.checkpoints import convert, load, orbax, read_config, resolve
 from jengine.checkpoints.converted import MARK, PARAMS, stored_config, write_config
 from jengine.errors import InvalidArgument
 from jengine.models import Params, build
-from jengine.models.layers import Piece
+from jengine.models.pieces import Piece
 from jengine.parallel.mesh import make_mesh
 from tests.engine.running import SMALL
 from tests.golden.weights import VARIANTS, weights, write_model

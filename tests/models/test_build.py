@@ -12,7 +12,7 @@ import pytest
 from jengine.checkpoints.hugging_face import model_config
 from jengine.errors import ModelError
 from jengine.models import build
-from jengine.models.layers import Piece
+from jengine.models.pieces import Piece
 from tests.golden.weights import VARIANTS, tensor_shapes
 
 
