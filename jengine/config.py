@@ -148,6 +148,10 @@ class EngineConfig:
         cache_dir: where compiled programs are kept; None is jengine's folder in the user's cache.
         compile_threads: programs compiled at once.
         tensor_parallel_size: devices that share the model. Kv heads are repeated where they are fewer, which takes as much more cache.
+        coordinator: host:port where process 0 listens, if several processes, on one machine or on many, share the model; all are
+            started with the same options. Only process 0 takes requests.
+        num_processes: how many they are. Their devices together are as many as tensor_parallel_size.
+        process_id: which of them this one is, from 0.
     """
 
     model: str = "demo"
@@ -170,6 +174,9 @@ class EngineConfig:
     cache_dir: str | Path | None = None
     compile_threads: int = 2
     tensor_parallel_size: int = 1
+    coordinator: str | None = None
+    num_processes: int = 1
+    process_id: int = 0
 
     @classmethod
     def of(cls, model: str, options: dict[str, Any]) -> EngineConfig:
@@ -185,7 +192,7 @@ class EngineConfig:
         return cls(model=model, **options)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "tile_size", "compile_threads", "tensor_parallel_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tile_size", "compile_threads", "tensor_parallel_size", "num_processes"):
             _at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "page_size"):
             if getattr(self, name) is not None:
@@ -213,6 +220,11 @@ class EngineConfig:
             need = f"must be at least max_num_seqs + tile_size = {self.max_num_seqs + self.tile_size}"
             raise InvalidArgument("max_num_batched_tokens", self.max_num_batched_tokens, need)
         parse_bytes("kv_cache_memory", self.kv_cache_memory)
+        _at_least("process_id", self.process_id, 0)
+        if self.process_id >= self.num_processes:
+            raise InvalidArgument("process_id", self.process_id, f"must be below num_processes={self.num_processes}")
+        if self.num_processes > 1 and not re.fullmatch(r".+:\d+", str(self.coordinator)):
+            raise InvalidArgument("coordinator", self.coordinator, "must be host:port, where process 0 listens")
 
 
 def _at_least(name: str, value: object, low: int) -> None:

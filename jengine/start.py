@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import math
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jengine.checkpoints import load, read_config, resolve
 from jengine.config import EngineConfig, ModelConfig
@@ -19,8 +23,10 @@ from jengine.execution.program_store import default_root, saved_page_counts
 from jengine.execution.programs import Programs, open_store
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
+from jengine.execution.worker import Worker, decode
 from jengine.models import Model, build
 from jengine.observe.compiles import compile_count
+from jengine.parallel.link import Alone, Follower, Leader, Link, host_of, join
 from jengine.parallel.mesh import make_mesh
 from jengine.precision import CACHE_DTYPES, check_formats, choose_dtype
 from jengine.program_table import ProgramTable
@@ -56,7 +62,69 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         InvalidArgument: an option that this model or device cannot meet.
         ModelError: the model cannot be read, or is not supported.
         OutOfMemory: the device is too small.
+        EngineDead: one of several processes ended meanwhile.
     """
+    if config.process_id > 0:
+        raise InvalidArgument("process_id", config.process_id, "process 0 alone takes requests; the others call jengine.follow")
+    link = _connected(config)
+    worker, started = _prepare(config, link, progress)
+    spec, programs = worker.spec, worker.programs
+    runner = Runner(worker, link)
+    clock = time.perf_counter()
+    if programs.compiled:
+        runner.warm_up(progress=progress)
+        programs.save()
+    else:
+        runner.check()
+    started.seconds["warm-up"] = time.perf_counter() - clock
+    scheduler = Scheduler(
+        spec.table,
+        page_size=spec.page_size,
+        num_pages=spec.num_pages,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=spec.max_model_len,
+        policy=config.policy,
+        costs=StepCosts(runner.trunk_costs()),
+    )
+    return Engine(spec.model.config, runner, scheduler, overlap=config.overlap, seed=config.seed), started
+
+
+def follow(config: EngineConfig, *, progress: bool = True) -> None:
+    """What every process but the first does, until process 0 ends: it makes the calls that process 0 makes.
+
+    Raises:
+        EngineDead: process 0 ended without a word.
+        Others: as start_engine.
+    """
+    if not 0 < config.process_id < config.num_processes:
+        raise InvalidArgument("process_id", config.process_id, "process 0 takes requests: it does not follow")
+    link = _connected(config)
+    assert isinstance(link, Follower)
+    worker, _ = _prepare(config, link, progress)
+    if worker.programs.compiled:
+        worker.programs.save()
+    while frame := link.heard():
+        worker.make(decode(frame))
+
+
+def _connected(config: EngineConfig) -> Link:
+    if config.num_processes == 1:
+        return Alone()
+    assert config.coordinator is not None  # as EngineConfig checks
+    claim_gpu_memory(config.gpu_memory_utilization)
+    join(config.coordinator, config.num_processes, config.process_id)
+    if jax.device_count() != config.tensor_parallel_size:
+        limit = f"must be {jax.device_count()}, all devices of the {config.num_processes} processes"
+        raise InvalidArgument("tensor_parallel_size", config.tensor_parallel_size, limit)
+    host = host_of(config.coordinator)
+    link = Leader(host, config.num_processes) if config.process_id == 0 else Follower(host, config.process_id)
+    atexit.register(link.close)
+    return link
+
+
+def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, Started]:
+    """Weights and programs, on this process's devices."""
     compile_count()  # starts counting
     clock = time.perf_counter()
     folder = resolve(config.model, config.revision)
@@ -73,36 +141,37 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     max_model_len = _max_model_len(config, facts)
     started.devices = f"{mesh.devices.size} {mesh.devices.flat[0].device_kind}"
     root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
-    device = mesh.devices.flat[0]
+    if config.num_processes > 1:  # each has programs of its own
+        root /= f"process-{config.process_id}-of-{config.num_processes}"
+    device = mesh.local_devices[0]
     check_formats(config, device)
-    dtype = choose_dtype(config.dtype, facts, device, root)
+    dtype = link.agree(str(jnp.dtype(choose_dtype(config.dtype, facts, device, root))), _first)
     model = build(facts, dtype, max_model_len, config.quantization, config.tensor_parallel_size)
     started.dtype = str(model.dtype)
     lap("configuration")
     params = load(started.folder, model, mesh, progress=progress)
     lap("weights")
-    spec = _spec(config, model, mesh, max_model_len, root)
+    spec = _spec(config, model, mesh, max_model_len, root, link)
+    link.agree(spec.fingerprint(), partial(_same, "config", "options, versions or models differ"))
     programs = Programs(spec, open_store(spec, root), threads=config.compile_threads, progress=progress)
     started.programs_compiled, started.programs_loaded = programs.compiled, programs.loaded
     lap("programs")
-    runner = Runner(spec, programs, params)
-    if programs.compiled:
-        runner.warm_up(progress=progress)
-        programs.save()
-    else:
-        runner.check()
-    lap("warm-up")
-    scheduler = Scheduler(
-        spec.table,
-        page_size=spec.page_size,
-        num_pages=spec.num_pages,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        policy=config.policy,
-        costs=StepCosts(runner.trunk_costs()),
-    )
-    return Engine(facts, runner, scheduler, overlap=config.overlap, seed=config.seed), started
+    worker = Worker(spec, programs, params)
+    link.agree(None, _first)  # all are ready
+    if isinstance(link, Leader):
+        link.watch()
+    return worker, started
+
+
+def _first(values: list[Any]) -> Any:
+    return values[0]
+
+
+def _same(field: str, reason: str, values: list[Any]) -> Any:
+    for process, value in enumerate(values):
+        if value != values[0]:
+            raise InvalidArgument(field, value, f"process {process} is not like process 0: {reason}")
+    return values[0]
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -116,7 +185,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _spec(config: EngineConfig, model: Model, mesh: jax.sharding.Mesh, max_model_len: int, root: Path) -> ExecutionSpec:
+def _spec(config: EngineConfig, model: Model, mesh: jax.sharding.Mesh, max_model_len: int, root: Path, link: Link) -> ExecutionSpec:
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     page_size = config.page_size or (16 if on_cpu else 64)
     table = ProgramTable.build(
@@ -137,7 +206,8 @@ def _spec(config: EngineConfig, model: Model, mesh: jax.sharding.Mesh, max_model
     )
     fit = pages_that_fit(config, spec)
     chosen = config.num_pages is not None or config.kv_cache_memory is not None or on_cpu
-    return dataclasses.replace(spec, num_pages=fit if chosen else pages_to_use(fit, saved_page_counts(root, spec.fingerprint())))
+    wanted = fit if chosen else pages_to_use(fit, saved_page_counts(root, spec.fingerprint()))
+    return dataclasses.replace(spec, num_pages=link.agree(wanted, min))
 
 
 def page_buckets(width: int) -> tuple[int, ...]:

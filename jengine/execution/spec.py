@@ -119,6 +119,7 @@ class ExecutionSpec:
             "page_size": self.page_size,
             "num_pages": self.num_pages,
             "mesh": {name: int(size) for name, size in self.mesh.shape.items()},
+            "processes": len({device.process_index for device in self.mesh.devices.flat}),
             "platform": device.platform,
             "device": device.device_kind,
             "processor": cpu_features() if device.platform == "cpu" else "",
