@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention_decode, xla
+from pallas_kernels import kv_write as kv_write_kernel
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.xla import Rotation
 
@@ -105,9 +106,14 @@ def paged_attention_prefill(
     )
 
 
-def kv_write_supported(k_pages: Pages, v_pages: Pages, k: jax.Array, *, device: jax.Device | None = None) -> str | None:
+def kv_write_supported(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `kv_write` cannot take these, or None."""
-    return _cache_refused(k_pages, v_pages, device) or "kv_write: there is no kernel for it"
+    for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
+        if new.dtype not in DTYPES:
+            return f"{name}={new.dtype}: the kernel takes bfloat16 and float16"
+        if not isinstance(pages, Quantized) and pages.dtype != new.dtype:
+            return f"{name}={new.dtype}: the kernel takes the cache's dtype, {pages.dtype}"
+    return _cache_refused(k_pages, v_pages, device)
 
 
 def kv_write(
@@ -131,8 +137,9 @@ def kv_write(
     Raises:
         ValueError: impl="mosaic" where the kernel cannot serve; says why.
     """
-    _kernel_serves(impl, kv_write_supported(k_pages, v_pages, k, device=device))
-    return xla.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
+    serves = _kernel_serves(impl, kv_write_supported(k_pages, v_pages, k, v, device=device))
+    write = kv_write_kernel.kv_write if serves else xla.kv_write
+    return write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
 
 
 def copy_pages_supported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import attention_decode, dispatch, xla
 from pallas_kernels.dispatch import decode_supported, paged_attention_decode
-from pallas_kernels.quantized import quantize
+from pallas_kernels.quantized import movable, quantize
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
@@ -102,6 +102,22 @@ def test_a_choice_that_cannot_be_met_is_an_error() -> None:
             function(*args, impl="mosaic")
     with pytest.raises(ValueError, match="impl='mosaic': device=cpu"):
         dispatch.paged_attention_prefill(q[:, None], k, v, jnp.asarray(TABLES), *where, scale=0.3, impl="mosaic")
+
+
+def test_what_the_writing_kernel_takes() -> None:
+    q, k, v = arrays()
+    new = q[:, :2]
+    assert dispatch.kv_write_supported(k, v, new, new, device=HOPPER) is None
+    eight = movable(quantize(k, "int8")), movable(quantize(v, "float8_e4m3fn"))
+    assert dispatch.kv_write_supported(*eight, new, new, device=HOPPER) is None
+    refusals: list[tuple[Any, str]] = [
+        ((k, v, new, new.astype(jnp.float32)), "v=float32"),
+        ((k, v, new.astype(jnp.float16), new), "k=float16: the kernel takes the cache's dtype, bfloat16"),
+        ((quantize(k, "float8_e4m3fn"), v, new, new), "k_pages=float8_e4m3fn"),
+        ((k[..., :32], v[..., :32], new, new), "head_dim=32"),
+    ]
+    for args, reason in refusals:
+        assert str(dispatch.kv_write_supported(*args, device=HOPPER)).startswith(reason)
 
 
 @pytest.mark.parametrize("impl", ["auto", "mosaic"])
