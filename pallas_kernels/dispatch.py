@@ -13,16 +13,17 @@ from __future__ import annotations
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import attention_decode, xla
-from pallas_kernels import kv_write as kv_write_kernel
+from pallas_kernels import copy_pages as copy_kernel
+from pallas_kernels import kv_write as write_kernel
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.xla import Rotation
 
 Impl = Literal["auto", "mosaic", "xla"]
 HOPPER = "9.0"  # compute capability
-DTYPES, EIGHT_BITS = (jnp.bfloat16, jnp.float16), (jnp.int8, jnp.uint8)
+DTYPES = ("bfloat16", "float16")
+STORED = (*DTYPES, "quantized int8", "quantized uint8")
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)  # and multiples of the last
 
@@ -109,8 +110,8 @@ def paged_attention_prefill(
 def kv_write_supported(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `kv_write` cannot take these, or None."""
     for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
-        if new.dtype not in DTYPES:
-            return f"{name}={new.dtype}: the kernel takes bfloat16 and float16"
+        if str(new.dtype) not in DTYPES:
+            return f"{name}={new.dtype}: the kernel takes {' and '.join(DTYPES)}"
         if not isinstance(pages, Quantized) and pages.dtype != new.dtype:
             return f"{name}={new.dtype}: the kernel takes the cache's dtype, {pages.dtype}"
     return _cache_refused(k_pages, v_pages, device)
@@ -138,13 +139,13 @@ def kv_write(
         ValueError: impl="mosaic" where the kernel cannot serve; says why.
     """
     serves = _kernel_serves(impl, kv_write_supported(k_pages, v_pages, k, v, device=device))
-    write = kv_write_kernel.kv_write if serves else xla.kv_write
+    write = write_kernel.kv_write if serves else xla.kv_write
     return write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
 
 
 def copy_pages_supported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `copy_pages` cannot take these, or None."""
-    return _cache_refused(k_pages, v_pages, device) or "copy_pages: there is no kernel for it"
+    return _cache_refused(k_pages, v_pages, device)
 
 
 def copy_pages(
@@ -165,8 +166,9 @@ def copy_pages(
     Raises:
         ValueError: impl="mosaic" where the kernel cannot serve; says why.
     """
-    _kernel_serves(impl, copy_pages_supported(k_pages, v_pages, device=device))
-    return xla.copy_pages(k_pages, v_pages, sources, destinations)
+    serves = _kernel_serves(impl, copy_pages_supported(k_pages, v_pages, device=device))
+    copy = copy_kernel.copy_pages if serves else xla.copy_pages
+    return copy(k_pages, v_pages, sources, destinations)
 
 
 def _kernel_serves(impl: Impl, refused: str | None) -> bool:
@@ -193,15 +195,18 @@ def _cache_refused(k_pages: Pages, v_pages: Pages, device: jax.Device | None) ->
     capability = getattr(device, "compute_capability", None)
     if capability != HOPPER:
         return f"device={device.device_kind}: the kernel is for Hopper GPUs (compute capability {HOPPER})"
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if isinstance(pages, Quantized):
-            if pages.values.dtype not in EIGHT_BITS:
-                return f"{name}={pages.values.dtype}: the kernel takes int8 and, as the bits of float8_e4m3fn, uint8"
-        elif pages.dtype not in DTYPES:
-            return f"{name}={pages.dtype}: the kernel takes bfloat16 and float16"
+    stored, same = _stored(k_pages), _stored(v_pages)
+    if stored not in STORED:
+        return f"k_pages={stored}: the kernel takes {', '.join(STORED)} (uint8: the bits of float8_e4m3fn)"
+    if same != stored:
+        return f"v_pages={same}: the kernel takes what k_pages has, {stored}"
     page_size, head_dim = k_pages.shape[2:]
     if head_dim not in HEAD_DIMS:
         return f"head_dim={head_dim}: the kernel takes {', '.join(map(str, HEAD_DIMS))}"
     if page_size not in PAGE_SIZES and page_size % PAGE_SIZES[-1]:
         return f"page_size={page_size}: the kernel takes {', '.join(map(str, PAGE_SIZES))} and multiples of {PAGE_SIZES[-1]}"
     return None
+
+
+def _stored(pages: Pages) -> str:
+    return f"quantized {pages.values.dtype}" if isinstance(pages, Quantized) else str(pages.dtype)

@@ -43,11 +43,12 @@ def kv_write(
     tokens one by one, and a scale that they shared would have to change under those that are stored already. It costs 4 bytes
     beside head_dim, and multiplies whole scores and weights, not single channels.
 
-    The cache is updated in place where the caller donates it, and what is not written keeps its value.
+    The cache is updated in place where the caller donates it, and what is not written keeps its value. Under `shard_map` this
+    needs check_vma=False.
 
     Args:
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], in k's dtype, or Quantized to int8 or to the bits of
-            float8_e4m3fn.
+            float8_e4m3fn; both of one dtype.
         k, v: bfloat16 or float16 [tokens, kv_heads, head_dim].
         page_ids, offsets: as in `xla.kv_write`; tokens of the null page are not written.
         rotation: as in `xla.kv_write`; unless there are a multiple of 32 pairs, XLA rotates, before the kernel.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ahead_of_time import KernelFacts, device, kernel_facts
 from pallas_kernels.attention_decode import paged_attention_decode
+from pallas_kernels.copy_pages import copy_pages
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.quantized import Pages, movable, quantize
 
@@ -74,6 +75,19 @@ WRITES: dict[str, Case] = {
 }
 
 
+def copy(kind: str, page_size: int) -> Case:
+    """Sixteen pages of eight kv heads."""
+    pages, ids = cache_of(kind, (1 << 10, 8, page_size, 128)), jax.ShapeDtypeStruct((16,), jnp.int32)
+    return copy_pages, (pages, pages, ids, ids)
+
+
+COPIES: dict[str, Case] = {
+    "pages of 64": copy("", 64),
+    "pages of 16, int8": copy("int8", 16),
+    "pages of 128, fp8": copy("float8_e4m3fn", 128),
+}
+
+
 def row(name: str, facts: KernelFacts, threads: int) -> str:
     figures = (facts.registers, facts.spilled, facts.shared, facts.blocks(threads), facts.products)
     return f"| {name} | " + " | ".join(map(str, figures)) + " |"
@@ -91,6 +105,7 @@ def table(title: str, cases: dict[str, Case], threads: int = THREADS) -> None:
 def main() -> None:
     table("decode attention", CASES | {f"{name}, operands in shared memory": case for name, case in INTERPRETED.items()})
     table("cache writes", WRITES, threads=128)
+    table("page copies", COPIES, threads=128)
 
 
 if __name__ == "__main__":

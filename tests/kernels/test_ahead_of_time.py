@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_facts import CASES, INTERPRETED, THREADS, WRITES, Case, cache_of
+from kernel_facts import CASES, COPIES, INTERPRETED, THREADS, WRITES, Case, cache_of
 
 from pallas_kernels import dispatch
 from pallas_kernels.ahead_of_time import MAX_SHARED, compile_for, device, kernel_facts
@@ -40,7 +40,7 @@ def test_the_interpreted_form_compiles_too(case: Case) -> None:
     assert facts.products > 0
 
 
-@pytest.mark.parametrize("case", WRITES.values(), ids=WRITES.keys())
+@pytest.mark.parametrize("case", (WRITES | COPIES).values(), ids=(WRITES | COPIES).keys())
 def test_a_kernel_that_moves_data_spills_nothing_and_leaves_room_for_others(case: Case) -> None:
     function, args = case
     [facts], _ = kernel_facts(device("h200"), function, *args)
@@ -61,6 +61,7 @@ def test_a_step_updates_its_cache_in_place_in_its_kernels(kind: str) -> None:
         where = tables[jnp.arange(rows), last // 64], last % 64
         kernel: Any = {"impl": "mosaic", "device": h200}
         for layer, (k, v) in enumerate(caches):
+            k, v = dispatch.copy_pages(k, v, lengths, lengths + rows, **kernel)
             k, v = caches[layer] = dispatch.kv_write(k, v, new, new, *where, rotation=rotation, **kernel)
             if not kind:
                 q += dispatch.paged_attention_decode(q, k, v, tables, lengths, scale=0.1, **kernel)
@@ -78,5 +79,5 @@ def test_a_step_updates_its_cache_in_place_in_its_kernels(kind: str) -> None:
 
 
 def test_targets_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="target='h20': one of .*h200"):
+    with pytest.raises(ValueError, match=r"target='h20': one of .*h200"):
         device("h20")

@@ -108,12 +108,16 @@ def test_what_the_writing_kernel_takes() -> None:
     q, k, v = arrays()
     new = q[:, :2]
     assert dispatch.kv_write_supported(k, v, new, new, device=HOPPER) is None
-    eight = movable(quantize(k, "int8")), movable(quantize(v, "float8_e4m3fn"))
-    assert dispatch.kv_write_supported(*eight, new, new, device=HOPPER) is None
+    int8, fp8 = movable(quantize(k, "int8")), movable(quantize(v, "float8_e4m3fn"))
+    for pages in (int8, fp8):
+        assert dispatch.kv_write_supported(pages, pages, new, new, device=HOPPER) is None
+        assert dispatch.copy_pages_supported(pages, pages, device=HOPPER) is None
     refusals: list[tuple[Any, str]] = [
         ((k, v, new, new.astype(jnp.float32)), "v=float32"),
         ((k, v, new.astype(jnp.float16), new), "k=float16: the kernel takes the cache's dtype, bfloat16"),
-        ((quantize(k, "float8_e4m3fn"), v, new, new), "k_pages=float8_e4m3fn"),
+        ((k, v, new, new.astype(jnp.float16)), "v=float16: the kernel takes the cache's dtype, bfloat16"),
+        ((quantize(k, "float8_e4m3fn"), v, new, new), "k_pages=quantized float8_e4m3fn"),
+        ((int8, fp8, new, new), "v_pages=quantized uint8: the kernel takes what k_pages has, quantized int8"),
         ((k[..., :32], v[..., :32], new, new), "head_dim=32"),
     ]
     for args, reason in refusals:
