@@ -20,11 +20,11 @@ RACES = plgpu.InterpretGPUParams(detect_races=True)  # fresh memory is NaN
 HOPPER = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=8))
 
 
-def interpret(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
-    """function(*args), whose kernels have interpret=RACES, for a Hopper GPU; it fails if a kernel races."""
+def interpret(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    """function(*args, **how), whose kernels have interpret=RACES, for a Hopper GPU; it fails if a kernel races."""
     interpret_pallas_call.reset_gpu_interpret_mode_state()  # an earlier failure leaves some
     with jax.sharding.use_abstract_mesh(HOPPER):
-        out = jax.block_until_ready(function(*args))
+        out = jax.block_until_ready(function(*args, **how))
     assert not interpret_pallas_call.get_races().races_found
     return out
 
