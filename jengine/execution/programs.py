@@ -106,7 +106,7 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     slots_out = jax.tree.map(lambda x: x.sharding, spec.slots)
     everywhere = spec.replicated
     if isinstance(key, TrunkKey):
-        trunk = make_trunk(spec.model, key, spec.table, spec.page_size)
+        trunk = make_trunk(spec.model, key, spec.table, spec.page_size, spec.mesh.devices.flat[0])
         args: tuple[Any, ...] = spec.params, spec.cache, spec.slots, spec.packed(key)
         cache_specs = jax.tree.map(lambda x: x.sharding.spec, spec.cache)
         return _lower(spec, trunk, f"trunk_{key.rows}_{key.tiles}_{key.pages}", args, (cache_specs, *[PartitionSpec()] * 3), (1, 2))

@@ -9,7 +9,8 @@ from jengine.config import ModelConfig
 from jengine.models.layers import Attend, Attention, Block, Layer, RMSNorm, embed
 from jengine.models.llama import Llama
 from jengine.models.qwen3 import Qwen3Attention
-from jengine.models.rope import Rotation, local_rope
+from jengine.models.rope import local_rope
+from pallas_kernels.xla import Rotation
 
 
 class GemmaLayer(Layer):

@@ -14,10 +14,10 @@ from jax import lax
 
 from jengine.config import ModelConfig
 from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
-from jengine.models.rope import Rotation, rotate
 from jengine.parallel.collectives import shard_index, shards, summed
 from pallas_kernels.products import product
 from pallas_kernels.quantized import Quantized, dequantize
+from pallas_kernels.xla import Rotation
 
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
 Weight = jax.Array | Quantized  # [*out, in]
@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Attend(Protocol):
-    """Causal attention over a layer's cache, after k and v have been written there."""
+    """Causal attention over a layer's cache, after q and k have been rotated, and k and v written there."""
 
     def __call__(
         self,
@@ -41,6 +41,7 @@ class Attend(Protocol):
         k: jax.Array,
         v: jax.Array,
         *,
+        rotation: Rotation | None,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
@@ -158,10 +159,8 @@ class Attention(nnx.Module):
         qkv = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, group + 2, dim)
         q, k, v = qkv[:, :, :group].reshape(tokens, kv_heads * group, dim), qkv[:, :, group], qkv[:, :, group + 1]
         q, k = self.normalize(q, k)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
-        y = attend(layer, q, k, v, scale=scale, window=config.window(layer), soft_cap=config.attention_soft_cap)
+        y = attend(layer, q, k, v, rotation=rotation, scale=scale, window=config.window(layer), soft_cap=config.attention_soft_cap)
         return joined(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
 
     def normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:

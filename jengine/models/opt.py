@@ -9,7 +9,7 @@ from flax import nnx
 from jengine.config import ModelConfig
 from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
 from jengine.models.pieces import Piece
-from jengine.models.rope import Rotation
+from pallas_kernels.xla import Rotation
 
 OFFSET = 2  # rows of the position table before position 0
 
