@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,13 +15,13 @@ from pallas_kernels.quantized import Quantized, is_quantized
 RULES = {"kv_heads": "tensor", "heads": "tensor", "ffn": "tensor", "vocab": "tensor"}  # other axes are replicated
 
 
-def make_mesh(tensor_parallel_size: int) -> Mesh:
-    """A mesh of the first devices, with one axis: tensor.
+def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of the first of these devices, or of all there are, with one axis: tensor.
 
     Raises:
         InvalidArgument: there are fewer devices.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     if not 1 <= tensor_parallel_size <= len(devices):
         raise InvalidArgument("tensor_parallel_size", tensor_parallel_size, f"must be from 1 to {len(devices)}, the devices here")
     return jax.make_mesh((tensor_parallel_size,), ("tensor",), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size])
