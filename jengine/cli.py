@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jengine import JengineError, __version__
-from jengine.commands import chat, convert, follow, generate, serve
+from jengine.commands import chat, compile, convert, follow, generate, plan, serve
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jengine", description="An LLM inference engine, compiled before the first request.")
     parser.add_argument("--version", action="version", version=f"jengine {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (generate, chat, serve, convert):
+    for command in (generate, chat, serve, convert, compile, plan):
         command.add(commands)
     return parser
 

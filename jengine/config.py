@@ -146,6 +146,8 @@ class EngineConfig:
         overlap: dispatch a step before the last one's tokens are read.
         seed: from which requests without a seed of their own draw theirs.
         cache_dir: where compiled programs are kept; None is jengine's folder in the user's cache.
+        programs: a folder that `jengine compile` wrote for this model, these options and this device; nothing is compiled then. dtype
+            auto and num_pages None are as the folder has them.
         compile_threads: programs compiled at once.
         tensor_parallel_size: devices that share the model. Kv heads are repeated where they are fewer, which takes as much more cache.
         coordinator: host:port where process 0 listens, if several processes, on one machine or on many, share the model; all are
@@ -172,6 +174,7 @@ class EngineConfig:
     overlap: bool = True
     seed: int = 0
     cache_dir: str | Path | None = None
+    programs: str | Path | None = None
     compile_threads: int = 2
     tensor_parallel_size: int = 1
     coordinator: str | None = None
@@ -199,7 +202,7 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), 1)
         if self.num_pages is not None:
             _at_least("num_pages", self.num_pages, 2)
-        for name in ("model", "revision", "tokenizer", "cache_dir"):
+        for name in ("model", "revision", "tokenizer", "cache_dir", "programs"):
             if not isinstance(getattr(self, name), str | Path | None):
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

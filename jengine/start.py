@@ -13,18 +13,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jengine.checkpoints import load, read_config, resolve
 from jengine.config import EngineConfig, ModelConfig
 from jengine.engine import Engine
 from jengine.errors import InvalidArgument
-from jengine.execution.memory import claim_gpu_memory, pages_that_fit, pages_to_use
+from jengine.execution.given_programs import GivenPrograms
+from jengine.execution.memory import check_room, claim_gpu_memory, pages_that_fit, pages_to_use
 from jengine.execution.program_store import default_root, saved_page_counts
 from jengine.execution.programs import Programs, open_store
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
-from jengine.models import Model, build
+from jengine.models import build
 from jengine.observe.compiles import compile_count
 from jengine.parallel.link import Alone, Follower, Leader, Link, host_of, join
 from jengine.parallel.mesh import make_mesh
@@ -71,7 +73,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     spec, programs = worker.spec, worker.programs
     runner = Runner(worker, link)
     clock = time.perf_counter()
-    if programs.compiled:
+    if programs.compiled or not programs.costs:
         runner.warm_up(progress=progress)
         programs.save()
     else:
@@ -135,26 +137,30 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
         now = time.perf_counter()
         started.seconds[name], clock = now - clock, now
 
+    given = None if config.programs is None else GivenPrograms(Path(config.programs))
+    config = config if given is None else given.complete(config)
     facts = read_config(started.folder)
     claim_gpu_memory(config.gpu_memory_utilization)
     mesh = make_mesh(config.tensor_parallel_size)
-    max_model_len = _max_model_len(config, facts)
     started.devices = f"{mesh.devices.size} {mesh.devices.flat[0].device_kind}"
     root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
     if config.num_processes > 1:  # each has programs of its own
         root /= f"process-{config.process_id}-of-{config.num_processes}"
-    device = mesh.local_devices[0]
-    check_formats(config, device)
-    dtype = link.agree(str(jnp.dtype(choose_dtype(config.dtype, facts, device, root))), _first)
-    model = build(facts, dtype, max_model_len, config.quantization, config.tensor_parallel_size)
-    started.dtype = str(model.dtype)
+    dtype: Any = link.agree(str(jnp.dtype(choose_dtype(config.dtype, facts, mesh.local_devices[0], root))), _first)
+    config = dataclasses.replace(config, dtype=dtype)
+    shapes = describe(config, facts, mesh, root)
+    started.dtype = str(shapes.model.dtype)
+    if given is not None:
+        given.check(_with_pages(config, shapes, root, link).facts())  # before the weights are read, which may take minutes
     lap("configuration")
-    params = load(started.folder, model, mesh, progress=progress)
+    params = load(started.folder, shapes.model, mesh, progress=progress)
     lap("weights")
-    spec = _spec(config, model, mesh, max_model_len, root, link)
+    spec = _with_pages(config, shapes, root, link)
     link.agree(spec.fingerprint(), partial(_same, "config", "options, versions or models differ"))
-    programs = Programs(spec, open_store(spec, root), threads=config.compile_threads, progress=progress)
+    programs = Programs(spec, given or open_store(spec, root), threads=config.compile_threads, progress=progress)
     started.programs_compiled, started.programs_loaded = programs.compiled, programs.loaded
+    if given is not None:
+        check_room(spec, programs.memory.values())
     lap("programs")
     worker = Worker(spec, programs, params)
     link.agree(None, _first)  # all are ready
@@ -185,17 +191,25 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _spec(config: EngineConfig, model: Model, mesh: jax.sharding.Mesh, max_model_len: int, root: Path, link: Link) -> ExecutionSpec:
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    page_size = config.page_size or (16 if on_cpu else 64)
+def describe(config: EngineConfig, facts: ModelConfig, mesh: Mesh, root: Path) -> ExecutionSpec:
+    """All that decides the programs' shapes but the number of pages, which is 0 here. Allocates nothing on a device.
+
+    Raises:
+        InvalidArgument: an option that this model or device cannot meet.
+        ModelError: the model is not supported.
+    """
+    device = mesh.devices.flat[0]
+    check_formats(config, device)
+    max_model_len = _max_model_len(config, facts)
+    page_size = config.page_size or (16 if device.platform == "cpu" else 64)
     table = ProgramTable.build(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         tile_size=config.tile_size,
-        page_buckets=(0,) if on_cpu else page_buckets(-(-max_model_len // page_size)),
+        page_buckets=page_buckets_for(device, -(-max_model_len // page_size)),
     )
-    spec = ExecutionSpec(
-        model=model,
+    return ExecutionSpec(
+        model=build(facts, choose_dtype(config.dtype, facts, device, root), max_model_len, config.quantization, mesh.devices.size),
         mesh=mesh,
         table=table,
         max_model_len=max_model_len,
@@ -204,10 +218,18 @@ def _spec(config: EngineConfig, model: Model, mesh: jax.sharding.Mesh, max_model
         num_pages=0,
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
     )
+
+
+def _with_pages(config: EngineConfig, spec: ExecutionSpec, root: Path, link: Link) -> ExecutionSpec:
     fit = pages_that_fit(config, spec)
-    chosen = config.num_pages is not None or config.kv_cache_memory is not None or on_cpu
+    chosen = config.num_pages is not None or config.kv_cache_memory is not None or spec.mesh.devices.flat[0].platform == "cpu"
     wanted = fit if chosen else pages_to_use(fit, saved_page_counts(root, spec.fingerprint()))
     return dataclasses.replace(spec, num_pages=link.agree(wanted, min))
+
+
+def page_buckets_for(device: jax.Device, width: int) -> tuple[int, ...]:
+    """A CPU loops over a sequence's own pages; on a GPU, XLA's attention takes a static number of them."""
+    return (0,) if device.platform == "cpu" else page_buckets(width)
 
 
 def page_buckets(width: int) -> tuple[int, ...]:

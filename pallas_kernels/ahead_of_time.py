@@ -48,18 +48,35 @@ class KernelFacts:
         return min(REGISTERS // registers, SHARED // (self.shared + RESERVED))
 
 
-def device(target: str) -> jax.Device:
-    """A device, such as 'h200', to compile for.
+def targets() -> list[str]:
+    """Names of the devices that there are files for."""
+    return sorted(file.stem for file in TARGETS.glob("*.txtpb"))
+
+
+def description(target: str) -> str:
+    """What XLA asks of a device, such as 'h200': a GpuTargetConfigProto as text.
 
     Raises:
         ValueError: there is no file for it in `targets`.
     """
-    file = TARGETS / f"{target}.txtpb"
-    if not file.is_file():
-        raise ValueError(f"target={target!r}: one of {', '.join(sorted(file.stem for file in TARGETS.glob('*.txtpb')))}")
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=file.read_text())
-    found: jax.Device = topology.devices[0]
-    return found
+    if target not in targets():
+        raise ValueError(f"target={target!r}: one of {', '.join(targets())}")
+    return (TARGETS / f"{target}.txtpb").read_text()
+
+
+def devices(target: str, count: int) -> list[jax.Device]:
+    """Devices of one host, such as 'h200', to compile for.
+
+    Raises:
+        ValueError: there is no file for it in `targets`.
+    """
+    text = description(target)
+    return list(topologies.get_topology_desc(platform="cuda", topology=f"1x1x{count}", target_config=text).devices)
+
+
+def device(target: str) -> jax.Device:
+    """One of them."""
+    return devices(target, 1)[0]
 
 
 def compile_for(device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:

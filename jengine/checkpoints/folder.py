@@ -14,10 +14,11 @@ from jengine.errors import ModelError
 
 DEMO = Path(__file__).parent.parent / "demo"
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # weights, configuration, tokenizer
+CONFIG_FILES = ["config.json", "generation_config.json", converted.MARK]  # without weights
 
 
-def resolve(model: str, revision: str | None = None) -> Path:
-    """The folder of a model: `demo`, a local folder, or a hub id, which is downloaded unless it is cached.
+def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILES) -> Path:
+    """The folder of a model: `demo`, a local folder, or a hub id, of which these files are downloaded unless they are cached.
 
     Raises:
         ModelError: there is no such model, or it cannot be fetched.
@@ -31,14 +32,14 @@ def resolve(model: str, revision: str | None = None) -> Path:
         raise ModelError("is a file; a model is a folder in Hugging Face's layout", file=path)
     if model.startswith(("/", "./", "../", "~")) or model.count("/") != 1:
         raise ModelError("there is no such folder", file=path)
-    return _download(model, revision)
+    return _download(model, revision, files)
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and needed for hub ids only
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=["*/*", "consolidated*"]))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=["*/*", "consolidated*"]))
     except Exception as error:  # the network's and the hub's failures share no base class
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"there is no such folder, and the hub gave no model: {cause}", file=model) from error

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax._src import xla_bridge  # whether a backend exists: JAX has no public way to ask
@@ -18,7 +22,55 @@ from pallas_kernels.quantized import is_quantized
 
 CPU_DEFAULT = 1 << 30  # bytes
 PROGRAM_SHARE = 20  # one in this many bytes is left to programs: temporaries and code
+MARGIN_SHARE = 50  # one in this many, where temporaries are known: fragmentation
 PAGE_GRID = 64  # pages: a count rounded down to this is likelier to be the same at the next start
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramMemory:
+    """Bytes of a program on one device, as XLA reports them."""
+
+    arguments: int
+    outputs: int
+    aliased: int  # outputs that are written over donated arguments
+    temporaries: int
+
+    @property
+    def working(self) -> int:
+        """What it needs beside its arguments."""
+        return self.temporaries + self.outputs - self.aliased
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on one device: what is in them before the cache, and what a page of the cache takes."""
+
+    limit: int  # for all of jengine
+    weights: int
+    state: int  # slots, and the counts that penalties need
+    working: int  # of the program that takes most beside its arguments
+    page: int
+
+    @classmethod
+    def of(cls, limit: int, spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> DeviceMemory:
+        state = device_bytes((spec.slots, spec.counts))
+        page = device_bytes(dataclasses.replace(spec, num_pages=1).cache)
+        return cls(limit, device_bytes(spec.params), state, max(program.working for program in programs), page)
+
+    @property
+    def margin(self) -> int:
+        return self.limit // MARGIN_SHARE
+
+    @property
+    def pages(self) -> int:
+        """How many fit, on the grid; may be negative."""
+        free = self.limit - self.weights - self.state - self.working - self.margin
+        return free // self.page // PAGE_GRID * PAGE_GRID
+
+
+def device_bytes(tree: Any) -> int:
+    """Of a device's parts of abstract arrays with shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def claim_gpu_memory(share: float) -> None:
@@ -53,8 +105,41 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
         stats = device.memory_stats() or {}
         limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
         count = min(everyone, (limit - used - limit // PROGRAM_SHARE) // each // PAGE_GRID * PAGE_GRID)
+    return _enough(count, spec.page_size, each)
+
+
+def pages_beside(config: EngineConfig, spec: ExecutionSpec, memory: DeviceMemory) -> int:
+    """The same on a GPU, where it is known what its programs take; it need not be there.
+
+    Raises:
+        OutOfMemory: no room for one page beside the null page.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    given = parse_bytes("kv_cache_memory", config.kv_cache_memory)
+    count = min(1 + spec.max_slots * spec.table_width, memory.pages) if given is None else given // memory.page
+    return _enough(count, spec.page_size, memory.page)
+
+
+def check_room(spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> None:
+    """Whether a GPU that holds the weights already has room for the cache and for what programs take.
+
+    Raises:
+        OutOfMemory: it does not.
+    """
+    stats = spec.mesh.devices.flat[0].memory_stats() or {}
+    if "bytes_limit" not in stats:  # a CPU
+        return
+    memory = DeviceMemory.of(stats["bytes_limit"], spec, programs)
+    need, free = spec.num_pages * memory.page + memory.state + memory.working, stats["bytes_limit"] - stats["bytes_in_use"]
+    if need > free:
+        sizes = f"{spec.num_pages} pages and what programs take need {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+        raise OutOfMemory(f"no room for the KV cache that the programs were compiled for: {sizes}")
+
+
+def _enough(count: int, page_size: int, each: int) -> int:
     if count < 2:
-        size = f"a page of {spec.page_size} tokens takes {each / 2**20:.1f} MiB, and 2 are needed at least"
+        size = f"a page of {page_size} tokens takes {each / 2**20:.1f} MiB, and 2 are needed at least"
         raise OutOfMemory(f"no room for the KV cache: {size}")
     return count
 

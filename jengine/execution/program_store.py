@@ -1,4 +1,4 @@
-"""Saved executables: a folder for each fingerprint, private to its user, every file checked by its hash.
+"""Saved executables: a folder for each fingerprint, or one that was asked for; private to its user, every file checked by its hash.
 
 A saved executable is code that runs in this process. So the folder and its files must belong to the user and be
 writable by nobody else, and a file whose hash is not the recorded one is not loaded.
@@ -6,20 +6,22 @@ writable by nobody else, and a file whose hash is not the recorded one is not lo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
 from platformdirs import user_cache_path
 
 ENVIRONMENT = "JENGINE_CACHE_DIR"
+MANIFEST = "manifest.json"
 
 
 def default_root() -> Path:
@@ -33,75 +35,119 @@ def saved_page_counts(root: Path, fingerprint: str) -> list[int]:
     return [int(name) for name in names if name.isdecimal()]
 
 
+class Doubt(Exception):
+    """Why a saved file is not taken."""
+
+
+class Manifest(NamedTuple):
+    """What a folder of programs says of itself.
+
+    Attributes:
+        facts: ExecutionSpec.facts() of those who saved it, as JSON has them.
+        programs: digests by name.
+        notes: measured of the programs, as JSON has it.
+    """
+
+    facts: dict[str, Any]
+    programs: dict[str, str]
+    notes: dict[str, Any]
+
+
 class ProgramStore:
-    """Executables under `root/programs/fingerprint-pages`. Anything that cannot be trusted or read counts as absent."""
+    """Executables in a folder, with a manifest that names them."""
 
-    def __init__(self, root: Path, fingerprint: str, num_pages: int, facts: dict[str, object], devices: Sequence[jax.Device]) -> None:
-        self.folder = root / "programs" / f"{fingerprint}-{num_pages}"
-        self.facts = facts
-        self._devices = devices  # that executables are loaded for: there may be more
-        self._kept: dict[str, str] = {}  # digests of what was loaded
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._digests: dict[str, str] = {}  # of what was loaded or written
 
-    def load(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(executables by name, notes); both empty where there is nothing to trust."""
-        manifest = self.folder / "manifest.json"
+    def manifest(self) -> Manifest:
+        """What the folder holds.
+
+        Raises:
+            Doubt: there is no manifest, it is damaged, or others than the user may write it or its folder.
+        """
+        file = self.folder / MANIFEST
+        for path in (self.folder, file):
+            _must_be_private(path)
         try:
-            if not all(_private(p) for p in (self.folder, manifest)):
-                return {}, {}
-            index = json.loads(manifest.read_text())
-            digests, notes = dict(index["programs"]), dict(index["notes"])
-            loaded = {name: self._load_one(name, digest) for name, digest in digests.items()}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}, {}
-        found = {name: program for name, program in loaded.items() if program is not None}
-        self._kept = {name: digests[name] for name in found}
-        return found, notes
+            index = json.loads(file.read_text())
+            return Manifest(dict(index["facts"]), dict(index["programs"]), dict(index["notes"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Doubt(f"{file} cannot be read: {error!r}") from None
 
-    def _load_one(self, name: str, digest: str) -> Any | None:
+    def load(self, names: Iterable[str], facts: dict[str, object], devices: Sequence[jax.Device]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(those of the named executables that are here, notes). What cannot be trusted or read counts as absent.
+
+        Args:
+            facts: of what they are wanted for. Not looked at: in the cache, the folder is named by them.
+            devices: that they will run on; there may be more.
+        """
+        try:
+            manifest = self.manifest()
+        except Doubt:
+            return {}, {}
+        found = {}
+        for name in names:
+            with contextlib.suppress(Doubt):
+                found[name] = self.load_one(name, manifest.programs, devices)
+        self._digests = {name: manifest.programs[name] for name in found}
+        return found, manifest.notes
+
+    def load_one(self, name: str, digests: dict[str, str], devices: Sequence[jax.Device]) -> Any:
+        """An executable.
+
+        Raises:
+            Doubt: it is missing, others may write its file, its content is not what was saved, or the runtime cannot read it.
+        """
+        if name not in digests:
+            raise Doubt(f"{self.folder / MANIFEST} names no {name}")
+        digest = str(digests[name])
         path = self._file(name, digest)
-        if not _private(path):
-            return None
+        _must_be_private(path)
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != digest:
-            return None
+            raise Doubt(f"{path} is damaged: its hash is not the recorded one")
         try:
             serialized, in_tree, out_tree = pickle.loads(data)
-            return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=self._devices)
-        except Exception:  # whatever pickle and the runtime raise for what they cannot read
-            return None
+            return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=devices)
+        except Exception as error:  # whatever pickle and the runtime raise for what they cannot read
+            raise Doubt(f"{path} cannot be loaded: {error}") from error
 
     def _file(self, name: str, digest: str) -> Path:
         """Named by its content too: of processes that save at once, each writes files of its own, and the last manifest counts."""
         return self.folder / f"{name}-{digest[:16]}.bin"
 
-    def save(self, programs: dict[str, Any], notes: dict[str, Any]) -> None:
-        """Write executables, then the manifest that names them and those that were loaded.
-
-        A loaded executable must not be among them: written again it would lack its functions.
+    def add(self, name: str, program: Any) -> int:
+        """Write an executable, which the next manifest names; returns its bytes. A loaded one, written again, would lack its functions.
 
         Raises:
             OSError: the folder cannot be made or written.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        digests = dict(self._kept)
-        for name, program in programs.items():
-            data = pickle.dumps(serialize_executable.serialize(program))
-            digests[name] = hashlib.sha256(data).hexdigest()
-            _write(self._file(name, digests[name]), data)
-        manifest = {"facts": self.facts, "programs": digests, "notes": notes}
-        _write(self.folder / "manifest.json", json.dumps(manifest, indent=1, default=list).encode())
+        data = pickle.dumps(serialize_executable.serialize(program))
+        self._digests[name] = hashlib.sha256(data).hexdigest()
+        _write(self._file(name, self._digests[name]), data)
+        return len(data)
+
+    def finish(self, facts: dict[str, object], notes: dict[str, Any]) -> None:
+        """Write the manifest, which names what was added and what was loaded.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        manifest = Manifest(facts, self._digests, notes)._asdict()
+        _write(self.folder / MANIFEST, json.dumps(manifest, indent=1, default=list).encode())
 
 
-def _private(path: Path) -> bool:
-    """Whether it belongs to this user and nobody else may write it."""
-    if not hasattr(os, "getuid"):
-        return path.exists()
+def _must_be_private(path: Path) -> None:
+    """Raises Doubt unless it belongs to this user and nobody else may write it."""
     try:
         facts = path.stat()
-    except FileNotFoundError:
-        return False
-    return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+    except OSError as error:
+        raise Doubt(f"{path} cannot be read: {error.strerror}") from None
+    if hasattr(os, "getuid") and (facts.st_uid != os.getuid() or facts.st_mode & 0o022):
+        raise Doubt(f"{path} must belong to you and be writable by nobody else: programs are code")
 
 
 def _write(path: Path, data: bytes) -> None:

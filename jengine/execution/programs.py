@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from jengine.execution.kv_cache import Cache
 from jengine.execution.logits import COUNT_CHUNK, count_tokens
+from jengine.execution.memory import ProgramMemory
 from jengine.execution.program_store import ProgramStore
 from jengine.execution.sampler import make_sampler, make_scorer
 from jengine.execution.slots import SlotState
@@ -31,16 +33,6 @@ COUNT: Literal["count"] = "count"
 Key = TrunkKey | SamplerKey | ScoreKey | Literal["allocate", "allocate-counts", "count"]
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramMemory:
-    """Bytes of a program on one device, as XLA reports them."""
-
-    arguments: int
-    outputs: int
-    aliased: int  # outputs that are written over donated arguments
-    temporaries: int
-
-
 class Programs:
     """Every program of the table, ready to call.
 
@@ -52,26 +44,22 @@ class Programs:
     """
 
     def __init__(self, spec: ExecutionSpec, store: ProgramStore | None, *, threads: int, progress: bool) -> None:
-        self._store = store
+        self._store, self._facts = store, spec.facts()
         keys = program_keys(spec)
-        found, notes = store.load() if store else ({}, {})
-        self._programs: dict[Key, Any] = {key: found[_file_name(key)] for key in keys if _file_name(key) in found}
+        devices = spec.mesh.devices.flatten().tolist()
+        found, notes = store.load(map(file_name, keys), self._facts, devices) if store else ({}, {})
+        self._programs: dict[Key, Any] = {key: found[file_name(key)] for key in keys if file_name(key) in found}
         self.loaded = len(self._programs)
         self._missing = missing = [key for key in keys if key not in self._programs]
         self.compiled = len(missing)
-        # The largest first: they take longest, and if memory is short it shows at once.
-        missing.sort(key=lambda key: -spec.table.tokens(key) if isinstance(key, TrunkKey) else 0)
         retrieved = retrieval_count()
-        with ThreadPoolExecutor(threads, "compile") as pool:
-            jobs = pool.map(lambda key: (key, lower(spec, key).compile()), missing)
-            for key, program in tqdm(jobs, "compiling", len(missing), unit="program", disable=not progress or not missing, leave=False):
-                self._programs[key] = program
+        for built in compile_all(spec, missing, threads=threads, progress=progress):
+            self._programs[built.key] = built.program
         self._savable = bool(missing) and retrieval_count() == retrieved
-        self.memory: dict[Key, ProgramMemory] = {}
-        for key in keys:
-            noted = notes.get("memory", {}).get(str(key)) if key not in missing else None
-            self.memory[key] = ProgramMemory(**noted) if noted else _memory(self._programs[key])
-        self.costs: dict[str, float] = notes.get("costs", {}) if not missing else {}
+        noted = notes.get("memory", {})
+        fresh = {key: memory_of(self._programs[key]) for key in keys if key in missing or str(key) not in noted}
+        self.memory = {key: fresh.get(key) or ProgramMemory(**noted[str(key)]) for key in keys}
+        self.costs: dict[str, float] = {} if missing else notes.get("costs", {})
 
     def __getitem__(self, key: Key) -> Any:
         return self._programs[key]
@@ -82,17 +70,53 @@ class Programs:
         Where JAX's own compilation cache is on and had some of it, nothing is kept: what it gives cannot be serialized again.
         """
         if self._store and self._savable:
-            notes = {"memory": {str(k): asdict(m) for k, m in self.memory.items()}, "costs": self.costs}
             try:
-                self._store.save({_file_name(key): self._programs[key] for key in self._missing}, notes)
+                for key in self._missing:
+                    self._store.add(file_name(key), self._programs[key])
+                self._store.finish(self._facts, {"memory": memory_notes(self.memory), "costs": self.costs})
             except OSError as error:
                 warnings.warn(
                     f"compiled programs could not be saved, the next start compiles them again: {error}", RuntimeWarning, stacklevel=2
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A program that was compiled here, and how long that took."""
+
+    key: Key
+    program: Any
+    seconds: float
+
+
+def compile_all(
+    spec: ExecutionSpec, keys: list[Key], *, threads: int, progress: bool, options: dict[str, str] | None = None
+) -> Iterator[Built]:
+    """Programs as they are done, compiled by several threads at once.
+
+    The largest first: they take longest, and if memory is short it shows at once.
+
+    Args:
+        options: XLA's, for each of them.
+    """
+
+    def build(key: Key) -> Built:
+        start = time.perf_counter()
+        program = lower(spec, key).compile(compiler_options=options)
+        return Built(key, program, time.perf_counter() - start)
+
+    keys = sorted(keys, key=lambda key: -spec.table.tokens(key) if isinstance(key, TrunkKey) else 0)
+    with ThreadPoolExecutor(threads, "compile") as pool:
+        yield from tqdm(pool.map(build, keys), "compiling", len(keys), unit="program", disable=not progress or not keys, leave=False)
+
+
+def memory_notes(memory: dict[Key, ProgramMemory]) -> dict[str, dict[str, int]]:
+    """As a manifest has them."""
+    return {str(key): asdict(facts) for key, facts in memory.items()}
+
+
 def open_store(spec: ExecutionSpec, root: Path) -> ProgramStore:
-    return ProgramStore(root, spec.fingerprint(), spec.num_pages, spec.facts(), spec.mesh.devices.flatten().tolist())
+    return ProgramStore(root / "programs" / f"{spec.fingerprint()}-{spec.num_pages}")
 
 
 def program_keys(spec: ExecutionSpec) -> list[Key]:
@@ -139,7 +163,7 @@ def _lower(
     return jax.jit(function, donate_argnums=donated).lower(*args)
 
 
-def _file_name(key: Key) -> str:
+def file_name(key: Key) -> str:
     if isinstance(key, TrunkKey):
         return f"trunk-{key.rows}-{key.tiles}-{key.pages}"
     if isinstance(key, ScoreKey):
@@ -147,6 +171,6 @@ def _file_name(key: Key) -> str:
     return f"sampler-{key.rows}-{key.variant}" if isinstance(key, SamplerKey) else key
 
 
-def _memory(program: Any) -> ProgramMemory:
+def memory_of(program: Any) -> ProgramMemory:
     facts = program.memory_analysis()
     return ProgramMemory(facts.argument_size_in_bytes, facts.output_size_in_bytes, facts.alias_size_in_bytes, facts.temp_size_in_bytes)

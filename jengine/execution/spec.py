@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -123,6 +124,7 @@ class ExecutionSpec:
             "platform": device.platform,
             "device": device.device_kind,
             "processor": cpu_features() if device.platform == "cpu" else "",
+            "plugin": "" if device.platform == "cpu" else _plugins(),
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
             "source": _source_digest(),
@@ -132,6 +134,15 @@ class ExecutionSpec:
         """Of all facts but the number of pages, which may depend on how much memory is free today."""
         facts = {name: fact for name, fact in self.facts().items() if name != "num_pages"}
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=list).encode()).hexdigest()[:24]
+
+
+def _plugins() -> str:
+    """Of JAX's plugins for CUDA, those that are installed: a program is loaded by what compiled it."""
+    versions = []
+    for name in ("jax-cuda12-pjrt", "jax-cuda13-pjrt"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(versions)
 
 
 @functools.cache

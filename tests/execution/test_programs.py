@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jengine.execution.memory import temporaries_bound
-from jengine.execution.programs import ALLOCATE, ProgramMemory, Programs, lower, program_keys
+from jengine.execution.memory import ProgramMemory, temporaries_bound
+from jengine.execution.programs import ALLOCATE, Programs, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.program_table import SamplerKey, TrunkKey
 from tests.execution.specs import make_spec

@@ -1,0 +1,156 @@
+"""The table compiled without an engine, from a model's configuration alone: for the device at hand, or for GPUs that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jengine.checkpoints import read_config, resolve
+from jengine.checkpoints.folder import CONFIG_FILES
+from jengine.config import EngineConfig
+from jengine.errors import InvalidArgument, OutOfMemory
+from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
+from jengine.execution.program_store import ProgramStore, default_root
+from jengine.execution.programs import Key, compile_all, file_name, memory_notes, memory_of, program_keys
+from jengine.execution.spec import ExecutionSpec
+from jengine.parallel.mesh import make_mesh
+from jengine.planning.device_facts import device_facts
+from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
+from jengine.start import describe
+from pallas_kernels import ahead_of_time
+
+AUTOTUNE = "autotune.textproto"
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What `compile_table` wrote.
+
+    Attributes:
+        memory: on each device; None on a CPU.
+        file_bytes, seconds: by program.
+        elapsed: seconds in all; programs are compiled side by side.
+        autotune: where this device's autotuning results are.
+    """
+
+    spec: ExecutionSpec
+    memory: DeviceMemory | None
+    file_bytes: dict[str, int]
+    seconds: dict[str, float]
+    elapsed: float
+    autotune: Path | None
+
+
+def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
+    """All but the number of pages, for the target's devices or, without one, for those at hand.
+
+    Raises:
+        InvalidArgument: there is no such target, or what it needs is not installed; or see `start.describe`.
+    """
+    try:
+        devices = None if target is None else ahead_of_time.devices(target, config.tensor_parallel_size)
+    except NotImplementedError:
+        raise InvalidArgument("target", target, "needs CUDA's plugin and compiler: pip install 'jengine[aot]'") from None
+    except ValueError as error:
+        raise InvalidArgument("target", target, str(error)) from None
+    claim_gpu_memory(config.gpu_memory_utilization)
+    mesh = make_mesh(config.tensor_parallel_size, devices)
+    root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
+    return describe(config, read_config(resolve(config.model, config.revision, CONFIG_FILES)), mesh, root)
+
+
+def memory_limit(config: EngineConfig, spec: ExecutionSpec, target: str | None) -> int:
+    """Bytes that jengine may take of each device."""
+    if target is not None:
+        return int(device_facts(target).memory * config.gpu_memory_utilization)
+    return int((spec.mesh.devices.flat[0].memory_stats() or {})["bytes_limit"])
+
+
+def largest(spec: ExecutionSpec) -> list[Key]:
+    """Programs of which one takes most beside its arguments."""
+    table = spec.table
+    trunk = TrunkKey(table.max_rows, table.max_tiles, table.page_buckets[-1])
+    return [trunk, SamplerKey(table.sample_buckets[-1], "full"), ScoreKey(table.max_tiles)]
+
+
+def compile_table(
+    config: EngineConfig, out: Path, *, target: str | None = None, autotune: Path | None = None, progress: bool = True
+) -> Compiled:
+    """Compiles every program and writes them to a folder that `EngineConfig.programs` takes.
+
+    Args:
+        out: the folder, new or empty.
+        target: a GPU that need not be there, such as 'h200'; None is the device at hand.
+        autotune: results of autotuning on a GPU of the same kind, which `compile_table` saved there.
+
+    Raises:
+        InvalidArgument: an option that this model or device cannot meet, or a folder that is not empty.
+        ModelError: the model cannot be read, or is not supported.
+        OutOfMemory: the device is too small.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidArgument("out", str(out), "must be a new or an empty folder")
+    start = time.perf_counter()
+    spec, memory = describe_for(config, target), None
+    device = spec.mesh.devices.flat[0]
+    options = _autotuned(device, autotune)
+    if device.platform == "cpu":
+        spec = dataclasses.replace(spec, num_pages=pages_that_fit(config, spec))
+    else:
+        provisional = compile_all(
+            dataclasses.replace(spec, num_pages=PAGE_GRID), largest(spec), threads=config.compile_threads, progress=False, options=options
+        )
+        memory = DeviceMemory.of(memory_limit(config, spec, target), spec, [memory_of(built.program) for built in provisional])
+        spec = dataclasses.replace(spec, num_pages=pages_beside(config, spec, memory))
+    store, file_bytes, seconds = ProgramStore(out), dict[str, int](), dict[str, float]()
+    used: dict[Key, ProgramMemory] = {}
+    for built in compile_all(spec, program_keys(spec), threads=config.compile_threads, progress=progress, options=options):
+        file_bytes[str(built.key)] = store.add(file_name(built.key), built.program)
+        seconds[str(built.key)], used[built.key] = round(built.seconds, 2), memory_of(built.program)
+    if memory is not None:
+        memory = DeviceMemory.of(memory.limit, spec, used.values())
+        _check(spec, memory)
+    notes: dict[str, Any] = {"memory": memory_notes(used), "bytes": file_bytes, "compile_seconds": seconds}
+    store.finish(spec.facts(), notes)
+    results = None if target is not None or device.platform == "cpu" else _save_autotuning(device, out)
+    return Compiled(spec, memory, file_bytes, seconds, time.perf_counter() - start, results)
+
+
+def _check(spec: ExecutionSpec, memory: DeviceMemory) -> None:
+    """The number of pages came from a few programs: whether there is room with all of them."""
+    need = spec.num_pages * memory.page + memory.weights + memory.state + memory.working
+    if need > memory.limit:
+        sizes = f"{spec.num_pages} pages, weights and what programs take need {need / 2**30:.1f} GiB of {memory.limit / 2**30:.1f} GiB"
+        raise OutOfMemory(f"no room for the KV cache: {sizes}")
+
+
+def _autotuned(device: jax.Device, results: Path | None) -> dict[str, str]:
+    """XLA's options with which programs take these results. XLA reads the file once a process."""
+    if results is None:
+        return {}
+    if device.platform == "cpu":
+        raise InvalidArgument("autotune", str(results), "XLA does not autotune for CPUs")
+    options = {"xla_gpu_load_autotune_results_from": str(results)}
+    try:
+        _compile_little(device, options)  # alone, and not in the pool's threads
+    except jax.errors.JaxRuntimeError as error:
+        raise InvalidArgument("autotune", str(results), f"cannot be read: {str(error).splitlines()[0]}") from None
+    return options
+
+
+def _save_autotuning(device: jax.Device, out: Path) -> Path | None:
+    """All that this process has found by autotuning: XLA writes it whenever it compiles."""
+    file = out / AUTOTUNE
+    _compile_little(device, {"xla_gpu_dump_autotune_results_to": str(file)})
+    return file if file.exists() else None
+
+
+def _compile_little(device: jax.Device, options: dict[str, str]) -> None:
+    one = jax.ShapeDtypeStruct((), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
+    jax.jit(lambda x: x + 1).lower(one).compile(compiler_options=options)

@@ -1,0 +1,77 @@
+"""`jengine compile`: every program of a model, for the device at hand or for GPUs that are not there."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from jengine import EngineConfig
+from jengine.commands.flags import add_fields, add_model, given_fields
+from jengine.commands.terminal import note
+
+# These do not enter programs, or are what is written here.
+SKIPS = ("model", "tokenizer", "policy", "overlap", "seed", "programs")
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "compile",
+        help="compile a model's programs ahead of time, for a GPU that need not be there",
+        description="Compile every program of a model into a folder, from its config.json alone. An engine that is started with\n"
+        "--programs DIR, the same model, options and versions, on such a device, loads them and compiles nothing.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser)
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write, new or empty")
+    add_target(parser, required=False)
+    parser.add_argument(
+        "--autotune", metavar="FILE", type=Path, help="autotuning results that this command saved on a GPU of the target's kind"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar and no closing lines")
+    add_fields(parser.add_argument_group("engine"), EngineConfig, skip=SKIPS)
+    parser.set_defaults(run=_compile)
+
+
+def add_target(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """--target and --tp."""
+    text = "the GPU: h200, h100, a100 or l4" + ("" if required else "; without it, the device at hand")
+    parser.add_argument("--target", metavar="NAME", required=required, help=f"{text} (needs the extra aot)")
+    parser.add_argument(
+        "--tp", dest="tensor_parallel_size", metavar="N", type=int, default=argparse.SUPPRESS, help="short for --tensor-parallel-size"
+    )
+
+
+def config_for(options: argparse.Namespace) -> EngineConfig:
+    """The engine's options, checked; and JAX kept away from GPUs at hand, which a target does not need."""
+    config = EngineConfig.of(options.model, given_fields(options, EngineConfig, skip=SKIPS))
+    if options.target is not None:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")  # what JAX's own cache gives cannot be serialized again
+    return config
+
+
+def _compile(options: argparse.Namespace) -> None:
+    config = config_for(options)
+    from jengine.ahead_of_time import compile_table
+
+    done = compile_table(config, options.out, target=options.target, autotune=options.autotune, progress=not options.quiet)
+    if options.quiet:
+        return
+    spec = done.spec
+    size = sum(done.file_bytes.values()) / MIB
+    device = f"{spec.mesh.size} x {spec.mesh.devices.flat[0].device_kind}"
+    note(f"{options.out}: {len(done.file_bytes)} programs for {device}, {size:.1f} MiB, compiled in {done.elapsed:.0f} s")
+    note(f"the cache has {spec.num_pages} pages of {spec.page_size} tokens, {spec.cache_bytes / GIB:.2f} GiB in all")
+    if done.autotune is not None:
+        note(f"autotuning results: {done.autotune}")
+    note("start with " + shlex.join(["jengine", "generate", options.model, "PROMPT", *_flags(options)]))
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    """Of an engine that takes these programs."""
+    given: dict[str, Any] = {"programs": options.out, **given_fields(options, EngineConfig, skip=(*SKIPS, "compile_threads", "cache_dir"))}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]

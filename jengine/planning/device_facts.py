@@ -1,0 +1,45 @@
+"""What is known of a device that need not be there."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+
+from pallas_kernels.ahead_of_time import TARGETS, description
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """A device's data sheet.
+
+    Attributes:
+        memory: bytes.
+        bandwidth: of its memory, bytes a second.
+        rates: operations a second in dense matrix products, by dtype.
+        link: bytes a second that it sends to the other devices of its host.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    rates: dict[str, float]
+    link: float
+    link_name: str
+
+
+def device_facts(target: str) -> DeviceFacts:
+    """Of a device such as 'h200'.
+
+    Raises:
+        ValueError: there are no files for it.
+    """
+    text = description(target)
+
+    def field(name: str) -> str:
+        [found] = re.findall(rf'^\s*{name}: "?([^"\n]+)', text, re.MULTILINE)
+        return str(found)
+
+    more = tomllib.loads((TARGETS / "rates.toml").read_text())[target]
+    memory, bandwidth = int(field("device_memory_size")), float(field("memory_bandwidth"))
+    return DeviceFacts(field("name"), memory, bandwidth, more["rates"], more["link"], more["link_name"])

@@ -1,0 +1,125 @@
+"""Whether a model fits a GPU that is not there, how many sequences it then serves, and how fast at most."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jengine.ahead_of_time import describe_for, largest, memory_limit
+from jengine.config import EngineConfig
+from jengine.errors import OutOfMemory
+from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
+from jengine.execution.programs import Key, compile_all, memory_of, program_keys
+from jengine.execution.spec import ExecutionSpec
+from jengine.models import QUANTIZATIONS
+from jengine.planning.device_facts import DeviceFacts, device_facts
+from jengine.planning.roofline import Bound, Formats, bound, decode, kv_token_bytes, prefill
+from jengine.program_table import TrunkKey
+
+CONTEXTS = 1024, 8192  # tokens of a sequence, beside max_model_len
+BATCHES = 1, 8, 32, 128, 512  # sequences, up to max_num_seqs
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens a second at most, of one kind of step.
+
+    Attributes:
+        count: sequences decoding, or tokens of a prefill step.
+        context: tokens of each sequence, or of each prompt.
+        fits: whether the cache holds them.
+    """
+
+    count: int
+    context: int
+    bound: Bound
+    fits: bool = True
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.count / self.bound.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `jengine plan` prints.
+
+    Attributes:
+        pages: of the cache, the null page included; 0 where there is no room.
+        total_programs: of the whole table.
+        compiled: what XLA says of the programs that the plan comes from, and the seconds that each took to compile.
+    """
+
+    spec: ExecutionSpec
+    facts: DeviceFacts
+    formats: Formats
+    memory: DeviceMemory
+    pages: int
+    total_programs: int
+    compiled: dict[Key, tuple[ProgramMemory, float]]
+    decode: list[Rate]
+    prefill: list[Rate]
+
+    @property
+    def fits(self) -> bool:
+        return self.pages > 0
+
+    def sequences(self, context: int) -> float:
+        """Of so many tokens, that the cache holds at once."""
+        return max(self.pages - 1, 0) / -(-context // self.spec.page_size)
+
+
+def make_plan(config: EngineConfig, target: str, *, progress: bool = True) -> Plan:
+    """Compiles the programs that take most memory, and the decode steps of most and of fewest rows; the rest is arithmetic.
+
+    Raises:
+        InvalidArgument: an option that this model or target cannot meet.
+        ModelError: the model cannot be read, or is not supported.
+    """
+    facts, spec = device_facts(target), describe_for(config, target)
+    provisional = dataclasses.replace(spec, num_pages=2)  # what programs take does not depend on it
+    table = spec.table
+    rows = {TrunkKey(rows, 0, table.page_buckets[-1]) for rows in (table.row_buckets[0], table.max_rows)}
+    built = compile_all(provisional, [*largest(spec), *sorted(rows)], threads=config.compile_threads, progress=progress)
+    compiled = {one.key: (memory_of(one.program), one.seconds) for one in built}
+    memory = DeviceMemory.of(memory_limit(config, spec, target), spec, [used for used, _ in compiled.values()])
+    try:
+        pages = pages_beside(config, spec, memory)
+    except OutOfMemory:
+        pages = 0
+    if pages * memory.page + memory.weights + memory.state + memory.working > memory.limit:  # of pages that were asked for
+        pages = 0
+    formats = formats_of(spec)
+    model, room = spec.model.config, (pages - 1) * spec.page_size
+    contexts = sorted({min(context, spec.max_model_len) for context in CONTEXTS})
+    batches = sorted({min(batch, spec.max_slots) for batch in (*BATCHES, spec.max_slots)})
+    steps = sorted({table.tile_size * tiles for tiles in (1, table.max_tiles, max(1, table.max_tiles // 4))})
+    return Plan(
+        spec=dataclasses.replace(spec, num_pages=pages),
+        facts=facts,
+        formats=formats,
+        memory=memory,
+        pages=pages,
+        total_programs=len(program_keys(spec)),
+        compiled=compiled,
+        decode=[Rate(n, c, bound(decode(model, formats, n, c), formats, facts), n * c <= room) for n in batches for c in contexts],
+        prefill=[Rate(n, c, bound(prefill(model, formats, n, c), formats, facts)) for n in steps for c in contexts],
+    )
+
+
+def formats_of(spec: ExecutionSpec) -> Formats:
+    """As the spec's parameters and cache have them."""
+    model, devices = spec.model, spec.mesh.size
+    dtype = jnp.dtype(model.dtype)
+    kind, inputs = QUANTIZATIONS[model.quantization] if model.quantization else (str(dtype), False)
+    scale = 4 / model.config.head_dim if spec.kv_cache_dtype else 0.0  # float32, for each token and head
+    return Formats(
+        weight_bytes=jnp.dtype(kind).itemsize,
+        product=kind if inputs else str(dtype),
+        dtype=str(dtype),
+        activation_bytes=dtype.itemsize,
+        kv_bytes=kv_token_bytes(model.config, spec.cache_dtype.itemsize + scale, devices),
+        devices=devices,
+    )

@@ -1,0 +1,82 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jengine.planning.plan import Plan, Rate
+
+GIB = 1 << 30
+WAITS = {"memory": "memory bandwidth", "products": "matrix rate", "links": "links"}
+
+
+def report(name: str, plan: Plan) -> str:
+    """Tables for a terminal.
+
+    Args:
+        name: of the model.
+    """
+    spec, facts, memory = plan.spec, plan.facts, plan.memory
+    weights = spec.model.quantization or plan.formats.dtype
+    head = f"{name} on {plan.formats.devices} x {facts.name}: weights {weights}, activations {plan.formats.dtype}, cache {spec.cache_dtype}"
+    largest = max(plan.compiled, key=lambda key: plan.compiled[key][0].working)
+    cache = plan.pages * memory.page
+    used = memory.weights + memory.state + memory.working + memory.margin + cache
+    parts = [
+        ("weights", memory.weights, ""),
+        ("KV cache", cache, f"{plan.pages:,} pages of {spec.page_size} tokens, {memory.page:,} bytes each"),
+        ("temporaries", memory.working, f"of {largest}, results included"),
+        ("slots and counts", memory.state, f"of {spec.max_slots} sequences"),
+        ("margin", memory.margin, "fragmentation"),
+        ("free", memory.limit - used, "" if used <= memory.limit else "negative: it does not fit"),
+        ("limit", memory.limit, f"{memory.limit / facts.memory:.0%} of the device's {facts.memory / GIB:.1f} GiB"),
+    ]
+    sections = [
+        head,
+        _table("on each device", ("GiB", "bytes", ""), [(part, f"{size / GIB:.2f}", f"{size:,}", note) for part, size, note in parts]),
+    ]
+    if plan.fits:
+        lengths = sorted({spec.max_model_len, *(rate.context for rate in plan.decode)})
+        held = [(f"of {length:,} tokens", f"{plan.sequences(length):,.1f}") for length in lengths]
+        sections.append(_table("sequences that the cache holds", ("",), held))
+    sections.append(_speeds("decode, sequences", "context", plan.decode))
+    sections.append(_speeds("prefill, tokens a step", "prompts", plan.prefill))
+    rows = [(str(key), f"{seconds:.1f}", f"{used.temporaries:,}") for key, (used, seconds) in plan.compiled.items()]
+    sections.append(_table("compiled for this plan", ("seconds", "bytes of temporaries"), rows))
+    verdict = "It fits." if plan.fits else "It does not fit."
+    links = f", {facts.link / 1e9:.0f} GB/s to the other devices ({facts.link_name})" if plan.formats.devices > 1 else ""
+    rate = facts.rates.get(plan.formats.product, facts.rates[plan.formats.dtype])
+    sources = f"{facts.bandwidth / 1e12:.2f} TB/s of memory, {rate / 1e12:,.0f} T operations/s in {plan.formats.product}{links}"
+    sections.append(
+        f"Speeds are bounds: each resource of the data sheet used fully ({sources}).\n"
+        f"The whole table has {plan.total_programs} programs. {verdict}"
+    )
+    return "\n\n".join(sections)
+
+
+def _speeds(title: str, context: str, rates: list[Rate]) -> str:
+    """A row for each count, two columns for each context."""
+    contexts = sorted({rate.context for rate in rates})
+    head = [cell for length in contexts for cell in (f"{context} {length:,}", "waits for")]
+    rows = []
+    for count in sorted({rate.count for rate in rates}):
+        row = [f"{count:,}"]
+        for rate in sorted((rate for rate in rates if rate.count == count), key=lambda rate: rate.context):
+            row += [f"{rate.tokens_per_second:,.0f} tokens/s", WAITS[rate.bound.resource]] if rate.fits else ["-", "no room in the cache"]
+        rows.append(row)
+    return _table(title, head, rows)
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of figures aligned on the right, those of words on the left."""
+    cells = [(title, *head), *rows]
+    columns = [[row[i] for row in cells] for i in range(len(cells[0]))]
+    widths = [max(map(len, column)) for column in columns]
+    figures = [i > 0 and any(cell[:1].isdigit() for cell in column[1:]) and head[i - 1] != "" for i, column in enumerate(columns)]
+    figures[1] = True
+    lines = [
+        "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, figures, strict=True))
+        for row in cells
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)

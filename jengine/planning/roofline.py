@@ -1,0 +1,160 @@
+"""What a step of a model costs at least: operations, bytes from memory, bytes over links; and how long that takes. Plain arithmetic.
+
+A bound, not a forecast (Williams, Waterman and Patterson, "Roofline", 2009): each resource is used fully, all at once, and the slowest
+decides. Left out, because they are small or overlap: norms, activations, sampling, launches, the latency of a link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jengine.config import ModelConfig
+from jengine.planning.device_facts import DeviceFacts
+
+Resource = Literal["memory", "products", "links"]
+UNGATED = ("gpt2", "opt")  # families whose MLP has two matrices; the others' have three
+ALL_REDUCES = 2  # of a layer: after attention, and after the MLP
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """Number formats of a model as it runs, and how many devices share it.
+
+    Attributes:
+        weight_bytes: of a matrix's element.
+        product: dtype of both factors, where weights are multiplied.
+        dtype: of activations; attention multiplies in it.
+        kv_bytes: of a token in the cache, on each device, over all layers.
+    """
+
+    weight_bytes: float
+    product: str
+    dtype: str
+    activation_bytes: int
+    kv_bytes: float
+    devices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of a step, on each device.
+
+    Attributes:
+        products: operations on weights, two for each element and token.
+        attention: operations on keys and values.
+        read: bytes of weights, keys and values.
+        sent: bytes to other devices.
+    """
+
+    products: float
+    attention: float
+    read: float
+    sent: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The least time that a step takes, and what it then waits for."""
+
+    seconds: float
+    resource: Resource
+
+
+def attention_elements(config: ModelConfig) -> int:
+    """Of a layer's matrices for queries, keys, values and output."""
+    return (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
+
+
+def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
+    """Of a layer's MLP, or of its router and so many experts."""
+    matrices = 2 if config.family in UNGATED else 3
+    if layer not in config.expert_layers:
+        return matrices * config.hidden_size * config.intermediate_size
+    return config.hidden_size * (config.num_experts + experts * matrices * config.expert_size)
+
+
+def head_elements(config: ModelConfig) -> int:
+    """Of the matrix that makes logits, and of projections beside it."""
+    size = config.embedding_size or config.hidden_size
+    return config.vocab_size * size + (size * config.hidden_size if size != config.hidden_size else 0)
+
+
+def layers_elements(config: ModelConfig, experts: float) -> float:
+    """Of all layers' matrices, with so many experts in those that have any."""
+    return sum(attention_elements(config) + mlp_elements(config, layer, experts) for layer in range(config.num_layers))
+
+
+def matrix_elements(config: ModelConfig) -> float:
+    """Of all matrices: a model's parameters, but for norms, biases and learned positions."""
+    embedding = 0 if config.tie_embeddings else head_elements(config)
+    return layers_elements(config, config.num_experts) + head_elements(config) + embedding
+
+
+def experts_met(config: ModelConfig, tokens: int) -> float:
+    """How many of a layer's experts so many tokens meet, if each draws its own at random."""
+    if not config.num_experts:
+        return 0.0
+    return config.num_experts * (1 - (1 - config.experts_per_token / config.num_experts) ** tokens)
+
+
+def kv_token_bytes(config: ModelConfig, itemsize: float, devices: int = 1) -> float:
+    """A token's keys and values over all layers, on each device; kv heads repeat where there are fewer than devices."""
+    return 2 * config.num_layers * -(-config.num_kv_heads // devices) * config.head_dim * itemsize
+
+
+def seen(config: ModelConfig, context: float) -> float:
+    """Cached tokens that a query after so many sees, over all layers: fewer in layers with a window."""
+    return sum(min(context, config.window(layer) or context) for layer in range(config.num_layers))
+
+
+def mean_seen(config: ModelConfig, prompt: int) -> float:
+    """The same, on average over the tokens of a prompt."""
+    windows = (min(prompt, config.window(layer) or prompt) for layer in range(config.num_layers))
+    return sum(window - window**2 / (2 * prompt) for window in windows)
+
+
+def decode(config: ModelConfig, formats: Formats, batch: int, context: int) -> Work:
+    """A token each for `batch` sequences of `context` tokens."""
+    layers = layers_elements(config, config.experts_per_token)
+    met = layers_elements(config, experts_met(config, batch)) + head_elements(config)
+    attended = seen(config, context)
+    kv = formats.kv_bytes / config.num_layers
+    return Work(
+        products=2 * batch * (layers + head_elements(config)) / formats.devices,
+        attention=4 * batch * config.num_heads * config.head_dim * attended / formats.devices,
+        read=met * formats.weight_bytes / formats.devices + batch * attended * kv,
+        sent=_sent(config, formats, batch),
+    )
+
+
+def prefill(config: ModelConfig, formats: Formats, tokens: int, prompt: int) -> Work:
+    """`tokens` tokens of prompts of `prompt` tokens, in an average step: a part of one prompt, or many prompts. What tokens see is read
+    once for all of a prompt's tokens in the step, and each prompt needs one row of logits."""
+    layers = layers_elements(config, config.experts_per_token)
+    met = layers_elements(config, experts_met(config, tokens)) + head_elements(config)
+    attended, kv = mean_seen(config, prompt), formats.kv_bytes / config.num_layers
+    return Work(
+        products=2 * (tokens * layers + tokens / prompt * head_elements(config)) / formats.devices,
+        attention=4 * tokens * config.num_heads * config.head_dim * attended / formats.devices,
+        read=met * formats.weight_bytes / formats.devices + max(1.0, tokens / prompt) * attended * kv,
+        sent=_sent(config, formats, tokens),
+    )
+
+
+def _sent(config: ModelConfig, formats: Formats, tokens: int) -> float:
+    """By the all-reduces of a step: in a ring, each device sends its share of an array to each other one, and the sum of it again."""
+    size = tokens * config.hidden_size * formats.activation_bytes
+    return ALL_REDUCES * config.num_layers * 2 * size * (formats.devices - 1) / formats.devices
+
+
+def bound(work: Work, formats: Formats, facts: DeviceFacts) -> Bound:
+    """How long a device takes at least."""
+    rate = facts.rates[formats.dtype]
+    seconds: dict[Resource, float] = {
+        "memory": work.read / facts.bandwidth,
+        "products": work.products / facts.rates.get(formats.product, rate) + work.attention / rate,
+        "links": work.sent / facts.link,
+    }
+    slowest = max(seconds, key=lambda name: seconds[name])
+    return Bound(seconds[slowest], slowest)
