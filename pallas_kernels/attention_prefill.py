@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import COLUMNS, MASKED, ROWS, SMALLEST, accumulate, logits, per_row, product, tiled
 
 STAGE_BYTES = 1 << 17  # of keys and values in flight in a block
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40  # of a thread, where two warpgroups compute: one block fills a multiprocessor's 65536
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 224, 56  # of a thread, where two warpgroups compute: one block fills a multiprocessor's 65536
 
 
 def default_block_k(head_dim: int, warpgroups: int) -> int:
@@ -77,8 +77,7 @@ def paged_attention_prefill(
     warpgroups = min(units, 2)
     block_k = block_k or default_block_k(head_dim, warpgroups)
     stages = stages or max(2, STAGE_BYTES * warpgroups // 2 // (2 * block_k * head_dim * q.dtype.itemsize))
-    copies = block_k // min(page_size, block_k)
-    full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+    copies = block_k // math.gcd(page_size, block_k)
     free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
     scratch = {
         "q_smem": tiled((warpgroups, ROWS, head_dim), q.dtype),
@@ -86,9 +85,8 @@ def paged_attention_prefill(
         "v_smem": tiled((stages, block_k, head_dim), q.dtype),
         "p_smem": None if operand_in_registers else tiled((warpgroups, ROWS, block_k), q.dtype),
         "q_full": plgpu.Barrier(num_arrivals=ROWS // math.gcd(tile, ROWS), num_barriers=warpgroups),
-        "k_full": full,
-        "v_full": full,
-        "v_part": plgpu.Barrier(num_arrivals=copies),
+        "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages + 1),  # the last: of values to clear first
         "k_free": free,
         "v_free": free,
         "turn": plgpu.Barrier(num_arrivals=2) if warpgroups == 2 else None,
@@ -111,7 +109,7 @@ def paged_attention_prefill(
 def _kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, position_ref: Any, length_ref: Any, out_ref: Any, *,
     q_smem: Any, k_smem: Any, v_smem: Any, p_smem: Any = None,
-    q_full: Any, k_full: Any, v_full: Any, v_part: Any, k_free: Any, v_free: Any, turn: Any = None,
+    q_full: Any, k_full: Any, v_full: Any, k_free: Any, v_free: Any, turn: Any = None,
     scale: float, window: int | None, soft_cap: float | None,
 ) -> None:  # fmt: skip
     tiles, tile, heads, head_dim = q_ref.shape
@@ -218,7 +216,7 @@ def _kernel(
     def memory() -> None:
         if turn is not None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        piece = min(page_size, block_k)  # of a page that one copy takes
+        piece = math.gcd(page_size, block_k)  # of a page that one copy takes
         places = range(0, block_k, piece)
         last_page = lax.div(end - 1, page_size)
 
@@ -236,12 +234,11 @@ def _kernel(
             copy(k_ref, k_smem.at[slot], k_full.at[slot])
             pl.when(i >= stages)(partial(plgpu.barrier_wait, v_free.at[slot]))
             whole = (token >= first) & (token + block_k <= end)
-            pl.when(whole)(partial(copy, v_ref, v_smem.at[slot], v_full.at[slot]))
+            copy(v_ref, v_smem.at[slot], v_full.at[jnp.where(whole, slot, stages)])
 
             @pl.when(jnp.logical_not(whole))
             def clear() -> None:  # values of tokens that no row sees: their weights are zeros, and 0 * NaN is NaN
-                copy(v_ref, v_smem.at[slot], v_part)
-                plgpu.barrier_wait(v_part)
+                plgpu.barrier_wait(v_full.at[stages])
                 for at in range(0, block_k, ROWS):
                     for column in range(0, head_dim, COLUMNS):
                         v = v_smem.at[slot, pl.ds(at, ROWS), pl.ds(column, COLUMNS)]
@@ -252,6 +249,7 @@ def _kernel(
                 for _ in places:
                     plgpu.barrier_arrive(v_full.at[slot])
 
-        for slot in range(stages):  # each slot's last release: no barrier is left in a phase that nobody saw
-            for free in (k_free, v_free):
-                pl.when(slot < count)(partial(plgpu.barrier_wait, free.at[slot]))
+        @pl.loop(0, jnp.minimum(count, stages))
+        def _(slot: jax.Array) -> None:  # each slot's last release: no barrier is left in a phase that nobody saw
+            plgpu.barrier_wait(k_free.at[slot])
+            plgpu.barrier_wait(v_free.at[slot])
