@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ahead_of_time import KernelFacts, device, kernel_facts
 from pallas_kernels.attention_decode import paged_attention_decode
+from pallas_kernels.attention_prefill import paged_attention_prefill
 
 Case = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
 ALL = {"window": 1024, "soft_cap": 30.0}
@@ -46,19 +47,53 @@ CASES: dict[str, Case] = {
 INTERPRETED: dict[str, Case] = {f"head dim {size}": decode(size, 64, 4, in_registers=False) for size in (64, 128, 256)}
 
 
-def row(name: str, facts: KernelFacts) -> str:
-    figures = (facts.registers, facts.spilled, facts.shared, facts.blocks(THREADS), facts.products)
+def prefill(
+    head_dim: int, page_size: int, *, group: int = 4, tile: int = 64, dtype: Any = jnp.bfloat16, in_registers: bool = True, **ways: Any
+) -> Case:
+    """Eight tiles of sequences of up to 4096 tokens, and eight kv heads."""
+    tiles, kv_heads, pages = 8, 8, 1 << 10
+    cache = jax.ShapeDtypeStruct((pages, kv_heads, page_size, head_dim), dtype)
+    q = jax.ShapeDtypeStruct((tiles, tile, kv_heads * group, head_dim), dtype)
+    tables, numbers = jax.ShapeDtypeStruct((tiles, 4096 // page_size), jnp.int32), jax.ShapeDtypeStruct((tiles,), jnp.int32)
+    function = partial(paged_attention_prefill, scale=head_dim**-0.5, operand_in_registers=in_registers, **ways)
+    return function, (q, cache, cache, tables, numbers, numbers)
+
+
+PREFILL_THREADS = 384  # of a block; 256 where a kv head has no more than 64 rows
+PREFILL_CASES: dict[str, Case] = {
+    "head dim 64": prefill(64, 64),
+    "head dim 128": prefill(128, 64),
+    "head dim 256": prefill(256, 64),
+    "head dim 128, group 7, float16": prefill(128, 64, group=7, dtype=jnp.float16),
+    "head dim 64, pages of 16, window, cap": prefill(64, 16, **ALL),
+    "head dim 128, pages of 16, window, cap": prefill(128, 16, **ALL),
+    "head dim 256, pages of 16, window, cap": prefill(256, 16, **ALL),
+    "head dim 128, pages of 128, tiles of 128": prefill(128, 128, tile=128),
+}
+PREFILL_ALONE: dict[str, Case] = {f"head dim {size}, one head a kv head": prefill(size, 64, group=1) for size in (64, 128)}
+PREFILL_INTERPRETED: dict[str, Case] = {f"head dim {size}": prefill(size, 64, in_registers=False) for size in (64, 128, 256)}
+
+
+def row(name: str, facts: KernelFacts, threads: int) -> str:
+    figures = (facts.registers, facts.spilled, facts.shared, facts.blocks(threads), facts.products)
     return f"| {name} | " + " | ".join(map(str, figures)) + " |"
 
 
 def main() -> None:
-    print("| decode attention on an H200 | registers | bytes spilled | shared memory | blocks a multiprocessor | products |")
+    print("| attention on an H200 | registers | bytes spilled | shared memory | blocks a multiprocessor | products |")
     print("|---|---|---|---|---|---|")
     h200 = device("h200")
-    for cases, form in ((CASES, ""), (INTERPRETED, ", operands in shared memory")):
+    in_memory = ", operands in shared memory"
+    for cases, threads, kernel, form in (
+        (CASES, THREADS, "decode", ""),
+        (INTERPRETED, THREADS, "decode", in_memory),
+        (PREFILL_CASES, PREFILL_THREADS, "prefill", ""),
+        (PREFILL_ALONE, THREADS, "prefill", ""),
+        (PREFILL_INTERPRETED, PREFILL_THREADS, "prefill", in_memory),
+    ):
         for name, (function, args) in cases.items():
             [facts], _ = kernel_facts(h200, function, *args)
-            print(row(name + form, facts), flush=True)
+            print(row(f"{kernel}, {name}{form}", facts, threads), flush=True)
 
 
 if __name__ == "__main__":
