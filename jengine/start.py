@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,10 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jengine.checkpoints import load, read_config, resolve
-from jengine.config import EngineConfig, ModelConfig
+from jengine.config import EngineConfig
 from jengine.engine import Engine
 from jengine.errors import InvalidArgument
 from jengine.execution.given_programs import GivenPrograms
@@ -26,14 +24,13 @@ from jengine.execution.programs import Programs, open_store
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
-from jengine.models import build
 from jengine.observe.compiles import compile_count
 from jengine.parallel.link import Alone, Follower, Leader, Link, host_of, join
 from jengine.parallel.mesh import make_mesh
-from jengine.precision import CACHE_DTYPES, check_formats, choose_dtype
-from jengine.program_table import ProgramTable
+from jengine.precision import choose_dtype
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.scheduler import Scheduler
+from jengine.shapes import describe
 
 
 @dataclass(slots=True)
@@ -180,61 +177,8 @@ def _same(field: str, reason: str, values: list[Any]) -> Any:
     return values[0]
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_model_len is None:
-        return model.max_position
-    longest, rope = float(model.max_position), model.rope_scaling
-    if rope is not None:
-        longest = math.inf if rope.kind == "dynamic" else max(longest, rope.factor * rope.original_max_position)
-    if config.max_model_len > longest:
-        raise InvalidArgument("max_model_len", config.max_model_len, f"the model's positions end at {longest:.0f}")
-    return config.max_model_len
-
-
-def describe(config: EngineConfig, facts: ModelConfig, mesh: Mesh, root: Path) -> ExecutionSpec:
-    """All that decides the programs' shapes but the number of pages, which is 0 here. Allocates nothing on a device.
-
-    Raises:
-        InvalidArgument: an option that this model or device cannot meet.
-        ModelError: the model is not supported.
-    """
-    device = mesh.devices.flat[0]
-    check_formats(config, device)
-    max_model_len = _max_model_len(config, facts)
-    page_size = config.page_size or (16 if device.platform == "cpu" else 64)
-    table = ProgramTable.build(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        tile_size=config.tile_size,
-        page_buckets=page_buckets_for(device, -(-max_model_len // page_size)),
-    )
-    return ExecutionSpec(
-        model=build(facts, choose_dtype(config.dtype, facts, device, root), max_model_len, config.quantization, mesh.devices.size),
-        mesh=mesh,
-        table=table,
-        max_model_len=max_model_len,
-        max_slots=config.max_num_seqs,
-        page_size=page_size,
-        num_pages=0,
-        kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
-    )
-
-
 def _with_pages(config: EngineConfig, spec: ExecutionSpec, root: Path, link: Link) -> ExecutionSpec:
     fit = pages_that_fit(config, spec)
     chosen = config.num_pages is not None or config.kv_cache_memory is not None or spec.mesh.devices.flat[0].platform == "cpu"
     wanted = fit if chosen else pages_to_use(fit, saved_page_counts(root, spec.fingerprint()))
     return dataclasses.replace(spec, num_pages=link.agree(wanted, min))
-
-
-def page_buckets_for(device: jax.Device, width: int) -> tuple[int, ...]:
-    """A CPU loops over a sequence's own pages; on a GPU, XLA's attention takes a static number of them."""
-    return (0,) if device.platform == "cpu" else page_buckets(width)
-
-
-def page_buckets(width: int) -> tuple[int, ...]:
-    """Static page counts for XLA attention on a GPU: fourfold steps up to the table's width."""
-    buckets = [width]
-    while buckets[-1] > 32:
-        buckets.append(-(-buckets[-1] // 4))
-    return tuple(reversed(buckets))

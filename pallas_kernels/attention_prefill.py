@@ -23,10 +23,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import COLUMNS, MASKED, ROWS, SMALLEST, accumulate, logits, per_row, product, tiled
+from pallas_kernels.feed import Blocks, Ring, feed, ring
+from pallas_kernels.hopper import MASKED, ROWS, SMALLEST, accumulate, logits, per_row, product, tiled
+from pallas_kernels.quantized import Pages, Quantized, numbers
 
+TILE_GRID = 8  # tokens of a tile are a multiple of it
 STAGE_BYTES = 1 << 17  # of keys and values in flight in a block
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40  # of a thread, where two warpgroups compute: one block fills a multiprocessor's 65536
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 224, 56  # of a thread, where two warpgroups compute: one block fills a multiprocessor's 65536
 
 
 def default_block_k(head_dim: int, warpgroups: int) -> int:
@@ -36,8 +39,8 @@ def default_block_k(head_dim: int, warpgroups: int) -> int:
 
 def paged_attention_prefill(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     block_tables: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
@@ -55,8 +58,8 @@ def paged_attention_prefill(
     Args:
         q: bfloat16 or float16 [tiles, tile, heads, head_dim], tile a multiple of 8, head_dim 64, 128 or 256; query head h reads kv
             head h // (heads // kv_heads). The tile's own keys and values are already in the pages.
-        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype; page_size 16, 32 or a multiple of 64. What unused
-            pages and the unused part of a last page hold, NaN included, never reaches a result.
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype, or both Quantized alike; page_size 16, 32 or a
+            multiple of 64. What unused pages and the unused part of a last page hold, NaN included, never reaches a result.
         block_tables: int32 [tiles, width], page ids in order; read as far as a tile's last real query goes.
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values. A tile of none reads nothing.
@@ -72,25 +75,19 @@ def paged_attention_prefill(
         [tiles, tile, heads, head_dim], in q's dtype.
     """
     tiles, tile, heads, head_dim = q.shape
-    kv_heads, page_size = k_pages.shape[1:3]
+    kv_heads = k_pages.shape[1]
     units = -(-(heads // kv_heads) * tile // ROWS)  # warpgroups' shares of a kv head's rows
     warpgroups = min(units, 2)
     block_k = block_k or default_block_k(head_dim, warpgroups)
     stages = stages or max(2, STAGE_BYTES * warpgroups // 2 // (2 * block_k * head_dim * q.dtype.itemsize))
-    copies = block_k // min(page_size, block_k)
-    full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
-    free = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+    pages = [numbers(x) if isinstance(x, Quantized) else x for x in (k_pages, v_pages)]
+    scales = [x.scale for x in (k_pages, v_pages) if isinstance(x, Quantized)]
     scratch = {
+        "k": ring(pages[0], q.dtype, stages, block_k, warpgroups),
+        "v": ring(pages[1], q.dtype, stages, block_k, warpgroups),
         "q_smem": tiled((warpgroups, ROWS, head_dim), q.dtype),
-        "k_smem": tiled((stages, block_k, head_dim), q.dtype),
-        "v_smem": tiled((stages, block_k, head_dim), q.dtype),
         "p_smem": None if operand_in_registers else tiled((warpgroups, ROWS, block_k), q.dtype),
         "q_full": plgpu.Barrier(num_arrivals=ROWS // math.gcd(tile, ROWS), num_barriers=warpgroups),
-        "k_full": full,
-        "v_full": full,
-        "v_part": plgpu.Barrier(num_arrivals=copies),
-        "k_free": free,
-        "v_free": free,
         "turn": plgpu.Barrier(num_arrivals=2) if warpgroups == 2 else None,
     }
     out: jax.Array = plgpu.kernel(
@@ -104,19 +101,19 @@ def paged_attention_prefill(
         kernel_name="paged_attention_prefill",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(q, k_pages, v_pages, block_tables, positions, lengths)
+    )(q, block_tables, positions, lengths, *pages, *scales)
     return out
 
 
 def _kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, position_ref: Any, length_ref: Any, out_ref: Any, *,
-    q_smem: Any, k_smem: Any, v_smem: Any, p_smem: Any = None,
-    q_full: Any, k_full: Any, v_full: Any, v_part: Any, k_free: Any, v_free: Any, turn: Any = None,
+    q_ref: Any, table_ref: Any, position_ref: Any, length_ref: Any, *refs: Any,
+    k: Ring, v: Ring, q_smem: Any, p_smem: Any = None, q_full: Any, turn: Any = None,
     scale: float, window: int | None, soft_cap: float | None,
 ) -> None:  # fmt: skip
+    *cache_refs, out_ref = refs  # pages of keys and of values, and their scales if they are eight-bit numbers
     tiles, tile, heads, head_dim = q_ref.shape
-    kv_heads, page_size = k_ref.shape[1:3]
-    stages, block_k, _ = k_smem.shape
+    kv_heads, page_size = cache_refs[0].shape[1:3]
+    stages, block_k, _ = k.smem.shape
     warpgroups = q_smem.shape[0]
     group = heads // kv_heads
     rows = group * tile  # (head, token) pairs of a kv head
@@ -158,9 +155,11 @@ def _kernel(
             m, total, acc = carry
             slot = lax.rem(i, stages)
             token = (start + i) * block_k
-            plgpu.barrier_wait(k_full.at[slot])
-            s = product(mine, k_smem.at[slot].transpose((1, 0)), take_turn)
-            plgpu.barrier_arrive(k_free.at[slot])
+            plgpu.barrier_wait(k.full.at[slot])
+            s = product(mine, k.smem.at[slot].transpose((1, 0)), take_turn)
+            if k.scale is not None:
+                s = s * _along_columns(k.scale.at[slot])
+            plgpu.barrier_arrive(k.free.at[slot])
             s, factor = logits(s, scale, soft_cap)
             whole = token + block_k - 1 <= position
             if window is not None:
@@ -171,15 +170,15 @@ def _kernel(
             p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
             total = total * alpha + p.sum(axis=1)
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-            weights: Any = p.astype(q_ref.dtype)
+            plgpu.barrier_wait(v.full.at[slot])
+            weights: Any = (p if v.scale is None else p * _along_columns(v.scale.at[slot])).astype(q_ref.dtype)
             if p_smem is not None:
                 p_smem[warpgroup] = weights
                 plgpu.commit_smem()
                 weights = p_smem.at[warpgroup]
             take_turn()
-            plgpu.barrier_wait(v_full.at[slot])
-            acc = accumulate(acc, weights, v_smem.at[slot])
-            plgpu.barrier_arrive(v_free.at[slot])
+            acc = accumulate(acc, weights, v.smem.at[slot])
+            plgpu.barrier_arrive(v.free.at[slot])
             return m_new, total, acc
 
         pl.when(warpgroup == 1)(take_turn)
@@ -200,9 +199,9 @@ def _kernel(
         @pl.loop(0, count)
         def _(i: jax.Array) -> None:
             slot = lax.rem(i, stages)
-            for full, free in ((k_full, k_free), (v_full, v_free)):
-                plgpu.barrier_wait(full.at[slot])
-                plgpu.barrier_arrive(free.at[slot])
+            for neighbours in (k, v):
+                plgpu.barrier_wait(neighbours.full.at[slot])
+                plgpu.barrier_arrive(neighbours.free.at[slot])
                 take_turn()
 
     @pl.when(warpgroup < warpgroups)
@@ -218,40 +217,15 @@ def _kernel(
     def memory() -> None:
         if turn is not None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        piece = min(page_size, block_k)  # of a page that one copy takes
-        places = range(0, block_k, piece)
         last_page = lax.div(end - 1, page_size)
 
-        @pl.loop(0, count)
-        def _(i: jax.Array) -> None:
-            slot, token = lax.rem(i, stages), (start + i) * block_k
-            pages = [table_ref[index, jnp.minimum(lax.div(token + at, page_size), last_page)] for at in places]
+        def page(token: jax.Array) -> Any:
+            return table_ref[index, jnp.minimum(lax.div(token, page_size), last_page)]
 
-            def copy(ref: Any, smem: Any, full: Any) -> None:
-                for at, page in zip(places, pages, strict=True):
-                    part_of_page = pl.ds(lax.rem(token + at, page_size), piece)
-                    plgpu.copy_gmem_to_smem(ref.at[page, kv_head, part_of_page], smem.at[pl.ds(at, piece)], full)
+        feed(Blocks(start, count, first, end, page, kv_head), k, v, *cache_refs)
 
-            pl.when(i >= stages)(partial(plgpu.barrier_wait, k_free.at[slot]))
-            copy(k_ref, k_smem.at[slot], k_full.at[slot])
-            pl.when(i >= stages)(partial(plgpu.barrier_wait, v_free.at[slot]))
-            whole = (token >= first) & (token + block_k <= end)
-            pl.when(whole)(partial(copy, v_ref, v_smem.at[slot], v_full.at[slot]))
 
-            @pl.when(jnp.logical_not(whole))
-            def clear() -> None:  # values of tokens that no row sees: their weights are zeros, and 0 * NaN is NaN
-                copy(v_ref, v_smem.at[slot], v_part)
-                plgpu.barrier_wait(v_part)
-                for at in range(0, block_k, ROWS):
-                    for column in range(0, head_dim, COLUMNS):
-                        v = v_smem.at[slot, pl.ds(at, ROWS), pl.ds(column, COLUMNS)]
-                        values = plgpu.load(v, layout=plgpu.Layout.WGMMA)
-                        tokens = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA) + (token + at)
-                        v[...] = jnp.where((tokens >= first) & (tokens < end), values, jnp.zeros_like(values))
-                plgpu.commit_smem()
-                for _ in places:
-                    plgpu.barrier_arrive(v_full.at[slot])
-
-        for slot in range(stages):  # each slot's last release: no barrier is left in a phase that nobody saw
-            for free in (k_free, v_free):
-                pl.when(slot < count)(partial(plgpu.barrier_wait, free.at[slot]))
+def _along_columns(x: Any) -> jax.Array:
+    """float32 [n] in shared memory as [ROWS, n]."""
+    row = plgpu.load(x, layout=plgpu.Layout.WGMMA.reduce(0))
+    return lax.broadcast_in_dim(row, (ROWS, *row.shape), [1])

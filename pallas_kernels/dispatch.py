@@ -14,7 +14,7 @@ from typing import Literal
 
 import jax
 
-from pallas_kernels import attention_decode, xla
+from pallas_kernels import attention_decode, attention_prefill, xla
 from pallas_kernels import copy_pages as copy_kernel
 from pallas_kernels import kv_write as write_kernel
 from pallas_kernels.quantized import Pages, Quantized
@@ -74,7 +74,10 @@ def paged_attention_decode(
 
 def prefill_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_prefill` cannot take these, or None."""
-    return _attention_supported(q, k_pages, v_pages, device) or "paged_attention_prefill: there is no kernel for it"
+    refused = _attention_supported(q, k_pages, v_pages, device)
+    if refused is None and q.shape[1] % attention_prefill.TILE_GRID:
+        return f"tile={q.shape[1]}: the kernel takes multiples of {attention_prefill.TILE_GRID}"
+    return refused
 
 
 def paged_attention_prefill(
@@ -101,9 +104,12 @@ def paged_attention_prefill(
     Raises:
         ValueError: impl="mosaic" where the kernel cannot serve; says why.
     """
-    _kernel_serves(impl, prefill_supported(q, k_pages, v_pages, device=device))
-    return xla.paged_attention_prefill(
-        q, k_pages, v_pages, block_tables, positions, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
+    if not _kernel_serves(impl, prefill_supported(q, k_pages, v_pages, device=device)):
+        return xla.paged_attention_prefill(
+            q, k_pages, v_pages, block_tables, positions, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
+        )
+    return attention_prefill.paged_attention_prefill(
+        q, k_pages, v_pages, block_tables, positions, lengths, scale=scale, window=window, soft_cap=soft_cap
     )
 
 

@@ -13,16 +13,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # of a warpgroup's product
-COLUMNS = 64  # of eight-row tiles of shared memory in two-byte numbers; what is cleared or converted at a time
+COLUMNS = 64  # of a tile of shared memory
 MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
 SMALLEST = 1e-30  # of a sum that is divided by
 LOG2_E = math.log2(math.e)
 
 
 def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any]) -> Any:
-    """Shared memory as TMA and the tensor cores want it: tiles of 8 rows by 128 bytes, swizzled."""
-    tiles = plgpu.TilingTransform((8, 128 // dtype.itemsize))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(128)))  # type: ignore[abstract]
+    """Shared memory as TMA and the tensor cores want it: tiles of 8 rows by 64 numbers, swizzled."""
+    tiles = plgpu.TilingTransform((8, COLUMNS))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(COLUMNS * dtype.itemsize)))  # type: ignore[abstract]
 
 
 def per_row(value: float) -> jax.Array:

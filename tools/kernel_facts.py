@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ahead_of_time import KernelFacts, device, kernel_facts
 from pallas_kernels.attention_decode import paged_attention_decode
+from pallas_kernels.attention_prefill import paged_attention_prefill
 from pallas_kernels.copy_pages import copy_pages
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.quantized import Pages, movable, quantize
@@ -88,6 +89,33 @@ COPIES: dict[str, Case] = {
 }
 
 
+def prefill(
+    head_dim: int, page_size: int, *, group: int = 4, tile: int = 64, dtype: Any = jnp.bfloat16, in_registers: bool = True, **ways: Any
+) -> Case:
+    """Eight tiles of sequences of up to 4096 tokens, and eight kv heads."""
+    tiles, kv_heads, pages = 8, 8, 1 << 10
+    cache = jax.ShapeDtypeStruct((pages, kv_heads, page_size, head_dim), dtype)
+    q = jax.ShapeDtypeStruct((tiles, tile, kv_heads * group, head_dim), dtype)
+    tables, numbers = jax.ShapeDtypeStruct((tiles, 4096 // page_size), jnp.int32), jax.ShapeDtypeStruct((tiles,), jnp.int32)
+    function = partial(paged_attention_prefill, scale=head_dim**-0.5, operand_in_registers=in_registers, **ways)
+    return function, (q, cache, cache, tables, numbers, numbers)
+
+
+PREFILL_THREADS = 384  # of a block; 256 where a kv head has no more than 64 rows
+PREFILL_CASES: dict[str, Case] = {
+    "head dim 64": prefill(64, 64),
+    "head dim 128": prefill(128, 64),
+    "head dim 256": prefill(256, 64),
+    "head dim 128, group 7, float16": prefill(128, 64, group=7, dtype=jnp.float16),
+    "head dim 64, pages of 16, window, cap": prefill(64, 16, **ALL),
+    "head dim 128, pages of 16, window, cap": prefill(128, 16, **ALL),
+    "head dim 256, pages of 16, window, cap": prefill(256, 16, **ALL),
+    "head dim 128, pages of 128, tiles of 128": prefill(128, 128, tile=128),
+}
+PREFILL_ALONE: dict[str, Case] = {f"head dim {size}, one head a kv head": prefill(size, 64, group=1) for size in (64, 128)}
+PREFILL_INTERPRETED: dict[str, Case] = {f"head dim {size}": prefill(size, 64, in_registers=False) for size in (64, 128, 256)}
+
+
 def row(name: str, facts: KernelFacts, threads: int) -> str:
     figures = (facts.registers, facts.spilled, facts.shared, facts.blocks(threads), facts.products)
     return f"| {name} | " + " | ".join(map(str, figures)) + " |"
@@ -102,8 +130,14 @@ def table(title: str, cases: dict[str, Case], threads: int = THREADS) -> None:
     print()
 
 
+def in_memory(cases: dict[str, Case]) -> dict[str, Case]:
+    return {f"{name}, operands in shared memory": case for name, case in cases.items()}
+
+
 def main() -> None:
-    table("decode attention", CASES | {f"{name}, operands in shared memory": case for name, case in INTERPRETED.items()})
+    table("decode attention", CASES | in_memory(INTERPRETED))
+    table("prefill attention", PREFILL_CASES | in_memory(PREFILL_INTERPRETED), PREFILL_THREADS)
+    table("prefill attention", PREFILL_ALONE)
     table("cache writes", WRITES, threads=128)
     table("page copies", COPIES, threads=128)
 

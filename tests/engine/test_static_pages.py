@@ -12,7 +12,7 @@ from jengine.execution.worker import Worker
 from jengine.program_table import TrunkKey
 from jengine.request import SamplingParams
 from jengine.scheduling.scheduler import Scheduler
-from jengine.start import page_buckets
+from jengine.shapes import page_buckets
 from tests.engine.running import SMALL, run
 from tests.golden.weights import Golden
 

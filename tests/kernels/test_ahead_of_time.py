@@ -9,7 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_facts import CASES, COPIES, INTERPRETED, THREADS, WRITES, Case, cache_of
+from kernel_facts import (
+    CASES,
+    COPIES,
+    INTERPRETED,
+    PREFILL_ALONE,
+    PREFILL_CASES,
+    PREFILL_INTERPRETED,
+    PREFILL_THREADS,
+    THREADS,
+    WRITES,
+    Case,
+    cache_of,
+)
 
 from pallas_kernels import dispatch
 from pallas_kernels.ahead_of_time import MAX_SHARED, compile_for, device, kernel_facts
@@ -32,7 +44,25 @@ def test_a_kernel_spills_nothing_and_fits(case: Case) -> None:
     assert not re.search(r"\b(while|conditional)\(", text)  # XLA would wait for the host
 
 
-@pytest.mark.parametrize("case", INTERPRETED.values(), ids=INTERPRETED.keys())
+@pytest.mark.parametrize("case", [*PREFILL_CASES.values(), *PREFILL_ALONE.values()], ids=[*PREFILL_CASES, *PREFILL_ALONE])
+def test_the_prefill_kernel_spills_nothing_and_fits(case: Case) -> None:
+    function, args = case
+    [facts], compiled = kernel_facts(device("h200"), function, *args)
+    assert facts.spilled == 0
+    assert facts.shared <= MAX_SHARED
+    assert facts.products > 0
+    alone = case in PREFILL_ALONE.values()  # one warpgroup computes: two blocks overlap their work
+    assert facts.blocks(THREADS if alone else PREFILL_THREADS) >= (2 if alone else 1)
+    text = compiled.as_text()
+    assert text is not None and "mosaic_gpu" in text
+    assert not re.search(r"\b(while|conditional|sort)\(", text)  # XLA would wait for the host
+
+
+BOTH_INTERPRETED = {"decode": INTERPRETED, "prefill": PREFILL_INTERPRETED}
+FORMS = {f"{kernel}, {name}": case for kernel, cases in BOTH_INTERPRETED.items() for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("case", FORMS.values(), ids=FORMS.keys())
 def test_the_interpreted_form_compiles_too(case: Case) -> None:
     function, args = case
     [facts], _ = kernel_facts(device("h200"), function, *args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ def check(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, d
     ends = [position + length for position, length in zip(positions, lengths, strict=True)]
     paged = cache(ends, -(-max(ends) // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
     q = jax.random.normal(jax.random.key(7), (len(ends), tile, kv_heads * group, head_dim)).astype(dtype)
-    run = jax.jit(partial(paged_attention_prefill, **ways, operand_in_registers=False, interpret=RACES))
+    run = jax.jit(partial(paged_attention_prefill, **ways, stages=2, operand_in_registers=False, interpret=RACES))
     where = jnp.asarray(positions), jnp.asarray(lengths)
     got = np.asarray(interpret(run, q, paged.k, paged.v, paged.tables, *where), np.float32)
     clean = paged.clean()
@@ -57,3 +58,21 @@ def check(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, d
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "page_size", "tile", "dtype", "ways"), SMALL)
 def test_the_reference_is_met(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, dtype: str, ways: Ways) -> None:
     check(head_dim, kv_heads, group, page_size, tile, dtype, ways)
+
+
+SHAPES = [*itertools.product((64, 128, 256), (1, 2, 3, 8), (16, 64, 192), (PLAIN, WINDOW, CAP, BOTH))]
+TILES_AND_DTYPES = [
+    (64, "bfloat16"),
+    (16, "float16"),
+    (128, "bfloat16"),
+    (64, "float16"),
+    (48, "bfloat16"),
+]  # five: every shape meets others
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(len(SHAPES)))
+def test_the_reference_is_met_everywhere(index: int) -> None:
+    head_dim, group, page_size, ways = SHAPES[index]
+    tile, dtype = TILES_AND_DTYPES[index % len(TILES_AND_DTYPES)]
+    check(head_dim, 1, group, page_size, tile, dtype, ways)
