@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jengine import JengineError, __version__
-from jengine.commands import chat, compile, convert, follow, generate, plan, serve
+from jengine.commands import chat, compile, convert, generate, plan, serve
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notices and warnings; errors still show
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's: what matters of them, its callers get as errors
-    run: Callable[[argparse.Namespace], None] = follow.run if getattr(options, "process_id", 0) else options.run
+    run: Callable[[argparse.Namespace], None] = options.run
     before = signal.signal(signal.SIGINT, _leave)
     try:
         run(options)
