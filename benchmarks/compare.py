@@ -131,8 +131,9 @@ def run(arm: Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict
     return {**told, "start": told["first_token"] - before}
 
 
-def first_start(arm: Arm, model: Path, cache: Path, work: dict[str, Any]) -> None:
-    shutil.rmtree(cache, ignore_errors=True)
+def first_start(arm: Arm, model: Path, cache: Path, work: dict[str, Any], kept: bool) -> None:
+    if not kept:
+        shutil.rmtree(cache, ignore_errors=True)
     measures = {"check": work["check"]} | ({"gaps": work["check"]} if arm.name == REFERENCE else {})
     told = run(arm, model, cache, work, measures)
     arm.versions = told["versions"]
@@ -153,7 +154,8 @@ def summary(arms: list[Arm]) -> dict[str, dict[str, Any]]:
     facts: dict[str, dict[str, Any]] = {}
     for arm in arms:
         measured = {name: spread(values) for name, values in arm.values.items() if name != "warm up"}
-        facts[arm.name] = {"versions": arm.versions, "seconds": arm.seconds, "measured": measured, "values": arm.values, "failed": arm.failed}
+        facts[arm.name] = {"measured": measured, "values": arm.values, "seconds": arm.seconds, "versions": arm.versions}
+        facts[arm.name]["failed"] = arm.failed
         if reference and arm.tokens:
             assert reference.tokens is not None and reference.gaps is not None
             facts[arm.name]["agreement"] = agreement(reference.tokens, reference.gaps, arm.tokens)
@@ -189,7 +191,7 @@ def show(facts: dict[str, dict[str, Any]], unavailable: dict[str, str]) -> None:
 def main() -> None:
     peers = [name for name in PEERS if name != "jengine"]
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--peers", nargs="*", default=peers, metavar="PEER[:PRECISION]", help=f"of {', '.join(peers)}; none is jengine alone")
+    parser.add_argument("--peers", nargs="*", default=peers, metavar="PEER[:PRECISION]", help=f"{', '.join(peers)}; or none")
     parser.add_argument("--precisions", nargs="+", choices=ORDER, default=list(ORDER))
     parser.add_argument("--rounds", type=int, default=3, help="processes of each, after the first start")
     parser.add_argument("--minutes", type=float, default=60.0, help="no process is started that would end later")
@@ -232,7 +234,10 @@ def main() -> None:
                 continue
             cache = PEERS_FOLDER / "starts" / arm.name.replace(" ", "-")
             try:
-                (later_start if number else first_start)(arm, model, cache, work)
+                if number:
+                    later_start(arm, model, cache, work)
+                else:
+                    first_start(arm, model, cache, work, kept=options.quick)
             except Unavailable as error:
                 unavailable[arm.name] = str(error)
                 arms.remove(arm)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import ctranslate2
+
 from benchmarks.peers.worker import Limits
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.peers.worker import Limits
 from jengine import LLM, SamplingParams
+from jengine.request import Logprob
 
 
 class Engine:
@@ -28,5 +29,10 @@ class Engine:
         """At each token of the greedy answers, its log probability less the next best one's."""
         params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=2) for tokens in outputs]
         answers = [answer.outputs[0] for answer in self.llm.generate(prompts, params, use_tqdm=False)]
-        best = [[sorted((entry.logprob for entry in position.values()), reverse=True) for position in answer.logprobs or []] for answer in answers]
-        return [[first - second for first, second, *_ in positions] for positions in best]
+        return [[lead(position) for position in answer.logprobs or []] for answer in answers]
+
+
+def lead(position: dict[int, Logprob]) -> float:
+    """The best log probability less the next."""
+    first, second, *_ = sorted((entry.logprob for entry in position.values()), reverse=True)
+    return first - second

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime_genai as og
+
 from benchmarks.peers.worker import Limits
 
 

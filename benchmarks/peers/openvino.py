@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import openvino
 import openvino_genai
+
 from benchmarks.peers.worker import Limits
 
 ACTIVATIONS = {"float32": "f32", "int8": "f32", "bfloat16": "bf16", "int8+bfloat16": "bf16"}

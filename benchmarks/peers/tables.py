@@ -84,16 +84,15 @@ def goals(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
     def best(measure: str, ours: bool, only: tuple[str, ...] = ()) -> tuple[float, str] | None:
         of_time = COLUMNS[measure][1] == "s"
-        found = [
-            (arm["measured"][measure]["median"], name)
-            for name, arm in arms.items()
-            if measure in arm["measured"] and name.startswith("jengine ") == ours and (not only or name.startswith(only) or name.endswith(only))
-        ]
+        among = [name for name in arms if name.startswith("jengine ") == ours]
+        if only:
+            among = [name for name in among if name.startswith(only) or name.endswith(only)]
+        found = [(arms[name]["measured"][measure]["median"], name) for name in among if measure in arms[name]["measured"]]
         return (min if of_time else max)(found, default=None)
 
-    vllm = [(f"ahead of vLLM: {COLUMNS[measure][0]}", measure, (), ("vllm ",), 1.0) for measure in ("stream", "batch", "prefill", "later start")]
+    measures = ("stream", "batch", "prefill", "later start")
     wanted: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
-        *vllm,
+        *((f"ahead of vLLM: {COLUMNS[measure][0]}", measure, (), ("vllm ",), 1.0) for measure in measures),
         ("ahead of every peer at its best: 32 at once", "batch", (), (), 1.0),
         ("level with the best: prompt of 1024", "prefill", (), (), 1.0),
         ("near the best at float32: one stream", "stream", (" float32",), (" float32",), 0.8),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from benchmarks.peers.worker import Limits
-
 import transformers
+
+from benchmarks.peers.worker import Limits
 
 
 class Engine:

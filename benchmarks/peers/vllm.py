@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import vllm
+
 from benchmarks.peers.worker import Limits
 
 

@@ -29,11 +29,12 @@ def workload(vocabulary: int, scale: float = 1.0) -> dict[str, Any]:
     outputs = [scaled(int(tokens)) for tokens in rng.integers(*OUTPUT, SEQUENCES, endpoint=True)]
     requests = scaled(SEQUENCES)
     count, checked = CHECK
+    several = [prompt(tokens) for tokens in (64, 200) * (requests // 2)]
     return {
         "first": prompt(STREAM[0]),
         "check": {"prompts": [prompt(16 + 16 * i) for i in range(count)], "outputs": [checked] * count},
         "measures": {
-            "warm up": {"tokens": scaled(8), "batches": [[prompt(STREAM[0])], [prompt(PREFILL)], [prompt(n) for n in (64, 200) * (requests // 2)]]},
+            "warm up": {"tokens": scaled(8), "batches": [[prompt(STREAM[0])], [prompt(PREFILL)], several]},
             "stream": {"tokens": scaled(STREAM[1]), "prompts": [prompt(STREAM[0]) for _ in range(2)]},
             "prefill": {"prompts": [prompt(PREFILL) for _ in range(3)]},
             "batch": {"prompts": [prompt(int(n)) for n in lengths[:requests]], "outputs": outputs[:requests]},
