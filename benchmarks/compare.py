@@ -82,9 +82,11 @@ def chosen(peers: list[str], precisions: list[str]) -> list[Arm]:
 def run(arm: Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict[str, Any]) -> dict[str, Any]:
     """One process of an arm. Raises Unavailable with its last line where it has no first token."""
     peer = PEERS[arm.peer]
-    python = environment_python(peer.environment) if peer.environment else sys.executable
+    python = environment_python(peer.environment) if peer.environment else Path(sys.executable)
     cache.mkdir(parents=True, exist_ok=True)
     kept = {name: str(cache) for name in ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")}
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    variables = {name: value.format(environment=python.parent.parent, cores=cores) for name, value in peer.variables.items()}
     threads = {name: str(THREADS) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     log = PEERS_FOLDER / "logs" / f"{arm.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +109,7 @@ def run(arm: Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict
         process = subprocess.Popen(
             [str(python), "-m", "benchmarks.peers.worker"],
             cwd=ROOT,
-            env={**os.environ, **kept, **threads, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), **peer.variables},
+            env={**os.environ, **kept, **threads, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), **variables},
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

