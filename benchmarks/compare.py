@@ -1,6 +1,7 @@
 """jengine against other engines on a CPU: the same model, the same requests, two threads, a process each, in turn.
 
-    python -m benchmarks.compare [--peers openvino vllm:bfloat16 ...] [--precisions float32 ...] [--rounds 3] [--minutes 25]
+    python -m benchmarks.compare [--peers openvino vllm:bfloat16 ...] [--precisions float32 ...] [--rounds 3] [--once PEER ...]
+    python -m benchmarks.compare --before      saves as compare_before
     python -m benchmarks.compare --prepare     only installs and converts
     python -m benchmarks.compare --quick       a few tokens each, nothing saved
 
@@ -40,7 +41,6 @@ from benchmarks.peers.workload import MAX_MODEL_LEN, SEQUENCES, workload
 SHAPE, VOCABULARY = "134m", 32000
 THREADS = 2
 TIMEOUT = 600  # seconds of one process
-GUESS = 60.0  # seconds of a process that has not been timed yet
 ORDER = ("float32", "bfloat16", "w8a8", "int8", "int8+bfloat16", "int4")
 REFERENCE = "jengine float32"
 QUICK = 0.06  # of the output tokens and requests
@@ -165,13 +165,13 @@ def summary(arms: list[Arm]) -> dict[str, dict[str, Any]]:
 
 
 def expected(arms: list[Arm]) -> dict[str, tuple[float, float]]:
-    """Seconds of an arm's first and later processes, from the last result where there is one."""
+    """Seconds of an arm's first and later processes: from the last result where there is one, else about."""
     file = RESULTS / "compare.json"
     last = json.loads(file.read_text())["arms"] if file.exists() else {}
     seconds = {}
     for arm in arms:
-        took = last.get(arm.name, {}).get("seconds", [])
-        seconds[arm.name] = (took[0] if took else GUESS, took[-1] if len(took) > 1 else GUESS)
+        took, (first, later) = last.get(arm.name, {}).get("seconds", []), PEERS[arm.peer].seconds
+        seconds[arm.name] = (took[0] if took else first, took[-1] if len(took) > 1 else later)
     return seconds
 
 
@@ -196,6 +196,9 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=peers, metavar="PEER[:PRECISION]", help=f"{', '.join(peers)}; or none")
     parser.add_argument("--precisions", nargs="+", choices=ORDER, default=list(ORDER))
     parser.add_argument("--rounds", type=int, default=3, help="processes of each, after the first start")
+    parser.add_argument(
+        "--once", nargs="+", choices=peers, default=[], metavar="PEER", help="peers that take part in the first round alone"
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="no process is started that would end later")
     parser.add_argument("--before", action="store_true", help="save as compare_before")
     parser.add_argument("--prepare", action="store_true", help="install and convert, measure nothing")
@@ -205,6 +208,7 @@ def main() -> None:
     if unknown:
         parser.error(f"--peers: {', '.join(sorted(unknown))} is none of {', '.join(peers)}")
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's processes end too
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # of all processes
     model = made_model(SHAPE)
     work = workload(VOCABULARY, QUICK if options.quick else 1.0)
@@ -225,12 +229,14 @@ def main() -> None:
         return
 
     seconds = expected(arms)
-    whole = sum(first + rounds * later for first, later in seconds.values())
+    whole = sum(seconds[arm.name][0] + seconds[arm.name][1] * (1 if arm.peer in options.once else rounds) for arm in arms)
     print(f"{len(arms)} engines and precisions, {rounds} rounds: about {whole / 60:.0f} minutes", flush=True)
     deadline = time.monotonic() + 60 * options.minutes
     skipped = []
     for number in range(rounds + 1):
         for arm in list(arms):
+            if number > 1 and arm.peer in options.once:
+                continue
             if time.monotonic() + seconds[arm.name][number > 0] > deadline:
                 skipped.append(f"{arm.name} in round {number}")
                 continue

