@@ -1,0 +1,77 @@
+"""Makes what the peers need, once, under .cache/peers: their Pythons and their weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from benchmarks.machine import ROOT
+from benchmarks.peers.registry import ENVIRONMENTS, WEIGHTS, Environment
+
+PEERS_FOLDER = (ROOT / ".cache" / "peers").resolve()
+REQUIREMENTS = """
+from importlib.metadata import requires
+print(*(r for r in requires({name!r}) if not r.startswith({without!r}) and "extra ==" not in r), sep="\\n")
+"""
+
+
+class Unavailable(Exception):
+    """An environment or weights that could not be made; says why."""
+
+
+def environment_python(name: str) -> Path:
+    """The Python of an environment, which is made where it is not there, or was made from other packages."""
+    folder, wanted = PEERS_FOLDER / "environments" / name, ENVIRONMENTS[name]
+    ready, python = folder / ".ready", folder / "bin" / "python"
+    if not (ready.exists() and ready.read_text() == repr(wanted)):
+        print(f"installing {name}", flush=True)
+        found = _run([str(ROOT / "tools" / "find_python"), "3.11"], name)
+        _run([found.strip(), "-m", "venv", "--clear", str(folder)], name)
+        _install(python, name, wanted)
+        ready.write_text(repr(wanted))
+    return python
+
+
+def _install(python: Path, name: str, wanted: Environment) -> None:
+    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    for packages in wanted.installs:
+        _run([*pip, "install", *packages], name)
+    if wanted.alone:
+        _run([*pip, "install", "--no-deps", wanted.alone], name)
+        code = REQUIREMENTS.format(name=wanted.alone.split("==")[0], without=wanted.without)
+        requirements = _run([str(python), "-c", code], name).split("\n")
+        _run([*pip, "install", *wanted.installs[0], *filter(None, (r.strip() for r in requirements))], name)
+    if wanted.remove:
+        _run([*pip, "uninstall", "--yes", *wanted.remove], name)
+
+
+def weights_folder(name: str, model: Path) -> Path:
+    """The folder of weights in a peer's format, converted from the model where they are not there; an empty name is the model's own."""
+    if not name:
+        return model
+    folder = PEERS_FOLDER / "weights" / model.name / name
+    if not folder.exists():
+        print(f"converting to {name}", flush=True)
+        wanted, partial = WEIGHTS[name], folder.with_name(f"{name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        scripts = environment_python(wanted.environment).parent
+        first, *rest = (part.format(model=model.resolve(), out=partial) for part in wanted.command)
+        _run([str(scripts / first), *rest], name)
+        partial.rename(folder)
+    return folder
+
+
+def _run(command: list[str], name: str) -> str:
+    """What the command prints; its whole output is kept in logs/. Raises Unavailable with its last line where it fails."""
+    log = PEERS_FOLDER / "logs" / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(["nice", "-n", "19", *command], cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    log.write_text(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise Unavailable(f"{name}: {last} (the whole is in {log})")
+    return done.stdout

@@ -1,0 +1,38 @@
+"""jengine as a library. w8a8: eight bits in the products, bfloat16 beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.peers.worker import Limits
+from jengine import LLM, SamplingParams
+from jengine.request import Logprob
+
+
+class Engine:
+    def __init__(self, folder: Path, precision: str, limits: Limits) -> None:
+        options = {"dtype": "bfloat16", "quantization": "w8a8"} if precision == "w8a8" else {"dtype": precision}
+        self.llm = LLM(
+            folder,
+            progress=False,
+            max_num_seqs=limits.sequences,
+            max_model_len=limits.tokens,
+            cache_dir=limits.cache,
+            **options,
+        )
+
+    def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
+        params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True) for tokens in outputs]
+        return [list(answer.outputs[0].token_ids) for answer in self.llm.generate(prompts, params, use_tqdm=False)]
+
+    def gaps(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
+        """At each token of the greedy answers, its log probability less the next best one's."""
+        params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=2) for tokens in outputs]
+        answers = [answer.outputs[0] for answer in self.llm.generate(prompts, params, use_tqdm=False)]
+        return [[lead(position) for position in answer.logprobs or []] for answer in answers]
+
+
+def lead(position: dict[int, Logprob]) -> float:
+    """The best log probability less the next."""
+    first, second, *_ = sorted((entry.logprob for entry in position.values()), reverse=True)
+    return first - second

@@ -1,0 +1,108 @@
+"""From what the processes measured to what is told: medians with their spread, agreement of tokens, the table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+NEAR_TIE = 1e-3  # log probability between the best two tokens, below which rounding may choose
+COLUMNS = {
+    "stream": ("one stream", "tokens/s", 0),
+    "batch": ("32 at once", "tokens/s", 0),
+    "prefill": ("prompt of 1024", "tokens/s", 0),
+    "later start": ("start", "s", 1),
+    "first start": ("first start", "s", 1),
+}
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median, least and most."""
+    return {"median": round(statistics.median(values), 2), "min": round(min(values), 2), "max": round(max(values), 2), "runs": len(values)}
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The place of the first token that differs; None where there is none."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+
+
+def agreement(ours: list[list[int]], gaps: list[list[float]], theirs: list[list[int]]) -> dict[str, int]:
+    """How many sequences are the same, and how many first differ where the best two tokens are near-ties.
+
+    Args:
+        ours: the reference's tokens of each sequence.
+        gaps: at each of these tokens, its log probability less the next best one's.
+        theirs: a peer's tokens.
+    """
+    places = [first_difference(a, b) for a, b in zip(ours, theirs, strict=True)]
+    ties = sum(gaps[i][place] < NEAR_TIE for i, place in enumerate(places) if place is not None)
+    same = places.count(None)
+    tokens = sum(len(a) if place is None else place for a, place in zip(ours, places, strict=True))
+    return {
+        "sequences": len(ours),
+        "same": same,
+        "differ_at_near_ties": ties,
+        "differ": len(ours) - same - ties,
+        "tokens_before": tokens,
+        "tokens": sum(map(len, ours)),
+    }
+
+
+def cell(values: dict[str, Any] | None, digits: int) -> str:
+    """`median (min..max)`; a dash where nothing was measured."""
+    if values is None:
+        return "-"
+    median, least, most = (f"{values[name]:.{digits}f}" for name in ("median", "min", "max"))
+    return median if values["runs"] == 1 else f"{median} ({least}..{most})"
+
+
+def table(arms: dict[str, dict[str, Any]]) -> str:
+    """Markdown: a row for each arm, named `peer precision`, with what it measured; best of a column in bold."""
+    best = {}
+    for name, (_, unit, _) in COLUMNS.items():
+        medians = [arm["measured"][name]["median"] for arm in arms.values() if name in arm["measured"]]
+        best[name] = (min if unit == "s" else max)(medians, default=None)
+    lines = [
+        "| engine | precision | " + " | ".join(f"{title}, {unit}" for title, unit, _ in COLUMNS.values()) + " | same tokens |",
+        "|---" * (len(COLUMNS) + 3) + "|",
+    ]
+    for arm, facts in arms.items():
+        peer, precision = arm.split(" ", 1)
+        cells = []
+        for name, (_, _, digits) in COLUMNS.items():
+            values = facts["measured"].get(name)
+            text = cell(values, digits)
+            cells.append(f"**{text}**" if values is not None and values["median"] == best[name] else text)
+        same = facts.get("agreement")
+        cells.append(f"{same['tokens_before']} of {same['tokens']}" if same else "-")
+        lines.append(f"| {peer} | {precision} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def goals(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """What jengine wants to reach, each as a ratio that is at least `wanted`, larger being better for jengine; those that were measured."""
+
+    def best(measure: str, ours: bool, only: tuple[str, ...] = ()) -> tuple[float, str] | None:
+        of_time = COLUMNS[measure][1] == "s"
+        among = [name for name in arms if name.startswith("jengine ") == ours]
+        if only:
+            among = [name for name in among if name.startswith(only) or name.endswith(only)]
+        found = [(arms[name]["measured"][measure]["median"], name) for name in among if measure in arms[name]["measured"]]
+        return (min if of_time else max)(found, default=None)
+
+    measures = ("stream", "batch", "prefill", "later start")
+    wanted: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
+        *((f"ahead of vLLM: {COLUMNS[measure][0]}", measure, (), ("vllm ",), 1.0) for measure in measures),
+        ("ahead of every peer at its best: 32 at once", "batch", (), (), 1.0),
+        ("level with the best: prompt of 1024", "prefill", (), (), 1.0),
+        ("near the best at float32: one stream", "stream", (" float32",), (" float32",), 0.8),
+        ("near the best at bfloat16: one stream", "stream", (" bfloat16",), (" bfloat16",), 0.8),
+        ("near the best at eight bits: one stream", "stream", (" w8a8",), (" int8", " int8+bfloat16"), 0.8),
+    ]
+    reached = []
+    for goal, measure, our_arms, their_arms, ratio in wanted:
+        ours, theirs = best(measure, True, our_arms), best(measure, False, their_arms)
+        if ours and theirs:
+            value = theirs[0] / ours[0] if COLUMNS[measure][1] == "s" else ours[0] / theirs[0]
+            reached.append({"goal": goal, "ratio": round(value, 2), "wanted": ratio, "ours": ours[1], "against": theirs[1]})
+    return reached

@@ -1,0 +1,120 @@
+"""One peer at one precision, in a process of its own: from its start to its first token, then what it is asked to measure.
+
+Run by compare.py under the peer's own Python, with a task in JSON on standard input. A peer's module has a class Engine:
+
+    Engine(folder: Path, precision: str, limits: Limits)
+    engine.generate(prompts: list[list[int]], outputs: list[int]) -> list[list[int]]
+
+which answers prompts of token ids greedily with exactly that many tokens each, whatever they are, and does so for all of them at once.
+Engines share no prefixes between prompts. One that must be told to end has close().
+"""
+
+from __future__ import annotations
+
+import time
+
+STARTED = time.monotonic()  # the clock that all processes of a machine share
+
+import importlib  # noqa: E402
+import json  # noqa: E402
+import sys  # noqa: E402
+import traceback  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
+from importlib.metadata import version  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any, Protocol  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine may be asked for, so that it can make room: sequences at once, tokens of each; and where it may keep files."""
+
+    sequences: int
+    tokens: int
+    threads: int
+    cache: Path
+
+
+class Engine(Protocol):
+    def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[int]]: ...
+
+
+def timed(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> float:
+    """Seconds that these take together."""
+    before = time.perf_counter()
+    answers = engine.generate(prompts, outputs)
+    seconds = time.perf_counter() - before
+    if [len(answer) for answer in answers] != outputs:
+        raise ValueError(f"asked for {outputs} tokens, given {[len(answer) for answer in answers]}")
+    return seconds
+
+
+def stream(engine: Engine, task: dict[str, Any]) -> list[float]:
+    """Decode tokens a second of one sequence: what it takes beyond its first token."""
+    tokens = task["tokens"]
+    return [(tokens - 1) / (timed(engine, [prompt], [tokens]) - timed(engine, [prompt], [1])) for prompt in task["prompts"]]
+
+
+def batch(engine: Engine, task: dict[str, Any]) -> list[float]:
+    """Output tokens a second of requests that are all there at the start."""
+    return [sum(task["outputs"]) / timed(engine, task["prompts"], task["outputs"])]
+
+
+def prefill(engine: Engine, task: dict[str, Any]) -> list[float]:
+    """Prompt tokens a second, one prompt at a time."""
+    return [len(prompt) / timed(engine, [prompt], [1]) for prompt in task["prompts"]]
+
+
+def check(engine: Engine, task: dict[str, Any]) -> list[list[int]]:
+    """Tokens, to be compared."""
+    return engine.generate(task["prompts"], task["outputs"])
+
+
+def warm_up(engine: Engine, task: dict[str, Any]) -> list[float]:
+    """What the others ask for, shorter: the first steps of a process are slower."""
+    return [timed(engine, prompts, [task["tokens"]] * len(prompts)) for prompts in task["batches"]]
+
+
+def gaps(engine: Any, task: dict[str, Any]) -> list[list[float]]:
+    """Of the reference alone: how far each of the tokens is ahead of the next best."""
+    return engine.gaps(task["prompts"], task["outputs"])
+
+
+MEASURES: dict[str, Callable[[Engine, dict[str, Any]], list[Any]]] = {
+    "check": check,
+    "gaps": gaps,
+    "warm up": warm_up,
+    "stream": stream,
+    "batch": batch,
+    "prefill": prefill,
+}
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    result: dict[str, Any] = {"started": STARTED, "measured": {}, "failed": {}}
+
+    def note() -> None:
+        Path(task["result"]).write_text(json.dumps(result))
+
+    module = importlib.import_module(f"benchmarks.peers.{task['module']}")
+    limits = Limits(task["sequences"], task["tokens"], task["threads"], Path(task["cache"]))
+    engine: Engine = module.Engine(Path(task["folder"]), task["precision"], limits)
+    engine.generate([task["first"]], [1])
+    result["first_token"] = time.monotonic()
+    result["versions"] = {name: version(name) for name in task["packages"]}
+    note()
+    for name, work in task["measures"].items():
+        try:
+            result["measured"][name] = MEASURES[name](engine, work)
+        except Exception as error:  # one measure that a peer cannot do leaves the others
+            traceback.print_exc()
+            result["failed"][name] = f"{type(error).__name__}: {error}"
+        note()
+    if hasattr(engine, "close"):
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()
