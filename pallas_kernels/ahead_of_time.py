@@ -71,7 +71,8 @@ def compile_for(device: jax.Device, function: Callable[..., Any], *args: Any, do
     """
     whole = NamedSharding(jax.sharding.Mesh([device], ("x",)), PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
-    return jax.jit(function, donate_argnums=donate).lower(*placed).compile()
+    with jax.default_device(device):  # whose compute capability is what Mosaic takes for the target's
+        return jax.jit(function, donate_argnums=donate).lower(*placed).compile()
 
 
 def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -> tuple[list[KernelFacts], jax.stages.Compiled]:
