@@ -38,9 +38,10 @@ def default_splits(items: int, kv_heads: int, tokens: int) -> int:
 
 
 def shape_of_block(queries: int, head_dim: int) -> tuple[int, int]:
-    """Tokens of a tile, and queries, at most so many, that a block of threads takes. What registers and shared memory hold."""
-    tile, least, most = (64, 8, 64) if head_dim <= 128 else (32, 16, 32)
-    return tile, min(-(-queries // least) * least, most)
+    """Tokens of a tile, and queries that a block of threads takes of so many: what registers and an L4's shared memory hold."""
+    if queries <= 16 and head_dim <= 128:
+        return 64, -(-queries // 8) * 8
+    return 32, min(-(-queries // 16) * 16, 64 if head_dim <= 128 else 32)
 
 
 def paged_attention_decode(

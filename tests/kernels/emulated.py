@@ -1,6 +1,6 @@
 """Mosaic GPU kernels for Ampere on a CPU: their own bodies, with arrays for references and stand-ins for what Pallas does not interpret.
 
-Pallas interprets neither `plgpu.mma` nor copies without a barrier. Here a body runs in Python, block by block, without jit. A copy
+Pallas interprets neither `plgpu.mma` nor copies without a barrier. Here a body runs in Python, block by block. A copy
 lands either when it is begun or not before a wait asks for it, its target NaN until then; on a GPU it lands somewhere between.
 Layouts, and what threads of one block do to each other, are not seen: those are the compiler's and Mosaic's own barriers'.
 """
@@ -109,6 +109,14 @@ def emulated(landing: Landing) -> Iterator[None]:
         assert acc.dtype == jnp.float32 and left.dtype == right.dtype
         return acc + jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32), precision="highest")
 
+    def fori_loop(start: int, end: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        for i in range(int(start), int(end)):
+            carry = body(jnp.int32(i), carry)
+        return carry
+
+    def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+        return lambda body: body() if condition else None
+
     stand_ins = {
         "kernel": kernel,
         "mma": mma,
@@ -119,6 +127,6 @@ def emulated(landing: Landing) -> Iterator[None]:
         "broadcasted_iota": lambda dtype, shape, axis, *, layout: lax.broadcasted_iota(dtype, shape, axis),
         "store": lambda ref, values, *, optimized: ref.__setitem__(..., values),
     }
-    with mock.patch.multiple(plgpu, create=True, **stand_ins), mock.patch.object(lax, "axis_index", lambda name: jnp.int32(place[name])):
-        with jax.disable_jit():
-            yield
+    loops = {"axis_index": lambda name: jnp.int32(place[name]), "fori_loop": fori_loop}
+    with mock.patch.multiple(plgpu, create=True, **stand_ins), mock.patch.multiple(lax, **loops), mock.patch.object(pl, "when", when):
+        yield
