@@ -92,7 +92,7 @@ def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -
 
 def _read(report: Path, device: jax.Device) -> KernelFacts:
     text, resources = report.read_text(), report.with_suffix(".resources.txt").read_text()
-    capability = "sm_" + device.compute_capability.replace(".", "")  # type: ignore[attr-defined]
+    capability = "sm_" + device.compute_capability.replace(".", "")
     if not re.search(rf"for '{capability}a?'", text):
         raise RuntimeError(f"{device.device_kind}: compiled for another compute capability, which this process compiled for before")
     [registers] = re.findall(r"Used (\d+) registers", text)
@@ -100,7 +100,7 @@ def _read(report: Path, device: jax.Device) -> KernelFacts:
     [spills] = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     code = report.with_suffix(".sass_ctrl").read_text()
     products, copies = (len(re.findall(rf"\b{name}\b", code)) for name in ("[HQ]G?MMA", "LDGSTS"))
-    most_shared: int = device.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    most_shared: int = device.shared_memory_per_block_optin
     return KernelFacts(report.stem, int(registers), sum(map(int, spills)), int(shared), products, copies, most_shared)
 
 

@@ -168,7 +168,6 @@ def _kernel(
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=acc_layout)
 
     piece = min(page_size, tile)  # of a page that one copy takes
-    copies = 2 * tile // piece
     first_page, last_page = lax.div(first, page_size), lax.div(end - 1, page_size)
 
     def fetch(i: Any) -> None:

@@ -36,7 +36,7 @@ class Ref:
         return self
 
     @property
-    def T(self) -> Ref:  # noqa: N802
+    def T(self) -> Ref:
         return Ref(self.array.T)
 
     @property
@@ -61,7 +61,7 @@ class Ref:
 
 def _bounded(index: Any, size: int) -> Any:
     start, length = (int(index.start), index.size) if isinstance(index, pl.Slice) else (int(index), None)
-    assert 0 <= start and start + (length or 1) <= size, f"index {start}, {length} of {size}"
+    assert start >= 0 and start + (length or 1) <= size, f"index {start}, {length} of {size}"
     return start if length is None else slice(start, start + length)
 
 

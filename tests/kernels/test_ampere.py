@@ -25,12 +25,17 @@ CAP: Ways = {"scale": 0.5, "soft_cap": 3.0}
 BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
 
 
-def without_passed_pages(paged: Cache, oldest: np.ndarray, window: int | None) -> Cache:
-    """Tables that name no page there is where the oldest query of a row, at the position given, sees nothing any more."""
-    if window is None:
-        return paged
-    passed = np.arange(paged.tables.shape[1]) < np.maximum(oldest - window + 1, 0)[:, None] // paged.k.shape[2]
-    return paged._replace(tables=jnp.where(passed, paged.k.shape[0], paged.tables))
+def only_what_is_seen(paged: Cache, oldest: np.ndarray, ends: np.ndarray, window: int | None) -> Cache:
+    """NaN where no row's queries, of which the oldest is at the position given, see a token; tables name no page there is."""
+    num_pages, _, page_size, _ = paged.k.shape
+    tables, tokens = np.asarray(paged.tables), np.arange(paged.tables.shape[1] * page_size)
+    seen = (tokens < ends[:, None]) & (tokens > (oldest - (window or len(tokens)))[:, None])
+    rows, places = np.nonzero(seen)
+    used = np.zeros((num_pages, page_size), bool)
+    used[tables[rows, places // page_size], places % page_size] = True
+    named = np.where(seen.reshape(*tables.shape, page_size).any(-1), tables, num_pages)
+    k, v = (jnp.where(used[:, None, :, None], pages, jnp.nan) for pages in (paged.k, paged.v))
+    return paged._replace(k=k, v=v, tables=jnp.asarray(named, jnp.int32))
 
 
 def close(got: jax.Array, want: jax.Array, paged: Cache) -> None:
@@ -46,7 +51,7 @@ def check_decode(
 ) -> None:
     lengths = [1, page_size - 1, 0, page_size + 1, 200]
     paged = cache(lengths, -(-200 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
-    paged = without_passed_pages(paged, np.array(lengths) - 1, ways.get("window"))
+    paged = only_what_is_seen(paged, np.array(lengths) - 1, np.array(lengths), ways.get("window"))
     q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
     with emulated(landing):
         got = paged_attention_decode(q, *paged, **ways, splits=splits)
@@ -60,8 +65,8 @@ def check_prefill(
     tile, sequences, width = 24, [150, 25, 120], -(-150 // page_size)
     paged = cache(sequences, width, kv_heads, page_size, head_dim, dtype, seed=page_size)
     rows, positions, lengths = np.array([(0, 126, 24), (2, 0, 24), (1, 24, 1), (2, 24, 24), (2, 0, 0), (2, 110, 10)]).T
-    paged = without_passed_pages(paged._replace(tables=paged.tables[rows]), positions, ways.get("window"))
-    paged = paged._replace(tables=paged.tables.at[4].set(0), lengths=jnp.asarray(lengths, jnp.int32))
+    paged = paged._replace(tables=paged.tables[rows], lengths=jnp.asarray(lengths, jnp.int32))
+    paged = only_what_is_seen(paged, positions, np.where(lengths > 0, positions + lengths, 0), ways.get("window"))
     q = jax.random.normal(jax.random.key(7), (len(rows), tile, kv_heads * group, head_dim)).astype(dtype)
     starts = jnp.asarray(positions, jnp.int32)
     with emulated(landing):
