@@ -1,7 +1,7 @@
 """Programs compiled for a GPU that is not there, and what the compiler says of the kernels in them.
 
 This needs the extra `aot` (CUDA's plugin for JAX and NVIDIA's compiler) and JAX_PLATFORMS=cpu in the environment, without which the
-plugin looks for all of CUDA; no GPU and no driver.
+plugin looks for all of CUDA; no GPU and no driver. A process compiles Mosaic kernels for one compute capability: its first (jax 0.12).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 TARGETS = Path(__file__).parent / "targets"
-MAX_SHARED = 232448  # bytes of a block; these limits are of compute capability 9.0
-REGISTERS, SHARED, RESERVED = 65536, 233472, 1024  # of a multiprocessor; bytes that each block takes of it besides
+REGISTERS = 65536  # of a multiprocessor, of every compute capability that is served
+RESERVED = 1024  # bytes of shared memory that a block takes besides its own: a multiprocessor has as many more than a block may have
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class KernelFacts:
         registers: of a thread.
         spilled: bytes that a thread keeps in memory for want of registers, stores and loads.
         shared: bytes of shared memory of a block, barriers left out.
-        products: warpgroup matrix instructions in its machine code.
+        products: matrix instructions in its machine code.
+        copies: asynchronous copies to shared memory in its machine code that are not TMA's.
+        most_shared: bytes of shared memory that a block may have on the device that it was compiled for.
     """
 
     name: str
@@ -41,11 +43,13 @@ class KernelFacts:
     spilled: int
     shared: int
     products: int
+    copies: int
+    most_shared: int
 
     def blocks(self, threads: int) -> int:
-        """Blocks of so many threads that a multiprocessor holds at a time."""
+        """Blocks of so many threads that a multiprocessor of the device holds at a time; none if one asks for too much."""
         registers = -(-self.registers // 8) * 8 * threads
-        return min(REGISTERS // registers, SHARED // (self.shared + RESERVED))
+        return min(REGISTERS // registers, (self.most_shared + RESERVED) // (self.shared + RESERVED))
 
 
 def targets() -> list[str]:
@@ -88,7 +92,8 @@ def compile_for(device: jax.Device, function: Callable[..., Any], *args: Any, do
     """
     whole = NamedSharding(jax.sharding.Mesh([device], ("x",)), PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
-    return jax.jit(function, donate_argnums=donate).lower(*placed).compile()
+    with jax.default_device(device):  # whose compute capability is what Mosaic takes for the target's
+        return jax.jit(function, donate_argnums=donate).lower(*placed).compile()
 
 
 def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -> tuple[list[KernelFacts], jax.stages.Compiled]:
@@ -99,16 +104,21 @@ def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -
     """
     with tempfile.TemporaryDirectory() as folder, _dumped(folder):
         compiled = compile_for(device, function, *args)
-        return [_read(file) for file in sorted(Path(folder).glob("*.ptxas"))], compiled
+        return [_read(file, device) for file in sorted(Path(folder).glob("*.ptxas"))], compiled
 
 
-def _read(report: Path) -> KernelFacts:
+def _read(report: Path, device: jax.Device) -> KernelFacts:
     text, resources = report.read_text(), report.with_suffix(".resources.txt").read_text()
+    capability = "sm_" + device.compute_capability.replace(".", "")
+    if not re.search(rf"for '{capability}a?'", text):
+        raise RuntimeError(f"{device.device_kind}: compiled for another compute capability, which this process compiled for before")
     [registers] = re.findall(r"Used (\d+) registers", text)
     [shared] = re.findall(r"smem_scratch_bytes=(\d+)", resources)
     [spills] = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
-    products = len(re.findall(r"\b[HQ]GMMA\b", report.with_suffix(".sass_ctrl").read_text()))
-    return KernelFacts(report.stem, int(registers), sum(map(int, spills)), int(shared), products)
+    code = report.with_suffix(".sass_ctrl").read_text()
+    products, copies = (len(re.findall(rf"\b{name}\b", code)) for name in ("[HQ]G?MMA", "LDGSTS"))
+    most_shared: int = device.shared_memory_per_block_optin
+    return KernelFacts(report.stem, int(registers), sum(map(int, spills)), int(shared), products, copies, most_shared)
 
 
 @contextmanager

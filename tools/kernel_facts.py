@@ -5,13 +5,16 @@ JAX_PLATFORMS=cpu python tools/kernel_facts.py  # with the extra `aot`
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import ampere
 from pallas_kernels.ahead_of_time import KernelFacts, device, kernel_facts
 from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.attention_prefill import paged_attention_prefill
@@ -116,16 +119,63 @@ PREFILL_ALONE: dict[str, Case] = {f"head dim {size}, one head a kv head": prefil
 PREFILL_INTERPRETED: dict[str, Case] = {f"head dim {size}": prefill(size, 64, in_registers=False) for size in (64, 128, 256)}
 
 
-def row(name: str, facts: KernelFacts, threads: int) -> str:
+# For Ampere and Ada.
+AMPERE, AMPERE_THREADS = ("a100", "l4"), 128
+
+
+def ampere_decode(head_dim: int, page_size: int, splits: int, *, group: int = 4, dtype: Any = jnp.bfloat16, **ways: Any) -> Case:
+    """As `decode`."""
+    _, arrays = decode(head_dim, page_size, splits, group=group, dtype=dtype)
+    return partial(ampere.paged_attention_decode, scale=head_dim**-0.5, splits=splits, **ways), arrays
+
+
+def ampere_prefill(head_dim: int, page_size: int, splits: int, **ways: Any) -> Case:
+    """Sixteen tiles of 64 queries, otherwise as `decode`."""
+    _, (q, k, v, tables, lengths) = decode(head_dim, page_size, splits)
+    tiles = jax.ShapeDtypeStruct((q.shape[0], 64, *q.shape[1:]), q.dtype)
+    return partial(ampere.paged_attention_prefill, scale=head_dim**-0.5, splits=splits, **ways), (tiles, k, v, tables, lengths, lengths)
+
+
+AMPERE_CASES: dict[str, Case] = {
+    "decode, head dim 64": ampere_decode(64, 64, 4),
+    "decode, head dim 128": ampere_decode(128, 64, 4),
+    "decode, head dim 256": ampere_decode(256, 64, 4),
+    "decode, head dim 128, one split": ampere_decode(128, 64, 1),
+    "decode, head dim 128, group 16, float16": ampere_decode(128, 64, 4, group=16, dtype=jnp.float16),
+    "decode, head dim 64, pages of 16, window, cap": ampere_decode(64, 16, 4, **ALL),
+    "decode, head dim 128, pages of 16, window, cap": ampere_decode(128, 16, 4, **ALL),
+    "decode, head dim 256, pages of 16, window, cap": ampere_decode(256, 16, 4, **ALL),
+    "prefill, head dim 64": ampere_prefill(64, 64, 1),
+    "prefill, head dim 128": ampere_prefill(128, 64, 1),
+    "prefill, head dim 256": ampere_prefill(256, 64, 1),
+    "prefill, head dim 64, pages of 16, window, cap": ampere_prefill(64, 16, 4, **ALL),
+    "prefill, head dim 128, pages of 16, window, cap": ampere_prefill(128, 16, 4, **ALL),
+    "prefill, head dim 256, pages of 16, window, cap": ampere_prefill(256, 16, 4, **ALL),
+}
+
+
+def facts_of(target: str, cases: list[Case]) -> list[KernelFacts]:
+    """Facts of each case's kernel; in a process that has compiled for no other compute capability."""
+    there = device(target)
+    return [facts for function, args in cases for facts in kernel_facts(there, function, *args)[0]]
+
+
+def facts_elsewhere(target: str, cases: list[Case]) -> list[KernelFacts]:
+    """The same, from a process of their own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(facts_of, target, cases).result()
+
+
+def row(name: str, facts: KernelFacts, threads: int = THREADS) -> str:
     figures = (facts.registers, facts.spilled, facts.shared, facts.blocks(threads), facts.products)
     return f"| {name} | " + " | ".join(map(str, figures)) + " |"
 
 
-def table(title: str, cases: dict[str, Case], threads: int = THREADS) -> None:
-    print(f"| {title} on an H200 | registers | bytes spilled | shared memory | blocks a multiprocessor | products |")
+def table(title: str, cases: dict[str, Case], threads: int = THREADS, target: str = "h200") -> None:
+    print(f"| {title} on {target} | registers | bytes spilled | shared memory | blocks a multiprocessor | products |")
     print("|---|---|---|---|---|---|")
-    for name, (function, args) in cases.items():
-        [facts], _ = kernel_facts(device("h200"), function, *args)
+    there = list(cases.values())
+    for name, facts in zip(cases, facts_elsewhere(target, there), strict=True):
         print(row(name, facts, threads), flush=True)
     print()
 
@@ -140,6 +190,8 @@ def main() -> None:
     table("prefill attention", PREFILL_ALONE)
     table("cache writes", WRITES, threads=128)
     table("page copies", COPIES, threads=128)
+    for target in AMPERE:
+        table("attention", AMPERE_CASES, AMPERE_THREADS, target)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,232 @@
+"""Paged attention as a Pallas Mosaic GPU kernel for Ampere and Ada (sm_80, sm_89).
+
+One block of threads, a warpgroup, takes some queries of one kv head and a share of the tokens that they see. It copies tiles of
+tokens with cp.async, one tile ahead of the one it works on, page by page as the block table names them, and folds each into an
+online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022).
+
+The tensor cores' products have 16 rows and 8 columns. The queries are their columns: scores are keys @ queries^T, [tokens, queries],
+and the result is values^T @ weights, [head_dim, queries]. So the few query heads of a kv head that decoding has waste little,
+every warp reads its own part of the keys and values, and a tile of a prompt is the same thing with more columns.
+
+A sequence's tiles of tokens are shared among the splits, so that few long sequences still fill the chip. Each split gives its own
+softmax's result and the logarithm of its sum, and XLA joins them (Flash-Decoding; Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention_decode import MASKED, SMALLEST, _join, _logits
+
+BLOCKS_TO_FILL = 216  # two for each of an A100's 108 multiprocessors
+SPLIT_TOKENS = 256  # a split should have as many
+STAGES = 2  # tiles of tokens in shared memory
+DEPTH = 16  # tokens that are multiplied at a time: more take too many registers
+KV_TILING, Q_TILING = 64, 32  # bytes of a row of a tile of shared memory: what lets four warps share the smallest copies
+
+
+def default_splits(items: int, kv_heads: int, tokens: int) -> int:
+    """Splits that fill the chip, where the tokens that an item may have to read suffice."""
+    return max(1, min(BLOCKS_TO_FILL // (items * kv_heads), tokens // SPLIT_TOKENS))
+
+
+def shape_of_block(queries: int, head_dim: int) -> tuple[int, int]:
+    """Tokens of a tile, and queries that a block of threads takes of so many: what registers and an L4's shared memory hold."""
+    if queries <= 16 and head_dim <= 128:
+        return 64, -(-queries // 8) * 8
+    return 32, min(-(-queries // 16) * 16, 64 if head_dim <= 128 else 32)
+
+
+def paged_attention_decode(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    splits: int | None = None,
+) -> jax.Array:
+    """See `attention_decode.paged_attention_decode`."""
+    tiles, real = q[:, None], jnp.minimum(lengths, 1)
+    ways: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "splits": splits}
+    return paged_attention_prefill(tiles, k_pages, v_pages, block_tables, lengths - 1, real, **ways)[:, 0]
+
+
+def paged_attention_prefill(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    splits: int | None = None,
+) -> jax.Array:
+    """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
+
+    Args:
+        q: bfloat16 or float16 [tiles, tile, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype. What unused pages and the unused part
+            of a last page hold, NaN included, never reaches a result.
+        block_tables: int32 [tiles, width], page ids in order; read where a tile's queries see tokens.
+        positions: int32 [tiles], of each tile's first query.
+        lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.
+        scale, window, soft_cap: as in `xla.paged_attention_decode`.
+        splits: parts of a sequence that blocks of threads work on side by side; None chooses by the shapes.
+
+    Returns:
+        [tiles, tile, heads, head_dim], in q's dtype.
+    """
+    items, tile, heads, head_dim = q.shape
+    kv_heads, page_size = k_pages.shape[1:3]
+    group = heads // kv_heads
+    step, columns = shape_of_block(tile * group, head_dim)
+    blocks = -(-tile * group // columns)
+    tokens = block_tables.shape[1] * page_size
+    splits = splits or default_splits(items * blocks, kv_heads, tokens if window is None else min(window + tile, tokens))
+    queries = q.reshape(items, tile, kv_heads, group, head_dim).swapaxes(1, 2).reshape(items, kv_heads, tile * group, head_dim)
+    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, blocks * columns - tile * group), (0, 0)))
+
+    shape = (splits, items, kv_heads, blocks)
+    result = q.dtype if splits == 1 else jnp.dtype("float32")
+    out, lse = plgpu.kernel(
+        partial(_kernel, group=group, scale=scale, window=window, soft_cap=soft_cap, splits=splits),
+        out_type=(
+            jax.ShapeDtypeStruct((*shape, head_dim, columns), result),
+            jax.ShapeDtypeStruct((*shape, columns), jnp.float32),
+        ),
+        scratch_types={
+            "q_smem": _tiled((columns, head_dim), q.dtype, Q_TILING),
+            "k_smem": _tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
+            "v_smem": _tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
+            "p_smem": plgpu.SMEM((step, columns), q.dtype) if columns == 8 else _tiled((step, columns), q.dtype, 32),
+        },
+        grid=(splits, kv_heads, items * blocks),
+        grid_names=("split", "kv_head", "block"),
+        kernel_name="paged_attention",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(queries, k_pages, v_pages, block_tables, positions, lengths)
+    joined = _join(out.swapaxes(-1, -2), lse).reshape(items, kv_heads, blocks * columns, head_dim)[:, :, : tile * group]
+    return joined.reshape(items, kv_heads, tile, group, head_dim).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
+
+
+def _tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], size: int) -> Any:
+    """Shared memory in tiles of 8 rows by so many bytes, swizzled: what the tensor cores' loads find without conflicts."""
+    tiles = plgpu.TilingTransform((8, size // dtype.itemsize))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(size)))  # type: ignore[abstract]
+
+
+def _kernel(
+    q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, position_ref: Any, length_ref: Any, out_ref: Any, lse_ref: Any, *,
+    q_smem: Any, k_smem: Any, v_smem: Any, p_smem: Any,
+    group: int, scale: float, window: int | None, soft_cap: float | None, splits: int,
+) -> None:  # fmt: skip
+    tile, columns = p_smem.shape
+    head_dim, page_size, dtype = q_smem.shape[1], k_ref.shape[2], q_smem.dtype
+    split, kv_head, index = (lax.axis_index(name) for name in ("split", "kv_head", "block"))
+    blocks = out_ref.shape[3]
+    item, block = lax.div(index, blocks), lax.rem(index, blocks)
+    position, length = position_ref[item], length_ref[item]
+
+    def query(column: Any) -> Any:  # of the item's that is in a column
+        return lax.div(block * columns + column, group)
+
+    # Tokens in [first, end) are seen by some query of the block, and no others are.
+    last = position + jnp.minimum(query(columns - 1), length - 1)
+    end = jnp.where(query(0) < length, last + 1, 0)
+    first = jnp.int32(0) if window is None else jnp.clip(position + query(0) - window + 1, 0, end)
+    first_tile, end_tile = lax.div(first, tile), lax.div(end + tile - 1, tile)
+    share = lax.div(end_tile - first_tile + splits - 1, splits)
+    start = jnp.minimum(first_tile + split * share, end_tile)
+    count = jnp.minimum(share, end_tile - start)
+
+    lhs, rhs, acc_layout = (
+        layout(dtype, m_warps=tile // 16) for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
+    )
+    per_column = acc_layout.reduce(0)
+
+    def filled(shape: tuple[int, ...], value: float, layout: Any) -> Any:
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    def spread(x: Any, rows: int) -> Any:
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, (rows, columns), [1]), acc_layout)
+
+    def iota(shape: tuple[int, ...], axis: int) -> Any:
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=acc_layout)
+
+    piece = min(page_size, tile)  # of a page that one copy takes
+    first_page, last_page = lax.div(first, page_size), lax.div(end - 1, page_size)
+
+    def fetch(i: Any) -> None:
+        slot, token = lax.rem(i, STAGES), (start + i) * tile
+        for at in range(0, tile, piece):
+            page = table_ref[item, jnp.clip(lax.div(token + at, page_size), first_page, last_page)]
+            for ref, smem in ((k_ref, k_smem), (v_ref, v_smem)):
+                source = ref.at[page, kv_head, pl.ds(lax.rem(token + at, page_size), piece)]
+                _copy(source, smem.at[slot, pl.ds(at, piece)])
+
+    last_seen = position + jnp.minimum(query(iota((tile, columns), 1)), length - 1)  # by each query
+
+    def fold(i: Any, carry: Any) -> Any:
+        m, total, acc = carry
+        slot, token = lax.rem(i, STAGES), (start + i) * tile
+        plgpu.wait_gmem_to_smem(0)
+        pl.when(i + 1 < count)(partial(fetch, i + 1))
+
+        @pl.when((token < first) | (token + tile > end))
+        def clear() -> None:  # values of tokens that are not seen: their weights are zeros, and 0 * NaN is NaN
+            v = v_smem.at[slot]
+            values = plgpu.load(v, layout=acc_layout)
+            tokens = iota(values.shape, 0) + token
+            v[...] = jnp.where((tokens >= first) & (tokens < end), values, jnp.zeros_like(values))
+
+        s = filled((tile, columns), 0.0, acc_layout)
+        s = plgpu.mma(s, plgpu.load(k_smem.at[slot], layout=lhs), plgpu.load(q_smem.T, layout=rhs))
+        tokens = iota(s.shape, 0) + token
+        seen = tokens <= last_seen if window is None else (tokens <= last_seen) & (tokens > last_seen - window)
+        s = jnp.where(seen, _logits(s, scale, soft_cap), -jnp.inf)
+        m_new = jnp.maximum(m, s.max(axis=0))
+        alpha = jnp.exp2(m - m_new)
+        p = jnp.exp2(s - spread(m_new, tile))
+        p_smem[...] = p.astype(dtype)
+        total = total * spread(alpha, tile) + p
+        acc *= spread(alpha, head_dim)
+        for at in range(0, tile, DEPTH):
+            part = pl.ds(at, DEPTH)
+            acc = plgpu.mma(acc, plgpu.load(v_smem.at[slot, part].T, layout=lhs), plgpu.load(p_smem.at[part], layout=rhs))
+        return m_new, total, acc
+
+    _copy(q_ref.at[item, kv_head, pl.ds(block * columns, columns)], q_smem)
+    pl.when(count > 0)(partial(fetch, jnp.int32(0)))
+    init = filled((columns,), MASKED, per_column), filled((tile, columns), 0.0, acc_layout), filled((head_dim, columns), 0.0, acc_layout)
+    m, total, acc = lax.fori_loop(0, count, fold, init)
+    plgpu.wait_gmem_to_smem(0)
+    total = jnp.maximum(total.sum(axis=0), SMALLEST)
+    _store(lse_ref.at[split, item, kv_head, block], m + jnp.log2(total))
+    _store(out_ref.at[split, item, kv_head, block], (acc * spread(1.0 / total, head_dim)).astype(out_ref.dtype))
+
+
+def _copy(source: Any, target: Any) -> None:
+    """Begins a copy to shared memory; nothing outside of the source is read."""
+    plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
+def _store(target: Any, values: Any) -> None:
+    """To the device's memory; the little that a block gives need not fill cache lines."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(target, values, optimized=False)
+    else:  # jax 0.11, which does not ask
+        target[...] = values

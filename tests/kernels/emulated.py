@@ -1,0 +1,132 @@
+"""Mosaic GPU kernels for Ampere on a CPU: their own bodies, with arrays for references and stand-ins for what Pallas does not interpret.
+
+Pallas interprets neither `plgpu.mma` nor copies without a barrier. Here a body runs in Python, block by block. A copy
+lands either when it is begun or not before a wait asks for it, its target NaN until then; on a GPU it lands somewhere between.
+Layouts, and what threads of one block do to each other, are not seen: those are the compiler's and Mosaic's own barriers'.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import EllipsisType
+from typing import Any, Literal
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Landing = Literal["early", "late"]
+
+
+class Ref:
+    """A reference to part of an array; an index outside of it fails, where a GPU would read or write something else."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    @property
+    def at(self) -> Ref:
+        return self
+
+    @property
+    def T(self) -> Ref:
+        return Ref(self.array.T)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        if index is Ellipsis:
+            return jnp.asarray(self.array)
+        index = index if isinstance(index, tuple) else (index,)
+        part = self.array[tuple(_bounded(i, size) for i, size in zip(index, self.array.shape, strict=False))]
+        return Ref(part) if isinstance(part, np.ndarray) else jnp.asarray(part)
+
+    def __setitem__(self, index: EllipsisType, values: jax.Array) -> None:
+        assert index is Ellipsis and values.shape == self.array.shape and values.dtype == self.array.dtype
+        self.array[...] = np.asarray(values)
+
+
+def _bounded(index: Any, size: int) -> Any:
+    start, length = (int(index.start), index.size) if isinstance(index, pl.Slice) else (int(index), None)
+    assert start >= 0 and start + (length or 1) <= size, f"index {start}, {length} of {size}"
+    return start if length is None else slice(start, start + length)
+
+
+@dataclass
+class Copies:
+    """Copies to shared memory in flight, oldest first."""
+
+    landing: Landing
+    waiting: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def begin(self, source: Ref, target: Ref, *, oob_mode: Any) -> None:
+        assert source.shape == target.shape and source.dtype == target.dtype
+        assert oob_mode == plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # the others do not compile
+        if self.landing == "early":
+            target.array[...] = source.array
+        else:
+            target.array[...] = np.nan
+            self.waiting.append((source.array, target.array))
+
+    def wait(self, n: int) -> None:
+        while len(self.waiting) > n:
+            source, target = self.waiting.pop(0)
+            target[...] = source
+
+
+@contextmanager
+def emulated(landing: Landing) -> Iterator[None]:
+    """Kernels called within are emulated, their scratch memory and results NaN at first; a copy that nobody waits for fails."""
+    place: dict[str, int] = {}
+    copies = Copies(landing)
+
+    def kernel(body: Callable[..., None], *, out_type: Any, scratch_types: Any, grid: Any, grid_names: Any, **_: Any) -> Any:
+        def run(*args: jax.Array) -> list[jax.Array]:
+            out = [np.full(x.shape, np.nan, x.dtype) for x in out_type]
+            for index in itertools.product(*map(range, grid)):
+                place.update(zip(grid_names, index, strict=True))
+                scratch = {name: Ref(np.full(x.shape, np.nan, x.dtype)) for name, x in scratch_types.items()}
+                body(*(Ref(np.asarray(x)) for x in args), *map(Ref, out), **scratch)
+                assert not copies.waiting
+            return [jnp.asarray(x) for x in out]
+
+        return run
+
+    def mma(acc: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+        assert acc.dtype == jnp.float32 and left.dtype == right.dtype
+        return acc + jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32), precision="highest")
+
+    def fori_loop(start: int, end: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+        for i in range(int(start), int(end)):
+            carry = body(jnp.int32(i), carry)
+        return carry
+
+    def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+        return lambda body: body() if condition else None
+
+    stand_ins = {
+        "kernel": kernel,
+        "mma": mma,
+        "copy_gmem_to_smem": copies.begin,
+        "wait_gmem_to_smem": copies.wait,
+        "load": lambda ref, *, layout: ref[...],
+        "layout_cast": lambda x, layout: x,
+        "broadcasted_iota": lambda dtype, shape, axis, *, layout: lax.broadcasted_iota(dtype, shape, axis),
+        "store": lambda ref, values, *, optimized: ref.__setitem__(..., values),
+    }
+    loops = {"axis_index": lambda name: jnp.int32(place[name]), "fori_loop": fori_loop}
+    with mock.patch.multiple(plgpu, create=True, **stand_ins), mock.patch.multiple(lax, **loops), mock.patch.object(pl, "when", when):
+        yield

@@ -1,0 +1,151 @@
+"""The kernels for Ampere and Ada: emulated on a CPU against the float32 reference, and compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_facts import AMPERE, AMPERE_CASES, AMPERE_THREADS, facts_elsewhere
+
+from pallas_kernels import reference
+from pallas_kernels.ampere import BLOCKS_TO_FILL, SPLIT_TOKENS, default_splits, paged_attention_decode, paged_attention_prefill
+from tests.kernels.emulated import Landing, emulated
+from tests.kernels.interpreted import Cache, cache
+
+Ways = dict[str, Any]
+PLAIN: Ways = {"scale": 0.2}
+WINDOW: Ways = {"scale": 0.3, "window": 70}
+CAP: Ways = {"scale": 0.5, "soft_cap": 3.0}
+BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
+
+
+def only_what_is_seen(paged: Cache, oldest: np.ndarray, ends: np.ndarray, window: int | None) -> Cache:
+    """NaN where no row's queries, of which the oldest is at the position given, see a token; tables name no page there is."""
+    num_pages, _, page_size, _ = paged.k.shape
+    tables, tokens = np.asarray(paged.tables), np.arange(paged.tables.shape[1] * page_size)
+    seen = (tokens < ends[:, None]) & (tokens > (oldest - (window or len(tokens)))[:, None])
+    rows, places = np.nonzero(seen)
+    used = np.zeros((num_pages, page_size), bool)
+    used[tables[rows, places // page_size], places % page_size] = True
+    named = np.where(seen.reshape(*tables.shape, page_size).any(-1), tables, num_pages)
+    k, v = (jnp.where(used[:, None, :, None], pages, jnp.nan) for pages in (paged.k, paged.v))
+    return paged._replace(k=k, v=v, tables=jnp.asarray(named, jnp.int32))
+
+
+def close(got: jax.Array, want: jax.Array, paged: Cache) -> None:
+    """Within what is rounded to the dtype: each weight, and the result. Anything else is float32."""
+    rounding = float(jnp.finfo(got.dtype).eps) / 2
+    wanted = np.asarray(want, np.float32)
+    allowed = 1.05 * rounding * (np.abs(wanted) + float(jnp.abs(paged.clean().v).max())) + 1e-5
+    assert (np.abs(np.asarray(got, np.float32) - wanted) <= allowed).all()  # false where got is NaN
+
+
+def check_decode(
+    head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways, landing: Landing
+) -> None:
+    lengths = [1, page_size - 1, 0, page_size + 1, 200]
+    paged = cache(lengths, -(-200 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
+    paged = only_what_is_seen(paged, np.array(lengths) - 1, np.array(lengths), ways.get("window"))
+    q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
+    with emulated(landing):
+        got = paged_attention_decode(q, *paged, **ways, splits=splits)
+    close(got, reference.paged_attention_decode(q.astype(jnp.float32), *paged.clean(), **ways), paged)
+    assert (got[2] == 0).all()
+
+
+def check_prefill(
+    head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways, landing: Landing
+) -> None:
+    tile, sequences, width = 24, [150, 25, 120], -(-150 // page_size)
+    paged = cache(sequences, width, kv_heads, page_size, head_dim, dtype, seed=page_size)
+    rows, positions, lengths = np.array([(0, 126, 24), (2, 0, 24), (1, 24, 1), (2, 24, 24), (2, 0, 0), (2, 110, 10)]).T
+    paged = paged._replace(tables=paged.tables[rows], lengths=jnp.asarray(lengths, jnp.int32))
+    paged = only_what_is_seen(paged, positions, np.where(lengths > 0, positions + lengths, 0), ways.get("window"))
+    q = jax.random.normal(jax.random.key(7), (len(rows), tile, kv_heads * group, head_dim)).astype(dtype)
+    starts = jnp.asarray(positions, jnp.int32)
+    with emulated(landing):
+        got = paged_attention_prefill(q, *paged[:3], starts, paged.lengths, **ways, splits=splits)
+    assert jnp.isfinite(got).all()
+    k, v, tables, _ = paged.clean()
+    want = reference.paged_attention_prefill(q.astype(jnp.float32), k, v, tables, starts, paged.lengths, **ways)
+    real = np.arange(tile) < lengths[:, None]
+    close(got[real], want[real], paged)
+
+
+# head_dim, kv_heads, group, page_size, splits, dtype, ways, landing
+DECODE = [
+    (64, 2, 4, 64, None, "bfloat16", PLAIN, "late"),
+    (64, 2, 4, 16, 2, "bfloat16", BOTH, "late"),
+    (64, 2, 4, 32, 2, "bfloat16", WINDOW, "early"),
+    (128, 1, 9, 128, 3, "float16", BOTH, "late"),
+    (256, 1, 4, 16, 1, "bfloat16", CAP, "late"),
+]
+PREFILL = [
+    (64, 1, 3, 16, 2, "bfloat16", WINDOW, "late"),
+    (64, 1, 3, 64, None, "bfloat16", CAP, "early"),
+]
+NAMES = ("head_dim", "kv_heads", "group", "page_size", "splits", "dtype", "ways", "landing")
+
+
+@pytest.mark.parametrize(NAMES, DECODE)
+def test_decode(
+    head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways, landing: Landing
+) -> None:
+    check_decode(head_dim, kv_heads, group, page_size, splits, dtype, ways, landing)
+
+
+@pytest.mark.parametrize(NAMES, PREFILL)
+def test_prefill(
+    head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways, landing: Landing
+) -> None:
+    check_prefill(head_dim, kv_heads, group, page_size, splits, dtype, ways, landing)
+
+
+SHAPES = [*itertools.product((64, 128, 256), (1, 8), (16, 64, 128), (PLAIN, WINDOW, CAP, BOTH))]
+SPLITS = [(1, "bfloat16", "late"), (3, "float16", "early"), (2, "bfloat16", "early"), (1, "float16", "late"), (4, "bfloat16", "late")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(len(SHAPES)))
+def test_decode_and_prefill_everywhere(index: int) -> None:
+    head_dim, group, page_size, ways = SHAPES[index]
+    splits, dtype, landing = SPLITS[index % len(SPLITS)]  # five: every shape meets others
+    check_decode(head_dim, 2, group, page_size, splits, dtype, ways, landing)  # type: ignore[arg-type]
+    check_prefill(head_dim, 2, group, page_size, splits, dtype, ways, landing)  # type: ignore[arg-type]
+
+
+def test_splits_fill_the_chip_and_are_not_too_short() -> None:
+    assert default_splits(items=1, kv_heads=8, tokens=1 << 20) == BLOCKS_TO_FILL // 8
+    assert default_splits(items=256, kv_heads=8, tokens=1 << 20) == 1
+    assert default_splits(items=1, kv_heads=1, tokens=4 * SPLIT_TOKENS) == 4
+    assert default_splits(items=1, kv_heads=1, tokens=16) == 1
+
+
+FEW = ("decode, head dim 128", "decode, head dim 256, pages of 16, window, cap", "prefill, head dim 128, pages of 16, window, cap")
+
+
+def check_compiled(target: str, names: Sequence[str]) -> None:
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise")
+    for name, facts in zip(names, facts_elsewhere(target, [AMPERE_CASES[name] for name in names]), strict=True):
+        assert facts.spilled == 0, name
+        assert facts.blocks(AMPERE_THREADS) >= (2 if target == "a100" and "head dim 256" not in name else 1), name
+        assert facts.products > 0 and facts.copies > 0, name
+
+
+@pytest.mark.parametrize("target", AMPERE)
+def test_a_kernel_spills_nothing_and_fits(target: str) -> None:
+    check_compiled(target, FEW)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", AMPERE)
+def test_every_kernel_spills_nothing_and_fits(target: str) -> None:
+    check_compiled(target, list(AMPERE_CASES))
