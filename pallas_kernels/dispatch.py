@@ -30,9 +30,9 @@ PAGE_SIZES = (16, 32, 64)  # and multiples of the last
 
 def decode_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_decode` cannot take these, or None."""
-    heads, most = q.shape[-2], attention_decode.QUERIES * k_pages.shape[1]
-    if heads > most:
-        return f"heads={heads}: the kernel takes at most {attention_decode.QUERIES} for each of {k_pages.shape[1]} kv heads"
+    heads, kv_heads = q.shape[-2], k_pages.shape[1]
+    if heads > attention_decode.QUERIES * kv_heads:
+        return f"heads={heads}: the kernel takes at most {attention_decode.QUERIES} for each of {kv_heads} kv heads"
     return _attention_supported(q, k_pages, v_pages, device)
 
 
@@ -66,7 +66,6 @@ def paged_attention_decode(
         return xla.paged_attention_decode(
             q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
         )
-    assert not isinstance(k_pages, Quantized) and not isinstance(v_pages, Quantized)  # as decode_supported says
     return attention_decode.paged_attention_decode(
         q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, soft_cap=soft_cap, splits=splits
     )
@@ -181,11 +180,10 @@ def _kernel_serves(impl: Impl, refused: str | None) -> bool:
 
 
 def _attention_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, device: jax.Device | None) -> str | None:
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if isinstance(pages, Quantized):
-            return f"{name}={pages.kind}: the kernel takes no quantized cache"
-        if pages.dtype != q.dtype:
-            return f"{name}={pages.dtype}: the kernel takes a cache of the queries' dtype, {q.dtype}"
+    if str(q.dtype) not in DTYPES:
+        return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
+    if not isinstance(k_pages, Quantized) and k_pages.dtype != q.dtype:
+        return f"k_pages={k_pages.dtype}: the kernel takes the queries' dtype, {q.dtype}, or a quantized cache"
     return _cache_refused(k_pages, v_pages, device)
 
 

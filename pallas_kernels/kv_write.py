@@ -22,6 +22,7 @@ from pallas_kernels.xla import Rotation, rotate
 
 TOKENS = 8  # of a block: two for each of its warps
 LANES = 32  # of a warp
+ALIGNMENT = 128  # bytes, of what TMA copies in shared memory
 BLOCK_BYTES = 1 << 15  # of keys or values that a block holds at most, unless one head's are more
 BLOCKS_TO_FILL = 264  # two for each of an H100's or H200's 132 multiprocessors
 
@@ -63,7 +64,8 @@ def kv_write(
     heads = heads_per_block(tiles, kv_heads, TOKENS * head_dim * k.dtype.itemsize)
     scratch: dict[str, Any] = {"x_smem": plgpu.SMEM((TOKENS, heads, head_dim), k.dtype), "x_full": plgpu.Barrier()}
     if isinstance(k_pages, Quantized):
-        scratch["stored_smem"] = plgpu.SMEM((TOKENS, heads, head_dim), k_pages.values.dtype)
+        aligned = pl.cdiv(heads * head_dim, ALIGNMENT) * ALIGNMENT // head_dim  # heads: where a token begins, TMA can read
+        scratch["stored_smem"] = plgpu.SMEM((TOKENS, aligned, head_dim), k_pages.values.dtype)
         scratch["scale_smem"] = plgpu.SMEM((heads, TOKENS), jnp.float32)
     cache: tuple[Pages, Pages] = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     plgpu.kernel(
@@ -124,7 +126,7 @@ def _kernel(
         if scale_smem is None:
             plgpu.copy_smem_to_gmem(x_smem.at[i], pages.at[page, some, offset])
             return
-        plgpu.copy_smem_to_gmem(stored_smem.at[i], pages.values.at[page, some, offset])
+        plgpu.copy_smem_to_gmem(stored_smem.at[i, pl.ds(0, heads)], pages.values.at[page, some, offset])
         for head in range(heads):
             pages.scale[page, part * heads + head, offset] = scale_smem[head, i]
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_facts import CASES, COPIES, INTERPRETED, THREADS, WRITES, Case, cache_of
+from kernel_facts import CASES, COPIES, EIGHT_BITS, EIGHT_BITS_INTERPRETED, INTERPRETED, THREADS, WRITES, Case, cache_of
 
 from pallas_kernels import dispatch
 from pallas_kernels.ahead_of_time import MAX_SHARED, compile_for, device, kernel_facts
@@ -32,7 +32,20 @@ def test_a_kernel_spills_nothing_and_fits(case: Case) -> None:
     assert not re.search(r"\b(while|conditional)\(", text)  # XLA would wait for the host
 
 
-@pytest.mark.parametrize("case", INTERPRETED.values(), ids=INTERPRETED.keys())
+@pytest.mark.parametrize("case", EIGHT_BITS.values(), ids=EIGHT_BITS.keys())
+def test_a_kernel_for_eight_bit_caches_spills_nothing_and_fits(case: Case) -> None:
+    function, args = case
+    [facts], _ = kernel_facts(device("h200"), function, *args)
+    assert facts.spilled == 0
+    assert facts.shared <= MAX_SHARED
+    assert facts.products > 0
+    assert facts.blocks(THREADS) >= (2 if args[0].shape[-1] == 64 else 1)
+
+
+SHARED_OPERANDS = [*INTERPRETED.values(), *EIGHT_BITS_INTERPRETED.values()]
+
+
+@pytest.mark.parametrize("case", SHARED_OPERANDS, ids=[*INTERPRETED, *EIGHT_BITS_INTERPRETED])
 def test_the_interpreted_form_compiles_too(case: Case) -> None:
     function, args = case
     [facts], _ = kernel_facts(device("h200"), function, *args)
@@ -63,8 +76,7 @@ def test_a_step_updates_its_cache_in_place_in_its_kernels(kind: str) -> None:
         for layer, (k, v) in enumerate(caches):
             k, v = dispatch.copy_pages(k, v, lengths, lengths + rows, **kernel)
             k, v = caches[layer] = dispatch.kv_write(k, v, new, new, *where, rotation=rotation, **kernel)
-            if not kind:
-                q += dispatch.paged_attention_decode(q, k, v, tables, lengths, scale=0.1, **kernel)
+            q += dispatch.paged_attention_decode(q, k, v, tables, lengths, scale=0.1, **kernel)
         return caches, q
 
     tables, angles = jax.ShapeDtypeStruct((rows, width), jnp.int32), jax.ShapeDtypeStruct((rows, 64), jnp.float32)
