@@ -25,22 +25,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.mosaic_gpu import Tiling
 
+from pallas_kernels import tuning
 from pallas_kernels.quantized import Pages, Quantized
+from pallas_kernels.tuning import DecodeCase, DecodeChoice
 
 QUERIES = 64  # rows of a product of the tensor cores
 TILE = 64  # tokens of a stage
 COLUMNS = 64  # of the head dimension that are multiplied, cleared and written at a time: more take too many registers
 STAGE_BYTES = 1 << 16  # of keys and values in flight in a block: two blocks, or one of head dim 256, share a multiprocessor
-BLOCKS_TO_FILL = 264  # two for each of an H100's or H200's 132 multiprocessors
-SPLIT_TOKENS = 256  # a split should have as many
 MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
 SMALLEST = 1e-30  # of a sum that is divided by
 LOG2_E = math.log2(math.e)
-
-
-def default_splits(rows: int, kv_heads: int, tokens: int) -> int:
-    """Splits that fill the chip, where the tokens that a row may have to read suffice."""
-    return max(1, min(BLOCKS_TO_FILL // (rows * kv_heads), tokens // SPLIT_TOKENS))
 
 
 def paged_attention_decode(
@@ -54,6 +49,8 @@ def paged_attention_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     splits: int | None = None,
+    stages: int | None = None,
+    device: jax.Device | None = None,
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
@@ -66,7 +63,9 @@ def paged_attention_decode(
         block_tables: int32 [rows, width], page ids in order; read as far as a row's length goes.
         lengths: int32 [rows], tokens of each sequence, the query's own included; 0 gives zeros, width * page_size is the most.
         scale, window, soft_cap: as in `xla.paged_attention_decode`.
-        splits: parts of a sequence that blocks of threads work on side by side; None chooses by the shapes.
+        splits: parts of a sequence that blocks of threads work on side by side; None leaves them, and stages, to `tuning.decode`.
+        stages: tiles of keys and values on their way to a block at a time, at least 2; None: as many as shared memory is meant for.
+        device: that this will run on, for its facts; None: an H100 or H200.
         operand_in_registers: the second product takes its left side from registers and adds to what is there. False, which
             is slower, goes through shared memory: the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.
@@ -79,16 +78,20 @@ def paged_attention_decode(
     group = heads // kv_heads
     padded = -(-group // 8) * 8  # whole tiles of shared memory are copied
     tokens = block_tables.shape[1] * page_size
-    splits = splits or default_splits(rows, kv_heads, tokens if window is None else min(window, tokens))
+    stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
+    case = DecodeCase(str(stored), str(q.dtype), heads, kv_heads, head_dim, page_size, rows, min(window or tokens, tokens))
+    choice = tuning.decode(case, device) if splits is None else DecodeChoice(splits, stages)
+    splits = choice.splits
     queries = jnp.pad(q.reshape(rows, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, padded - group), (0, 0)))
     shape = (splits, rows, kv_heads, padded)
 
     result = q.dtype if splits == 1 else jnp.dtype("float32")
     copies = TILE // min(page_size, TILE)
-    stages = max(2, STAGE_BYTES // (2 * TILE * head_dim * q.dtype.itemsize))
+    stages = choice.stages or max(2, STAGE_BYTES // (2 * TILE * head_dim * q.dtype.itemsize))
     scratch: dict[str, Any] = {}
     if isinstance(k_pages, Quantized):
-        fetched, stages = (4, 2) if head_dim < 256 else (2, 1)
+        small = head_dim < 256
+        fetched, stages = choice.stages or (4 if small else 2), 2 if small else 1
         scales = plgpu.SMEM((fetched + stages + 1, TILE), jnp.float32)  # read until after the next tile's keys may be converted
         eight = _tiled((fetched, TILE, head_dim), k_pages.values.dtype)
         scratch = {"fetched": plgpu.Barrier(num_arrivals=4 * copies, num_barriers=fetched)}
@@ -216,10 +219,10 @@ def _kernel(
 
     piece = min(page_size, TILE)  # of a page that one copy takes
     places = range(0, TILE, piece)
-    last_page = lax.div(length - 1, page_size)
 
     def pages_of(token: jax.Array) -> list[jax.Array]:
-        return [table_ref[row, jnp.minimum(lax.div(token + at, page_size), last_page)] for at in places]
+        last = lax.div(length - 1, page_size)  # here, or it would take a register of the other warpgroup's too
+        return [table_ref[row, jnp.minimum(lax.div(token + at, page_size), last)] for at in places]
 
     def copy(ref: Any, smem: Any, full: Any, token: jax.Array, pages: list[jax.Array]) -> None:
         for at, page in zip(places, pages, strict=True):

@@ -10,11 +10,11 @@ the default backend.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
-from pallas_kernels import attention_decode, xla
+from pallas_kernels import attention_decode, tuning, xla
 from pallas_kernels import copy_pages as copy_kernel
 from pallas_kernels import kv_write as write_kernel
 from pallas_kernels.quantized import Pages, Quantized
@@ -66,9 +66,8 @@ def paged_attention_decode(
         return xla.paged_attention_decode(
             q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
         )
-    return attention_decode.paged_attention_decode(
-        q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, soft_cap=soft_cap, splits=splits
-    )
+    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "splits": splits}
+    return attention_decode.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, device=device or jax.devices()[0])
 
 
 def prefill_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
@@ -138,8 +137,10 @@ def kv_write(
         ValueError: impl="mosaic" where the kernel cannot serve; says why.
     """
     serves = _kernel_serves(impl, kv_write_supported(k_pages, v_pages, k, v, device=device))
-    write = write_kernel.kv_write if serves else xla.kv_write
-    return write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
+    if not serves:
+        return xla.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
+    cores = tuning.cores(device or jax.devices()[0])
+    return write_kernel.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation, cores=cores)
 
 
 def copy_pages_supported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:

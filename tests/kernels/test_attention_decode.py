@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference
-from pallas_kernels.attention_decode import BLOCKS_TO_FILL, SPLIT_TOKENS, default_splits, paged_attention_decode
+from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.quantized import Quantized, dequantize, movable, quantize
 from tests.kernels.interpreted import RACES, cache, interpret
 
@@ -75,7 +75,7 @@ EIGHT_BITS = [
 
 @pytest.mark.parametrize(("kind", "head_dim", "kv_heads", "group", "page_size", "splits", "dtype", "ways"), EIGHT_BITS)
 def test_the_reference_is_met_with_eight_bit_caches(
-    kind: str, head_dim: int, kv_heads: int, group: int, page_size: int, splits: int, dtype: str, ways: Ways
+    kind: str, head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways
 ) -> None:
     check(head_dim, kv_heads, group, page_size, splits, dtype, ways, kind)
 
@@ -97,10 +97,3 @@ def test_the_reference_is_met_everywhere(index: int) -> None:
 def test_the_reference_is_met_everywhere_with_eight_bit_caches(index: int, kind: str) -> None:
     head_dim, group, page_size, ways = SHAPES[index + (kind == "int8")]
     check(head_dim, 2, group, page_size, *SPLITS_AND_DTYPES[index % len(SPLITS_AND_DTYPES)], ways, kind)
-
-
-def test_splits_fill_the_chip_and_are_not_too_short() -> None:
-    assert default_splits(rows=1, kv_heads=8, tokens=1 << 20) == BLOCKS_TO_FILL // 8
-    assert default_splits(rows=256, kv_heads=8, tokens=1 << 20) == 1
-    assert default_splits(rows=1, kv_heads=1, tokens=4 * SPLIT_TOKENS) == 4
-    assert default_splits(rows=1, kv_heads=1, tokens=16) == 1
