@@ -10,11 +10,11 @@ the default backend.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
-from pallas_kernels import attention_decode, attention_prefill, xla
+from pallas_kernels import attention_decode, attention_prefill, tuning, xla
 from pallas_kernels import copy_pages as copy_kernel
 from pallas_kernels import kv_write as write_kernel
 from pallas_kernels.quantized import Pages, Quantized
@@ -30,9 +30,9 @@ PAGE_SIZES = (16, 32, 64)  # and multiples of the last
 
 def decode_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_decode` cannot take these, or None."""
-    heads, most = q.shape[-2], attention_decode.QUERIES * k_pages.shape[1]
-    if heads > most:
-        return f"heads={heads}: the kernel takes at most {attention_decode.QUERIES} for each of {k_pages.shape[1]} kv heads"
+    heads, kv_heads = q.shape[-2], k_pages.shape[1]
+    if heads > attention_decode.QUERIES * kv_heads:
+        return f"heads={heads}: the kernel takes at most {attention_decode.QUERIES} for each of {kv_heads} kv heads"
     return _attention_supported(q, k_pages, v_pages, device)
 
 
@@ -66,10 +66,8 @@ def paged_attention_decode(
         return xla.paged_attention_decode(
             q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
         )
-    assert not isinstance(k_pages, Quantized) and not isinstance(v_pages, Quantized)  # as decode_supported says
-    return attention_decode.paged_attention_decode(
-        q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, soft_cap=soft_cap, splits=splits
-    )
+    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "splits": splits}
+    return attention_decode.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, device=device or jax.devices()[0])
 
 
 def prefill_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
@@ -145,8 +143,10 @@ def kv_write(
         ValueError: impl="mosaic" where the kernel cannot serve; says why.
     """
     serves = _kernel_serves(impl, kv_write_supported(k_pages, v_pages, k, v, device=device))
-    write = write_kernel.kv_write if serves else xla.kv_write
-    return write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
+    if not serves:
+        return xla.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
+    cores = tuning.cores(device or jax.devices()[0])
+    return write_kernel.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation, cores=cores)
 
 
 def copy_pages_supported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
@@ -187,11 +187,10 @@ def _kernel_serves(impl: Impl, refused: str | None) -> bool:
 
 
 def _attention_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, device: jax.Device | None) -> str | None:
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if isinstance(pages, Quantized):
-            return f"{name}={pages.kind}: the kernel takes no quantized cache"
-        if pages.dtype != q.dtype:
-            return f"{name}={pages.dtype}: the kernel takes a cache of the queries' dtype, {q.dtype}"
+    if str(q.dtype) not in DTYPES:
+        return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
+    if not isinstance(k_pages, Quantized) and k_pages.dtype != q.dtype:
+        return f"k_pages={k_pages.dtype}: the kernel takes the queries' dtype, {q.dtype}, or a quantized cache"
     return _cache_refused(k_pages, v_pages, device)
 
 

@@ -18,12 +18,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.mosaic_gpu import Tiling
 
 from pallas_kernels.quantized import LARGEST, SMALLEST, Pages, Quantized
+from pallas_kernels.tuning import BLOCKS, CORES
 from pallas_kernels.xla import Rotation, rotate
 
 TOKENS = 8  # of a block: two for each of its warps
 LANES = 32  # of a warp
+ALIGNMENT = 128  # bytes, of what TMA copies in shared memory
 BLOCK_BYTES = 1 << 15  # of keys or values that a block holds at most, unless one head's are more
-BLOCKS_TO_FILL = 264  # two for each of an H100's or H200's 132 multiprocessors
 
 
 def kv_write(
@@ -35,6 +36,7 @@ def kv_write(
     offsets: jax.Array,
     *,
     rotation: Rotation | None = None,
+    cores: int = CORES,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Pages, Pages]:
     """Write tokens' keys, rotated on their way, and values into their pages; `dispatch.kv_write_supported` says for what.
@@ -52,6 +54,7 @@ def kv_write(
         k, v: bfloat16 or float16 [tokens, kv_heads, head_dim].
         page_ids, offsets: as in `xla.kv_write`; tokens of the null page are not written.
         rotation: as in `xla.kv_write`; unless there are a multiple of 32 pairs, XLA rotates, before the kernel.
+        cores: multiprocessors of the device, for which there should be blocks of threads.
         interpret: as in `plgpu.kernel`.
     """
     if rotation is not None and rotation[0].shape[1] % LANES:
@@ -60,10 +63,11 @@ def kv_write(
     if tokens < TOKENS:
         k, v, page_ids, offsets, rotation = jax.tree.map(_padded, (k, v, page_ids, offsets, rotation))
     tiles = pl.cdiv(k.shape[0], TOKENS)
-    heads = heads_per_block(tiles, kv_heads, TOKENS * head_dim * k.dtype.itemsize)
+    heads = heads_per_block(tiles, kv_heads, TOKENS * head_dim * k.dtype.itemsize, cores)
     scratch: dict[str, Any] = {"x_smem": plgpu.SMEM((TOKENS, heads, head_dim), k.dtype), "x_full": plgpu.Barrier()}
     if isinstance(k_pages, Quantized):
-        scratch["stored_smem"] = plgpu.SMEM((TOKENS, heads, head_dim), k_pages.values.dtype)
+        aligned = pl.cdiv(heads * head_dim, ALIGNMENT) * ALIGNMENT // head_dim  # heads: where a token begins, TMA can read
+        scratch["stored_smem"] = plgpu.SMEM((TOKENS, aligned, head_dim), k_pages.values.dtype)
         scratch["scale_smem"] = plgpu.SMEM((heads, TOKENS), jnp.float32)
     cache: tuple[Pages, Pages] = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     plgpu.kernel(
@@ -78,10 +82,10 @@ def kv_write(
     return written
 
 
-def heads_per_block(tiles: int, kv_heads: int, head_bytes: int) -> int:
+def heads_per_block(tiles: int, kv_heads: int, head_bytes: int, cores: int) -> int:
     """As many as make large copies, while there are blocks for every multiprocessor and shared memory for several blocks."""
     fitting = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n * head_bytes <= BLOCK_BYTES]
-    return max((n for n in fitting if 2 * tiles * (kv_heads // n) >= BLOCKS_TO_FILL), default=1)
+    return max((n for n in fitting if 2 * tiles * (kv_heads // n) >= BLOCKS * cores), default=1)
 
 
 def _padded(x: jax.Array) -> jax.Array:
@@ -124,7 +128,7 @@ def _kernel(
         if scale_smem is None:
             plgpu.copy_smem_to_gmem(x_smem.at[i], pages.at[page, some, offset])
             return
-        plgpu.copy_smem_to_gmem(stored_smem.at[i], pages.values.at[page, some, offset])
+        plgpu.copy_smem_to_gmem(stored_smem.at[i, pl.ds(0, heads)], pages.values.at[page, some, offset])
         for head in range(heads):
             pages.scale[page, part * heads + head, offset] = scale_smem[head, i]
 

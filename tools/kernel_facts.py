@@ -85,6 +85,21 @@ def copy(kind: str, page_size: int) -> Case:
     return copy_pages, (pages, pages, ids, ids)
 
 
+def decode_eight_bits(head_dim: int, page_size: int, kind: str, *, in_registers: bool = True, **ways: Any) -> Case:
+    function, (q, cache, _, tables, lengths) = decode(head_dim, page_size, 4, in_registers=in_registers, **ways)
+    pages = cache_of(kind, cache.shape)
+    return function, (q, pages, pages, tables, lengths)
+
+
+EIGHT_BITS: dict[str, Case] = {
+    "head dim 64, int8": decode_eight_bits(64, 64, "int8"),
+    "head dim 128, int8": decode_eight_bits(128, 64, "int8"),
+    "head dim 256, int8": decode_eight_bits(256, 64, "int8"),
+    "head dim 128, fp8": decode_eight_bits(128, 64, "float8_e4m3fn"),
+    "head dim 64, fp8, pages of 16, window, cap": decode_eight_bits(64, 16, "float8_e4m3fn", **ALL),
+    "head dim 256, fp8, pages of 32, window, cap": decode_eight_bits(256, 32, "float8_e4m3fn", **ALL),
+}
+EIGHT_BITS_INTERPRETED: dict[str, Case] = {"head dim 128, int8": decode_eight_bits(128, 64, "int8", in_registers=False)}
 COPIES: dict[str, Case] = {
     "pages of 64": copy("", 64),
     "pages of 16, int8": copy("int8", 16),
@@ -186,6 +201,7 @@ def in_memory(cases: dict[str, Case]) -> dict[str, Case]:
 
 def main() -> None:
     table("decode attention", CASES | in_memory(INTERPRETED))
+    table("decode attention, eight-bit caches", EIGHT_BITS | in_memory(EIGHT_BITS_INTERPRETED))
     table("prefill attention", PREFILL_CASES | in_memory(PREFILL_INTERPRETED), PREFILL_THREADS)
     table("prefill attention", PREFILL_ALONE)
     table("cache writes", WRITES, threads=128)

@@ -12,6 +12,8 @@ import pytest
 from kernel_facts import (
     CASES,
     COPIES,
+    EIGHT_BITS,
+    EIGHT_BITS_INTERPRETED,
     INTERPRETED,
     PREFILL_ALONE,
     PREFILL_CASES,
@@ -44,6 +46,16 @@ def test_a_kernel_spills_nothing_and_fits(case: Case) -> None:
     assert not re.search(r"\b(while|conditional)\(", text)  # XLA would wait for the host
 
 
+@pytest.mark.parametrize("case", EIGHT_BITS.values(), ids=EIGHT_BITS.keys())
+def test_a_kernel_for_eight_bit_caches_spills_nothing_and_fits(case: Case) -> None:
+    function, args = case
+    [facts], _ = kernel_facts(device("h200"), function, *args)
+    assert facts.spilled == 0
+    assert facts.shared <= facts.most_shared
+    assert facts.products > 0
+    assert facts.blocks(THREADS) >= (2 if args[0].shape[-1] == 64 else 1)
+
+
 @pytest.mark.parametrize("case", [*PREFILL_CASES.values(), *PREFILL_ALONE.values()], ids=[*PREFILL_CASES, *PREFILL_ALONE])
 def test_the_prefill_kernel_spills_nothing_and_fits(case: Case) -> None:
     function, args = case
@@ -58,8 +70,8 @@ def test_the_prefill_kernel_spills_nothing_and_fits(case: Case) -> None:
     assert not re.search(r"\b(while|conditional|sort)\(", text)  # XLA would wait for the host
 
 
-BOTH_INTERPRETED = {"decode": INTERPRETED, "prefill": PREFILL_INTERPRETED}
-FORMS = {f"{kernel}, {name}": case for kernel, cases in BOTH_INTERPRETED.items() for name, case in cases.items()}
+SHARED_OPERANDS = {"decode": INTERPRETED, "decode, eight bits": EIGHT_BITS_INTERPRETED, "prefill": PREFILL_INTERPRETED}
+FORMS = {f"{kernel}, {name}": case for kernel, cases in SHARED_OPERANDS.items() for name, case in cases.items()}
 
 
 @pytest.mark.parametrize("case", FORMS.values(), ids=FORMS.keys())
@@ -93,8 +105,7 @@ def test_a_step_updates_its_cache_in_place_in_its_kernels(kind: str) -> None:
         for layer, (k, v) in enumerate(caches):
             k, v = dispatch.copy_pages(k, v, lengths, lengths + rows, **kernel)
             k, v = caches[layer] = dispatch.kv_write(k, v, new, new, *where, rotation=rotation, **kernel)
-            if not kind:
-                q += dispatch.paged_attention_decode(q, k, v, tables, lengths, scale=0.1, **kernel)
+            q += dispatch.paged_attention_decode(q, k, v, tables, lengths, scale=0.1, **kernel)
         return caches, q
 
     tables, angles = jax.ShapeDtypeStruct((rows, width), jnp.int32), jax.ShapeDtypeStruct((rows, 64), jnp.float32)

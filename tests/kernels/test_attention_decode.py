@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference
-from pallas_kernels.attention_decode import BLOCKS_TO_FILL, SPLIT_TOKENS, default_splits, paged_attention_decode
+from pallas_kernels.attention_decode import paged_attention_decode
+from pallas_kernels.quantized import Quantized, dequantize, movable, quantize
 from tests.kernels.interpreted import RACES, cache, interpret
 
 Ways = dict[str, Any]
@@ -33,13 +35,20 @@ SMALL = [
 ]
 
 
-def check(head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways) -> None:
+def check(
+    head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways, kind: str | None = None
+) -> None:
+    """An eight-bit kind of cache has NaN scales, and in fp8 NaN, where no sequence has a token."""
     lengths = [1, page_size - 1, 0, page_size, page_size + 1, 320, 129]
     paged = cache(lengths, -(-320 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
+    clean = paged.clean()
+    if kind:
+        k, v = (movable(quantize(pages, kind)) for pages in paged[:2])
+        paged = paged._replace(k=k, v=v)
+        clean = clean._replace(k=jnp.nan_to_num(in_float32(k)), v=jnp.nan_to_num(in_float32(v)))
     q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
     run = jax.jit(partial(paged_attention_decode, **ways, splits=splits, operand_in_registers=False, interpret=RACES))
     got = np.asarray(interpret(run, q, *paged), np.float32)
-    clean = paged.clean()
     want = np.asarray(reference.paged_attention_decode(q.astype(jnp.float32), *clean, **ways))
     # What is rounded to dtype: each weight, and the result. Anything else is float32.
     rounding = float(jnp.finfo(dtype).eps) / 2
@@ -48,9 +57,27 @@ def check(head_dim: int, kv_heads: int, group: int, page_size: int, splits: int 
     assert (got[2] == 0).all()
 
 
+def in_float32(pages: Quantized) -> jax.Array:
+    return dequantize(replace(pages, dtype="float32"))
+
+
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "page_size", "splits", "dtype", "ways"), SMALL)
 def test_the_reference_is_met(head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways) -> None:
     check(head_dim, kv_heads, group, page_size, splits, dtype, ways)
+
+
+EIGHT_BITS = [
+    ("int8", 128, 1, 4, 64, 2, "bfloat16", PLAIN),
+    ("float8_e4m3fn", 64, 2, 4, 16, 1, "bfloat16", BOTH),
+    ("float8_e4m3fn", 256, 1, 8, 32, 2, "float16", WINDOW),
+]
+
+
+@pytest.mark.parametrize(("kind", "head_dim", "kv_heads", "group", "page_size", "splits", "dtype", "ways"), EIGHT_BITS)
+def test_the_reference_is_met_with_eight_bit_caches(
+    kind: str, head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways
+) -> None:
+    check(head_dim, kv_heads, group, page_size, splits, dtype, ways, kind)
 
 
 SHAPES = [*itertools.product((64, 128, 256), (1, 4, 8), (16, 64, 128), (PLAIN, WINDOW, CAP, BOTH))]
@@ -64,8 +91,9 @@ def test_the_reference_is_met_everywhere(index: int) -> None:
     check(head_dim, 2, group, page_size, *SPLITS_AND_DTYPES[index % len(SPLITS_AND_DTYPES)], ways)
 
 
-def test_splits_fill_the_chip_and_are_not_too_short() -> None:
-    assert default_splits(rows=1, kv_heads=8, tokens=1 << 20) == BLOCKS_TO_FILL // 8
-    assert default_splits(rows=256, kv_heads=8, tokens=1 << 20) == 1
-    assert default_splits(rows=1, kv_heads=1, tokens=4 * SPLIT_TOKENS) == 4
-    assert default_splits(rows=1, kv_heads=1, tokens=16) == 1
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("index", range(0, len(SHAPES), 3))
+def test_the_reference_is_met_everywhere_with_eight_bit_caches(index: int, kind: str) -> None:
+    head_dim, group, page_size, ways = SHAPES[index + (kind == "int8")]
+    check(head_dim, 2, group, page_size, *SPLITS_AND_DTYPES[index % len(SPLITS_AND_DTYPES)], ways, kind)

@@ -37,7 +37,7 @@ def test_what_the_decode_kernel_takes(shape: dict[str, Any]) -> None:
     [
         ({}, AMPERE, "device=NVIDIA A100"),
         ({}, None, "device=cpu"),
-        ({"dtype": jnp.float32}, HOPPER, "k_pages=float32"),
+        ({"dtype": jnp.float32}, HOPPER, "dtype=float32"),
         ({"head_dim": 96}, HOPPER, "head_dim=96"),
         ({"page_size": 8}, HOPPER, "page_size=8"),
         ({"page_size": 96}, HOPPER, "page_size=96"),
@@ -49,11 +49,19 @@ def test_what_it_does_not_take_and_why(shape: dict[str, Any], device: Any, reaso
     assert said is not None and said.startswith(reason)
 
 
-def test_caches_of_other_dtypes_are_not_taken() -> None:
+def test_eight_bit_caches_are_taken_and_others_not() -> None:
     q, k, v = arrays()
-    assert str(decode_supported(q, quantize(k, "int8"), v, device=HOPPER)).startswith("k_pages=int8")
-    assert str(decode_supported(q, k, quantize(v, "float8_e4m3fn"), device=HOPPER)).startswith("v_pages=float8_e4m3fn")
-    assert str(decode_supported(q.astype(jnp.float16), k, v, device=HOPPER)).startswith("k_pages=bfloat16")
+    int8, fp8 = ([movable(quantize(pages, kind)) for pages in (k, v)] for kind in ("int8", "float8_e4m3fn"))
+    assert decode_supported(q, *int8, device=HOPPER) is decode_supported(q, *fp8, device=HOPPER) is None
+    refusals: list[tuple[Any, str]] = [
+        ((q, int8[0], v), "v_pages=bfloat16: the kernel takes what k_pages has, quantized int8"),
+        ((q, int8[0], fp8[1]), "v_pages=quantized uint8"),
+        ((q, quantize(k, "float8_e4m3fn"), v), "k_pages=quantized float8_e4m3fn"),
+        ((q.astype(jnp.float16), k, v), "k_pages=bfloat16"),
+        ((q.astype(jnp.float32), *int8), "dtype=float32"),
+    ]
+    for args, reason in refusals:
+        assert str(decode_supported(*args, device=HOPPER)).startswith(reason)
 
 
 TABLES, LENGTHS = np.array([[1, 2], [3, 0]]), np.array([20, 3])
@@ -129,4 +137,4 @@ def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pyte
     given: dict[str, Any] = {}
     monkeypatch.setattr(attention_decode, "paged_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0])
     np.testing.assert_array_equal(run(impl=impl, device=HOPPER, splits=2, soft_cap=4.0, pages=2), arrays()[0])
-    assert given == {"scale": 0.3, "window": 7, "soft_cap": 4.0, "splits": 2}
+    assert given == {"scale": 0.3, "window": 7, "soft_cap": 4.0, "splits": 2, "device": HOPPER}

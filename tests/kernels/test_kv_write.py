@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference
-from pallas_kernels.kv_write import BLOCK_BYTES, BLOCKS_TO_FILL, heads_per_block, kv_write
+from pallas_kernels.kv_write import BLOCK_BYTES, heads_per_block, kv_write
 from pallas_kernels.quantized import Pages, Quantized, dequantize, movable, quantize
 from tests.kernels.interpreted import RACES, interpret
 
@@ -82,9 +82,9 @@ def test_the_reference_is_met_everywhere(index: int) -> None:
 
 
 def test_blocks_fill_the_chip_and_then_grow() -> None:
-    head = 8 * 128 * 2
-    assert heads_per_block(tiles=1, kv_heads=8, head_bytes=head) == 1
-    assert heads_per_block(tiles=BLOCKS_TO_FILL // 4, kv_heads=8, head_bytes=head) == 4
-    assert heads_per_block(tiles=1 << 10, kv_heads=8, head_bytes=head) == 8
-    assert heads_per_block(tiles=1 << 10, kv_heads=64, head_bytes=head) == BLOCK_BYTES // head
-    assert heads_per_block(tiles=1 << 10, kv_heads=5, head_bytes=BLOCK_BYTES) == 1
+    head, blocks = 8 * 128 * 2, partial(heads_per_block, cores=100)
+    assert blocks(tiles=1, kv_heads=8, head_bytes=head) == 1
+    assert blocks(tiles=50, kv_heads=8, head_bytes=head) == 4
+    assert blocks(tiles=1000, kv_heads=8, head_bytes=head) == 8
+    assert blocks(tiles=1000, kv_heads=64, head_bytes=head) == BLOCK_BYTES // head
+    assert blocks(tiles=1000, kv_heads=5, head_bytes=BLOCK_BYTES) == 1
