@@ -28,12 +28,20 @@ from pallas_kernels.hopper import MASKED, ROWS, SMALLEST, accumulate, logits, pe
 from pallas_kernels.quantized import Pages, Quantized, numbers
 
 STAGE_BYTES = 1 << 17  # of keys and values in flight in a block
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 224, 56  # of a thread, where two warpgroups compute: one block fills a multiprocessor's 65536
+MAX_SHARED, OVERHEAD = 232448, 6400  # bytes that a block may have; that barriers, scales and alignment take of them
+# Of a thread that computes and of one that copies, where two warpgroups compute: a block of these fills a multiprocessor.
+REGISTERS, EIGHT_BIT_REGISTERS = (224, 56), (208, 88)  # the second: eight-bit numbers are converted by the one that copies
 
 
 def default_block_k(head_dim: int, warpgroups: int) -> int:
     """Keys of a stage: as many as the registers of a multiprocessor that is full of threads leave room for."""
     return 128 if warpgroups == 2 and head_dim <= 128 else 64
+
+
+def _default_stages(head_dim: int, block_k: int, warpgroups: int, *, eight_bits: bool) -> int:
+    """As many as fill STAGE_BYTES, or what queries and eight-bit numbers on their way leave of a block's shared memory."""
+    stage, queries, raw = 4 * block_k * head_dim, 2 * warpgroups * ROWS * head_dim, 2 * block_k * head_dim * eight_bits
+    return min(max(2, STAGE_BYTES * warpgroups // 2 // stage), (MAX_SHARED - OVERHEAD - queries - raw) // stage)
 
 
 def paged_attention_prefill(
@@ -65,7 +73,7 @@ def paged_attention_prefill(
         scale: positive.
         window, soft_cap: as in `xla.paged_attention_decode`.
         block_k: keys of a stage, a multiple of 64; None chooses by the shapes.
-        stages: that are in flight; None fills STAGE_BYTES.
+        stages: that are in flight; None fills the shared memory.
         operand_in_registers: the second product takes its left side from registers and adds to what is there. False, which
             is slower, goes through shared memory: the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.
@@ -78,9 +86,9 @@ def paged_attention_prefill(
     units = -(-(heads // kv_heads) * tile // ROWS)  # warpgroups' shares of a kv head's rows
     warpgroups = min(units, 2)
     block_k = block_k or default_block_k(head_dim, warpgroups)
-    stages = stages or max(2, STAGE_BYTES * warpgroups // 2 // (2 * block_k * head_dim * q.dtype.itemsize))
     pages = [numbers(x) if isinstance(x, Quantized) else x for x in (k_pages, v_pages)]
     scales = [x.scale for x in (k_pages, v_pages) if isinstance(x, Quantized)]
+    stages = stages or _default_stages(head_dim, block_k, warpgroups, eight_bits=bool(scales))
     scratch = {
         "k": ring(pages[0], q.dtype, stages, block_k, warpgroups),
         "v": ring(pages[1], q.dtype, stages, block_k, warpgroups),
@@ -114,6 +122,7 @@ def _kernel(
     kv_heads, page_size = cache_refs[0].shape[1:3]
     stages, block_k, _ = k.smem.shape
     warpgroups = q_smem.shape[0]
+    registers = REGISTERS if k.raw is None else EIGHT_BIT_REGISTERS
     group = heads // kv_heads
     rows = group * tile  # (head, token) pairs of a kv head
     kv_head, turned, share, warpgroup = (lax.axis_index(name) for name in ("kv_head", "tile", "share", "warpgroup"))
@@ -206,7 +215,7 @@ def _kernel(
     @pl.when(warpgroup < warpgroups)
     def compute() -> None:
         if turn is not None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(registers[0], action="increase")
         row = (share * warpgroups + warpgroup) * ROWS
         pl.when(row < rows)(partial(attend, row))
         if -(-rows // ROWS) % warpgroups:
@@ -215,7 +224,7 @@ def _kernel(
     @pl.when(warpgroup == warpgroups)
     def memory() -> None:
         if turn is not None:
-            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+            plgpu.set_max_registers(registers[1], action="decrease")
         last_page = lax.div(end - 1, page_size)
 
         def page(token: jax.Array) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.attention_prefill import paged_attention_prefill
+from pallas_kernels.quantized import Pages, dequantize, movable, quantize
 from tests.kernels.interpreted import RACES, cache, interpret
 
 Ways = dict[str, Any]
@@ -29,6 +31,7 @@ SMALL = [
     (256, 1, 5, 64, 16, "bfloat16", BOTH),
     (64, 1, 1, 128, 128, "float16", BOTH),
 ]
+EIGHT_BITS = [(64, "bfloat16", BOTH, "float8_e4m3fn"), (128, "float16", WINDOW, "int8")]
 
 
 def tiles(tile: int, page_size: int) -> tuple[list[int], list[int]]:
@@ -37,14 +40,19 @@ def tiles(tile: int, page_size: int) -> tuple[list[int], list[int]]:
     return [0, page_size // 2 + 3, 0, page_size, 0, 2 * tile, 300 - tile], [tile, tile - 5, 0, 1, 1, tile, tile]
 
 
-def check(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, dtype: str, ways: Ways) -> None:
+def check(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, dtype: str, ways: Ways, kind: str | None = None) -> None:
     positions, lengths = tiles(tile, page_size)
     ends = [position + length for position, length in zip(positions, lengths, strict=True)]
     paged = cache(ends, -(-max(ends) // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
+    pages: list[Pages] = [paged.k, paged.v]
+    if kind is not None:
+        k, v = (movable(quantize(x, kind)) for x in (paged.k, paged.v))  # scales of what is unused are NaN, and so are fp8 numbers
+        pages = [k, v]
+        paged = paged._replace(k=dequantize(replace(k, dtype="float32")), v=dequantize(replace(v, dtype="float32")))
     q = jax.random.normal(jax.random.key(7), (len(ends), tile, kv_heads * group, head_dim)).astype(dtype)
     run = jax.jit(partial(paged_attention_prefill, **ways, stages=2, operand_in_registers=False, interpret=RACES))
     where = jnp.asarray(positions), jnp.asarray(lengths)
-    got = np.asarray(interpret(run, q, paged.k, paged.v, paged.tables, *where), np.float32)
+    got = np.asarray(interpret(run, q, *pages, paged.tables, *where), np.float32)
     clean = paged.clean()
     want = np.asarray(reference.paged_attention_prefill(q.astype(jnp.float32), clean.k, clean.v, clean.tables, *where, **ways))
     # What is rounded to dtype: each weight, and the result. Anything else is float32.
@@ -58,6 +66,11 @@ def check(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, d
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "page_size", "tile", "dtype", "ways"), SMALL)
 def test_the_reference_is_met(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, dtype: str, ways: Ways) -> None:
     check(head_dim, kv_heads, group, page_size, tile, dtype, ways)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "ways", "kind"), EIGHT_BITS)
+def test_the_reference_is_met_with_eight_bits(head_dim: int, dtype: str, ways: Ways, kind: str) -> None:
+    check(head_dim, 1, 2, 32, 64, dtype, ways, kind)
 
 
 SHAPES = [*itertools.product((64, 128, 256), (1, 2, 3, 8), (16, 64, 192), (PLAIN, WINDOW, CAP, BOTH))]
