@@ -29,13 +29,12 @@ from pallas_kernels.quantized import Pages, Quantized, numbers
 
 STAGE_BYTES = 1 << 17  # of keys and values in flight in a block
 MAX_SHARED, OVERHEAD = 232448, 6400  # bytes that a block may have; that barriers, scales and alignment take of them
-# Of a thread that computes and of one that copies, where two warpgroups compute: a block of these fills a multiprocessor.
-REGISTERS, EIGHT_BIT_REGISTERS = (224, 56), (208, 88)  # the second: eight-bit numbers are converted by the one that copies
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 224, 56  # of a thread, where two warpgroups compute: a block of these fills a multiprocessor
 
 
-def default_block_k(head_dim: int, warpgroups: int) -> int:
-    """Keys of a stage: as many as the registers of a multiprocessor that is full of threads leave room for."""
-    return 128 if warpgroups == 2 and head_dim <= 128 else 64
+def default_block_k(head_dim: int, warpgroups: int, page_size: int, *, eight_bits: bool) -> int:
+    """Keys of a stage: as many as registers leave room for; a conversion of eight-bit numbers from more than four pages wants too many."""
+    return 128 if warpgroups == 2 and head_dim <= 128 and not (eight_bits and page_size < 32) else 64
 
 
 def _default_stages(head_dim: int, block_k: int, warpgroups: int, *, eight_bits: bool) -> int:
@@ -82,12 +81,12 @@ def paged_attention_prefill(
         [tiles, tile, heads, head_dim], in q's dtype.
     """
     tiles, tile, heads, head_dim = q.shape
-    kv_heads = k_pages.shape[1]
+    kv_heads, page_size = k_pages.shape[1:3]
     units = -(-(heads // kv_heads) * tile // ROWS)  # warpgroups' shares of a kv head's rows
     warpgroups = min(units, 2)
-    block_k = block_k or default_block_k(head_dim, warpgroups)
     pages = [numbers(x) if isinstance(x, Quantized) else x for x in (k_pages, v_pages)]
     scales = [x.scale for x in (k_pages, v_pages) if isinstance(x, Quantized)]
+    block_k = block_k or default_block_k(head_dim, warpgroups, page_size, eight_bits=bool(scales))
     stages = stages or _default_stages(head_dim, block_k, warpgroups, eight_bits=bool(scales))
     scratch = {
         "k": ring(pages[0], q.dtype, stages, block_k, warpgroups),
@@ -122,7 +121,6 @@ def _kernel(
     kv_heads, page_size = cache_refs[0].shape[1:3]
     stages, block_k, _ = k.smem.shape
     warpgroups = q_smem.shape[0]
-    registers = REGISTERS if k.raw is None else EIGHT_BIT_REGISTERS
     group = heads // kv_heads
     rows = group * tile  # (head, token) pairs of a kv head
     kv_head, turned, share, warpgroup = (lax.axis_index(name) for name in ("kv_head", "tile", "share", "warpgroup"))
@@ -215,7 +213,7 @@ def _kernel(
     @pl.when(warpgroup < warpgroups)
     def compute() -> None:
         if turn is not None:
-            plgpu.set_max_registers(registers[0], action="increase")
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         row = (share * warpgroups + warpgroup) * ROWS
         pl.when(row < rows)(partial(attend, row))
         if -(-rows // ROWS) % warpgroups:
@@ -224,7 +222,7 @@ def _kernel(
     @pl.when(warpgroup == warpgroups)
     def memory() -> None:
         if turn is not None:
-            plgpu.set_max_registers(registers[1], action="decrease")
+            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         last_page = lax.div(end - 1, page_size)
 
         def page(token: jax.Array) -> Any:

@@ -73,19 +73,15 @@ def test_the_reference_is_met_with_eight_bits(head_dim: int, dtype: str, ways: W
     check(head_dim, 1, 2, 32, 64, dtype, ways, kind)
 
 
-SHAPES = [*itertools.product((64, 128, 256), (1, 2, 3, 8), (16, 64, 192), (PLAIN, WINDOW, CAP, BOTH))]
-TILES_AND_DTYPES = [
-    (64, "bfloat16"),
-    (16, "float16"),
-    (128, "bfloat16"),
-    (64, "float16"),
-    (48, "bfloat16"),
-]  # five: every shape meets others
+GROUPS_AND_TILES = [(1, 128), (2, 64), (3, 48), (9, 16)]
+SHAPES = [*itertools.product((64, 128, 256), GROUPS_AND_TILES, (16, 64, 192), (PLAIN, WINDOW, CAP, BOTH))]
+DTYPES_AND_KINDS = [("bfloat16", None), ("float16", None), ("bfloat16", "int8"), ("float16", "float8_e4m3fn"), ("bfloat16", None)]
+# Of the last there are five, so that every shape meets others.
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(len(SHAPES)))
 def test_the_reference_is_met_everywhere(index: int) -> None:
-    head_dim, group, page_size, ways = SHAPES[index]
-    tile, dtype = TILES_AND_DTYPES[index % len(TILES_AND_DTYPES)]
-    check(head_dim, 1, group, page_size, tile, dtype, ways)
+    head_dim, (group, tile), page_size, ways = SHAPES[index]
+    dtype, kind = DTYPES_AND_KINDS[index % len(DTYPES_AND_KINDS)]
+    check(head_dim, 1, group, page_size, tile, dtype, ways, kind)
