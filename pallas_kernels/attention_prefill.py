@@ -29,12 +29,19 @@ from pallas_kernels.quantized import Pages, Quantized, numbers
 
 TILE_GRID = 8  # tokens of a tile are a multiple of it
 STAGE_BYTES = 1 << 17  # of keys and values in flight in a block
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 224, 56  # of a thread, where two warpgroups compute: one block fills a multiprocessor's 65536
+MAX_SHARED, OVERHEAD = 232448, 6400  # bytes that a block may have; that barriers, scales and alignment take of them
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 224, 56  # of a thread, where two warpgroups compute: a block of these fills a multiprocessor
 
 
-def default_block_k(head_dim: int, warpgroups: int) -> int:
-    """Keys of a stage: as many as the registers of a multiprocessor that is full of threads leave room for."""
-    return 128 if warpgroups == 2 and head_dim <= 128 else 64
+def default_block_k(head_dim: int, warpgroups: int, page_size: int, *, eight_bits: bool) -> int:
+    """Keys of a stage: as many as registers leave room for; a conversion of eight-bit numbers from more than four pages wants too many."""
+    return 128 if warpgroups == 2 and head_dim <= 128 and not (eight_bits and page_size < 32) else 64
+
+
+def _default_stages(head_dim: int, block_k: int, warpgroups: int, *, eight_bits: bool) -> int:
+    """As many as fill STAGE_BYTES, or what queries and eight-bit numbers on their way leave of a block's shared memory."""
+    stage, queries, raw = 4 * block_k * head_dim, 2 * warpgroups * ROWS * head_dim, 2 * block_k * head_dim * eight_bits
+    return min(max(2, STAGE_BYTES * warpgroups // 2 // stage), (MAX_SHARED - OVERHEAD - queries - raw) // stage)
 
 
 def paged_attention_prefill(
@@ -66,7 +73,7 @@ def paged_attention_prefill(
         scale: positive.
         window, soft_cap: as in `xla.paged_attention_decode`.
         block_k: keys of a stage, a multiple of 64; None chooses by the shapes.
-        stages: that are in flight; None fills STAGE_BYTES.
+        stages: that are in flight; None fills the shared memory.
         operand_in_registers: the second product takes its left side from registers and adds to what is there. False, which
             is slower, goes through shared memory: the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.
@@ -75,13 +82,13 @@ def paged_attention_prefill(
         [tiles, tile, heads, head_dim], in q's dtype.
     """
     tiles, tile, heads, head_dim = q.shape
-    kv_heads = k_pages.shape[1]
+    kv_heads, page_size = k_pages.shape[1:3]
     units = -(-(heads // kv_heads) * tile // ROWS)  # warpgroups' shares of a kv head's rows
     warpgroups = min(units, 2)
-    block_k = block_k or default_block_k(head_dim, warpgroups)
-    stages = stages or max(2, STAGE_BYTES * warpgroups // 2 // (2 * block_k * head_dim * q.dtype.itemsize))
     pages = [numbers(x) if isinstance(x, Quantized) else x for x in (k_pages, v_pages)]
     scales = [x.scale for x in (k_pages, v_pages) if isinstance(x, Quantized)]
+    block_k = block_k or default_block_k(head_dim, warpgroups, page_size, eight_bits=bool(scales))
+    stages = stages or _default_stages(head_dim, block_k, warpgroups, eight_bits=bool(scales))
     scratch = {
         "k": ring(pages[0], q.dtype, stages, block_k, warpgroups),
         "v": ring(pages[1], q.dtype, stages, block_k, warpgroups),

@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import jax
 
-from pallas_kernels import attention_decode, attention_prefill, tuning, xla
+from pallas_kernels import ampere, attention_decode, attention_prefill, tuning, xla
 from pallas_kernels import copy_pages as copy_kernel
 from pallas_kernels import kv_write as write_kernel
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.xla import Rotation
 
 Impl = Literal["auto", "mosaic", "xla"]
-HOPPER = "9.0"  # compute capability
+HOPPER, AMPERE = ("9.0",), ("8.0", "8.6", "8.9")  # compute capabilities; Ada counts as Ampere
 DTYPES = ("bfloat16", "float16")
 STORED = (*DTYPES, "quantized int8", "quantized uint8")
 HEAD_DIMS = (64, 128, 256)
@@ -31,7 +31,7 @@ PAGE_SIZES = (16, 32, 64)  # and multiples of the last
 def decode_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_decode` cannot take these, or None."""
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
-    if heads > attention_decode.QUERIES * kv_heads:
+    if _capability(device) in HOPPER and heads > attention_decode.QUERIES * kv_heads:
         return f"heads={heads}: the kernel takes at most {attention_decode.QUERIES} for each of {kv_heads} kv heads"
     return _attention_supported(q, k_pages, v_pages, device)
 
@@ -67,13 +67,15 @@ def paged_attention_decode(
             q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
         )
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "splits": splits}
+    if _capability(device) in AMPERE:
+        return ampere.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how)
     return attention_decode.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, device=device or jax.devices()[0])
 
 
 def prefill_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_prefill` cannot take these, or None."""
     refused = _attention_supported(q, k_pages, v_pages, device)
-    if refused is None and q.shape[1] % attention_prefill.TILE_GRID:
+    if refused is None and _capability(device) in HOPPER and q.shape[1] % attention_prefill.TILE_GRID:
         return f"tile={q.shape[1]}: the kernel takes multiples of {attention_prefill.TILE_GRID}"
     return refused
 
@@ -106,9 +108,10 @@ def paged_attention_prefill(
         return xla.paged_attention_prefill(
             q, k_pages, v_pages, block_tables, positions, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
         )
-    return attention_prefill.paged_attention_prefill(
-        q, k_pages, v_pages, block_tables, positions, lengths, scale=scale, window=window, soft_cap=soft_cap
-    )
+    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if _capability(device) in AMPERE:
+        return ampere.paged_attention_prefill(q, _plain(k_pages), _plain(v_pages), block_tables, positions, lengths, **how)
+    return attention_prefill.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how)
 
 
 def kv_write_supported(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, *, device: jax.Device | None = None) -> str | None:
@@ -118,7 +121,7 @@ def kv_write_supported(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Arra
             return f"{name}={new.dtype}: the kernel takes {' and '.join(DTYPES)}"
         if not isinstance(pages, Quantized) and pages.dtype != new.dtype:
             return f"{name}={new.dtype}: the kernel takes the cache's dtype, {pages.dtype}"
-    return _cache_refused(k_pages, v_pages, device)
+    return _cache_refused(k_pages, v_pages, device, HOPPER)
 
 
 def kv_write(
@@ -151,7 +154,7 @@ def kv_write(
 
 def copy_pages_supported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `copy_pages` cannot take these, or None."""
-    return _cache_refused(k_pages, v_pages, device)
+    return _cache_refused(k_pages, v_pages, device, HOPPER)
 
 
 def copy_pages(
@@ -191,15 +194,26 @@ def _attention_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, device: j
         return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
     if not isinstance(k_pages, Quantized) and k_pages.dtype != q.dtype:
         return f"k_pages={k_pages.dtype}: the kernel takes the queries' dtype, {q.dtype}, or a quantized cache"
-    return _cache_refused(k_pages, v_pages, device)
+    if _capability(device) in AMPERE and isinstance(k_pages, Quantized):
+        return f"k_pages={k_pages.kind}: the kernel for Ampere and Ada takes no quantized cache"
+    return _cache_refused(k_pages, v_pages, device, HOPPER + AMPERE)
 
 
-def _cache_refused(k_pages: Pages, v_pages: Pages, device: jax.Device | None) -> str | None:
-    """Why no kernel can take such a cache, or None."""
-    device = device or jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if capability != HOPPER:
-        return f"device={device.device_kind}: the kernel is for Hopper GPUs (compute capability {HOPPER})"
+def _capability(device: jax.Device | None) -> str | None:
+    return getattr(device or jax.devices()[0], "compute_capability", None)
+
+
+def _plain(pages: Pages) -> jax.Array:
+    """As the support function says."""
+    assert not isinstance(pages, Quantized)
+    return pages
+
+
+def _cache_refused(k_pages: Pages, v_pages: Pages, device: jax.Device | None, capabilities: tuple[str, ...]) -> str | None:
+    """Why no kernel for these compute capabilities can take such a cache, or None."""
+    if _capability(device) not in capabilities:
+        kind = (device or jax.devices()[0]).device_kind
+        return f"device={kind}: the kernel is for GPUs of compute capability {', '.join(capabilities)}"
     stored, same = _stored(k_pages), _stored(v_pages)
     if stored not in STORED:
         return f"k_pages={stored}: the kernel takes {', '.join(STORED)} (uint8: the bits of float8_e4m3fn)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +41,8 @@ class Ring(NamedTuple):
     raw_full: Any = None
 
 
-class Blocks(NamedTuple):
+@dataclass(frozen=True)
+class Blocks:
     """What is read: the blocks start, ..., start + count - 1 of a sequence's tokens, of which [first, end) are seen; page ids by token."""
 
     start: jax.Array
@@ -70,7 +72,7 @@ def feed(blocks: Blocks, k: Ring, v: Ring, k_ref: Any, v_ref: Any, k_scale_ref: 
     piece = math.gcd(page_size, block_k)  # of a page that one copy takes
     places = range(0, block_k, piece)
 
-    def token_of(i: jax.Array) -> jax.Array:
+    def token_of(i: jax.Array) -> Any:
         return (blocks.start + i) * block_k
 
     def pages_of(i: jax.Array) -> list[jax.Array]:
@@ -81,7 +83,7 @@ def feed(blocks: Blocks, k: Ring, v: Ring, k_ref: Any, v_ref: Any, k_scale_ref: 
             part_of_page = pl.ds(lax.rem(token_of(i) + at, page_size), piece)
             plgpu.copy_gmem_to_smem(ref.at[page, blocks.kv_head, part_of_page], smem.at[pl.ds(at, piece)], full)
 
-    def is_whole(i: jax.Array) -> jax.Array:
+    def is_whole(i: jax.Array) -> Any:
         return (token_of(i) >= blocks.first) & (token_of(i) + block_k <= blocks.end)
 
     def cleared(i: jax.Array, at: int, x: jax.Array, layout: Any) -> jax.Array:
@@ -137,15 +139,16 @@ def feed(blocks: Blocks, k: Ring, v: Ring, k_ref: Any, v_ref: Any, k_scale_ref: 
     else:
 
         @pl.when(blocks.count > 0)
-        def _() -> None:
-            begin, pages = jnp.int32(0), pages_of(jnp.int32(0))
-            fetch(begin, pages, k_ref, k_scale_ref, k)
-            fetch(begin, pages, v_ref, v_scale_ref, v)
+        def begin() -> None:
+            i = jnp.int32(0)
+            pages = pages_of(i)
+            fetch(i, pages, k_ref, k_scale_ref, k)
+            fetch(i, pages, v_ref, v_scale_ref, v)
 
         pl.loop(0, blocks.count)(eight_bits)
 
     @pl.loop(0, jnp.minimum(blocks.count, stages))
-    def _(slot: jax.Array) -> None:
+    def finish(slot: jax.Array) -> None:
         plgpu.barrier_wait(k.free.at[slot])
         plgpu.barrier_wait(v.free.at[slot])
 

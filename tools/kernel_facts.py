@@ -22,7 +22,7 @@ from pallas_kernels.copy_pages import copy_pages
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.quantized import Pages, movable, quantize
 
-Case = tuple[Callable[..., Any], tuple[Any, ...]]
+Case = tuple[Callable[..., Any], tuple[Any, ...]]  # of jax.ShapeDtypeStruct
 ALL = {"window": 1024, "soft_cap": 30.0}
 THREADS = 256  # of a block
 
@@ -108,11 +108,19 @@ COPIES: dict[str, Case] = {
 
 
 def prefill(
-    head_dim: int, page_size: int, *, group: int = 4, tile: int = 64, dtype: Any = jnp.bfloat16, in_registers: bool = True, **ways: Any
+    head_dim: int,
+    page_size: int,
+    *,
+    group: int = 4,
+    tile: int = 64,
+    dtype: Any = jnp.bfloat16,
+    kind: str = "",
+    in_registers: bool = True,
+    **ways: Any,
 ) -> Case:
-    """Eight tiles of sequences of up to 4096 tokens, and eight kv heads."""
-    tiles, kv_heads, pages = 8, 8, 1 << 10
-    cache = jax.ShapeDtypeStruct((pages, kv_heads, page_size, head_dim), dtype)
+    """Eight tiles of sequences of up to 4096 tokens, and eight kv heads; kind: of an eight-bit cache."""
+    tiles, kv_heads = 8, 8
+    cache = cache_of(kind, (1 << 10, kv_heads, page_size, head_dim), dtype)
     q = jax.ShapeDtypeStruct((tiles, tile, kv_heads * group, head_dim), dtype)
     tables, numbers = jax.ShapeDtypeStruct((tiles, 4096 // page_size), jnp.int32), jax.ShapeDtypeStruct((tiles,), jnp.int32)
     function = partial(paged_attention_prefill, scale=head_dim**-0.5, operand_in_registers=in_registers, **ways)
@@ -129,7 +137,11 @@ PREFILL_CASES: dict[str, Case] = {
     "head dim 128, pages of 16, window, cap": prefill(128, 16, **ALL),
     "head dim 256, pages of 16, window, cap": prefill(256, 16, **ALL),
     "head dim 128, pages of 128, tiles of 128": prefill(128, 128, tile=128),
+    "head dim 64, fp8": prefill(64, 64, kind="float8_e4m3fn"),
+    "head dim 128, int8": prefill(128, 64, kind="int8"),
+    "head dim 128, fp8, pages of 16, window, cap": prefill(128, 16, kind="float8_e4m3fn", **ALL),
 }
+PREFILL_WIDE: dict[str, Case] = {"head dim 256, int8": prefill(256, 64, kind="int8")}
 PREFILL_ALONE: dict[str, Case] = {f"head dim {size}, one head a kv head": prefill(size, 64, group=1) for size in (64, 128)}
 PREFILL_INTERPRETED: dict[str, Case] = {f"head dim {size}": prefill(size, 64, in_registers=False) for size in (64, 128, 256)}
 
@@ -189,8 +201,8 @@ def row(name: str, facts: KernelFacts, threads: int = THREADS) -> str:
 def table(title: str, cases: dict[str, Case], threads: int = THREADS, target: str = "h200") -> None:
     print(f"| {title} on {target} | registers | bytes spilled | shared memory | blocks a multiprocessor | products |")
     print("|---|---|---|---|---|---|")
-    there = list(cases.values())
-    for name, facts in zip(cases, facts_elsewhere(target, there), strict=True):
+    of = facts_of if target == "h200" else facts_elsewhere
+    for name, facts in zip(cases, of(target, list(cases.values())), strict=True):
         print(row(name, facts, threads), flush=True)
     print()
 
@@ -202,7 +214,7 @@ def in_memory(cases: dict[str, Case]) -> dict[str, Case]:
 def main() -> None:
     table("decode attention", CASES | in_memory(INTERPRETED))
     table("decode attention, eight-bit caches", EIGHT_BITS | in_memory(EIGHT_BITS_INTERPRETED))
-    table("prefill attention", PREFILL_CASES | in_memory(PREFILL_INTERPRETED), PREFILL_THREADS)
+    table("prefill attention", PREFILL_CASES | PREFILL_WIDE | in_memory(PREFILL_INTERPRETED), PREFILL_THREADS)
     table("prefill attention", PREFILL_ALONE)
     table("cache writes", WRITES, threads=128)
     table("page copies", COPIES, threads=128)

@@ -160,7 +160,9 @@ def _lower(
 ) -> jax.stages.Lowered:
     function = spread(spec.mesh, function, args, out_specs)
     function.__name__ = function.__qualname__ = name  # shown in profiles
-    return jax.jit(function, donate_argnums=donated).lower(*args)
+    device = spec.mesh.devices.flat[0]
+    with jax.default_device(device if device.platform == "gpu" else None):  # kernels are lowered for this device's instructions
+        return jax.jit(function, donate_argnums=donated).lower(*args)
 
 
 def file_name(key: Key) -> str:

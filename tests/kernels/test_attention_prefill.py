@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.attention_prefill import paged_attention_prefill
+from pallas_kernels.quantized import Pages, dequantize, movable, quantize
 from tests.kernels.interpreted import RACES, cache, interpret
 
 Ways = dict[str, Any]
 PLAIN: Ways = {"scale": 0.2}
 WINDOW: Ways = {"scale": 0.3, "window": 70}
+LONG: Ways = {"scale": 0.02, "window": 235}  # the last tile's last query lacks one key of a block; all keys weigh about as much
 CAP: Ways = {"scale": 0.5, "soft_cap": 3.0}
 BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
 
@@ -25,26 +28,33 @@ BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
 SMALL = [
     (128, 1, 2, 64, 64, "bfloat16", PLAIN),
     (64, 1, 3, 16, 64, "bfloat16", WINDOW),
-    (64, 2, 1, 32, 64, "float16", CAP),
+    (64, 2, 1, 32, 64, "float16", LONG),
     (256, 1, 5, 64, 16, "bfloat16", BOTH),
     (64, 1, 1, 128, 128, "float16", BOTH),
 ]
+EIGHT_BITS = [(64, "bfloat16", BOTH, "float8_e4m3fn"), (128, "float16", WINDOW, "int8")]
 
 
 def tiles(tile: int, page_size: int) -> tuple[list[int], list[int]]:
-    """First positions and lengths: a first tile, whole; a chunk from mid-page, ending mid-page; padding; one token; later tiles, of which
-    the last shares its first page with the one before."""
-    return [0, page_size // 2 + 3, 0, page_size, 0, 2 * tile, 300 - tile], [tile, tile - 5, 0, 1, 1, tile, tile]
+    """First positions and lengths: a first tile, whole; a chunk from mid-page, ending mid-page; padding; one token; a later tile,
+    whose first query lacks one key of a block; another, which shares that one's first page."""
+    return [0, page_size // 2 + 3, 0, page_size, 0, 126, 300 - tile], [tile, tile - 5, 0, 1, 1, tile, tile]
 
 
-def check(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, dtype: str, ways: Ways) -> None:
+def check(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, dtype: str, ways: Ways, kind: str | None = None) -> None:
     positions, lengths = tiles(tile, page_size)
     ends = [position + length for position, length in zip(positions, lengths, strict=True)]
     paged = cache(ends, -(-max(ends) // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
+    pages: list[Pages] = [paged.k, paged.v]
+    if kind is not None:
+        k, v = (movable(quantize(x, kind)) for x in (paged.k, paged.v))  # scales of what is unused are NaN, and so are fp8 numbers
+        pages = [k, v]
+        paged = paged._replace(k=dequantize(replace(k, dtype="float32")), v=dequantize(replace(v, dtype="float32")))
     q = jax.random.normal(jax.random.key(7), (len(ends), tile, kv_heads * group, head_dim)).astype(dtype)
-    run = jax.jit(partial(paged_attention_prefill, **ways, stages=2, operand_in_registers=False, interpret=RACES))
+    stages = None if head_dim == 256 else 2  # few in any case, so that they are used again
+    run = jax.jit(partial(paged_attention_prefill, **ways, stages=stages, operand_in_registers=False, interpret=RACES))
     where = jnp.asarray(positions), jnp.asarray(lengths)
-    got = np.asarray(interpret(run, q, paged.k, paged.v, paged.tables, *where), np.float32)
+    got = np.asarray(interpret(run, q, *pages, paged.tables, *where), np.float32)
     clean = paged.clean()
     want = np.asarray(reference.paged_attention_prefill(q.astype(jnp.float32), clean.k, clean.v, clean.tables, *where, **ways))
     # What is rounded to dtype: each weight, and the result. Anything else is float32.
@@ -60,19 +70,20 @@ def test_the_reference_is_met(head_dim: int, kv_heads: int, group: int, page_siz
     check(head_dim, kv_heads, group, page_size, tile, dtype, ways)
 
 
-SHAPES = [*itertools.product((64, 128, 256), (1, 2, 3, 8), (16, 64, 192), (PLAIN, WINDOW, CAP, BOTH))]
-TILES_AND_DTYPES = [
-    (64, "bfloat16"),
-    (16, "float16"),
-    (128, "bfloat16"),
-    (64, "float16"),
-    (48, "bfloat16"),
-]  # five: every shape meets others
+@pytest.mark.parametrize(("head_dim", "dtype", "ways", "kind"), EIGHT_BITS)
+def test_the_reference_is_met_with_eight_bits(head_dim: int, dtype: str, ways: Ways, kind: str) -> None:
+    check(head_dim, 1, 2, 32, 64, dtype, ways, kind)
+
+
+GROUPS_AND_TILES = [(1, 128), (2, 64), (3, 48), (9, 16)]
+SHAPES = [*itertools.product((64, 128, 256), GROUPS_AND_TILES, (16, 64, 192), (PLAIN, WINDOW, LONG, CAP, BOTH))]
+DTYPES_AND_KINDS = [("bfloat16", None), ("float16", None), ("bfloat16", "int8"), ("float16", "float8_e4m3fn"), ("bfloat16", None)]
+# Of the last there are five, so that every shape meets others.
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(len(SHAPES)))
 def test_the_reference_is_met_everywhere(index: int) -> None:
-    head_dim, group, page_size, ways = SHAPES[index]
-    tile, dtype = TILES_AND_DTYPES[index % len(TILES_AND_DTYPES)]
-    check(head_dim, 1, group, page_size, tile, dtype, ways)
+    head_dim, (group, tile), page_size, ways = SHAPES[index]
+    dtype, kind = DTYPES_AND_KINDS[index % len(DTYPES_AND_KINDS)]
+    check(head_dim, 1, group, page_size, tile, dtype, ways, kind)

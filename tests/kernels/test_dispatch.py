@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attention_decode, dispatch, xla
+from pallas_kernels import ampere, attention_decode, dispatch, xla
 from pallas_kernels.dispatch import decode_supported, paged_attention_decode
 from pallas_kernels.quantized import movable, quantize
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
+VOLTA: Any = SimpleNamespace(device_kind="NVIDIA V100", compute_capability="7.0")
 
 
 def arrays(heads: int = 8, kv_heads: int = 2, head_dim: int = 64, page_size: int = 16, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:
@@ -35,7 +36,7 @@ def test_what_the_decode_kernel_takes(shape: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("shape", "device", "reason"),
     [
-        ({}, AMPERE, "device=NVIDIA A100"),
+        ({}, VOLTA, "device=NVIDIA V100"),
         ({}, None, "device=cpu"),
         ({"dtype": jnp.float32}, HOPPER, "dtype=float32"),
         ({"head_dim": 96}, HOPPER, "head_dim=96"),
@@ -73,7 +74,7 @@ def run(**how: Any) -> jax.Array:
 
 def test_xla_takes_the_rest() -> None:
     want = xla.paged_attention_decode(*arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7)
-    for how in ({"impl": "auto"}, {"impl": "xla"}, {"impl": "xla", "device": HOPPER}, {"impl": "auto", "device": AMPERE}):
+    for how in ({"impl": "auto"}, {"impl": "xla"}, {"impl": "xla", "device": HOPPER}, {"impl": "auto", "device": VOLTA}):
         np.testing.assert_array_equal(run(**how), want)
 
 
@@ -95,7 +96,7 @@ def test_xla_takes_what_it_was_given(impl: Any) -> None:
 
 
 def test_a_choice_that_cannot_be_met_is_an_error() -> None:
-    with pytest.raises(ValueError, match="impl='mosaic': device=cpu: the kernel is for Hopper"):
+    with pytest.raises(ValueError, match="impl='mosaic': device=cpu: the kernel is for GPUs"):
         run(impl="mosaic")
     with pytest.raises(ValueError, match="impl='triton': one of"):
         run(impl="triton")
@@ -138,3 +139,20 @@ def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pyte
     monkeypatch.setattr(attention_decode, "paged_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0])
     np.testing.assert_array_equal(run(impl=impl, device=HOPPER, splits=2, soft_cap=4.0, pages=2), arrays()[0])
     assert given == {"scale": 0.3, "window": 7, "soft_cap": 4.0, "splits": 2, "device": HOPPER}
+
+
+def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = arrays(heads=130, kv_heads=2)
+    assert decode_supported(q, k, v, device=AMPERE) is None  # a group of any size
+    tiles = jnp.zeros((2, 3, 130, 64), jnp.bfloat16)  # and tiles of any size
+    assert dispatch.prefill_supported(tiles, k, v, device=AMPERE) is None
+    assert str(dispatch.prefill_supported(tiles[:, :, :8], k, v, device=HOPPER)).startswith("tile=3")
+    assert str(decode_supported(q, *(quantize(pages, "int8") for pages in (k, v)), device=AMPERE)).startswith("k_pages=int8")
+    assert str(dispatch.kv_write_supported(k, v, k[0], v[0], device=AMPERE)).startswith("device=NVIDIA A100")
+    given: list[str] = []
+    for name in ("paged_attention_decode", "paged_attention_prefill"):
+        monkeypatch.setattr(ampere, name, lambda *arrays, name=name, **how: given.append(name) or arrays[0])
+    paged_attention_decode(q, k, v, jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, device=AMPERE, impl="mosaic")
+    where = jnp.array([4, 0]), jnp.array([1, 1])
+    dispatch.paged_attention_prefill(tiles, k, v, jnp.asarray(TABLES), *where, scale=0.3, device=AMPERE, impl="mosaic")
+    assert given == ["paged_attention_decode", "paged_attention_prefill"]
