@@ -6,7 +6,8 @@ Steps of 1, 8 and 32 decode rows and one of a prompt's tiles, in each number for
 profiler's trace: the union of their intervals on all threads, the least of several runs. Which operation they belong to is read from the
 Python functions that XLA's text names for each. What is in no operation is `gaps`: starting operations, loops, waiting. Profiling slows
 steps of many small operations, so the step's own time is taken without. The floor of an operation is the larger of its bytes over the
-measured bandwidth and its sums over the rate of the best large product in the format, both with all cores; a step's is the sum of its operations'.
+measured bandwidth and its sums over the rate of the best large product in the format, both with all cores; a step's is that of all of its
+operations.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.machine import made_model, save
-from benchmarks.steps import Model, Step, alternating
+from benchmarks.steps import Model, Step, least
 from pallas_kernels.products import product
 from pallas_kernels.quantized import quantize
 
@@ -96,11 +97,14 @@ def operations(text: str) -> dict[str, str]:
             frame = str(int(number(line, "parent_frame_id")) - 1)
         return names
 
+    first = {part.split(" ", 1)[0]: number(part, "stack_frame_id") for part in text.split("\n%")}
     out = {}
     for line in text.splitlines():
         instruction = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = .*? ([a-z\-]+)\(", line)
         if instruction and instruction[2] not in ("while", "call", "conditional", "parameter"):
-            functions = chain(number(line, "stack_frame_id"))
+            called = re.search(r"calls=%([\w.\-]+)", line)
+            frame = number(line, "stack_frame_id")  # a fusion may have none, and what is in it one
+            functions = chain(first.get(called[1], "0") if called and frame == "0" else frame)
             named = next((name for name, needed in OPERATIONS.items() if set(needed) <= set(functions)), "other")
             out[instruction[1]] = JOINED.get(named, named) if "joined" in functions else named
     return out
@@ -129,7 +133,7 @@ def traced(step: Step) -> dict[str, float]:
                 if name in names and begin >= start and finish <= end:
                     inside[names[name]].append((begin, finish))
             times = {name: union(intervals) for name, intervals in inside.items()}
-            times[f"gaps ({program})"] = (end - start) / 1e9 - union(sum(inside.values(), []))
+            times[f"gaps ({program})"] = (end - start) / 1e9 - union([interval for intervals in inside.values() for interval in intervals])
             best.update({name: min(seconds, best.get(name, seconds)) for name, seconds in times.items()})
     return best
 
@@ -184,9 +188,7 @@ def profile(folder: Path, name: str, rows: Iterable[int], context: int, tokens: 
     tile = min(256, tokens)
     steps = {f"{n} rows": model.step(rows=n, context=context) for n in rows}
     steps["prompt"] = model.step(tiles=tokens // tile, tile_size=tile)
-    best = {shape: step.seconds() for shape, step in steps.items()}
-    for shape, seconds in alternating(steps, budget):
-        best[shape] = min(best[shape], seconds)
+    best = least({shape: step.seconds for shape, step in steps.items()}, budget)
     out: dict[str, Any] = {"matrix_gflops": rate / 1e9}
     for shape, step in steps.items():
         n = 0 if shape == "prompt" else int(shape.split()[0])
