@@ -1,6 +1,6 @@
 """Where a step's time goes, operation by operation, against what the machine's memory and matrix units allow.
 
-    python -m benchmarks.step_profile [--model 134m] [--context 256] [--tokens 512] [--seconds 20] [--quick]
+    python -m benchmarks.step_profile [--model 134m] [--context 256] [--tokens 512] [--seconds 12] [--quick]
 
 Steps of 1, 8 and 32 decode rows and one of a prompt's tiles, in each number format. An operation's time is that of its XLA operations in a
 profiler's trace: the union of their intervals on all threads, the least of several runs. Which operation they belong to is read from the
@@ -44,9 +44,9 @@ LARGE = 512, 4096, 4096  # rows, in, out of the product that gives the rate
 OPERATIONS = {
     "qkv product": ("Attention.__call__", "product"),
     "gate-up product": ("GatedMlp.__call__", "product"),
+    "rope": ("rotate",),
     "cache write": ("kv_write",),
     "attention": ("attend",),
-    "rope": ("rotate",),
     "norms": ("RMSNorm.__call__",),
     "activation": ("GatedMlp.__call__",),
     "embedding": ("embed",),
@@ -127,11 +127,12 @@ def traced(step: Step) -> dict[str, float]:
     events = [(e.name, e.start_ns, e.start_ns + e.duration_ns) for plane in profile.planes for line in plane.lines for e in line.events]
     best: dict[str, float] = {}
     for program, names in ("trunk", trunk), ("sampler", sampler):
+        spans = [(names[name], begin, finish) for name, begin, finish in events if name in names]
         for _, start, end in (event for event in events if event[0] == f"run {program}"):
             inside: dict[str, Intervals] = defaultdict(list)
-            for name, begin, finish in events:
-                if name in names and begin >= start and finish <= end:
-                    inside[names[name]].append((begin, finish))
+            for operation, begin, finish in spans:
+                if begin >= start and finish <= end:
+                    inside[operation].append((begin, finish))
             times = {name: union(intervals) for name, intervals in inside.items()}
             times[f"gaps ({program})"] = (end - start) / 1e9 - union([interval for intervals in inside.values() for interval in intervals])
             best.update({name: min(seconds, best.get(name, seconds)) for name, seconds in times.items()})
@@ -203,7 +204,7 @@ def main() -> None:
     parser.add_argument("--model", default="134m")
     parser.add_argument("--context", type=int, default=256, help="tokens before the one that decode rows read")
     parser.add_argument("--tokens", type=int, default=512, help="of the prompt, a multiple of 256")
-    parser.add_argument("--seconds", type=float, default=20, help="for the steps of each format")
+    parser.add_argument("--seconds", type=float, default=12, help="for the steps of each format")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--quick", action="store_true", help="bfloat16, 3 seconds, nothing saved")
     options = parser.parse_args()
