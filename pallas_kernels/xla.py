@@ -20,9 +20,9 @@ from pallas_kernels.quantized import Pages, Quantized, movable, numbers, quantiz
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [tokens, pairs]
 
 MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
-ROW_GROUP = 8  # decode rows that loop together
-DECODE_BLOCK = 64  # tokens read at a time
-PREFILL_BLOCK = 128
+ROW_GROUP = 8  # decode rows that loop together, each as far as the longest of them
+FEW_GROUP = 2  # the same where there are no more rows than ROW_GROUP: many of them may be padding, which should not loop
+DECODE_BLOCK = PREFILL_BLOCK = 128  # tokens read at a time
 
 
 def kv_write(
@@ -113,12 +113,13 @@ def paged_attention_decode(
         [rows, heads, head_dim], in q's dtype.
     """
     rows = q.shape[0]
-    group = math.gcd(rows, ROW_GROUP)
+    group = math.gcd(rows, ROW_GROUP if rows > ROW_GROUP else FEW_GROUP)
+    dtype = q.dtype if pages else jnp.float32
     queries = q.reshape(rows // group, group, 1, *q.shape[1:])
 
     def one(args: tuple[jax.Array, ...]) -> jax.Array:
         q, table, length = args
-        return _attend(q, k_pages, v_pages, table, length - 1, length, scale, window, soft_cap, pages, DECODE_BLOCK)
+        return _attend(q, k_pages, v_pages, table, length - 1, length, scale, window, soft_cap, pages, DECODE_BLOCK, dtype)
 
     out: jax.Array = lax.map(one, (queries, block_tables.reshape(rows // group, group, -1), lengths.reshape(rows // group, group)))
     return out.reshape(q.shape)
@@ -152,18 +153,22 @@ def paged_attention_prefill(
 
     def one(args: tuple[jax.Array, ...]) -> jax.Array:
         q, table, position, length = (x[None] for x in args)
-        return _attend(q, k_pages, v_pages, table, position, position + length, scale, window, soft_cap, pages, PREFILL_BLOCK)[0]
+        return _attend(q, k_pages, v_pages, table, position, position + length, scale, window, soft_cap, pages, PREFILL_BLOCK, q.dtype)[0]
 
     out: jax.Array = lax.map(one, (q, block_tables, positions, lengths))
     return out
 
 
 def _read(pages: Pages, ids: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-    """Pages [n, step] and their scales, which multiply scores and weights rather than keys and values."""
-    if not isinstance(pages, Quantized):
-        return pages[ids], None
-    some = pages[ids]
-    return numbers(some).astype(dtype), some.scale.transpose(0, 2, 1, 3)[:, :, None, None]
+    """Pages ids [n, step] as [n, kv_heads, tokens, head_dim]; scales [n, kv_heads, tokens] multiply scores and weights instead.
+
+    Heads come first as they are read, so that products take them as they lie.
+    """
+    some = pages[ids[:, None], jnp.arange(pages.shape[1])[:, None]]  # [n, kv_heads, step, page_size, head_dim]
+    shape = (*some.shape[:2], -1)
+    if not isinstance(some, Quantized):
+        return some.reshape(*shape, some.shape[-1]).astype(dtype), None
+    return numbers(some).reshape(*shape, some.shape[-1]).astype(dtype), some.scale.reshape(shape)
 
 
 def _attend(
@@ -178,14 +183,15 @@ def _attend(
     soft_cap: float | None,
     pages: int,
     block: int,
+    dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """q [n, queries, heads, head_dim] at positions[n] + arange(queries), over tokens [0, ends[n])."""
+    """q [n, queries, heads, head_dim] at positions[n] + arange(queries), over tokens [0, ends[n]); multiplied as dtype."""
     n, queries, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     width = tables.shape[1]
     step = min(max(block // page_size, 1), pages or width)  # pages a block
     span = step * page_size
-    q = q.reshape(n, queries, kv_heads, heads // kv_heads, head_dim)
+    grouped = q.reshape(n, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4).astype(dtype)
     at = positions[:, None] + jnp.arange(queries)
 
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -194,11 +200,12 @@ def _attend(
         ids = jnp.where(index < width, tables[:, jnp.minimum(index, width - 1)], 0)
         token = i * span + jnp.arange(span)
         used = token < ends[:, None]  # [n, span]
-        k, k_scale = _read(k_pages, ids, q.dtype)  # [n, step, kv_heads, page_size, head_dim], [n, kv_heads, 1, 1, step, page_size]
-        v, v_scale = _read(v_pages, ids, q.dtype)
-        v = jnp.where(used.reshape(n, step, 1, page_size, 1), v, 0)  # 0 * NaN is NaN
-        s = jnp.einsum("nqhgd,nphsd->nhgqps", q, k, preferred_element_type=jnp.float32)
-        s = (s if k_scale is None else s * k_scale).reshape(*s.shape[:4], span) * scale
+        k, k_scale = _read(k_pages, ids, dtype)
+        v, v_scale = _read(v_pages, ids, dtype)
+        v = jnp.where(used[:, None, :, None], v, 0)  # 0 * NaN is NaN
+        s = jnp.einsum("nhgqd,nhtd->nhgqt", grouped, k, preferred_element_type=jnp.float32) * scale
+        if k_scale is not None:
+            s *= k_scale[:, :, None, None]
         if soft_cap is not None:
             s = soft_cap * jnp.tanh(s / soft_cap)
         seen = (token <= at[..., None]) & used[:, None]
@@ -209,10 +216,8 @@ def _attend(
         m_new = jnp.maximum(m, s.max(-1))
         p = jnp.where(seen, jnp.exp(s - m_new[..., None]), 0.0)
         alpha = jnp.exp(m - m_new)
-        weights = p.reshape(*p.shape[:4], step, page_size)
-        if v_scale is not None:
-            weights *= jnp.where(used.reshape(n, 1, 1, 1, step, page_size), v_scale, 0)
-        pv = jnp.einsum("nhgqps,nphsd->nhgqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        weights = p if v_scale is None else p * jnp.where(used[:, None], v_scale, 0)[:, :, None, None]
+        pv = jnp.einsum("nhgqt,nhtd->nhgqd", weights.astype(dtype), v, preferred_element_type=jnp.float32)
         return m_new, total * alpha + p.sum(-1), acc * alpha[..., None] + pv
 
     shape = (n, kv_heads, heads // kv_heads, queries)

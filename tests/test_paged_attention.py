@@ -84,10 +84,14 @@ def test_blocks_before_the_window_are_not_read():
     """A loop that starts at the window: NaN keys before its first block change nothing."""
     rng = np.random.default_rng(4)
     k, v = cache(rng, 2, 16, 32, "float32")
-    tables, lengths = jnp.tile(jnp.arange(1, 1 + WIDTH, dtype=jnp.int32), (8, 1)), jnp.array([0, 100, 110, 98, 0, 112, 105, 100], jnp.int32)
+    pages = xla.DECODE_BLOCK // 16
+    tables = jnp.tile(jnp.arange(1, 1 + pages + WIDTH, dtype=jnp.int32), (8, 1))
+    lengths = jnp.array([0, 100, 110, 98, 0, 112, 105, 100], jnp.int32) + 16 * pages * jnp.array([0, 1, 1, 1, 0, 1, 1, 1], jnp.int32)
     q = jnp.asarray(rng.normal(size=(8, 4, 32)), jnp.float32)
     want = xla.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, window=20)
-    got = xla.paged_attention_decode(q, k.at[1:5].set(jnp.nan), v.at[1:5].set(jnp.nan), tables, lengths, scale=0.3, window=20)
+    got = xla.paged_attention_decode(
+        q, k.at[1 : 1 + pages].set(jnp.nan), v.at[1 : 1 + pages].set(jnp.nan), tables, lengths, scale=0.3, window=20
+    )
     np.testing.assert_array_equal(got, want)
 
 

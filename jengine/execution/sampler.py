@@ -22,7 +22,7 @@ from jengine.parallel.collectives import all_rows, own_rows, rows_for_columns
 from jengine.program_table import Variant
 from jengine.request import MAX_LOGPROBS
 
-BLOCK = 128  # vocabulary entries summed together when the distribution is inverted
+BLOCK = 128  # vocabulary entries taken together
 
 
 class Sampled(NamedTuple):
@@ -86,7 +86,7 @@ def choose(
 ) -> jax.Array:
     """Tokens, int32 [rows], from float32 logits [rows, vocab] by each row's parameters; counts and mask for `full`."""
     if variant == "greedy":
-        return jnp.argmax(logits, -1).astype(jnp.int32)
+        return largest(logits)
     if variant == "full":
         assert counts is not None and mask is not None
         logits = apply_mask(logits, mask)
@@ -95,13 +95,24 @@ def choose(
     if variant == "full":
         assert counts is not None
         logits = penalize(add_bias(logits, sampling), sampling, counts)
-    greedy = jnp.argmax(logits, -1).astype(jnp.int32)
+    greedy = largest(logits)
     is_greedy = sampling.temperature == 0.0
     scaled = logits - logits.max(-1, keepdims=True)  # before the division: a small temperature cannot overflow
     scaled /= jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
     if variant != "sample":
         scaled = truncate(scaled, sampling)
     return jnp.where(is_greedy, greedy, invert(jnp.exp(scaled), uniform(sampling, positions)))
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """What jnp.argmax gives along the last axis of x [rows, size], int32 [rows]: the first of equals. With NaN, any token.
+
+    Two levels, since XLA on a CPU takes an argmax number by number, and a maximum several at a time.
+    """
+    rows, size = x.shape
+    blocks = jnp.pad(x, ((0, 0), (0, -size % BLOCK)), constant_values=-jnp.inf).reshape(rows, -1, BLOCK)
+    block = jnp.argmax(blocks.max(-1), -1)
+    return (block * BLOCK + jnp.argmax(blocks[jnp.arange(rows), block], -1)).astype(jnp.int32)
 
 
 def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:

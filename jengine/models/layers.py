@@ -191,7 +191,9 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate_up = dense(x, self.gate_up[...], value(self.gate_up_bias))
-        return joined(ACTIVATIONS[self.activation](gate_up[..., 0]) * gate_up[..., 1], self.down[...], value(self.down_bias))
+        wide = gate_up.astype(jnp.float32)  # of every second number; a CPU takes those of float32 alone several at a time
+        y = ACTIVATIONS[self.activation](wide[..., 0]) * wide[..., 1]
+        return joined(y.astype(x.dtype), self.down[...], value(self.down_bias))
 
 
 class Mlp(nnx.Module):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2  # a dependency of jax
 
 from jengine.execution.logits import ALL_ALLOWED, mask_words
-from jengine.execution.sampler import choose, invert, truncate, uniform, with_logprobs
+from jengine.execution.sampler import choose, invert, largest, truncate, uniform, with_logprobs
 from jengine.execution.slots import sampling_of, words_of
 from jengine.program_table import Variant
 from jengine.request import MAX_LOGPROBS, SamplingParams
@@ -174,6 +174,15 @@ def test_truncation_keeps_the_tokens_it_should(batch: tuple[list[Row], list[str]
 
 def _without_temperature(p: SamplingParams) -> SamplingParams:
     return SamplingParams(top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
+
+
+@pytest.mark.parametrize("size", [1, 100, 128, 1000])
+def test_the_largest_is_the_first_of_equals_and_never_padding(size: int) -> None:
+    x = np.random.default_rng(size).integers(-3, 4, (6, size)).astype(np.float32)  # many ties
+    x[0], x[1] = -np.inf, 7.0
+    np.testing.assert_array_equal(jax.jit(largest)(x), np.argmax(x, -1))
+    x[2, size // 2], x[3] = np.nan, np.nan
+    assert np.all(np.asarray(jax.jit(largest)(x)) < size)
 
 
 def test_ties_at_a_threshold_are_all_kept() -> None:

@@ -1,0 +1,119 @@
+"""Steps of the engine's own programs, without requests: any number of rows or tiles at any context length."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jengine.checkpoints import load, read_config
+from jengine.execution.programs import lower
+from jengine.execution.spec import ExecutionSpec
+from jengine.models import build
+from jengine.parallel.mesh import make_mesh
+from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
+from jengine.scheduling.step_plan import StepPlan, Tile
+
+PAGE_SIZE = 16
+
+
+class Model:
+    """A model's weights on the device, for steps of several shapes.
+
+    Args:
+        quantization: as the engine's option.
+    """
+
+    def __init__(self, folder: Path, dtype: str, quantization: str | None = None) -> None:
+        self.config, self.mesh, self.quantization = read_config(folder), make_mesh(1), quantization
+        self.model = build(self.config, dtype, self.config.max_position, quantization)
+        self.params = load(folder, self.model, self.mesh, progress=False)
+
+    def step(self, *, rows: int = 0, context: int = 0, tiles: int = 0, tile_size: int = 256, past: int = 0) -> Step:
+        """Rows that read one token each after `context` others, or tiles of one prompt, the first after `past` tokens of it."""
+        return Step(self, rows, context, tiles, tile_size, past)
+
+
+class Step:
+    """A trunk with its greedy sampler, compiled, and what they run on.
+
+    Attributes:
+        programs: (trunk, sampler), jax.stages.Compiled.
+        tokens: length of the token axis, padding included.
+    """
+
+    def __init__(self, model: Model, rows: int, context: int, tiles: int, tile_size: int, past: int) -> None:
+        length = max(context + 1, past + tiles * tile_size)
+        width = -(-length // PAGE_SIZE)
+        slots = max(rows, 1)
+        padded = max(8, rows)
+        table = ProgramTable((padded,), (padded,), (max(tiles, 1),), tile_size)
+        key = TrunkKey(padded, tiles)
+        spec = ExecutionSpec(
+            model=model.model,
+            mesh=model.mesh,
+            table=table,
+            max_model_len=width * PAGE_SIZE,
+            max_slots=slots,
+            page_size=PAGE_SIZE,
+            num_pages=1 + slots * width,
+        )
+        self.tokens = table.tokens(key)
+        sampler = SamplerKey(table.sample_rows(key), "greedy")
+        self.programs: tuple[Any, Any] = (lower(spec, key).compile(), lower(spec, sampler).compile())
+        self._params = model.params
+        self._cache, self._slots = _state(spec)
+        self._spec, self._keys = spec, (key, sampler)
+        self._send(rows, context, [Tile(1, past + i * tile_size, list(range(tile_size)), samples=True) for i in range(tiles)])
+
+    def decode(self, rows: int, context: int) -> None:
+        """From now on, fewer rows after fewer tokens than it was made for."""
+        self._send(rows, context, [])
+
+    def _send(self, rows: int, context: int, tiles: list[Tile]) -> None:
+        plan = StepPlan(*self._keys, row_slots=list(range(1, rows + 1)), row_positions=[context] * rows, tiles=tiles)
+        self._packed = jax.device_put(self._spec.layout(plan.trunk).pack(plan), self._spec.replicated)
+
+    def trunk(self) -> Any:
+        """Start the trunk; what the sampler takes."""
+        self._cache, self._slots, to_sample, _ = self.programs[0](self._params, self._cache, self._slots, self._packed)
+        return to_sample
+
+    def sample(self, to_sample: Any) -> None:
+        """Run the sampler to its end."""
+        last, sampled = self.programs[1](self._params, self._slots.last_token, self._slots.sampling, to_sample)
+        self._slots = self._slots._replace(last_token=last)
+        sampled.tokens.block_until_ready()
+
+    def seconds(self) -> float:
+        start = time.perf_counter()
+        self.sample(self.trunk())
+        return time.perf_counter() - start
+
+
+def least(runs: dict[Any, Callable[[], float]], budget: float) -> dict[Any, float]:
+    """The least of each run's seconds; they take turns, for `budget` seconds in all and at least three times each."""
+    best = {name: run() for name, run in runs.items()}
+    end, taken = time.monotonic() + budget, 1
+    while taken < 3 or time.monotonic() < end:
+        best = {name: min(best[name], run()) for name, run in runs.items()}
+        taken += 1
+    return best
+
+
+def _state(spec: ExecutionSpec) -> tuple[Any, Any]:
+    """A cache of random numbers, each sequence's pages scattered over it, and slots that own all pages."""
+    rng = np.random.default_rng(0)
+    filler = rng.standard_normal(1 << 16, np.float32)
+
+    def fill(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(np.resize(filler, x.shape).astype(x.dtype), x.sharding)
+
+    cache = jax.tree.map(fill, spec.cache)
+    slots = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), spec.slots)
+    slots.block_table[1:] = (1 + rng.permutation(spec.num_pages - 1)).reshape(spec.max_slots, -1)
+    return cache, jax.tree.map(lambda x: jax.device_put(x, spec.replicated), slots)
