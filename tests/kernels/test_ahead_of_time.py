@@ -65,5 +65,5 @@ def test_a_step_updates_its_cache_in_place_around_the_kernel() -> None:
 
 
 def test_targets_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="target='h20': one of h200"):
+    with pytest.raises(ValueError, match="target='h20': one of a100, h100, h200"):
         device("h20")
