@@ -67,7 +67,7 @@ def test_a_cpu_refuses_programs_of_an_h200(compiled: Path, tmp_path: Path) -> No
         start_engine(EngineConfig.of(str(tmp_path / "model"), {**TINY, "programs": compiled}), progress=False)
 
 
-def test_eight_devices_share_a_program(tiny: Path) -> None:
+def test_devices_share_the_cache(tiny: Path) -> None:
     spec = describe_for(EngineConfig.of(str(tiny), {**TINY, "tensor_parallel_size": 2}), "h100")
     assert spec.mesh.size == 2 and spec.facts()["mesh"] == {"tensor": 2}
     assert device_bytes(spec.cache) * 2 == device_bytes(describe_for(EngineConfig.of(str(tiny), TINY), "h100").cache)
