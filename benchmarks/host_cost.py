@@ -27,6 +27,7 @@ from jengine.execution.programs import ALLOCATE, Key
 from jengine.execution.runner import Runner
 from jengine.execution.sampler import Sampled
 from jengine.execution.spec import ExecutionSpec
+from jengine.execution.worker import Worker
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.program_table import ProgramTable, TrunkKey
@@ -108,7 +109,7 @@ def make_engine(sequences: int, tokens: int) -> Engine:
         max_num_batched_tokens=budget,
         max_model_len=tokens,
     )
-    return Engine(model, Runner(spec, NoPrograms(spec), params=None), scheduler)  # type: ignore[arg-type]
+    return Engine(model, Runner(Worker(spec, NoPrograms(spec), params=None)), scheduler)  # type: ignore[arg-type]
 
 
 def measure(sequences: int, steps: int) -> list[dict[str, float]]:

@@ -18,6 +18,7 @@ from jengine.checkpoints import load, read_config, resolve
 from jengine.execution.programs import ALLOCATE, Key, lower
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
+from jengine.execution.worker import Worker
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
 from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
@@ -48,7 +49,8 @@ def make_runner(folder: Path, max_model_len: int, params: Params | None) -> Runn
         page_size=PAGE_SIZE,
         num_pages=1 + ROWS * pages,
     )
-    runner = Runner(spec, StepPrograms(spec), load(folder, model, mesh, progress=False) if params is None else params)  # type: ignore[arg-type]
+    params = load(folder, model, mesh, progress=False) if params is None else params
+    runner = Runner(Worker(spec, StepPrograms(spec), params))  # type: ignore[arg-type]
     for index in range(pages):
         updates = [(slot, index, 1 + (slot - 1) * pages + index) for slot in range(1, ROWS + 1)]
         runner.read(runner.dispatch(decode(page_updates=updates)))

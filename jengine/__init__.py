@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jengine.llm import LLM
     from jengine.request import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, SamplingParams, StructuredOutputs
     from jengine.scheduling.room import Room
-    from jengine.start import Started, start_engine
+    from jengine.start import Started, follow, start_engine
     from jengine.text.masks import make_mask
     from jengine.text.tokenizer import Tokenizer
     from jengine.updates import Ended, Load, PromptScores, TokenLogprobs, TokenUpdate
@@ -53,6 +53,7 @@ __all__ = [
     "Tokenizer",
     "Updates",
     "__version__",
+    "follow",
     "make_mask",
     "run_engine",
     "start_engine",
@@ -67,7 +68,7 @@ _MODULES = {
     "jengine.limits": ("Limits",),
     "jengine.request": ("CompletionOutput", "FinishReason", "Logprob", "Request", "RequestOutput", "SamplingParams", "StructuredOutputs"),
     "jengine.scheduling.room": ("Room",),
-    "jengine.start": ("Started", "start_engine"),
+    "jengine.start": ("Started", "follow", "start_engine"),
     "jengine.text.masks": ("make_mask",),
     "jengine.text.tokenizer": ("Tokenizer",),
     "jengine.updates": ("Ended", "Load", "PromptScores", "TokenLogprobs", "TokenUpdate"),

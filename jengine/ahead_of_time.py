@@ -22,7 +22,7 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.planning.device_facts import device_facts
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
-from jengine.start import describe
+from jengine.shapes import describe
 from pallas_kernels import ahead_of_time
 
 AUTOTUNE = "autotune.textproto"

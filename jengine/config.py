@@ -52,6 +52,8 @@ class ModelConfig:
         expert_layers: which layers route tokens to experts.
         expert_size: an expert's intermediate size.
         normalize_experts: the chosen experts' probabilities are scaled to a sum of 1.
+        shards: devices that the parameters are laid out for. Kv heads repeat where there are fewer than devices; heads, intermediate
+            sizes and the vocabulary are padded with zeros to what divides. The other fields are the checkpoint's.
     """
 
     family: str  # Hugging Face's model_type
@@ -87,11 +89,31 @@ class ModelConfig:
     normalize_experts: bool = False
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
+    shards: int = 1
 
     @property
     def group(self) -> int:
-        """Query heads that share a kv head."""
+        """Query heads that share a kv head, in the checkpoint."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def kv_repeats(self) -> int:
+        """Copies of each kv head, each for a part of its query heads."""
+        return -(-self.shards // self.num_kv_heads)
+
+    @property
+    def laid_kv_heads(self) -> int:
+        """Kv heads as laid out, over all devices."""
+        return self.padded(self.num_kv_heads * self.kv_repeats)
+
+    @property
+    def laid_group(self) -> int:
+        """Query heads that share a kv head, as laid out."""
+        return -(-self.group // self.kv_repeats)
+
+    def padded(self, size: int) -> int:
+        """The next multiple of the devices."""
+        return -(-size // self.shards) * self.shards
 
     def window(self, layer: int) -> int | None:
         """Tokens that a query sees in a layer, itself included; None is all."""
@@ -116,7 +138,7 @@ class EngineConfig:
         max_num_batched_tokens: tokens a step may carry: decode rows and prompt tiles together.
         page_size: tokens a page of the cache holds; None is 16 on a CPU, 64 on a GPU.
         tile_size: tokens of a prompt tile.
-        kv_cache_memory: bytes for pages; a number, or text such as "512MiB". None on a CPU holds
+        kv_cache_memory: bytes for pages on each device; a number, or text such as "512MiB". None on a CPU holds
             max_num_seqs sequences of max_model_len, at most 1 GiB; on a GPU, see gpu_memory_utilization.
         gpu_memory_utilization: share of a GPU's memory for weights, programs and cache together.
         num_pages: pages of the cache, instead of a size in bytes; the null page is one of them.
@@ -127,7 +149,11 @@ class EngineConfig:
         programs: a folder that `jengine compile` wrote for this model, these options and this device; nothing is compiled then. dtype
             auto and num_pages None are as the folder has them.
         compile_threads: programs compiled at once.
-        tensor_parallel_size: devices that share the model.
+        tensor_parallel_size: devices that share the model. Kv heads are repeated where they are fewer, which takes as much more cache.
+        coordinator: host:port where process 0 listens, if several processes, on one machine or on many, share the model; all are
+            started with the same options. Only process 0 takes requests.
+        num_processes: how many they are. Their devices together are as many as tensor_parallel_size.
+        process_id: which of them this one is, from 0.
     """
 
     model: str = "demo"
@@ -151,6 +177,9 @@ class EngineConfig:
     programs: str | Path | None = None
     compile_threads: int = 2
     tensor_parallel_size: int = 1
+    coordinator: str | None = None
+    num_processes: int = 1
+    process_id: int = 0
 
     @classmethod
     def of(cls, model: str, options: dict[str, Any]) -> EngineConfig:
@@ -166,7 +195,7 @@ class EngineConfig:
         return cls(model=model, **options)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "tile_size", "compile_threads", "tensor_parallel_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tile_size", "compile_threads", "tensor_parallel_size", "num_processes"):
             _at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "page_size"):
             if getattr(self, name) is not None:
@@ -194,6 +223,11 @@ class EngineConfig:
             need = f"must be at least max_num_seqs + tile_size = {self.max_num_seqs + self.tile_size}"
             raise InvalidArgument("max_num_batched_tokens", self.max_num_batched_tokens, need)
         parse_bytes("kv_cache_memory", self.kv_cache_memory)
+        _at_least("process_id", self.process_id, 0)
+        if self.process_id >= self.num_processes:
+            raise InvalidArgument("process_id", self.process_id, f"must be below num_processes={self.num_processes}")
+        if self.num_processes > 1 and not re.fullmatch(r".+:\d+", str(self.coordinator)):
+            raise InvalidArgument("coordinator", self.coordinator, "must be host:port, where process 0 listens")
 
 
 def _at_least(name: str, value: object, low: int) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
-import math
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
 
 from jengine.checkpoints import load, read_config, resolve
-from jengine.config import EngineConfig, ModelConfig
+from jengine.config import EngineConfig
 from jengine.engine import Engine
 from jengine.errors import InvalidArgument
 from jengine.execution.given_programs import GivenPrograms
@@ -21,13 +23,14 @@ from jengine.execution.program_store import default_root, saved_page_counts
 from jengine.execution.programs import Programs, open_store
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
-from jengine.models import build
+from jengine.execution.worker import Worker, decode
 from jengine.observe.compiles import compile_count
+from jengine.parallel.link import Alone, Follower, Leader, Link, host_of, join
 from jengine.parallel.mesh import make_mesh
-from jengine.precision import CACHE_DTYPES, check_formats, choose_dtype
-from jengine.program_table import ProgramTable
+from jengine.precision import choose_dtype
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.scheduler import Scheduler
+from jengine.shapes import describe
 
 
 @dataclass(slots=True)
@@ -58,46 +61,21 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         InvalidArgument: an option that this model or device cannot meet.
         ModelError: the model cannot be read, or is not supported.
         OutOfMemory: the device is too small.
+        EngineDead: one of several processes ended meanwhile.
     """
-    compile_count()  # starts counting
+    if config.process_id > 0:
+        raise InvalidArgument("process_id", config.process_id, "process 0 alone takes requests; the others call jengine.follow")
+    link = _connected(config)
+    worker, started = _prepare(config, link, progress)
+    spec, programs = worker.spec, worker.programs
+    runner = Runner(worker, link)
     clock = time.perf_counter()
-    folder = resolve(config.model, config.revision)
-    started = Started(folder, folder if config.tokenizer is None else resolve(config.tokenizer))
-
-    def lap(name: str) -> None:
-        nonlocal clock
-        now = time.perf_counter()
-        started.seconds[name], clock = now - clock, now
-
-    if config.tensor_parallel_size != 1:
-        raise InvalidArgument("tensor_parallel_size", config.tensor_parallel_size, "only 1 is supported so far")
-    given = None if config.programs is None else GivenPrograms(Path(config.programs))
-    config = config if given is None else given.complete(config)
-    facts = read_config(started.folder)
-    claim_gpu_memory(config.gpu_memory_utilization)
-    mesh = make_mesh(config.tensor_parallel_size)
-    started.devices = f"{mesh.devices.size} {mesh.devices.flat[0].device_kind}"
-    root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
-    shapes = describe(config, facts, mesh, root)
-    started.dtype = str(shapes.model.dtype)
-    if given is not None:
-        given.check(_with_pages(config, shapes, root).facts())  # before the weights are read, which may take minutes
-    lap("configuration")
-    params = load(started.folder, shapes.model, mesh, progress=progress)
-    lap("weights")
-    spec = _with_pages(config, shapes, root)
-    programs = Programs(spec, given or open_store(spec, root), threads=config.compile_threads, progress=progress)
-    started.programs_compiled, started.programs_loaded = programs.compiled, programs.loaded
-    if given is not None:
-        check_room(spec, programs.memory.values())
-    lap("programs")
-    runner = Runner(spec, programs, params)
     if programs.compiled or not programs.costs:
         runner.warm_up(progress=progress)
         programs.save()
     else:
         runner.check()
-    lap("warm-up")
+    started.seconds["warm-up"] = time.perf_counter() - clock
     scheduler = Scheduler(
         spec.table,
         page_size=spec.page_size,
@@ -108,63 +86,99 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         policy=config.policy,
         costs=StepCosts(runner.trunk_costs()),
     )
-    return Engine(facts, runner, scheduler, overlap=config.overlap, seed=config.seed), started
+    return Engine(spec.model.config, runner, scheduler, overlap=config.overlap, seed=config.seed), started
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_model_len is None:
-        return model.max_position
-    longest, rope = float(model.max_position), model.rope_scaling
-    if rope is not None:
-        longest = math.inf if rope.kind == "dynamic" else max(longest, rope.factor * rope.original_max_position)
-    if config.max_model_len > longest:
-        raise InvalidArgument("max_model_len", config.max_model_len, f"the model's positions end at {longest:.0f}")
-    return config.max_model_len
-
-
-def describe(config: EngineConfig, facts: ModelConfig, mesh: Mesh, root: Path) -> ExecutionSpec:
-    """All that decides the programs' shapes but the number of pages, which is 0 here. Allocates nothing on a device.
+def follow(config: EngineConfig, *, progress: bool = True) -> None:
+    """What every process but the first does, until process 0 ends: it makes the calls that process 0 makes.
 
     Raises:
-        InvalidArgument: an option that this model or device cannot meet.
-        ModelError: the model is not supported.
+        EngineDead: process 0 ended without a word.
+        Others: as start_engine.
     """
-    device = mesh.devices.flat[0]
-    check_formats(config, device)
-    max_model_len = _max_model_len(config, facts)
-    page_size = config.page_size or (16 if device.platform == "cpu" else 64)
-    table = ProgramTable.build(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        tile_size=config.tile_size,
-        page_buckets=page_buckets_for(device, -(-max_model_len // page_size)),
-    )
-    return ExecutionSpec(
-        model=build(facts, choose_dtype(config.dtype, facts, device, root), max_model_len, config.quantization),
-        mesh=mesh,
-        table=table,
-        max_model_len=max_model_len,
-        max_slots=config.max_num_seqs,
-        page_size=page_size,
-        num_pages=0,
-        kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
-    )
+    if not 0 < config.process_id < config.num_processes:
+        raise InvalidArgument("process_id", config.process_id, "process 0 takes requests: it does not follow")
+    link = _connected(config)
+    assert isinstance(link, Follower)
+    worker, _ = _prepare(config, link, progress)
+    if worker.programs.compiled:
+        worker.programs.save()
+    while frame := link.heard():
+        worker.make(decode(frame))
 
 
-def _with_pages(config: EngineConfig, spec: ExecutionSpec, root: Path) -> ExecutionSpec:
+def _connected(config: EngineConfig) -> Link:
+    if config.num_processes == 1:
+        return Alone()
+    assert config.coordinator is not None  # as EngineConfig checks
+    claim_gpu_memory(config.gpu_memory_utilization)
+    join(config.coordinator, config.num_processes, config.process_id)
+    if jax.device_count() != config.tensor_parallel_size:
+        limit = f"must be {jax.device_count()}, all devices of the {config.num_processes} processes"
+        raise InvalidArgument("tensor_parallel_size", config.tensor_parallel_size, limit)
+    host = host_of(config.coordinator)
+    link = Leader(host, config.num_processes) if config.process_id == 0 else Follower(host, config.process_id)
+    atexit.register(link.close)
+    return link
+
+
+def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, Started]:
+    """Weights and programs, on this process's devices."""
+    compile_count()  # starts counting
+    clock = time.perf_counter()
+    folder = resolve(config.model, config.revision)
+    started = Started(folder, folder if config.tokenizer is None else resolve(config.tokenizer))
+
+    def lap(name: str) -> None:
+        nonlocal clock
+        now = time.perf_counter()
+        started.seconds[name], clock = now - clock, now
+
+    given = None if config.programs is None else GivenPrograms(Path(config.programs))
+    config = config if given is None else given.complete(config)
+    facts = read_config(started.folder)
+    claim_gpu_memory(config.gpu_memory_utilization)
+    mesh = make_mesh(config.tensor_parallel_size)
+    started.devices = f"{mesh.devices.size} {mesh.devices.flat[0].device_kind}"
+    root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
+    if config.num_processes > 1:  # each has programs of its own
+        root /= f"process-{config.process_id}-of-{config.num_processes}"
+    dtype: Any = link.agree(str(jnp.dtype(choose_dtype(config.dtype, facts, mesh.local_devices[0], root))), _first)
+    config = dataclasses.replace(config, dtype=dtype)
+    shapes = describe(config, facts, mesh, root)
+    started.dtype = str(shapes.model.dtype)
+    if given is not None:
+        given.check(_with_pages(config, shapes, root, link).facts())  # before the weights are read, which may take minutes
+    lap("configuration")
+    params = load(started.folder, shapes.model, mesh, progress=progress)
+    lap("weights")
+    spec = _with_pages(config, shapes, root, link)
+    link.agree(spec.fingerprint(), partial(_same, "config", "options, versions or models differ"))
+    programs = Programs(spec, given or open_store(spec, root), threads=config.compile_threads, progress=progress)
+    started.programs_compiled, started.programs_loaded = programs.compiled, programs.loaded
+    if given is not None:
+        check_room(spec, programs.memory.values())
+    lap("programs")
+    worker = Worker(spec, programs, params)
+    link.agree(None, _first)  # all are ready
+    if isinstance(link, Leader):
+        link.watch()
+    return worker, started
+
+
+def _first(values: list[Any]) -> Any:
+    return values[0]
+
+
+def _same(field: str, reason: str, values: list[Any]) -> Any:
+    for process, value in enumerate(values):
+        if value != values[0]:
+            raise InvalidArgument(field, value, f"process {process} is not like process 0: {reason}")
+    return values[0]
+
+
+def _with_pages(config: EngineConfig, spec: ExecutionSpec, root: Path, link: Link) -> ExecutionSpec:
     fit = pages_that_fit(config, spec)
     chosen = config.num_pages is not None or config.kv_cache_memory is not None or spec.mesh.devices.flat[0].platform == "cpu"
-    return dataclasses.replace(spec, num_pages=fit if chosen else pages_to_use(fit, saved_page_counts(root, spec.fingerprint())))
-
-
-def page_buckets_for(device: jax.Device, width: int) -> tuple[int, ...]:
-    """A CPU loops over a sequence's own pages; on a GPU, XLA's attention takes a static number of them."""
-    return (0,) if device.platform == "cpu" else page_buckets(width)
-
-
-def page_buckets(width: int) -> tuple[int, ...]:
-    """Static page counts for XLA attention on a GPU: fourfold steps up to the table's width."""
-    buckets = [width]
-    while buckets[-1] > 32:
-        buckets.append(-(-buckets[-1] // 4))
-    return tuple(reversed(buckets))
+    wanted = fit if chosen else pages_to_use(fit, saved_page_counts(root, spec.fingerprint()))
+    return dataclasses.replace(spec, num_pages=link.agree(wanted, min))

@@ -51,7 +51,7 @@ def paged_attention_decode(
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """One query a sequence, over all of the sequence's tokens; `dispatch.supported` says for what shapes and dtypes.
+    """One query a sequence, over all of the sequence's tokens; `dispatch.decode_supported` says for what shapes and dtypes.
 
     Args:
         q: bfloat16 or float16 [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).

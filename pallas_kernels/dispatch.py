@@ -1,6 +1,11 @@
 """Which form of a function a device, a dtype and a shape take: the kernel where it serves them, else XLA's.
 
-`impl` is "auto", "mosaic" or "xla". A form that is asked for by name is taken or refused; it is never replaced.
+`impl` is "auto", "mosaic" or "xla". A form that is asked for by name is taken or refused; it is never replaced. Each function
+has one beside it that says beforehand why its kernel cannot take some arrays, or None if it can; what it is given may be
+arrays, or whatever has their shapes and dtypes.
+
+Everywhere, `device` is the one that the function will run on, which may be one of a topology to compile for; None is the first of
+the default backend.
 """
 
 from __future__ import annotations
@@ -8,44 +13,27 @@ from __future__ import annotations
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels import attention_decode, xla
+from pallas_kernels import attention_decode, attention_prefill, xla
+from pallas_kernels import copy_pages as copy_kernel
+from pallas_kernels import kv_write as write_kernel
 from pallas_kernels.quantized import Pages, Quantized
+from pallas_kernels.xla import Rotation
 
 Impl = Literal["auto", "mosaic", "xla"]
 HOPPER = "9.0"  # compute capability
+DTYPES = ("bfloat16", "float16")
+STORED = (*DTYPES, "quantized int8", "quantized uint8")
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)  # and multiples of the last
 
 
-def supported(q: jax.Array | jax.ShapeDtypeStruct, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
-    """Why the kernel for `paged_attention_decode` cannot take these, or None if it can.
-
-    Args:
-        q, k_pages, v_pages: arrays, or what has their shapes and dtypes.
-        device: that it would run on, which may be one of a topology to compile for; None is the first of the default backend.
-    """
-    device = device or jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if capability != HOPPER:
-        return f"device={device.device_kind}: the kernel is for Hopper GPUs (compute capability {HOPPER})"
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if isinstance(pages, Quantized):
-            return f"{name}={pages.kind}: the kernel takes no quantized cache"
-        if pages.dtype != q.dtype:
-            return f"{name}={pages.dtype}: the kernel takes a cache of the queries' dtype, {q.dtype}"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"dtype={q.dtype}: the kernel takes bfloat16 and float16"
-    heads, head_dim = q.shape[-2:]
-    kv_heads, page_size = k_pages.shape[1:3]
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim={head_dim}: the kernel takes {', '.join(map(str, HEAD_DIMS))}"
-    if heads > kv_heads * attention_decode.QUERIES:
-        return f"heads={heads}: the kernel takes at most {attention_decode.QUERIES} for each of {kv_heads} kv heads"
-    if page_size not in PAGE_SIZES and page_size % PAGE_SIZES[-1]:
-        return f"page_size={page_size}: the kernel takes {', '.join(map(str, PAGE_SIZES))} and multiples of {PAGE_SIZES[-1]}"
-    return None
+def decode_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
+    """Why the kernel for `paged_attention_decode` cannot take these, or None."""
+    heads, most = q.shape[-2], attention_decode.QUERIES * k_pages.shape[1]
+    if heads > most:
+        return f"heads={heads}: the kernel takes at most {attention_decode.QUERIES} for each of {k_pages.shape[1]} kv heads"
+    return _attention_supported(q, k_pages, v_pages, device)
 
 
 def paged_attention_decode(
@@ -68,22 +56,163 @@ def paged_attention_decode(
     Args:
         pages: see `xla.paged_attention_decode`; the kernel reads as many as each sequence has.
         splits: see `attention_decode.paged_attention_decode`; XLA's form has none.
-        impl, device: see the module and `supported`.
+        impl, device: see the module.
         The others, and what is returned: see `xla.paged_attention_decode`.
 
     Raises:
         ValueError: impl="mosaic" where the kernel cannot serve; says why.
     """
-    if impl not in ("auto", "mosaic", "xla"):
-        raise ValueError(f"impl={impl!r}: one of 'auto', 'mosaic', 'xla'")
-    reason = None if impl == "xla" else supported(q, k_pages, v_pages, device=device)
-    if impl == "mosaic" and reason is not None:
-        raise ValueError(f"impl='mosaic': {reason}")
-    if impl == "xla" or reason is not None:
+    if not _kernel_serves(impl, decode_supported(q, k_pages, v_pages, device=device)):
         return xla.paged_attention_decode(
             q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
         )
-    assert not isinstance(k_pages, Quantized) and not isinstance(v_pages, Quantized)  # as supported says
+    assert not isinstance(k_pages, Quantized) and not isinstance(v_pages, Quantized)  # as decode_supported says
     return attention_decode.paged_attention_decode(
         q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, soft_cap=soft_cap, splits=splits
     )
+
+
+def prefill_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
+    """Why the kernel for `paged_attention_prefill` cannot take these, or None."""
+    refused = _attention_supported(q, k_pages, v_pages, device)
+    if refused is None and q.shape[1] % attention_prefill.TILE_GRID:
+        return f"tile={q.shape[1]}: the kernel takes multiples of {attention_prefill.TILE_GRID}"
+    return refused
+
+
+def paged_attention_prefill(
+    q: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    pages: int = 0,
+    impl: Impl = "auto",
+    device: jax.Device | None = None,
+) -> jax.Array:
+    """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
+
+    Args:
+        pages, impl, device: as in `paged_attention_decode`.
+        The others, and what is returned: see `xla.paged_attention_prefill`.
+
+    Raises:
+        ValueError: impl="mosaic" where the kernel cannot serve; says why.
+    """
+    if not _kernel_serves(impl, prefill_supported(q, k_pages, v_pages, device=device)):
+        return xla.paged_attention_prefill(
+            q, k_pages, v_pages, block_tables, positions, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
+        )
+    return attention_prefill.paged_attention_prefill(
+        q, k_pages, v_pages, block_tables, positions, lengths, scale=scale, window=window, soft_cap=soft_cap
+    )
+
+
+def kv_write_supported(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, *, device: jax.Device | None = None) -> str | None:
+    """Why the kernel for `kv_write` cannot take these, or None."""
+    for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
+        if str(new.dtype) not in DTYPES:
+            return f"{name}={new.dtype}: the kernel takes {' and '.join(DTYPES)}"
+        if not isinstance(pages, Quantized) and pages.dtype != new.dtype:
+            return f"{name}={new.dtype}: the kernel takes the cache's dtype, {pages.dtype}"
+    return _cache_refused(k_pages, v_pages, device)
+
+
+def kv_write(
+    k_pages: Pages,
+    v_pages: Pages,
+    k: jax.Array,
+    v: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    *,
+    rotation: Rotation | None = None,
+    impl: Impl = "auto",
+    device: jax.Device | None = None,
+) -> tuple[Pages, Pages]:
+    """Write tokens' keys, rotated on their way, and values into their pages; in place where the caller donates the cache.
+
+    Args:
+        impl, device: see the module.
+        The others, and what is returned: see `xla.kv_write`.
+
+    Raises:
+        ValueError: impl="mosaic" where the kernel cannot serve; says why.
+    """
+    serves = _kernel_serves(impl, kv_write_supported(k_pages, v_pages, k, v, device=device))
+    write = write_kernel.kv_write if serves else xla.kv_write
+    return write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
+
+
+def copy_pages_supported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
+    """Why the kernel for `copy_pages` cannot take these, or None."""
+    return _cache_refused(k_pages, v_pages, device)
+
+
+def copy_pages(
+    k_pages: Pages,
+    v_pages: Pages,
+    sources: jax.Array,
+    destinations: jax.Array,
+    *,
+    impl: Impl = "auto",
+    device: jax.Device | None = None,
+) -> tuple[Pages, Pages]:
+    """Copy whole pages, keys and values with their scales; in place where the caller donates the cache.
+
+    Args:
+        impl, device: see the module.
+        The others, and what is returned: see `xla.copy_pages`.
+
+    Raises:
+        ValueError: impl="mosaic" where the kernel cannot serve; says why.
+    """
+    serves = _kernel_serves(impl, copy_pages_supported(k_pages, v_pages, device=device))
+    copy = copy_kernel.copy_pages if serves else xla.copy_pages
+    return copy(k_pages, v_pages, sources, destinations)
+
+
+def _kernel_serves(impl: Impl, refused: str | None) -> bool:
+    """Whether the kernel is taken, which refuses for the reason given, if any."""
+    if impl not in ("auto", "mosaic", "xla"):
+        raise ValueError(f"impl={impl!r}: one of 'auto', 'mosaic', 'xla'")
+    if impl == "mosaic" and refused is not None:
+        raise ValueError(f"impl='mosaic': {refused}")
+    return impl != "xla" and refused is None
+
+
+def _attention_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, device: jax.Device | None) -> str | None:
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if isinstance(pages, Quantized):
+            return f"{name}={pages.kind}: the kernel takes no quantized cache"
+        if pages.dtype != q.dtype:
+            return f"{name}={pages.dtype}: the kernel takes a cache of the queries' dtype, {q.dtype}"
+    return _cache_refused(k_pages, v_pages, device)
+
+
+def _cache_refused(k_pages: Pages, v_pages: Pages, device: jax.Device | None) -> str | None:
+    """Why no kernel can take such a cache, or None."""
+    device = device or jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if capability != HOPPER:
+        return f"device={device.device_kind}: the kernel is for Hopper GPUs (compute capability {HOPPER})"
+    stored, same = _stored(k_pages), _stored(v_pages)
+    if stored not in STORED:
+        return f"k_pages={stored}: the kernel takes {', '.join(STORED)} (uint8: the bits of float8_e4m3fn)"
+    if same != stored:
+        return f"v_pages={same}: the kernel takes what k_pages has, {stored}"
+    page_size, head_dim = k_pages.shape[2:]
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim={head_dim}: the kernel takes {', '.join(map(str, HEAD_DIMS))}"
+    if page_size not in PAGE_SIZES and page_size % PAGE_SIZES[-1]:
+        return f"page_size={page_size}: the kernel takes {', '.join(map(str, PAGE_SIZES))} and multiples of {PAGE_SIZES[-1]}"
+    return None
+
+
+def _stored(pages: Pages) -> str:
+    return f"quantized {pages.values.dtype}" if isinstance(pages, Quantized) else str(pages.dtype)

@@ -12,9 +12,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.quantized import Pages, Quantized, dequantize, movable, quantize
+from pallas_kernels.xla import Rotation
 
 
-def kv_write(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> tuple[Pages, Pages]:
+def kv_write(
+    k_pages: Pages,
+    v_pages: Pages,
+    k: jax.Array,
+    v: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    *,
+    rotation: Rotation | None = None,
+) -> tuple[Pages, Pages]:
     """See `xla.kv_write`."""
 
     def put(pages: Any, new: jax.Array) -> Any:
@@ -25,7 +35,27 @@ def kv_write(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_id
             pages = pages.at[page_ids[i], :, offsets[i]].set(new[i].astype(pages.dtype))
         return pages
 
-    return put(k_pages, k), put(v_pages, v)
+    return put(k_pages, k if rotation is None else rotate(k, rotation)), put(v_pages, v)
+
+
+def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
+    """See `xla.rotate`; here as a product of complex numbers."""
+    cos, sin = (part[:, None] for part in rotation)
+    pairs = cos.shape[-1]
+    wide = x.astype(jnp.float32)
+    turned = (wide[..., :pairs] + 1j * wide[..., pairs : 2 * pairs]) * (cos + 1j * sin)
+    return wide.at[..., : 2 * pairs].set(jnp.concatenate([turned.real, turned.imag], axis=-1)).astype(x.dtype)
+
+
+def copy_pages(k_pages: Pages, v_pages: Pages, sources: jax.Array, destinations: jax.Array) -> tuple[Pages, Pages]:
+    """See `xla.copy_pages`."""
+
+    def copied(pages: jax.Array) -> jax.Array:
+        for source, destination in zip(sources, destinations, strict=True):
+            pages = pages.at[destination].set(pages[source])
+        return pages
+
+    return jax.tree.map(copied, k_pages), jax.tree.map(copied, v_pages)
 
 
 def paged_attention_decode(

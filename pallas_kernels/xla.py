@@ -17,21 +17,33 @@ from jax import lax
 
 from pallas_kernels.quantized import Pages, Quantized, movable, numbers, quantize
 
+Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [tokens, pairs]
+
 MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
 ROW_GROUP = 8  # decode rows that loop together
 DECODE_BLOCK = 64  # tokens read at a time
 PREFILL_BLOCK = 128
 
 
-def kv_write(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> tuple[Pages, Pages]:
+def kv_write(
+    k_pages: Pages,
+    v_pages: Pages,
+    k: jax.Array,
+    v: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    *,
+    rotation: Rotation | None = None,
+) -> tuple[Pages, Pages]:
     """Write tokens' keys and values into their pages; in place where the caller donates the cache.
 
     Args:
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim]; if Quantized, each token of each head is quantized by
             itself, so that a page takes tokens one by one and what it holds never changes.
         k, v: [tokens, kv_heads, head_dim].
-        page_ids: int32 [tokens]; padding names the null page, 0.
-        offsets: int32 [tokens], in [0, page_size).
+        page_ids: int32 [tokens]; padding names the null page, 0, whose contents are undefined.
+        offsets: int32 [tokens], in [0, page_size). No two tokens have the same place but in the null page.
+        rotation: turns the keys first, as `rotate` does; None where they are turned already, or never.
     """
 
     def put(pages: Any, new: jax.Array) -> Any:
@@ -41,7 +53,36 @@ def kv_write(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_id
             return dataclasses.replace(pages, values=values, scale=scale)
         return pages.at[page_ids, :, offsets].set(new.astype(pages.dtype))
 
-    return put(k_pages, k), put(v_pages, v)
+    return put(k_pages, k if rotation is None else rotate(k, rotation)), put(v_pages, v)
+
+
+def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
+    """Rotary embedding (Su et al., 2021) of x [tokens, heads, head_dim], in float32.
+
+    Args:
+        rotation: cos and sin, float32 [tokens, pairs]. Channels i and i + pairs of each head are a pair that turns together
+            (the halves' convention); channels from 2 * pairs on stay as they are.
+    """
+    cos, sin = (part[:, None] for part in rotation)
+    pairs = cos.shape[-1]
+    first, second = (x[..., i * pairs : (i + 1) * pairs].astype(jnp.float32) for i in range(2))
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, x[..., 2 * pairs :]], axis=-1)
+
+
+def copy_pages(k_pages: Pages, v_pages: Pages, sources: jax.Array, destinations: jax.Array) -> tuple[Pages, Pages]:
+    """Copy whole pages, keys and values with their scales; in place where the caller donates the cache.
+
+    Args:
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], or Quantized.
+        sources, destinations: int32 [copies], page ids. No page is written twice, nor both written and read; padding copies
+            the null page, 0, to itself.
+    """
+
+    def copied(pages: jax.Array) -> jax.Array:
+        return pages.at[destinations].set(pages[sources])
+
+    return jax.tree.map(copied, k_pages), jax.tree.map(copied, v_pages)
 
 
 def paged_attention_decode(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -98,6 +99,30 @@ def test_write_touches_its_own_tokens_only(dtype):
     where = jnp.array([3, 3, 9, 1, 30], jnp.int32), jnp.array([0, 15, 4, 7, 2], jnp.int32)
     for got, want in zip(*(partial(f.kv_write, k, v, new_k, new_v, *where)() for f in (xla, reference)), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("pairs", [2, 4])
+def test_a_write_may_rotate_its_keys(pairs):
+    rng = np.random.default_rng(3)
+    k, v = cache(rng, 2, 16, 8, "float32")
+    new_k, new_v = (jnp.asarray(rng.normal(size=(3, 2, 8)), jnp.float32) for _ in range(2))
+    where = jnp.array([3, 9, 1], jnp.int32), jnp.array([0, 15, 4], jnp.int32)
+    angles = jnp.asarray(rng.normal(size=(3, pairs)), jnp.float32)
+    rotation = jnp.cos(angles), jnp.sin(angles)
+    for got, want in zip(*(f.kv_write(k, v, new_k, new_v, *where, rotation=rotation) for f in (xla, reference)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "float8_e4m3fn"])
+def test_pages_are_copied_with_their_scales(kind):
+    k, v = cache(np.random.default_rng(4), 2, 16, 8, "float32")
+    if kind:
+        k, v = (movable(quantize(x, kind)) for x in (k, v))
+    ids = jnp.array([3, 0, 7], jnp.int32), jnp.array([5, 0, 2], jnp.int32)
+    got, want = (f.copy_pages(k, v, *ids) for f in (xla, reference))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[ids[1]], old[ids[0]]), got, (k, v))
+    jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[8:], old[8:]), got, (k, v))
 
 
 @pytest.mark.parametrize("pages", [0, WIDTH])

@@ -16,16 +16,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jengine.checkpoints.quantization import fitted, plain
 from jengine.errors import ModelError
 from pallas_kernels.quantized import Quantized, is_quantized
 
 BATCH = 64 * 2**20  # bytes; the parameter that fills a batch may be larger
 
 
-def by_name(tree: Any) -> dict[str, Any]:
+def by_name(tree: Any, is_leaf: Callable[[Any], bool] = is_quantized) -> dict[str, Any]:
     """The parameters in nested dicts by name: their keys, joined by dots."""
-    paths, _ = jax.tree.flatten_with_path(tree, is_leaf=is_quantized)
+    paths, _ = jax.tree.flatten_with_path(tree, is_leaf=is_leaf)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
 
 
@@ -48,11 +47,12 @@ def save(folder: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
             ocp.partial.finalize(folder)
 
 
-def restore(folder: Path, targets: Any, count: Callable[[int], object]) -> Any:
-    """A tree like `targets`, of arrays in the dtypes and shardings that it names.
+def restore(folder: Path, stored: Any, finish: Callable[[str, jax.Array], Any], count: Callable[[int], object]) -> Any:
+    """A tree like `stored`, of what `finish` makes of each array.
 
     Args:
-        targets: nested dicts of jax.ShapeDtypeStruct with shardings, or Quantized of them.
+        stored: nested dicts of jax.ShapeDtypeStruct with shardings: what lies there, and where to put it.
+        finish: a parameter by name and array, in the form that programs take.
         count: is told how many bytes have been placed, batch by batch.
 
     Raises:
@@ -62,8 +62,7 @@ def restore(folder: Path, targets: Any, count: Callable[[int], object]) -> Any:
 
     if not folder.is_dir():
         raise ModelError("is missing", file=folder)
-    parameters = by_name(targets)
-    wanted = {name: plain(target) for name, target in parameters.items()}
+    wanted = by_name(stored)
     with _failing("is no whole Orbax checkpoint", folder):
         found = ocp.metadata(folder).metadata
         if found is None:
@@ -76,11 +75,11 @@ def restore(folder: Path, targets: Any, count: Callable[[int], object]) -> Any:
         for batch in _batches(wanted.items()):
             with _failing("is no whole Orbax checkpoint", folder):
                 loaded = jax.block_until_ready(ocp.load(folder, batch))
-            done = {name: fitted(array, parameters[name]) for name, array in loaded.items()}
+            done = {name: finish(name, array) for name, array in loaded.items()}
             arrays |= done
             gc.collect(0)  # JAX lets go of the host's copies when Python collects
             count(sum(array.nbytes for array in jax.tree.leaves(done)))
-    return jax.tree.unflatten(jax.tree.structure(targets, is_leaf=is_quantized), [arrays[name] for name in wanted])
+    return jax.tree.unflatten(jax.tree.structure(stored), [arrays[name] for name in wanted])
 
 
 def _batches(items: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:

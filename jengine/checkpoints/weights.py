@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm.auto import tqdm
 
 from jengine.checkpoints import orbax
@@ -17,8 +17,8 @@ from jengine.checkpoints.converted import PARAMS, is_converted
 from jengine.checkpoints.quantization import fitted, plain
 from jengine.checkpoints.safetensors import Tensor, read_tensors
 from jengine.errors import ModelError, OutOfMemory
-from jengine.models import Model, Params
-from jengine.models.layers import Piece
+from jengine.models import Model, Params, build
+from jengine.models.pieces import Piece
 from jengine.parallel.mesh import placed
 from pallas_kernels.quantized import Quantized, is_quantized
 
@@ -50,22 +50,43 @@ def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
             raise OutOfMemory(f"the device cannot hold the weights, {total} bytes as {model.dtype}") from error
 
 
-def _from_orbax(path: Path, _: Model, targets: Params, count: Callable[[int], object]) -> Params:
-    return orbax.restore(path / PARAMS, targets, count)
+def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int], object]) -> Params:
+    """A converted folder is laid out for one device. What is laid out otherwise here is taken apart and assembled again."""
+    one = build(model.config, model.dtype, model.config.max_position)
+    sources, parameters = orbax.by_name(model.sources, is_leaf=_is_source), orbax.by_name(targets)
+    taken_apart = orbax.by_name(one.sources, is_leaf=_is_source)
+
+    def where(stored: jax.ShapeDtypeStruct, target: jax.ShapeDtypeStruct | Quantized) -> jax.ShapeDtypeStruct:
+        sharding = plain(target).sharding
+        whole = NamedSharding(sharding.mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding if stored.shape == target.shape else whole)
+
+    def finish(name: str, array: jax.Array) -> jax.Array | Quantized:
+        target = parameters[name]
+        if array.shape != target.shape:
+            tensors = disassemble(np.asarray(array), taken_apart[name])
+            array = _placed(plain(target), sources[name], tensors)
+        return fitted(array, target)
+
+    return orbax.restore(path / PARAMS, jax.tree.map(where, one.params, targets), finish, count)
 
 
 def _from_safetensors(path: Path, model: Model, targets: Params, count: Callable[[int], object]) -> Params:
     tensors = read(path, model)
 
     def place(target: jax.ShapeDtypeStruct | Quantized, source: tuple[Piece, ...]) -> jax.Array | Quantized:
-        wanted = plain(target)
-        array: jax.Array = jax.device_put(assemble(wanted, source, tensors), wanted.sharding).block_until_ready()
-        parameter = fitted(array, target)
+        parameter = fitted(_placed(plain(target), source, tensors), target)
         gc.collect(0)  # JAX lets go of the host's copy when Python collects
         count(num_bytes(parameter))
         return parameter
 
     return jax.tree.map(place, targets, model.sources, is_leaf=is_quantized)
+
+
+def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> jax.Array:
+    array = jax.make_array_from_callback(target.shape, target.sharding, assemble(target, source, tensors).__getitem__)
+    array.block_until_ready()
+    return array
 
 
 def num_bytes(tree: Any) -> int:
@@ -88,13 +109,27 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
 def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
     """A parameter in memory of its own: a CPU device may take that over as it is, so it must not be the file's."""
     size = target.size * target.dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
+    memory = np.zeros(size + ALIGNMENT, np.uint8)  # padding stays zeros
     start = -memory.ctypes.data % ALIGNMENT
     out: np.ndarray = memory[start : start + size].view(target.dtype).reshape(target.shape)
     for piece in source:
         part, array = out[piece.part], tensors[piece.name].array
-        part[...] = (array.T if piece.transposed else array)[piece.rows].reshape(part.shape)
+        part[...] = (array.T if piece.transposed else array)[piece.rows][..., piece.columns].reshape(part.shape)
     return out
+
+
+def disassemble(parameter: np.ndarray, source: tuple[Piece, ...]) -> dict[str, Tensor]:
+    """The tensors that a parameter was assembled from."""
+    tensors: dict[str, Tensor] = {}
+    for piece in source:
+        tensor = tensors.setdefault(piece.name, Tensor(Path(), np.empty(piece.shape, parameter.dtype)))
+        part = (tensor.array.T if piece.transposed else tensor.array)[piece.rows][..., piece.columns]
+        part[...] = parameter[piece.part].reshape(part.shape)
+    return tensors
+
+
+def _is_source(node: Any) -> bool:
+    return isinstance(node, tuple) and all(isinstance(piece, Piece) for piece in node)
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jengine import EngineConfig, InvalidArgument, JengineError, SamplingParams
 from jengine.commands.flags import ENGINE_SKIPS, add_sampling_and_engine, engine_fields, given_fields, sampling_fields
+from jengine.commands.follow import follows
 from jengine.commands.terminal import note, write
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ def _chat(options: argparse.Namespace) -> None:
     params = SamplingParams(**sampling_fields(options))
     if (options.model is None) == (options.server is None):
         raise JengineError("give either a MODEL or --server HOST:PORT")
+    if options.model is not None and follows(options):
+        return
     model = _local(options) if options.server is None else _served(options)
     keyboard = Keyboard()
     chat = Chat(model, params, options.system, keyboard)

@@ -13,6 +13,7 @@ from typing import Any
 from jengine import JengineError, RequestOutput, SamplingParams
 from jengine.commands import batch
 from jengine.commands.flags import add_model, add_sampling_and_engine, engine_fields, sampling_fields
+from jengine.commands.follow import follows
 from jengine.commands.terminal import note, write
 
 _LOADED = time.monotonic()  # stands in for the process's start where /proc is missing
@@ -40,6 +41,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _generate(options: argparse.Namespace) -> None:
+    if follows(options):
+        return
     files = options.input is not None, options.output is not None
     if files == (False, False) and options.prompt is not None:
         _generate_one(options)

@@ -40,6 +40,12 @@ def _serve(options: argparse.Namespace) -> None:
 
     server, engine = settle({name: value for name, value in vars(options).items() if name != "run"})
 
+    if engine.process_id:
+        from jengine import follow
+
+        follow(engine, progress=False)
+        return
+
     from serving import life
     from serving.engine_process import EngineProcess
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from jengine.config import EngineConfig
 from jengine.errors import InvalidArgument
@@ -47,7 +49,7 @@ class GivenPrograms(ProgramStore):
         if different is not None:
             raise self._refusal(f"its programs are for something else: {different}")
 
-    def load(self, names: Iterable[str], facts: dict[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def load(self, names: Iterable[str], facts: dict[str, object], devices: Sequence[jax.Device]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(every named executable, notes).
 
         Raises:
@@ -55,7 +57,7 @@ class GivenPrograms(ProgramStore):
         """
         self.check(facts)
         try:
-            return {name: self.load_one(name, self._manifest.programs) for name in names}, self._manifest.notes
+            return {name: self.load_one(name, self._manifest.programs, devices) for name in names}, self._manifest.notes
         except Doubt as doubt:
             raise self._refusal(str(doubt)) from doubt
 

@@ -100,7 +100,7 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
     if given is not None:
         count = given // each
     elif device.platform == "cpu":
-        count = min(everyone, CPU_DEFAULT // each)
+        count = min(everyone, CPU_DEFAULT // each // spec.mesh.devices.size)
     else:
         stats = device.memory_stats() or {}
         limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
@@ -150,18 +150,27 @@ def pages_to_use(fit: int, saved: list[int]) -> int:
 
 
 def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
-    """Bytes a program's temporaries may take: some activations of its own token axis, in float32; never the cache.
+    """Bytes a program's temporaries may take on a device: some activations of its own token axis, in float32; never the cache.
 
     The factors count the arrays that live at once in a layer (or in a sampler, over the vocabulary), generously; what
     matters is what is missing: the number of pages, and the number of layers.
     """
     model, table = spec.model.config, spec.table
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if is_quantized(leaf)]
-    converted = 4 * max((matrix.values.size for matrix in matrices), default=0)  # one weight at a time
+    converted = 4 * max((math.prod(_own(matrix.values)) for matrix in matrices), default=0)  # one weight at a time
     if isinstance(key, SamplerKey):
-        return converted + 4 * key.rows * (8 * model.vocab_size + 16 * model.hidden_size) + (1 << 16)
+        own_rows, vocab = -(-key.rows // model.shards), model.padded(model.vocab_size)
+        return converted + 4 * own_rows * 8 * vocab + 4 * key.rows * 16 * model.hidden_size + (1 << 16)
     tokens = table.tokens(key)
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    scores = 4 * 8 * model.num_heads * table.tile_size * max(spec.page_size, 128)
-    width = key.pages * spec.page_size * model.num_kv_heads * model.head_dim * 4 * 4 * max(key.rows, 1)
-    return converted + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * model.intermediate_size) + 4 * scores + width + (1 << 20)
+    kv_heads = model.laid_kv_heads // model.shards
+    heads = kv_heads * (model.laid_group + 2) * model.head_dim
+    ffn = model.padded(model.intermediate_size) // model.shards
+    scores = 4 * 8 * kv_heads * model.laid_group * table.tile_size * max(spec.page_size, 128)
+    width = key.pages * spec.page_size * kv_heads * model.head_dim * 4 * 4 * max(key.rows, 1)
+    return converted + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + 4 * scores + width + (1 << 20)
+
+
+def _own(array: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The shape of a device's part."""
+    shape: tuple[int, ...] = array.sharding.shard_shape(array.shape)
+    return shape

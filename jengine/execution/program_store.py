@@ -12,10 +12,11 @@ import json
 import os
 import pickle
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from jax.experimental import serialize_executable
 from platformdirs import user_cache_path
 
@@ -74,11 +75,12 @@ class ProgramStore:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Doubt(f"{file} cannot be read: {error!r}") from None
 
-    def load(self, names: Iterable[str], facts: dict[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def load(self, names: Iterable[str], facts: dict[str, object], devices: Sequence[jax.Device]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(those of the named executables that are here, notes). What cannot be trusted or read counts as absent.
 
         Args:
             facts: of what they are wanted for. Not looked at: in the cache, the folder is named by them.
+            devices: that they will run on; there may be more.
         """
         try:
             manifest = self.manifest()
@@ -87,11 +89,11 @@ class ProgramStore:
         found = {}
         for name in names:
             with contextlib.suppress(Doubt):
-                found[name] = self.load_one(name, manifest.programs)
+                found[name] = self.load_one(name, manifest.programs, devices)
         self._digests = {name: manifest.programs[name] for name in found}
         return found, manifest.notes
 
-    def load_one(self, name: str, digests: dict[str, str]) -> Any:
+    def load_one(self, name: str, digests: dict[str, str], devices: Sequence[jax.Device]) -> Any:
         """An executable.
 
         Raises:
@@ -106,7 +108,8 @@ class ProgramStore:
         if hashlib.sha256(data).hexdigest() != digest:
             raise Doubt(f"{path} is damaged: its hash is not the recorded one")
         try:
-            return serialize_executable.deserialize_and_load(*pickle.loads(data))
+            serialized, in_tree, out_tree = pickle.loads(data)
+            return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=devices)
         except Exception as error:  # whatever pickle and the runtime raise for what they cannot read
             raise Doubt(f"{path} cannot be loaded: {error}") from error
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
 from jengine.execution.kv_cache import Cache
@@ -23,6 +24,7 @@ from jengine.execution.slots import SlotState
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
 from jengine.observe.compiles import retrieval_count
+from jengine.parallel.mesh import spread
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 
 ALLOCATE: Literal["allocate"] = "allocate"
@@ -44,7 +46,8 @@ class Programs:
     def __init__(self, spec: ExecutionSpec, store: ProgramStore | None, *, threads: int, progress: bool) -> None:
         self._store, self._facts = store, spec.facts()
         keys = program_keys(spec)
-        found, notes = store.load(map(file_name, keys), self._facts) if store else ({}, {})
+        devices = spec.mesh.devices.flatten().tolist()
+        found, notes = store.load(map(file_name, keys), self._facts, devices) if store else ({}, {})
         self._programs: dict[Key, Any] = {key: found[file_name(key)] for key in keys if file_name(key) in found}
         self.loaded = len(self._programs)
         self._missing = missing = [key for key in keys if key not in self._programs]
@@ -127,19 +130,18 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     slots_out = jax.tree.map(lambda x: x.sharding, spec.slots)
     everywhere = spec.replicated
     if isinstance(key, TrunkKey):
-        trunk = _named(make_trunk(spec.model, key, spec.table, spec.page_size), f"trunk_{key.rows}_{key.tiles}_{key.pages}")
-        jitted = jax.jit(trunk, donate_argnums=(1, 2), out_shardings=(cache_out, slots_out, everywhere, everywhere))
-        return jitted.lower(spec.params, spec.cache, spec.slots, spec.packed(key))
+        trunk = make_trunk(spec.model, key, spec.table, spec.page_size, spec.mesh.devices.flat[0])
+        args: tuple[Any, ...] = spec.params, spec.cache, spec.slots, spec.packed(key)
+        cache_specs = jax.tree.map(lambda x: x.sharding.spec, spec.cache)
+        return _lower(spec, trunk, f"trunk_{key.rows}_{key.tiles}_{key.pages}", args, (cache_specs, *[PartitionSpec()] * 3), (1, 2))
     if isinstance(key, SamplerKey):
-        sampler = _named(make_sampler(spec.model, key.variant), f"sampler_{key.rows}_{key.variant}")
-        jitted = jax.jit(sampler, donate_argnums=1, out_shardings=everywhere)
-        if key.variant == "full":
-            state = spec.slots.last_token, spec.counts
-            return jitted.lower(spec.params, state, spec.slots.sampling, spec.to_sample(key), spec.mask(key))
-        return jitted.lower(spec.params, spec.slots.last_token, spec.slots.sampling, spec.to_sample(key))
+        sampler = make_sampler(spec.model, key.variant)
+        state, masks = (spec.slots.last_token, ()) if key.variant != "full" else ((spec.slots.last_token, spec.counts), (spec.mask(key),))
+        args = spec.params, state, spec.slots.sampling, spec.to_sample(key), *masks
+        return _lower(spec, sampler, f"sampler_{key.rows}_{key.variant}", args, PartitionSpec(), (1,))
     if isinstance(key, ScoreKey):
-        scorer = _named(make_scorer(spec.model, spec.table.tile_size), f"score_{key.tiles}")
-        return jax.jit(scorer, out_shardings=everywhere).lower(spec.params, *spec.to_score(key))
+        scorer = make_scorer(spec.model, spec.table.tile_size)
+        return _lower(spec, scorer, f"score_{key.tiles}", (spec.params, *spec.to_score(key)), PartitionSpec())
     if key == COUNT:
         packed = jax.ShapeDtypeStruct((3 + COUNT_CHUNK,), jnp.int32, sharding=everywhere)
         return jax.jit(count_tokens, donate_argnums=0, out_shardings=everywhere).lower(spec.counts, packed)
@@ -153,9 +155,12 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     return jax.jit(allocate, out_shardings=(cache_out, slots_out)).lower()
 
 
-def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _lower(
+    spec: ExecutionSpec, function: Callable[..., Any], name: str, args: tuple[Any, ...], out_specs: Any, donated: tuple[int, ...] = ()
+) -> jax.stages.Lowered:
+    function = spread(spec.mesh, function, args, out_specs)
     function.__name__ = function.__qualname__ = name  # shown in profiles
-    return function
+    return jax.jit(function, donate_argnums=donated).lower(*args)
 
 
 def file_name(key: Key) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from jengine.execution.logits import ALL_ALLOWED, count_chunks, mask_words
-from jengine.execution.programs import ALLOCATE, ALLOCATE_COUNTS, COUNT, Programs
+from jengine.execution.logits import count_chunks
 from jengine.execution.sampler import Sampled, SampledLogprobs
-from jengine.execution.spec import ExecutionSpec
-from jengine.execution.trunk import ToSample
-from jengine.models import Params
+from jengine.execution.worker import Call, Worker, encode
+from jengine.parallel.link import Alone, Link
 from jengine.program_table import ScoreKey, TrunkKey
 from jengine.scheduling.step_plan import StepPlan, Tile
 
@@ -26,7 +27,6 @@ class Begun:
     """A step whose trunk is dispatched and whose sampler is not: masks may depend on tokens that are still to be read."""
 
     plan: StepPlan
-    to_sample: ToSample
     scores: SampledLogprobs | None
 
 
@@ -55,14 +55,12 @@ class StepResult:
 
 
 class Runner:
-    """Owns the device state: weights, cache, slots, and counts once a request has needed them."""
+    """Turns plans into a worker's calls, here and in the processes that the link leads to."""
 
-    def __init__(self, spec: ExecutionSpec, programs: Programs, params: Params) -> None:
-        self.spec, self.programs, self.params = spec, programs, params
-        self.cache, self.slots = programs[ALLOCATE]()
-        self._counts: jax.Array | None = None
-        self._layouts = {key: spec.layout(key) for key in spec.table.trunks()}
-        self._no_mask: dict[int, jax.Array] = {}  # by rows
+    def __init__(self, worker: Worker, link: Link | None = None) -> None:
+        self.worker, self._link = worker, Alone() if link is None else link
+        self.spec, self.programs = worker.spec, worker.programs
+        self._layouts = {key: self.spec.layout(key) for key in self.spec.table.trunks()}
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Start a step that needs no mask; returns before it has run."""
@@ -73,61 +71,49 @@ class Runner:
         for reset in plan.resets:
             if reset.counted is not None:
                 self._count(reset.slot, reset.counted, reset.prompt_len)
-        packed = self._put(self._layouts[plan.trunk].pack(plan))
-        self.cache, self.slots, to_sample, tiles = self.programs[plan.trunk](self.params, self.cache, self.slots, packed)
-        scores = self._score(plan, tiles) if any(tile.scored for tile in plan.tiles) else None
-        return Begun(plan, to_sample, scores)
+        self._make(Call("trunk", plan.trunk, self._layouts[plan.trunk].pack(plan)))
+        return Begun(plan, self._score(plan) if any(tile.scored for tile in plan.tiles) else None)
 
     def sample(self, step: Begun, mask: np.ndarray | None = None) -> InFlight:
-        """Start a step's sampler. mask: uint32 [sampler rows, words], see logits.mask_words; None allows every token."""
-        key, slots = step.plan.sampler, self.slots
-        program = self.programs[key]
-        if key.variant == "full":
-            state = slots.last_token, self._get_counts()
-            allowed = self._all_allowed(key.rows) if mask is None else self._put(mask)
-            (last_token, self._counts), sampled = program(self.params, state, slots.sampling, step.to_sample, allowed)
-        else:
-            last_token, sampled = program(self.params, slots.last_token, slots.sampling, step.to_sample)
-        self.slots = slots._replace(last_token=last_token)
-        for array in sampled:
-            array.copy_to_host_async()
-        return InFlight(step.plan, sampled, step.scores)
+        """Start the sampler of the step that was begun last. mask: see Call."""
+        return InFlight(step.plan, self._make(Call("sample", step.plan.sampler, mask)), step.scores)
 
     def read(self, step: InFlight) -> StepResult:
         """Wait for a step's tokens."""
+        arrays = jax.tree.leaves((step.sampled, step.scores))
+        self._link.wait(lambda: all(array.is_ready() for array in arrays))
         sampled: Sampled | SampledLogprobs
         scores: SampledLogprobs | None
-        sampled, scores = jax.tree.map(np.asarray, (step.sampled, step.scores))
+        with self._explained():
+            sampled, scores = jax.tree.map(np.asarray, (step.sampled, step.scores))
         return StepResult(sampled.tokens.tolist(), sampled if isinstance(sampled, SampledLogprobs) else None, scores)
 
-    def _put(self, array: np.ndarray) -> jax.Array:
-        placed: jax.Array = jax.device_put(array, self.spec.replicated)
-        return placed
+    def _make(self, call: Call) -> Any:
+        if not isinstance(self._link, Alone):
+            self._link.tell(encode(call))
+        with self._explained():
+            return self.worker.make(call)
 
-    def _score(self, plan: StepPlan, hidden: jax.Array) -> SampledLogprobs:
-        size = self.spec.table.tile_size
-        targets = np.zeros((plan.trunk.tiles, size), np.int32)
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """An exchange between devices that fails because a process ended is that process's end."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:
+            self._link.settle()
+            raise
+
+    def _score(self, plan: StepPlan) -> SampledLogprobs:
+        targets = np.zeros((plan.trunk.tiles, self.spec.table.tile_size), np.int32)
         for row, tile in zip(targets, plan.tiles, strict=False):
             if tile.scored is not None:
                 row[: len(tile.scored[1])] = tile.scored[1]
-        scores: SampledLogprobs = self.programs[ScoreKey(plan.trunk.tiles)](self.params, hidden, self._put(targets.reshape(-1)))
-        for array in scores:
-            array.copy_to_host_async()
+        scores: SampledLogprobs = self._make(Call("score", ScoreKey(plan.trunk.tiles), targets.reshape(-1)))
         return scores
-
-    def _get_counts(self) -> jax.Array:
-        counts: jax.Array = self.programs[ALLOCATE_COUNTS]() if self._counts is None else self._counts
-        return counts
 
     def _count(self, slot: int, tokens: list[int], prompt_len: int) -> None:
         for chunk in count_chunks(slot, tokens, prompt_len, self.spec.model.config.vocab_size):
-            self._counts = self.programs[COUNT](self._get_counts(), self._put(chunk))
-
-    def _all_allowed(self, rows: int) -> jax.Array:
-        if rows not in self._no_mask:
-            words = mask_words(self.spec.model.config.vocab_size)
-            self._no_mask[rows] = self._put(np.full((rows, words), ALL_ALLOWED))
-        return self._no_mask[rows]
+            self._make(Call("count", None, chunk))
 
     def warm_up(self, *, progress: bool) -> None:
         """Run every program through the real call path with padding alone, and note what each trunk costs."""
@@ -141,7 +127,7 @@ class Runner:
             trunk = self.spec.table.trunk(0, key.tiles)
             self._run(StepPlan(trunk, self.spec.table.sampler(trunk, "greedy"), tiles=tiles))
         self._count(0, [0], 1)
-        self._counts = None  # allocated again when a request needs it
+        self._make(Call("forget"))
 
     def check(self) -> None:
         """Run the cheapest step once: enough for programs that another process has already warmed up."""

@@ -18,6 +18,7 @@ from jengine.execution.logits import add_bias, apply_mask, penalize, suppress_st
 from jengine.execution.slots import Sampling, sampling_of
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
+from jengine.parallel.collectives import all_rows, own_rows, rows_for_columns
 from jengine.program_table import Variant
 from jengine.request import MAX_LOGPROBS
 
@@ -48,20 +49,31 @@ def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
     """
 
     def sampler(params: Params, last_token: jax.Array, words: jax.Array, to: ToSample) -> tuple[jax.Array, Sampled]:
-        logits = model.bind(params).logits(to.hidden)
-        tokens = choose(logits, sampling_of(words[to.slots]), to.positions, variant)
-        return last_token.at[to.slots].set(tokens), Sampled(tokens)
+        logits, own = _shared_out(model, params, to)
+        sampled: Sampled = all_rows(Sampled(choose(logits, sampling_of(words[own.slots]), own.positions, variant)), to.slots.shape[0])
+        return last_token.at[to.slots].set(sampled.tokens), sampled
 
     def full(
         params: Params, state: tuple[jax.Array, jax.Array], words: jax.Array, to: ToSample, mask: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array], SampledLogprobs]:
         last_token, counts = state
-        logits = model.bind(params).logits(to.hidden)
-        tokens = choose(logits, sampling_of(words[to.slots]), to.positions, "full", counts[to.slots], mask)
-        counts = counts.at[to.slots, tokens].add(2)
-        return (last_token.at[to.slots].set(tokens), counts), with_logprobs(logits, tokens)
+        logits, own = _shared_out(model, params, to)
+        tokens = choose(logits, sampling_of(words[own.slots]), own.positions, "full", counts[own.slots], own_rows(mask))
+        sampled: SampledLogprobs = all_rows(with_logprobs(logits, tokens), to.slots.shape[0])
+        counts = counts.at[to.slots, sampled.tokens].add(2)
+        return (last_token.at[to.slots].set(sampled.tokens), counts), sampled
 
     return full if variant == "full" else sampler
+
+
+def _shared_out(model: Model, params: Params, to: ToSample) -> tuple[jax.Array, ToSample]:
+    """Logits [own rows, vocab] of this device's share of the rows, and what there is to sample in them."""
+    return _rows(model.bind(params).logits(to.hidden), model), own_rows(to)
+
+
+def _rows(logits: jax.Array, model: Model) -> jax.Array:
+    """Logits of own rows over the whole vocabulary, from those of all rows over this device's part of it."""
+    return rows_for_columns(logits)[:, : model.config.vocab_size]
 
 
 def choose(
@@ -184,7 +196,8 @@ def make_scorer(model: Model, tile_size: int) -> Callable[..., SampledLogprobs]:
         module = model.bind(params)
 
         def one(tile: tuple[jax.Array, jax.Array]) -> SampledLogprobs:
-            return with_logprobs(module.logits(tile[0]), tile[1])
+            scores: SampledLogprobs = all_rows(with_logprobs(_rows(module.logits(tile[0]), model), own_rows(tile[1])), tile_size)
+            return scores
 
         tiles = hidden.reshape(-1, tile_size, hidden.shape[-1]), targets.reshape(-1, tile_size)
         scores: SampledLogprobs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), lax.map(one, tiles))

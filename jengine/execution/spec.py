@@ -63,6 +63,7 @@ class ExecutionSpec:
 
     @property
     def cache_bytes(self) -> int:
+        """On each device."""
         return self.num_pages * page_bytes(self.model.config, self.page_size, self.cache_dtype)
 
     def layout(self, key: TrunkKey) -> BatchLayout:
@@ -113,6 +114,7 @@ class ExecutionSpec:
             "device": device.device_kind,
             "processor": cpu_features() if device.platform == "cpu" else "",
             "mesh": {name: int(size) for name, size in self.mesh.shape.items()},
+            "processes": len({device.process_index for device in self.mesh.devices.flat}),
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
             "plugin": "" if device.platform == "cpu" else _plugins(),
@@ -150,7 +152,7 @@ def _source_digest() -> str:
     roots = [*map(Path, jengine.__path__), *map(Path, pallas_kernels.__path__)]
     for root in roots:
         for path in sorted(root.rglob("*.py")):
-            if root.name == "pallas_kernels" or path.relative_to(root).parts[0] in ("execution", "models", "program_table.py"):
+            if root.name == "pallas_kernels" or path.relative_to(root).parts[0] in ("execution", "models", "parallel", "program_table.py"):
                 digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
 

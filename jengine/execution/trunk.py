@@ -13,7 +13,8 @@ from jengine.execution.kv_cache import Cache
 from jengine.execution.slots import SlotState
 from jengine.models import Model, Params
 from jengine.program_table import ProgramTable, TrunkKey
-from pallas_kernels import xla
+from pallas_kernels import dispatch
+from pallas_kernels.xla import Rotation, rotate
 
 
 class ToSample(NamedTuple):
@@ -27,8 +28,12 @@ class ToSample(NamedTuple):
 TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]  # the last: [tiles * tile_size, hidden_size], for prompt_logprobs
 
 
-def make_trunk(model: Model, key: TrunkKey, table: ProgramTable, page_size: int) -> Callable[..., TrunkOut]:
-    """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, what to sample, the tiles' hidden states)."""
+def make_trunk(model: Model, key: TrunkKey, table: ProgramTable, page_size: int, device: jax.Device) -> Callable[..., TrunkOut]:
+    """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, what to sample, the tiles' hidden states).
+
+    Args:
+        device: that it is compiled for, or one of them; kernels are chosen by it.
+    """
     layout = BatchLayout.of(key, tile_size=table.tile_size, page_size=page_size)
     sample_rows = table.sample_rows(key)
 
@@ -37,7 +42,7 @@ def make_trunk(model: Model, key: TrunkKey, table: ProgramTable, page_size: int)
         slots = _updated(slots, batch)
         tokens, positions, pages = _token_axis(slots, batch, page_size)
         cache = list(cache)
-        attend = _make_attend(cache, slots, batch, key, positions, pages, page_size)
+        attend = _make_attend(cache, slots, batch, key, positions, pages, page_size, device)
         hidden = model.bind(params).hidden(tokens, positions, attend)
         return cache, slots, _to_sample(hidden, batch, sample_rows), hidden[key.rows :]
 
@@ -68,9 +73,16 @@ def _token_axis(slots: SlotState, batch: Batch, page_size: int) -> tuple[jax.Arr
 
 
 def _make_attend(
-    cache: Cache, slots: SlotState, batch: Batch, key: TrunkKey, positions: jax.Array, pages: jax.Array, page_size: int
+    cache: Cache,
+    slots: SlotState,
+    batch: Batch,
+    key: TrunkKey,
+    positions: jax.Array,
+    pages: jax.Array,
+    page_size: int,
+    device: jax.Device,
 ) -> Callable[..., jax.Array]:
-    """The closure a model calls once a layer: writes the cache, splits rows from tiles, attends."""
+    """The closure a model calls once a layer: rotates, writes the cache, splits rows from tiles, attends."""
     row_tables, tile_tables = slots.block_table[batch.row_slots], slots.block_table[batch.tile_slots]
     row_lengths = jnp.where(batch.row_slots > 0, batch.row_positions + 1, 0)
     offsets = positions % page_size
@@ -81,16 +93,18 @@ def _make_attend(
         k: jax.Array,
         v: jax.Array,
         *,
+        rotation: Rotation | None,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> jax.Array:
-        kv = cache[layer] = xla.kv_write(*cache[layer], k, v, pages, offsets)
-        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "pages": key.pages}
-        out = [xla.paged_attention_decode(q[: key.rows], *kv, row_tables, row_lengths, **how)]
+        q = q if rotation is None else rotate(q, rotation)
+        kv = cache[layer] = dispatch.kv_write(*cache[layer], k, v, pages, offsets, rotation=rotation, device=device)
+        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "pages": key.pages, "device": device}
+        out = [dispatch.paged_attention_decode(q[: key.rows], *kv, row_tables, row_lengths, **how)]
         if key.tiles:
             tiles = q[key.rows :].reshape(key.tiles, -1, *q.shape[1:])
-            got = xla.paged_attention_prefill(tiles, *kv, tile_tables, batch.tile_positions, batch.tile_lengths, **how)
+            got = dispatch.paged_attention_prefill(tiles, *kv, tile_tables, batch.tile_positions, batch.tile_lengths, **how)
             out.append(got.reshape(-1, *q.shape[1:]))
         return jnp.concatenate(out)
 

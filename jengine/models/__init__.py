@@ -6,6 +6,7 @@ configuration in checkpoints/hugging_face.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +38,7 @@ class Decoder(Protocol):
         """tokens and positions int32[N] -> [N, hidden], after the final norm."""
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[N, hidden] -> float32[N, vocab]."""
+        """[N, hidden] -> float32[N, vocab], padded to a multiple of the devices; each device's own columns."""
 
 
 QUANTIZATIONS = {  # dtype of weights, and whether activations are quantized to it as well
@@ -68,7 +69,7 @@ class Model:
     Attributes:
         params: what programs take: a jax.ShapeDtypeStruct, or a Quantized of two, for each parameter.
         axes: each parameter's logical axis names, a tuple of str or None.
-        sources: the checkpoint tensors each parameter is made of, a tuple of layers.Piece.
+        sources: the checkpoint tensors each parameter is made of, a tuple of pieces.Piece.
         prefix: the Decoder's.
     """
 
@@ -87,7 +88,7 @@ class Model:
         return module
 
 
-def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, quantization: str | None = None) -> Model:
+def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, quantization: str | None = None, shards: int = 1) -> Model:
     """Declares the model of a family; allocates nothing.
 
     Args:
@@ -95,6 +96,7 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
         max_model_len: tokens a sequence may have; dynamic rotary scaling is fixed for it.
         quantization: one of QUANTIZATIONS, of the matrices in products and of embeddings; routers, norms, biases and learned
             positions keep dtype.
+        shards: devices that the parameters are laid out for, see ModelConfig.
 
     Raises:
         ModelError: the family or its activation is not supported.
@@ -103,6 +105,7 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
         raise ModelError(f"model_type {config.family!r} is not supported; {', '.join(sorted(FAMILIES))} are")
     if config.activation not in ACTIVATIONS:
         raise ModelError(f"hidden_act {config.activation!r} is not supported; {', '.join(sorted(ACTIVATIONS))} are")
+    config = dataclasses.replace(config, shards=shards)
     module = FAMILIES[config.family](config, jnp.dtype(dtype), max_model_len)
     graph, state = nnx.split(module)
 

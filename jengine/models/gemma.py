@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from jengine.config import ModelConfig
-from jengine.models.layers import Attend, Attention, Block, Layer, RMSNorm, lookup
+from jengine.models.layers import Attend, Attention, Block, Layer, RMSNorm, embed
 from jengine.models.llama import Llama
 from jengine.models.qwen3 import Qwen3Attention
-from jengine.models.rope import Rotation, local_rope
+from jengine.models.rope import local_rope
+from pallas_kernels.xla import Rotation
 
 
 class GemmaLayer(Layer):
@@ -37,7 +38,7 @@ class Gemma2(Llama):
         return GemmaLayer(config, dtype, name, attention, mlp)
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        x = lookup(self.embed[...], tokens)
+        x = embed(self.embed[...], tokens)
         x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         everywhere, nearby = self.rope.cos_sin(positions), self.local_rope.cos_sin(positions)
         for i, layer in enumerate(self.layers):

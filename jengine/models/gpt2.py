@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jengine.config import ModelConfig
-from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, Part, Piece, dense, lookup, matrix, param, stacked
+from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
+from jengine.models.pieces import Part, Piece, stacked
 
 
 class Gpt2Attention(Attention):
@@ -25,8 +26,8 @@ class Gpt2(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         hidden = config.hidden_size
-        table, places, axes = (config.vocab_size, hidden), (config.max_position, hidden), ("vocab", None)
-        self.embed = matrix(table, dtype, axes, Piece("transformer.wte.weight", table))
+        places = (config.max_position, hidden)
+        self.embed = vocabulary(config, hidden, dtype, "transformer.wte.weight")
         self.positions = param(places, dtype, (None, None), Piece("transformer.wpe.weight", places))
 
         def layer(name: str) -> Layer:
@@ -39,10 +40,10 @@ class Gpt2(nnx.Module):
 
         self.layers = nnx.List([layer(f"transformer.h.{i}") for i in range(config.num_layers)])
         self.norm = LayerNorm(hidden, config, dtype, "transformer.ln_f")
-        self.lm_head = None if config.tie_embeddings else matrix(table, dtype, axes, Piece("lm_head.weight", table))
+        self.lm_head = None if config.tie_embeddings else vocabulary(config, hidden, dtype, "lm_head.weight")
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        x = lookup(self.embed[...], tokens) + lookup(self.positions[...], positions)
+        x = embed(self.embed[...], tokens) + lookup(self.positions[...], positions)
         for i, layer in enumerate(self.layers):
             x = layer(i, x, None, attend)
         return self.norm(x)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,11 @@ from flax import nnx
 from jax import lax
 
 from jengine.config import ModelConfig
-from jengine.models.rope import Rotation, rotate
+from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
+from jengine.parallel.collectives import shard_index, shards, summed
 from pallas_kernels.products import product
 from pallas_kernels.quantized import Quantized, dequantize
+from pallas_kernels.xla import Rotation
 
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
 Weight = jax.Array | Quantized  # [*out, in]
@@ -31,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Attend(Protocol):
-    """Causal attention over a layer's cache, after k and v have been written there."""
+    """Causal attention over a layer's cache, after q and k have been rotated, and k and v written there."""
 
     def __call__(
         self,
@@ -40,41 +41,16 @@ class Attend(Protocol):
         k: jax.Array,
         v: jax.Array,
         *,
+        rotation: Rotation | None,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> jax.Array:
-        """q [N, heads, head_dim], k and v [N, kv_heads, head_dim] -> [N, heads, head_dim].
+        """q [N, heads, head_dim], k and v [N, kv_heads, head_dim] -> [N, heads, head_dim]; this device's heads.
 
         Query head h reads kv head h // (heads / kv_heads). Scores are multiplied by scale; with soft_cap, s then
         becomes soft_cap * tanh(s / soft_cap); with window, a query at position p sees keys in (p - window, p].
         """
-
-
-class Piece(NamedTuple):
-    """Rows of a checkpoint's tensor, and the part of a parameter that they fill: `parameter[part]`, reshaped."""
-
-    name: str
-    shape: tuple[int, ...]  # in the checkpoint
-    part: tuple[int | slice, ...] = ()
-    rows: slice = slice(None)
-    transposed: bool = False  # [in, out] in the checkpoint; rows are those of its transpose
-
-
-Part = tuple[int, tuple[int | slice, ...]]  # a number of rows, and where they go
-EVERY = slice(None)
-
-
-def apart(names: Sequence[str], parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
-    """A tensor [rows, *inputs] for each part."""
-    return tuple(Piece(name, (rows, *inputs), part) for name, (rows, part) in zip(names, parts, strict=True))
-
-
-def stacked(name: str, parts: Sequence[Part], *inputs: int, transposed: bool = False) -> tuple[Piece, ...]:
-    """One tensor that holds the rows of all parts, in order; [*inputs, rows] if transposed."""
-    ends = list(accumulate(rows for rows, _ in parts))
-    shape = (*inputs, ends[-1]) if transposed else (ends[-1], *inputs)
-    return tuple(Piece(name, shape, part, slice(end - rows, end), transposed) for (rows, part), end in zip(parts, ends, strict=True))
 
 
 def param(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[jax.Array]:
@@ -93,6 +69,12 @@ def dense(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: ja
     return y if bias is None else y + bias.astype(y.dtype)
 
 
+def joined(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
+    """`dense` over inputs that are spread over devices: each multiplies its own, and the results are summed."""
+    y = summed(dense(x, weight))
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
 def flattened(weight: Any) -> Any:
     """[*out, in] -> [outs, in]: a CPU's matrix product takes two axes as they lie; it would copy three."""
     if isinstance(weight, Quantized):
@@ -104,6 +86,20 @@ def lookup(table: Weight, rows: jax.Array) -> jax.Array:
     """table [n, size] at int32[N] -> [N, size]. Padding may ask for rows beyond the table."""
     taken: Weight = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), table)
     return dequantize(taken) if isinstance(taken, Quantized) else taken
+
+
+def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> nnx.Param[Any]:
+    """Declares a vector for each token, as `embed` and an output head take them, spread over devices by tokens."""
+    table, place = (config.vocab_size, size), (slice(0, config.vocab_size),)
+    return matrix((config.padded(config.vocab_size), size), dtype, ("vocab", None), Piece(name, table, place))
+
+
+def embed(table: Weight, tokens: jax.Array) -> jax.Array:
+    """The vectors [N, size] of int32[N] tokens. Each device looks up its own tokens, and the results are summed."""
+    if shards() == 1:
+        return lookup(table, tokens)
+    own = tokens - shard_index() * table.shape[0]
+    return summed(jnp.where(((own >= 0) & (own < table.shape[0]))[:, None], lookup(table, own), 0))
 
 
 class RMSNorm(nnx.Module):
@@ -139,14 +135,13 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config = config
-        heads, kv_heads, dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
-        k, v, end = (dim * (config.group + i) for i in range(3))  # a kv head's rows: its queries, then k, then v
-        rows = (heads * dim, slice(0, k)), (kv_heads * dim, slice(k, v)), (kv_heads * dim, slice(v, end))
-        parts = [(count, (EVERY, where)) for count, where in rows]
-        self.qkv = matrix((kv_heads, end, hidden), dtype, ("kv_heads", None, None), *self.qkv_source(name, "weight", parts, hidden))
-        self.o = matrix((hidden, heads * dim), dtype, (None, "heads"), self.output_source(name, "weight", hidden, heads * dim))
+        laid, dim, hidden = config.laid_kv_heads, config.head_dim, config.hidden_size
+        rows, parts = dim * (config.laid_group + 2), qkv_parts(config)
+        self.qkv = matrix((laid, rows, hidden), dtype, ("kv_heads", None, None), *self.qkv_source(name, "weight", parts, hidden))
+        output = self.output_source(name, "weight", hidden, config.num_heads * dim)
+        self.o = matrix((hidden, laid * config.laid_group * dim), dtype, (None, "heads"), *by_heads(config, output))
         bias, output_bias = config.qkv_bias, config.output_bias
-        self.qkv_bias = param((kv_heads, end), dtype, ("kv_heads", None), *self.qkv_source(name, "bias", parts)) if bias else None
+        self.qkv_bias = param((laid, rows), dtype, ("kv_heads", None), *self.qkv_source(name, "bias", parts)) if bias else None
         self.o_bias = param((hidden,), dtype, (None,), self.output_source(name, "bias", hidden)) if output_bias else None
 
     def qkv_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
@@ -160,15 +155,13 @@ class Attention(nnx.Module):
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
         """x [N, hidden] -> [N, hidden]; without a rotation, positions have entered elsewhere."""
         config = self.config
-        tokens, kv_heads, group, dim = x.shape[0], config.num_kv_heads, config.group, config.head_dim
+        tokens, kv_heads, group, dim = x.shape[0], self.qkv[...].shape[0], config.laid_group, config.head_dim
         qkv = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, group + 2, dim)
         q, k, v = qkv[:, :, :group].reshape(tokens, kv_heads * group, dim), qkv[:, :, group], qkv[:, :, group + 1]
         q, k = self.normalize(q, k)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
-        y = attend(layer, q, k, v, scale=scale, window=config.window(layer), soft_cap=config.attention_soft_cap)
-        return dense(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
+        y = attend(layer, q, k, v, rotation=rotation, scale=scale, window=config.window(layer), soft_cap=config.attention_soft_cap)
+        return joined(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
 
     def normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What a family does to queries and keys before they are rotated."""
@@ -184,11 +177,12 @@ class GatedMlp(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.activation = config.activation
         ffn, hidden = config.intermediate_size, config.hidden_size
-        parts: list[Part] = [(ffn, (EVERY, 0)), (ffn, (EVERY, 1))]
-        self.gate_up = matrix((ffn, 2, hidden), dtype, ("ffn", None, None), *self.gate_up_source(name, "weight", parts, hidden))
-        self.down = matrix((hidden, ffn), dtype, (None, "ffn"), Piece(f"{name}.down_proj.weight", (hidden, ffn)))
+        laid, real = config.padded(ffn), slice(0, ffn)
+        parts = [whole(ffn, real, 0), whole(ffn, real, 1)]
+        self.gate_up = matrix((laid, 2, hidden), dtype, ("ffn", None, None), *self.gate_up_source(name, "weight", parts, hidden))
+        self.down = matrix((hidden, laid), dtype, (None, "ffn"), Piece(f"{name}.down_proj.weight", (hidden, ffn), (EVERY, real)))
         bias = config.mlp_bias
-        self.gate_up_bias = param((ffn, 2), dtype, ("ffn", None), *self.gate_up_source(name, "bias", parts)) if bias else None
+        self.gate_up_bias = param((laid, 2), dtype, ("ffn", None), *self.gate_up_source(name, "bias", parts)) if bias else None
         self.down_bias = param((hidden,), dtype, (None,), Piece(f"{name}.down_proj.bias", (hidden,))) if bias else None
 
     def gate_up_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
@@ -197,7 +191,7 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate_up = dense(x, self.gate_up[...], value(self.gate_up_bias))
-        return dense(ACTIVATIONS[self.activation](gate_up[..., 0]) * gate_up[..., 1], self.down[...], value(self.down_bias))
+        return joined(ACTIVATIONS[self.activation](gate_up[..., 0]) * gate_up[..., 1], self.down[...], value(self.down_bias))
 
 
 class Mlp(nnx.Module):
@@ -206,18 +200,19 @@ class Mlp(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, up: str, down: str, *, transposed: bool = False) -> None:
         self.activation = config.activation
         ffn, hidden = config.intermediate_size, config.hidden_size
+        laid, real = config.padded(ffn), slice(0, ffn)
 
-        def weight(name: str, *shape: int) -> Piece:
-            return Piece(f"{name}.weight", shape[::-1] if transposed else shape, transposed=transposed)
+        def weight(name: str, shape: tuple[int, int], *place: slice) -> Piece:
+            return Piece(f"{name}.weight", shape[::-1] if transposed else shape, place, transposed=transposed)
 
-        self.up = matrix((ffn, hidden), dtype, ("ffn", None), weight(up, ffn, hidden))
-        self.down = matrix((hidden, ffn), dtype, (None, "ffn"), weight(down, hidden, ffn))
-        self.up_bias = param((ffn,), dtype, ("ffn",), Piece(f"{up}.bias", (ffn,))) if config.mlp_bias else None
+        self.up = matrix((laid, hidden), dtype, ("ffn", None), weight(up, (ffn, hidden), real))
+        self.down = matrix((hidden, laid), dtype, (None, "ffn"), weight(down, (hidden, ffn), EVERY, real))
+        self.up_bias = param((laid,), dtype, ("ffn",), Piece(f"{up}.bias", (ffn,), (real,))) if config.mlp_bias else None
         self.down_bias = param((hidden,), dtype, (None,), Piece(f"{down}.bias", (hidden,))) if config.mlp_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = ACTIVATIONS[self.activation](dense(x, self.up[...], value(self.up_bias)))
-        return dense(y, self.down[...], value(self.down_bias))
+        return joined(y, self.down[...], value(self.down_bias))
 
 
 class Layer(nnx.Module):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jengine.config import ModelConfig
-from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, Piece, RMSNorm, dense, lookup, matrix
+from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, RMSNorm, dense, embed, vocabulary
 from jengine.models.rope import rope
 
 
@@ -21,12 +21,11 @@ class Llama(nnx.Module):
     attention: type[Attention] = Attention
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
-        table, axes = (config.vocab_size, config.hidden_size), ("vocab", None)
         self.rope = rope(config, max_model_len)
-        self.embed = matrix(table, dtype, axes, Piece("model.embed_tokens.weight", table))
+        self.embed = vocabulary(config, config.hidden_size, dtype, "model.embed_tokens.weight")
         self.layers = nnx.List([self.layer(config, dtype, f"model.layers.{i}", i) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config, dtype, "model.norm")
-        self.lm_head = None if config.tie_embeddings else matrix(table, dtype, axes, Piece("lm_head.weight", table))
+        self.lm_head = None if config.tie_embeddings else vocabulary(config, config.hidden_size, dtype, "lm_head.weight")
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         return Layer(
@@ -41,7 +40,7 @@ class Llama(nnx.Module):
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """tokens and positions int32[N] -> [N, hidden], after the final norm."""
-        x = lookup(self.embed[...], tokens)
+        x = embed(self.embed[...], tokens)
         rotation = self.rope.cos_sin(positions)
         for i, layer in enumerate(self.layers):
             x = layer(i, x, rotation, attend)

@@ -10,9 +10,11 @@ from flax import nnx
 from jax import lax
 
 from jengine.config import ModelConfig
-from jengine.models.layers import ACTIVATIONS, EVERY, Block, Piece, Weight, dense, matrix, param
+from jengine.models.layers import ACTIVATIONS, Block, Weight, dense, matrix, param
 from jengine.models.llama import Llama
+from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
+from jengine.parallel.collectives import summed
 from pallas_kernels.quantized import Quantized, dequantize, quantize
 
 PRODUCT = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [experts, out, in]
@@ -28,17 +30,18 @@ class Experts(nnx.Module):
         """parts: the checkpoint's names of gate, up and down."""
         self.config = config
         experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
+        laid, real = config.padded(ffn), slice(0, ffn)
         gate_up, down = parts[:2], parts[2]
 
         def piece(expert: int, part: str, shape: tuple[int, int], *place: int | slice) -> Piece:
             return Piece(f"{name}.experts.{expert}.{part}.weight", shape, (expert, *place))
 
         every = range(experts)
-        gates = (piece(e, part, (ffn, hidden), EVERY, i) for e in every for i, part in enumerate(gate_up))
-        downs = (piece(e, down, (hidden, ffn)) for e in every)
+        gates = (piece(e, part, (ffn, hidden), real, i) for e in every for i, part in enumerate(gate_up))
+        downs = (piece(e, down, (hidden, ffn), EVERY, real) for e in every)
         self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.gate.weight", (experts, hidden)))
-        self.gate_up = matrix((experts, ffn, 2, hidden), dtype, (None, "ffn", None, None), *gates)
-        self.down = matrix((experts, hidden, ffn), dtype, (None, None, "ffn"), *downs)
+        self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *gates)
+        self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), *downs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         k = self.config.experts_per_token
@@ -47,7 +50,8 @@ class Experts(nnx.Module):
             weights /= weights.sum(-1, keepdims=True)
         params = self.gate_up[...], self.down[...]
         y = lax.platform_dependent(jnp.repeat(x, k, axis=0), chosen.reshape(-1), *params, cpu=self.by_block, default=self.by_ragged_dot)
-        return jnp.einsum("nkh,nk->nh", y.reshape(*chosen.shape, -1), weights, precision=lax.Precision.HIGHEST).astype(x.dtype)
+        y = jnp.einsum("nkh,nk->nh", y.reshape(*chosen.shape, -1), weights, precision=lax.Precision.HIGHEST)
+        return summed(y.astype(x.dtype))
 
     def by_ragged_dot(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
         """Row i of x [rows, hidden] through expert chosen[i]: one product over rows in the experts' order."""

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jengine.config import ModelConfig
-from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, Piece, dense, lookup, matrix, param
-from jengine.models.rope import Rotation
+from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
+from jengine.models.pieces import Piece
+from pallas_kernels.xla import Rotation
 
 OFFSET = 2  # rows of the position table before position 0
 
@@ -29,7 +30,7 @@ class Opt(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         hidden, size = config.hidden_size, config.embedding_size or config.hidden_size
-        table, places, axes = (config.vocab_size, size), (config.max_position + OFFSET, hidden), ("vocab", None)
+        places = (config.max_position + OFFSET, hidden)
 
         def project(name: str, *shape: int) -> nnx.Param[jax.Array] | None:
             return None if size == hidden else param(shape, dtype, (None, None), Piece(f"model.decoder.{name}.weight", shape))
@@ -42,15 +43,15 @@ class Opt(nnx.Module):
                 Mlp(config, dtype, f"{name}.fc1", f"{name}.fc2"),
             )
 
-        self.embed = matrix(table, dtype, axes, Piece("model.decoder.embed_tokens.weight", table))
+        self.embed = vocabulary(config, size, dtype, "model.decoder.embed_tokens.weight")
         self.positions = param(places, dtype, (None, None), Piece("model.decoder.embed_positions.weight", places))
         self.project_in, self.project_out = project("project_in", hidden, size), project("project_out", size, hidden)
         self.layers = nnx.List([layer(f"model.decoder.layers.{i}") for i in range(config.num_layers)])
         self.norm = LayerNorm(hidden, config, dtype, "model.decoder.final_layer_norm") if config.pre_norm else None
-        self.lm_head = None if config.tie_embeddings else matrix(table, dtype, axes, Piece("lm_head.weight", table))
+        self.lm_head = None if config.tie_embeddings else vocabulary(config, size, dtype, "lm_head.weight")
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        x = lookup(self.embed[...], tokens)
+        x = embed(self.embed[...], tokens)
         if self.project_in is not None:
             x = dense(x, self.project_in[...])
         x = x + lookup(self.positions[...], positions + OFFSET)

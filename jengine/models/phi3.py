@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import jax
 
 from jengine.config import ModelConfig
-from jengine.models.layers import Attention, Block, GatedMlp, Part, Piece, stacked
+from jengine.models.layers import Attention, Block, GatedMlp
 from jengine.models.llama import Llama
+from jengine.models.pieces import Part, Piece, stacked
 
 
 class Phi3Attention(Attention):

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jengine.config import ModelConfig, RopeScaling
-
-Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32[N, 1, rotary_dim / 2]
+from pallas_kernels.xla import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +20,9 @@ class Rope:
     magnitude: float = 1.0  # factor of cos and sin (yarn, longrope)
 
     def cos_sin(self, positions: jax.Array) -> Rotation:
-        """For int32[N]."""
+        """For int32[N], as `pallas_kernels.xla.rotate` takes them."""
         angles = positions.astype(jnp.float32)[:, None] * jnp.array(self.frequencies, jnp.float32)
-        return (jnp.cos(angles) * self.magnitude)[:, None], (jnp.sin(angles) * self.magnitude)[:, None]
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates x [N, heads, head_dim] in float32. The halves of its first rotary_dim channels are the pairs' members; the rest stay."""
-    pairs = cos.shape[-1]
-    first, second = (x[..., i * pairs : (i + 1) * pairs].astype(jnp.float32) for i in range(2))
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return turned if 2 * pairs == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * pairs :]], axis=-1)
+        return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
 
 
 def rope(config: ModelConfig, max_model_len: int) -> Rope:

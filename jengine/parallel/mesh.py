@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jengine.errors import InvalidArgument
+from jengine.parallel.collectives import AXIS
 from pallas_kernels.quantized import Quantized, is_quantized
 
-RULES = {"kv_heads": "tensor", "heads": "tensor", "ffn": "tensor", "vocab": "tensor"}  # other axes are replicated
+RULES = {"kv_heads": AXIS, "heads": AXIS, "ffn": AXIS, "vocab": AXIS}  # other axes are replicated
 
 
 def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -24,7 +25,19 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     devices = jax.devices() if devices is None else devices
     if not 1 <= tensor_parallel_size <= len(devices):
         raise InvalidArgument("tensor_parallel_size", tensor_parallel_size, f"must be from 1 to {len(devices)}, the devices here")
-    return jax.make_mesh((tensor_parallel_size,), ("tensor",), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size])
+    return jax.make_mesh((tensor_parallel_size,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size])
+
+
+def spread(mesh: Mesh, function: Callable[..., Any], args: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
+    """function of each device's parts of its arguments.
+
+    Args:
+        args: trees of jax.ShapeDtypeStruct, whose shardings say which part of each array a device gets.
+        out_specs: a PartitionSpec for each result, or for each tree of results.
+    """
+    in_specs = tuple(jax.tree.map(lambda x: x.sharding.spec, arg) for arg in args)
+    spread: Callable[..., Any] = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return spread
 
 
 def placed(mesh: Mesh, params: Any, axes: Any) -> Any:

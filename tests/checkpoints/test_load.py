@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from jengine.checkpoints import load, read_config
 from jengine.errors import ModelError
 from jengine.models import Model, Params, build
-from jengine.models.layers import Piece
+from jengine.models.pieces import Piece
 from jengine.parallel.mesh import make_mesh
 from tests.golden.weights import weights, write_model
 

@@ -23,29 +23,28 @@ from jengine.checkpoints import convert, load, orbax, read_config, resolve
 from jengine.checkpoints.converted import MARK, PARAMS, stored_config, write_config
 from jengine.errors import InvalidArgument
 from jengine.models import Params, build
-from jengine.models.layers import Piece
+from jengine.models.pieces import Piece
 from jengine.parallel.mesh import make_mesh
 from tests.engine.running import SMALL
 from tests.golden.weights import VARIANTS, weights, write_model
 
 VARIANT = "llama_attention_bias"
-TWO_DEVICES = """
+MANY_DEVICES = """
 import sys
 from pathlib import Path
 import jax
 from tests.checkpoints.test_orbax import loaded, same
 
-assert len(jax.devices()) == 2
-for dtype in ("float32", "bfloat16"):
-    ours, theirs = (loaded(Path(folder), dtype, devices=2) for folder in sys.argv[1:])
+for dtype, devices in (("float32", 2), ("bfloat16", 2), ("float32", 8)):
+    ours, theirs = (loaded(Path(folder), dtype, devices) for folder in sys.argv[1:])
     same(ours, theirs)
     qkv = ours["layers"][0]["attention"]["qkv"]
-    assert [shard.data.shape[0] for shard in qkv.addressable_shards] == [qkv.shape[0] // 2] * 2
+    assert [shard.data.shape[0] for shard in qkv.addressable_shards] == [qkv.shape[0] // devices] * devices
 """
 
 
 def loaded(folder: Path, dtype: str = "float32", devices: int = 1) -> Params:
-    return load(folder, build(read_config(folder), dtype, 64), make_mesh(devices), progress=False)
+    return load(folder, build(read_config(folder), dtype, 64, shards=devices), make_mesh(devices), progress=False)
 
 
 def same(ours: Params, theirs: Params) -> None:
@@ -96,10 +95,11 @@ def test_quantization_on_load(quantization: str, model: Path, tmp_path: Path) ->
     same(mine, theirs)
 
 
-def test_round_trip_over_two_devices(model: Path, tmp_path: Path) -> None:
+def test_round_trip_over_many_devices(model: Path, tmp_path: Path) -> None:
+    """Two, and eight: kv heads repeat then, heads and the vocabulary are padded."""
     out = convert(str(model), tmp_path / "out", progress=False)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    subprocess.run([sys.executable, "-c", TWO_DEVICES, str(out), str(model)], check=True, env=environment)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    subprocess.run([sys.executable, "-c", MANY_DEVICES, str(out), str(model)], check=True, env=environment)
 
 
 def test_every_dtype_is_kept(model: Path, tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from jengine.engine import Engine
 from jengine.execution.programs import Programs, lower
 from jengine.execution.runner import Runner
+from jengine.execution.worker import Worker
 from jengine.program_table import TrunkKey
 from jengine.request import SamplingParams
 from jengine.scheduling.scheduler import Scheduler
-from jengine.start import page_buckets
+from jengine.shapes import page_buckets
 from tests.engine.running import SMALL, run
 from tests.golden.weights import Golden
 
@@ -26,7 +27,7 @@ def test_tokens_are_the_same(make_engine: Callable[..., Engine]) -> None:
     dynamic = make_engine("llama_mqa")
     before: Runner = dynamic.runner  # type: ignore[assignment]
     spec = dataclasses.replace(before.spec, table=dataclasses.replace(before.spec.table, page_buckets=(4, 12)))
-    runner = Runner(spec, Programs(spec, None, threads=2, progress=False), before.params)
+    runner = Runner(Worker(spec, Programs(spec, None, threads=2, progress=False), before.worker.params))
     scheduler = Scheduler(
         spec.table,
         page_size=spec.page_size,

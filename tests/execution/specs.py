@@ -18,12 +18,13 @@ def make_spec(
     page_buckets: tuple[int, ...] = (0,),
     quantization: str | None = None,
     kv_cache_dtype: str | None = None,
+    devices: int = 1,
 ) -> ExecutionSpec:
     table = ProgramTable((16,), (8,), (1,), 32, page_buckets)  # one of each kind, all with samplers of 16 rows
-    model = build(model_config(VARIANTS[variant]), dtype, 192, quantization)
+    model = build(model_config(VARIANTS[variant]), dtype, 192, quantization, devices)
     return ExecutionSpec(
         model=model,
-        mesh=make_mesh(1),
+        mesh=make_mesh(devices),
         table=table,
         max_model_len=192,
         max_slots=16,

@@ -1,4 +1,4 @@
-"""What is taken by the kernel, what by XLA, and what is refused."""
+"""What is taken by the kernels, what by XLA, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attention_decode, xla
-from pallas_kernels.dispatch import paged_attention_decode, supported
-from pallas_kernels.quantized import quantize
+from pallas_kernels import attention_decode, dispatch, xla
+from pallas_kernels.dispatch import decode_supported, paged_attention_decode
+from pallas_kernels.quantized import movable, quantize
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
@@ -28,8 +28,8 @@ def arrays(heads: int = 8, kv_heads: int = 2, head_dim: int = 64, page_size: int
     "shape",
     [{}, {"head_dim": 128, "page_size": 64}, {"head_dim": 256, "page_size": 128}, {"heads": 128}, {"kv_heads": 8}, {"dtype": jnp.float16}],
 )
-def test_what_the_kernel_takes(shape: dict[str, Any]) -> None:
-    assert supported(*arrays(**shape), device=HOPPER) is None
+def test_what_the_decode_kernel_takes(shape: dict[str, Any]) -> None:
+    assert decode_supported(*arrays(**shape), device=HOPPER) is None
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_what_the_kernel_takes(shape: dict[str, Any]) -> None:
     [
         ({}, AMPERE, "device=NVIDIA A100"),
         ({}, None, "device=cpu"),
-        ({"dtype": jnp.float32}, HOPPER, "dtype=float32"),
+        ({"dtype": jnp.float32}, HOPPER, "k_pages=float32"),
         ({"head_dim": 96}, HOPPER, "head_dim=96"),
         ({"page_size": 8}, HOPPER, "page_size=8"),
         ({"page_size": 96}, HOPPER, "page_size=96"),
@@ -45,25 +45,45 @@ def test_what_the_kernel_takes(shape: dict[str, Any]) -> None:
     ],
 )
 def test_what_it_does_not_take_and_why(shape: dict[str, Any], device: Any, reason: str) -> None:
-    said = supported(*arrays(**shape), device=device)
+    said = decode_supported(*arrays(**shape), device=device)
     assert said is not None and said.startswith(reason)
 
 
 def test_caches_of_other_dtypes_are_not_taken() -> None:
     q, k, v = arrays()
-    assert str(supported(q, quantize(k, "int8"), v, device=HOPPER)).startswith("k_pages=int8")
-    assert str(supported(q, k, quantize(v, "float8_e4m3fn"), device=HOPPER)).startswith("v_pages=float8_e4m3fn")
-    assert str(supported(q.astype(jnp.float16), k, v, device=HOPPER)).startswith("k_pages=bfloat16")
+    assert str(decode_supported(q, quantize(k, "int8"), v, device=HOPPER)).startswith("k_pages=int8")
+    assert str(decode_supported(q, k, quantize(v, "float8_e4m3fn"), device=HOPPER)).startswith("v_pages=float8_e4m3fn")
+    assert str(decode_supported(q.astype(jnp.float16), k, v, device=HOPPER)).startswith("k_pages=bfloat16")
+
+
+TABLES, LENGTHS = np.array([[1, 2], [3, 0]]), np.array([20, 3])
 
 
 def run(**how: Any) -> jax.Array:
-    return paged_attention_decode(*arrays(), jnp.array([[1, 2], [3, 0]]), jnp.array([20, 3]), scale=0.3, window=7, **how)
+    return paged_attention_decode(*arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7, **how)
 
 
 def test_xla_takes_the_rest() -> None:
-    want = xla.paged_attention_decode(*arrays(), jnp.array([[1, 2], [3, 0]]), jnp.array([20, 3]), scale=0.3, window=7)
+    want = xla.paged_attention_decode(*arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7)
     for how in ({"impl": "auto"}, {"impl": "xla"}, {"impl": "xla", "device": HOPPER}, {"impl": "auto", "device": AMPERE}):
         np.testing.assert_array_equal(run(**how), want)
+
+
+@pytest.mark.parametrize("impl", ["auto", "xla"])
+def test_xla_takes_what_it_was_given(impl: Any) -> None:
+    q, k, v = arrays()
+    new = jnp.ones((2, 2, 64)), -jnp.ones((2, 2, 64)), jnp.array([3, 1]), jnp.array([2, 15])
+    rotation = jnp.full((2, 32), 0.5), jnp.full((2, 32), 0.1)
+    prefill: Any = (q[:, None], k, v, jnp.asarray(TABLES), jnp.array([4, 0]), jnp.array([1, 1]))
+    ways: Any = {"scale": 0.3, "window": 7, "soft_cap": 4.0, "pages": 2}
+    calls: list[tuple[str, Any, Any]] = [
+        ("paged_attention_prefill", prefill, ways),
+        ("kv_write", (k, v, *new), {"rotation": rotation}),
+        ("copy_pages", (k, v, jnp.array([1]), jnp.array([4])), {}),
+    ]
+    for name, args, how in calls:
+        want = getattr(xla, name)(*args, **how)
+        jax.tree.map(np.testing.assert_array_equal, getattr(dispatch, name)(*args, **how, impl=impl), want)
 
 
 def test_a_choice_that_cannot_be_met_is_an_error() -> None:
@@ -71,6 +91,37 @@ def test_a_choice_that_cannot_be_met_is_an_error() -> None:
         run(impl="mosaic")
     with pytest.raises(ValueError, match="impl='triton': one of"):
         run(impl="triton")
+    q, k, v = arrays()
+    where = jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32)
+    calls: list[tuple[Any, Any]] = [
+        (dispatch.kv_write, (k, v, q[:, :2], q[:, :2], *where)),
+        (dispatch.copy_pages, (k, v, *where)),
+    ]
+    for function, args in calls:
+        with pytest.raises(ValueError, match="impl='mosaic': device=cpu"):
+            function(*args, impl="mosaic")
+    with pytest.raises(ValueError, match="impl='mosaic': device=cpu"):
+        dispatch.paged_attention_prefill(q[:, None], k, v, jnp.asarray(TABLES), *where, scale=0.3, impl="mosaic")
+
+
+def test_what_the_writing_kernel_takes() -> None:
+    q, k, v = arrays()
+    new = q[:, :2]
+    assert dispatch.kv_write_supported(k, v, new, new, device=HOPPER) is None
+    int8, fp8 = movable(quantize(k, "int8")), movable(quantize(v, "float8_e4m3fn"))
+    for pages in (int8, fp8):
+        assert dispatch.kv_write_supported(pages, pages, new, new, device=HOPPER) is None
+        assert dispatch.copy_pages_supported(pages, pages, device=HOPPER) is None
+    refusals: list[tuple[Any, str]] = [
+        ((k, v, new, new.astype(jnp.float32)), "v=float32"),
+        ((k, v, new.astype(jnp.float16), new), "k=float16: the kernel takes the cache's dtype, bfloat16"),
+        ((k, v, new, new.astype(jnp.float16)), "v=float16: the kernel takes the cache's dtype, bfloat16"),
+        ((quantize(k, "float8_e4m3fn"), v, new, new), "k_pages=quantized float8_e4m3fn"),
+        ((int8, fp8, new, new), "v_pages=quantized uint8: the kernel takes what k_pages has, quantized int8"),
+        ((k[..., :32], v[..., :32], new, new), "head_dim=32"),
+    ]
+    for args, reason in refusals:
+        assert str(dispatch.kv_write_supported(*args, device=HOPPER)).startswith(reason)
 
 
 @pytest.mark.parametrize("impl", ["auto", "mosaic"])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jengine.models.layers import Attend
+from pallas_kernels.xla import Rotation, rotate
 
 
 def dense_causal(sequence: jax.Array, positions: jax.Array) -> Attend:
@@ -19,10 +20,13 @@ def dense_causal(sequence: jax.Array, positions: jax.Array) -> Attend:
         k: jax.Array,
         v: jax.Array,
         *,
+        rotation: Rotation | None,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> jax.Array:
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
         scores = jnp.einsum("qhd,khd->hqk", q, k) * scale
         if soft_cap is not None:

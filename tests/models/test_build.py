@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ import pytest
 from jengine.checkpoints.hugging_face import model_config
 from jengine.errors import ModelError
 from jengine.models import build
-from jengine.models.layers import Piece
+from jengine.models.pieces import Piece
+from pallas_kernels.xla import rotate
 from tests.golden.weights import VARIANTS, tensor_shapes
 
 
@@ -59,7 +61,8 @@ def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
     model = build(model_config(VARIANTS["qwen3_untied"]), dtype, 64)
     seen = []
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **how: float | None) -> jax.Array:
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, rotation: Any, **how: Any) -> jax.Array:
+        assert [(part.shape, part.dtype) for part in rotation] == [((5, 12), "float32")] * 2
         seen.append((layer, q.shape, k.shape, v.shape, how))
         return q
 
@@ -80,9 +83,10 @@ def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
 def test_narrow_activations_stay_narrow(variant: str) -> None:
     model = build(model_config(VARIANTS[variant]), "bfloat16", 64)
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **how: float | None) -> jax.Array:
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **how: Any) -> jax.Array:
         assert q.dtype == k.dtype == v.dtype == jnp.bfloat16
-        return q
+        rotation = how["rotation"]
+        return q if rotation is None else rotate(q, rotation)
 
     def run(params, tokens):
         module = model.bind(params)

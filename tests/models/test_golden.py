@@ -10,10 +10,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jengine.checkpoints import load, read_config
 from jengine.models import Params, build
-from jengine.parallel.mesh import make_mesh
+from jengine.parallel.collectives import AXIS
+from jengine.parallel.mesh import make_mesh, spread
 from tests.golden.weights import VARIANTS, Golden, max_model_len, write_model
 from tests.models.dense import dense_causal
 
@@ -25,18 +28,19 @@ def differences(variant: str, folder: Path, tensor_parallel_size: int = 1) -> li
     """How far logits are from the recorded ones at most, for each prompt; checks the greedy tokens as well."""
     golden, mesh = Golden.read(variant), make_mesh(tensor_parallel_size)
     write_model(folder, variant)
-    model = build(read_config(folder), "float32", max_model_len(variant))
+    model = build(read_config(folder), "float32", max_model_len(variant), shards=tensor_parallel_size)
     params = load(folder, model, mesh, progress=False)
     texts = [np.concatenate([case.prompt, case.tokens[:-1]]) for case in golden.cases]
     sequence = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
     positions = np.concatenate([np.arange(len(text)) for text in texts])
 
-    @jax.jit
     def run(params: Params, tokens: jax.Array, positions: jax.Array, sequence: jax.Array) -> jax.Array:
         module = model.bind(params)
         return module.logits(module.hidden(tokens, positions, dense_causal(sequence, positions)))
 
-    logits = np.asarray(run(params, np.concatenate(texts), positions, sequence))
+    everywhere = NamedSharding(mesh, P())
+    args = params, *(jax.device_put(x, everywhere) for x in (np.concatenate(texts), positions, sequence))
+    logits = np.asarray(jax.jit(spread(mesh, run, args, P(None, AXIS)))(*args))[:, : model.config.vocab_size]
     assert logits.dtype == np.float32
     out = []
     for i, case in enumerate(golden.cases):

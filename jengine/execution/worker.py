@@ -1,0 +1,115 @@
+"""Owns the device state and makes the calls that change it. A call is plain data, so that other processes can make it too."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import msgspec
+import numpy as np
+
+from jengine.execution.logits import ALL_ALLOWED, mask_words
+from jengine.execution.programs import ALLOCATE, ALLOCATE_COUNTS, COUNT, Programs
+from jengine.execution.sampler import Sampled, SampledLogprobs
+from jengine.execution.spec import ExecutionSpec
+from jengine.execution.trunk import ToSample
+from jengine.models import Params
+from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
+
+
+class Call(NamedTuple):
+    """One thing to do on the devices.
+
+    - trunk: the key's trunk, over its packed batch
+    - score: the last trunk's tiles, array int32 [tiles * tile_size] of the tokens that follow
+    - sample: the last trunk's rows, under a token mask uint32 [sampler rows, words], see logits.mask_words; None allows every token
+    - count: a chunk of a sequence's tokens, see logits.count_tokens
+    - forget: the counts
+    """
+
+    what: Literal["trunk", "score", "sample", "count", "forget"]
+    key: TrunkKey | ScoreKey | SamplerKey | None = None
+    array: np.ndarray | None = None
+
+
+_KEYS: dict[str, type] = {"trunk": TrunkKey, "score": ScoreKey, "sample": SamplerKey}
+
+
+def encode(call: Call) -> bytes:
+    array = None if call.array is None else (call.array.dtype.str, call.array.shape, call.array.tobytes())
+    return msgspec.msgpack.encode((call.what, call.key, array))
+
+
+def decode(frame: bytes) -> Call:
+    what, key, array = msgspec.msgpack.decode(frame)
+    kind = _KEYS.get(what)
+    values = None if array is None else np.frombuffer(array[2], array[0]).reshape(array[1])
+    return Call(what, None if kind is None else msgspec.convert(key, kind), values)
+
+
+class Worker:
+    """Weights, cache, slots, and counts once a request has needed them."""
+
+    def __init__(self, spec: ExecutionSpec, programs: Programs, params: Params) -> None:
+        self.spec, self.programs, self.params = spec, programs, params
+        self.cache, self.slots = programs[ALLOCATE]()
+        self._counts: jax.Array | None = None
+        self._to_sample: ToSample | None = None  # of the last trunk
+        self._tiles: jax.Array | None = None
+        self._no_mask: dict[int, jax.Array] = {}  # by rows
+
+    def make(self, call: Call) -> Any:
+        """Returns before it has run. Of a sample Sampled or SampledLogprobs, of a score SampledLogprobs, else None."""
+        match call:
+            case Call("trunk", TrunkKey() as key, np.ndarray() as packed):
+                outs = self.programs[key](self.params, self.cache, self.slots, self._put(packed))
+                self.cache, self.slots, self._to_sample, self._tiles = outs
+                return None
+            case Call("score", ScoreKey() as key, np.ndarray() as targets):
+                return _on_its_way(self.programs[key](self.params, self._tiles, self._put(targets)))
+            case Call("sample", SamplerKey() as key, mask):
+                return _on_its_way(self._sample(key, mask))
+            case Call("count", None, np.ndarray() as chunk):
+                self._counts = self.programs[COUNT](self._get_counts(), self._put(chunk))
+                return None
+            case Call("forget"):
+                self._counts = None  # allocated again when a request needs it
+                return None
+        raise ValueError(f"no such call: {call.what} with {call.key}")
+
+    def _sample(self, key: SamplerKey, mask: np.ndarray | None) -> Sampled | SampledLogprobs:
+        program, slots = self.programs[key], self.slots
+        sampled: Sampled | SampledLogprobs
+        if key.variant == "full":
+            state = slots.last_token, self._get_counts()
+            allowed = self._all_allowed(key.rows) if mask is None else self._put(mask)
+            (last_token, self._counts), sampled = program(self.params, state, slots.sampling, self._to_sample, allowed)
+        else:
+            last_token, sampled = program(self.params, slots.last_token, slots.sampling, self._to_sample)
+        self.slots = slots._replace(last_token=last_token)
+        return sampled
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        """The same on all devices."""
+        everywhere = self.spec.replicated
+        if everywhere.is_fully_addressable:
+            placed: jax.Array = jax.device_put(array, everywhere)
+            return placed
+        return jax.make_array_from_callback(array.shape, everywhere, array.__getitem__)
+
+    def _get_counts(self) -> jax.Array:
+        counts: jax.Array = self.programs[ALLOCATE_COUNTS]() if self._counts is None else self._counts
+        return counts
+
+    def _all_allowed(self, rows: int) -> jax.Array:
+        if rows not in self._no_mask:
+            words = mask_words(self.spec.model.config.vocab_size)
+            self._no_mask[rows] = self._put(np.full((rows, words), ALL_ALLOWED))
+        return self._no_mask[rows]
+
+
+def _on_its_way(arrays: Any) -> Any:
+    """To the host."""
+    for array in arrays:
+        array.copy_to_host_async()
+    return arrays

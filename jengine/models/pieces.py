@@ -1,0 +1,85 @@
+"""Which parts of a checkpoint's tensors fill which parts of a parameter, laid out for one device or for many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from jengine.config import ModelConfig
+
+
+class Piece(NamedTuple):
+    """Rows of a checkpoint's tensor, and the part of a parameter that they fill: `parameter[part]`, reshaped."""
+
+    name: str
+    shape: tuple[int, ...]  # in the checkpoint
+    part: tuple[int | slice, ...] = ()
+    rows: slice = slice(None)
+    columns: slice = slice(None)
+    transposed: bool = False  # [in, out] in the checkpoint; rows and columns are those of its transpose
+
+
+class Part(NamedTuple):
+    """Rows that lie together in a checkpoint, and where they go: (which of them, part of the parameter)."""
+
+    rows: int
+    places: tuple[tuple[slice, tuple[int | slice, ...]], ...]
+
+
+EVERY = slice(None)
+
+
+def whole(rows: int, *place: int | slice) -> Part:
+    """All rows to one place."""
+    return Part(rows, ((slice(0, rows), place),))
+
+
+def apart(names: Sequence[str], parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
+    """A tensor [rows, *inputs] for each part."""
+    named = zip(names, parts, strict=True)
+    return tuple(Piece(name, (part.rows, *inputs), place, rows) for name, part in named for rows, place in part.places)
+
+
+def stacked(name: str, parts: Sequence[Part], *inputs: int, transposed: bool = False) -> tuple[Piece, ...]:
+    """One tensor that holds the rows of all parts, in order; [*inputs, rows] if transposed."""
+    ends = list(accumulate(part.rows for part in parts))
+    shape = (*inputs, ends[-1]) if transposed else (ends[-1], *inputs)
+    return tuple(
+        Piece(name, shape, place, slice(end - part.rows + rows.start, end - part.rows + rows.stop), transposed=transposed)
+        for part, end in zip(parts, ends, strict=True)
+        for rows, place in part.places
+    )
+
+
+def qkv_parts(config: ModelConfig) -> tuple[Part, Part, Part]:
+    """Rows of queries, of keys and of values, into a parameter [laid kv heads, (laid group + 2) * head_dim, ...]."""
+    dim, kv_heads, copies = config.head_dim, config.num_kv_heads, config.kv_repeats
+    k, v, end = (dim * (config.laid_group + i) for i in range(3))  # a kv head's rows: its queries, then k, then v
+
+    def copied(where: slice) -> Part:
+        every = slice(0, kv_heads * dim)
+        return Part(kv_heads * dim, tuple((every, (slice(i, kv_heads * copies, copies), where)) for i in range(copies)))
+
+    queries = tuple((rows, (laid, slice(0, (rows.stop - rows.start) // (laid.stop - laid.start)))) for rows, laid in _query_runs(config))
+    return Part(config.num_heads * dim, queries), copied(slice(k, v)), copied(slice(v, end))
+
+
+def by_heads(config: ModelConfig, piece: Piece) -> Iterator[Piece]:
+    """A piece whose columns are the checkpoint's query heads, cut to fill a parameter [out, laid heads * head_dim]."""
+    for columns, laid in _query_runs(config):
+        start = laid.start * config.laid_group * config.head_dim
+        yield piece._replace(part=(EVERY, slice(start, start + columns.stop - columns.start)), columns=columns)
+
+
+def _query_runs(config: ModelConfig) -> Iterator[tuple[slice, slice]]:
+    """Query channels of a checkpoint that lie together as laid out too, and the laid kv heads that they belong to."""
+    if config.kv_repeats == 1:
+        yield slice(0, config.num_heads * config.head_dim), slice(0, config.num_kv_heads)
+        return
+    for head in range(config.num_kv_heads):
+        for copy in range(config.kv_repeats):
+            first, last = (min((copy + i) * config.laid_group, config.group) for i in range(2))
+            laid = head * config.kv_repeats + copy
+            if first < last:
+                yield slice(*((head * config.group + i) * config.head_dim for i in (first, last))), slice(laid, laid + 1)

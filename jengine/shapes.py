@@ -1,0 +1,68 @@
+"""From options and a model's configuration to the shapes of every program."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from jengine.config import EngineConfig, ModelConfig
+from jengine.errors import InvalidArgument
+from jengine.execution.kernels import kernels_refused
+from jengine.execution.spec import ExecutionSpec
+from jengine.models import build
+from jengine.precision import CACHE_DTYPES, check_formats, choose_dtype
+from jengine.program_table import ProgramTable
+
+
+def describe(config: EngineConfig, facts: ModelConfig, mesh: Mesh, root: Path) -> ExecutionSpec:
+    """All that decides the programs' shapes but the number of pages, which is 0 here. Allocates nothing on a device.
+
+    Raises:
+        InvalidArgument: an option that this model or device cannot meet.
+        ModelError: the model is not supported.
+    """
+    device = mesh.devices.flat[0]
+    on_cpu = device.platform == "cpu"
+    check_formats(config, device)
+    max_model_len = _max_model_len(config, facts)
+    page_size = config.page_size or (16 if on_cpu else 64)
+    table = ProgramTable.build(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        tile_size=config.tile_size,
+    )
+    spec = ExecutionSpec(
+        model=build(facts, choose_dtype(config.dtype, facts, device, root), max_model_len, config.quantization, mesh.devices.size),
+        mesh=mesh,
+        table=table,
+        max_model_len=max_model_len,
+        max_slots=config.max_num_seqs,
+        page_size=page_size,
+        num_pages=0,
+        kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
+    )
+    if on_cpu or kernels_refused(spec) is None:
+        return spec
+    return dataclasses.replace(spec, table=dataclasses.replace(table, page_buckets=page_buckets(spec.table_width)))
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_position
+    longest, rope = float(model.max_position), model.rope_scaling
+    if rope is not None:
+        longest = math.inf if rope.kind == "dynamic" else max(longest, rope.factor * rope.original_max_position)
+    if config.max_model_len > longest:
+        raise InvalidArgument("max_model_len", config.max_model_len, f"the model's positions end at {longest:.0f}")
+    return config.max_model_len
+
+
+def page_buckets(width: int) -> tuple[int, ...]:
+    """Static page counts for XLA attention on a GPU: fourfold steps up to the table's width."""
+    buckets = [width]
+    while buckets[-1] > 32:
+        buckets.append(-(-buckets[-1] // 4))
+    return tuple(reversed(buckets))

@@ -1,0 +1,231 @@
+"""Paged attention for tiles of a prompt, as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
+
+The tensor cores take 64 rows a warpgroup. Here the rows are (head, token) pairs: the tokens of a tile for one query head, then for
+the next query head of the same kv head, so that a tile of 64 tokens is one head a warpgroup, a tile of 16 four, and no product
+is wasted on a full tile. Two compute warpgroups of a block share what its memory warpgroup copies by TMA, page by page as the
+block table names them: keys and values come once for 128 rows, so each of their bytes serves 128 multiplications. (Where
+a kv head has no more than 64 rows, a block has one compute warpgroup.)
+
+Each warpgroup folds blocks of keys into an online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). The two take turns:
+one's products run while the other is at its exponentials (Shah et al., FlashAttention-3, 2024). A tile visits the keys from
+the window's first to its own last real token; positions are compared only in blocks that some row sees in part.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.feed import Blocks, Ring, feed, ring
+from pallas_kernels.hopper import MASKED, ROWS, SMALLEST, accumulate, logits, per_row, product, tiled
+from pallas_kernels.quantized import Pages, Quantized, numbers
+
+TILE_GRID = 8  # tokens of a tile are a multiple of it
+STAGE_BYTES = 1 << 17  # of keys and values in flight in a block
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 224, 56  # of a thread, where two warpgroups compute: one block fills a multiprocessor's 65536
+
+
+def default_block_k(head_dim: int, warpgroups: int) -> int:
+    """Keys of a stage: as many as the registers of a multiprocessor that is full of threads leave room for."""
+    return 128 if warpgroups == 2 and head_dim <= 128 else 64
+
+
+def paged_attention_prefill(
+    q: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    block_k: int | None = None,
+    stages: int | None = None,
+    operand_in_registers: bool = True,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:
+    """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
+
+    Args:
+        q: bfloat16 or float16 [tiles, tile, heads, head_dim], tile a multiple of 8, head_dim 64, 128 or 256; query head h reads kv
+            head h // (heads // kv_heads). The tile's own keys and values are already in the pages.
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype, or both Quantized alike; page_size 16, 32 or a
+            multiple of 64. What unused pages and the unused part of a last page hold, NaN included, never reaches a result.
+        block_tables: int32 [tiles, width], page ids in order; read as far as a tile's last real query goes.
+        positions: int32 [tiles], of each tile's first query.
+        lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values. A tile of none reads nothing.
+        scale: positive.
+        window, soft_cap: as in `xla.paged_attention_decode`.
+        block_k: keys of a stage, a multiple of 64; None chooses by the shapes.
+        stages: that are in flight; None fills STAGE_BYTES.
+        operand_in_registers: the second product takes its left side from registers and adds to what is there. False, which
+            is slower, goes through shared memory: the only form that Pallas interprets.
+        interpret: as in `plgpu.kernel`.
+
+    Returns:
+        [tiles, tile, heads, head_dim], in q's dtype.
+    """
+    tiles, tile, heads, head_dim = q.shape
+    kv_heads = k_pages.shape[1]
+    units = -(-(heads // kv_heads) * tile // ROWS)  # warpgroups' shares of a kv head's rows
+    warpgroups = min(units, 2)
+    block_k = block_k or default_block_k(head_dim, warpgroups)
+    stages = stages or max(2, STAGE_BYTES * warpgroups // 2 // (2 * block_k * head_dim * q.dtype.itemsize))
+    pages = [numbers(x) if isinstance(x, Quantized) else x for x in (k_pages, v_pages)]
+    scales = [x.scale for x in (k_pages, v_pages) if isinstance(x, Quantized)]
+    scratch = {
+        "k": ring(pages[0], q.dtype, stages, block_k, warpgroups),
+        "v": ring(pages[1], q.dtype, stages, block_k, warpgroups),
+        "q_smem": tiled((warpgroups, ROWS, head_dim), q.dtype),
+        "p_smem": None if operand_in_registers else tiled((warpgroups, ROWS, block_k), q.dtype),
+        "q_full": plgpu.Barrier(num_arrivals=ROWS // math.gcd(tile, ROWS), num_barriers=warpgroups),
+        "turn": plgpu.Barrier(num_arrivals=2) if warpgroups == 2 else None,
+    }
+    out: jax.Array = plgpu.kernel(
+        partial(_kernel, scale=scale, window=window, soft_cap=soft_cap),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_types={name: what for name, what in scratch.items() if what is not None},
+        grid=(kv_heads, tiles, -(-units // warpgroups)),
+        grid_names=("kv_head", "tile", "share"),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="paged_attention_prefill",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(q, block_tables, positions, lengths, *pages, *scales)
+    return out
+
+
+def _kernel(
+    q_ref: Any, table_ref: Any, position_ref: Any, length_ref: Any, *refs: Any,
+    k: Ring, v: Ring, q_smem: Any, p_smem: Any = None, q_full: Any, turn: Any = None,
+    scale: float, window: int | None, soft_cap: float | None,
+) -> None:  # fmt: skip
+    *cache_refs, out_ref = refs  # pages of keys and of values, and their scales if they are eight-bit numbers
+    tiles, tile, heads, head_dim = q_ref.shape
+    kv_heads, page_size = cache_refs[0].shape[1:3]
+    stages, block_k, _ = k.smem.shape
+    warpgroups = q_smem.shape[0]
+    group = heads // kv_heads
+    rows = group * tile  # (head, token) pairs of a kv head
+    kv_head, turned, share, warpgroup = (lax.axis_index(name) for name in ("kv_head", "tile", "share", "warpgroup"))
+    index = tiles - 1 - turned  # a sequence's later tiles see more keys: long work first
+    position, length = position_ref[index], length_ref[index]
+    end = position + length
+    first = jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)  # that is seen
+    start = lax.div(first, block_k)
+    count = jnp.where(length > 0, lax.div(end + block_k - 1, block_k) - start, 0)
+
+    def take_turn() -> None:
+        if turn is not None:
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+    def attend(row: jax.Array) -> None:
+        mine = q_smem.at[warpgroup]
+        piece = math.gcd(tile, ROWS)  # rows of one head that a copy takes
+
+        def place(ref: Any, at: int) -> Any:
+            of = jnp.minimum(row + at, rows - piece)  # rows beyond the last are copied from it, and are not copied back
+            return ref.at[index, pl.ds(lax.rem(of, tile), piece), kv_head * group + lax.div(of, tile)]
+
+        @pl.when(count > 0)
+        def _() -> None:
+            for at in range(0, ROWS, piece):
+                plgpu.copy_gmem_to_smem(place(q_ref, at), mine.at[pl.ds(at, piece)], q_full.at[warpgroup])
+            plgpu.barrier_wait(q_full.at[warpgroup])
+
+        def mask(token: jax.Array, s: jax.Array) -> jax.Array:
+            at = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA) + row
+            at = position + lax.rem(at, tile)
+            tokens = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + token
+            seen = tokens <= jnp.minimum(at, end - 1)
+            return jnp.where(seen if window is None else seen & (tokens > at - window), s, -jnp.inf)
+
+        def fold(i: jax.Array, carry: Any) -> Any:
+            m, total, acc = carry
+            slot = lax.rem(i, stages)
+            token = (start + i) * block_k
+            plgpu.barrier_wait(k.full.at[slot])
+            s = product(mine, k.smem.at[slot].transpose((1, 0)), take_turn)
+            if k.scale is not None:
+                s = s * _along_columns(k.scale.at[slot])
+            plgpu.barrier_arrive(k.free.at[slot])
+            s, factor = logits(s, scale, soft_cap)
+            whole = token + block_k - 1 <= position
+            if window is not None:
+                whole &= token > end - 1 - window
+            s = lax.cond(whole, lambda s: s, partial(mask, token), s)
+            m_new = jnp.maximum(m, s.max(axis=1) * factor)
+            alpha = jnp.exp2(m - m_new)
+            p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
+            total = total * alpha + p.sum(axis=1)
+            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            plgpu.barrier_wait(v.full.at[slot])
+            weights: Any = (p if v.scale is None else p * _along_columns(v.scale.at[slot])).astype(q_ref.dtype)
+            if p_smem is not None:
+                p_smem[warpgroup] = weights
+                plgpu.commit_smem()
+                weights = p_smem.at[warpgroup]
+            take_turn()
+            acc = accumulate(acc, weights, v.smem.at[slot])
+            plgpu.barrier_arrive(v.free.at[slot])
+            return m_new, total, acc
+
+        pl.when(warpgroup == 1)(take_turn)
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
+        _, total, acc = lax.fori_loop(0, count, fold, (per_row(MASKED), per_row(0.0), zeros))
+        pl.when(warpgroup == 0)(take_turn)
+        inverse = 1.0 / jnp.maximum(total, SMALLEST)
+        mine[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q_ref.dtype)
+        plgpu.commit_smem()
+        for at in range(0, ROWS, piece):
+            write = partial(plgpu.copy_smem_to_gmem, mine.at[pl.ds(at, piece)], place(out_ref, at))
+            pl.when(row + at < rows)(write)
+        plgpu.wait_smem_to_gmem(0)
+
+    def idle() -> None:  # the last of an odd number of warpgroups' shares leaves its neighbour no partner but this
+        take_turn()
+
+        @pl.loop(0, count)
+        def _(i: jax.Array) -> None:
+            slot = lax.rem(i, stages)
+            for neighbours in (k, v):
+                plgpu.barrier_wait(neighbours.full.at[slot])
+                plgpu.barrier_arrive(neighbours.free.at[slot])
+                take_turn()
+
+    @pl.when(warpgroup < warpgroups)
+    def compute() -> None:
+        if turn is not None:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        row = (share * warpgroups + warpgroup) * ROWS
+        pl.when(row < rows)(partial(attend, row))
+        if -(-rows // ROWS) % warpgroups:
+            pl.when(row >= rows)(idle)
+
+    @pl.when(warpgroup == warpgroups)
+    def memory() -> None:
+        if turn is not None:
+            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        last_page = lax.div(end - 1, page_size)
+
+        def page(token: jax.Array) -> Any:
+            return table_ref[index, jnp.minimum(lax.div(token, page_size), last_page)]
+
+        feed(Blocks(start, count, first, end, page, kv_head), k, v, *cache_refs)
+
+
+def _along_columns(x: Any) -> jax.Array:
+    """float32 [n] in shared memory as [ROWS, n]."""
+    row = plgpu.load(x, layout=plgpu.Layout.WGMMA.reduce(0))
+    return lax.broadcast_in_dim(row, (ROWS, *row.shape), [1])

@@ -1,0 +1,214 @@
+"""Tests that need eight devices. A CPU's number of them is fixed when JAX starts: test_many_devices.py has a process for these."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jengine.config import EngineConfig
+from jengine.execution.memory import temporaries_bound
+from jengine.execution.programs import Programs
+from jengine.execution.spec import ExecutionSpec
+from jengine.models import build
+from jengine.parallel.collectives import AXIS, all_rows, own_rows, rows_for_columns
+from jengine.parallel.mesh import make_mesh, spread
+from jengine.program_table import SamplerKey
+from jengine.request import MAX_LOGPROBS, SamplingParams
+from jengine.start import start_engine
+from tests.engine.running import SMALL, Answer, run
+from tests.engine.test_golden import assert_equal
+from tests.execution.specs import make_spec
+from tests.golden.weights import VARIANTS, Golden, max_model_len, write_model
+
+# Of the families, what differs between devices: kv heads (1, 2, 4), biases, norms, windows, learned positions, projections, experts.
+QUICK = ["llama_mqa"]
+REST = ["llama_attention_bias", "llama_mlp_bias", "mistral_window", "phi3_window", "gemma2", "gemma3", "gpt2", "opt_125m", "opt_350m"]
+REST += ["qwen2_tied", "qwen3_untied", "mixtral", "qwen3_moe", "qwen3_moe_mixed", "llama_mha"]
+EVERY = [*QUICK, *(pytest.param(variant, marks=pytest.mark.full) for variant in REST)]
+SIZES = [2, pytest.param(4, marks=pytest.mark.full), 8]
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+
+
+def answers(folder: Path, variant: str, devices: int, **options: Any) -> list[Answer]:
+    config = EngineConfig.of(
+        str(folder), {**SMALL, "max_model_len": max_model_len(variant), "tensor_parallel_size": devices, "dtype": "float32", **options}
+    )
+    engine, _ = start_engine(config, progress=False)
+    work = [
+        (case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=len(case.tokens), ignore_eos=True, logprobs=MAX_LOGPROBS))
+        for case in Golden.read(variant).cases
+    ]
+    work += [(prompt, SamplingParams(temperature=0.0, max_tokens=params.max_tokens, ignore_eos=True)) for prompt, params in work]
+    work += [(work[0][0], SamplingParams(temperature=0.9, seed=i, max_tokens=9, prompt_logprobs=1)) for i in range(3)]
+    found = run(engine, work)
+    assert engine.compiles_since_start == 0
+    return found
+
+
+@pytest.mark.parametrize("devices", SIZES)
+@pytest.mark.parametrize("variant", EVERY)
+def test_greedy_tokens_do_not_depend_on_the_devices(variant: str, devices: int, tmp_path: Path) -> None:
+    """Heads and kv heads that the devices do not divide are among them: tiny models have four of one and one to four of the other."""
+    write_model(tmp_path, variant)
+    found, cases = answers(tmp_path, variant, devices), Golden.read(variant).cases
+    for answer, case in zip(found, cases, strict=False):
+        assert_equal(answer, case)
+    for answer, case in zip(found[len(cases) :], cases, strict=False):
+        assert answer.tokens == case.tokens.tolist()
+
+
+@pytest.mark.full
+def test_seeds_and_prompt_logprobs_do_not_either(tmp_path: Path) -> None:
+    write_model(tmp_path, "llama_gqa")
+    one, many = (answers(tmp_path, "llama_gqa", devices)[-3:] for devices in (1, 4))
+    for a, b in zip(one, many, strict=True):
+        assert a.tokens == b.tokens
+        for x, y in zip(a.scores, b.scores, strict=True):
+            mine, theirs = ([token for token in score.logprobs if token is not None] for score in (x, y))
+            assert len(mine) == len(theirs) > 0
+            for p, q in zip(mine, theirs, strict=True):
+                assert abs(p.logprob - q.logprob) < 1e-4 and p.rank == q.rank
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quantization", ["int8", "w8a8", "fp8"])
+def test_eight_bits_on_four_devices(quantization: str, tmp_path: Path) -> None:
+    """Rounding differs where devices quantize their own part of a row; the first tokens still agree."""
+    write_model(tmp_path, "qwen3_untied")
+    options = {"quantization": quantization, "kv_cache_dtype": "int8"}
+    one, many = (answers(tmp_path, "qwen3_untied", devices, **options) for devices in (1, 4))
+    same = [a.tokens[:3] == b.tokens[:3] for a, b in zip(one, many, strict=True)]
+    assert sum(same) >= 0.8 * len(same)
+
+
+def collectives(program: Any) -> Counter[str]:
+    text = program.as_text()
+    assert text is not None
+    return Counter(re.findall(rf" = .* ({'|'.join(COLLECTIVES)})(?:-start)?\(", text))
+
+
+def in_loops(program: Any) -> list[str]:
+    """Collectives outside the program's entry computation."""
+    text = program.as_text()
+    entry = text[text.index("\nENTRY ") :]
+    return [line for line in text.splitlines() if re.search(rf" ({'|'.join(COLLECTIVES)})(-start)?\(", line) and line not in entry]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)])
+def programs(request: pytest.FixtureRequest) -> tuple[ExecutionSpec, Programs]:
+    spec = make_spec("llama_mqa", devices=request.param)
+    return spec, Programs(spec, None, threads=2, progress=False)
+
+
+def test_a_trunk_sums_twice_a_layer_and_once_for_its_embedding(programs: tuple[ExecutionSpec, Programs]) -> None:
+    spec, compiled = programs
+    for key in spec.table.trunks():
+        assert collectives(compiled[key]) == {"all-reduce": 2 * spec.model.config.num_layers + 1}, key
+        assert not in_loops(compiled[key])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", ["gemma2", "gpt2", "opt_350m", "qwen3_untied", "mixtral", "qwen3_moe_mixed"])
+def test_so_does_every_family(variant: str) -> None:
+    spec = make_spec(variant, devices=4)
+    compiled = Programs(spec, None, threads=2, progress=False)
+    for key in spec.table.trunks():
+        assert collectives(compiled[key]) == {"all-reduce": 2 * spec.model.config.num_layers + 1}, key
+        assert not in_loops(compiled[key])
+
+
+def test_a_sampler_takes_rows_for_columns_once_and_shares_its_tokens(programs: tuple[ExecutionSpec, Programs]) -> None:
+    spec, compiled = programs
+    for key in spec.table.samplers():
+        assert collectives(compiled[key]) == {"all-to-all": 1, "all-gather": 1}, key
+        assert not in_loops(compiled[key])
+
+
+def test_memory_on_each_device(programs: tuple[ExecutionSpec, Programs]) -> None:
+    spec, compiled = programs
+
+    def own_bytes(tree: Any) -> int:
+        return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    assert own_bytes(spec.cache) == spec.cache_bytes
+    for key in spec.table.trunks():
+        assert compiled.memory[key].aliased >= own_bytes(spec.cache) + own_bytes(spec.slots)
+        assert compiled.memory[key].temporaries <= temporaries_bound(spec, key), key
+    many = make_spec("llama_mqa", devices=spec.mesh.devices.size, num_pages=16384)
+    key = spec.table.trunks()[0]
+    assert Programs(many, None, threads=2, progress=False).memory[key].temporaries == compiled.memory[key].temporaries
+    for sampler in spec.table.samplers():
+        assert isinstance(sampler, SamplerKey)
+        assert compiled.memory[sampler].temporaries <= temporaries_bound(spec, sampler), sampler
+
+
+@pytest.mark.full
+def test_saved_programs_carry_the_mesh(tmp_path: Path) -> None:
+    specs = [make_spec(devices=n) for n in (1, 2)]
+    assert specs[0].fingerprint() != specs[1].fingerprint()
+    write_model(tmp_path / "model", "llama_gqa")
+    options = {"cache_dir": tmp_path / "cache"}
+    first = answers(tmp_path / "model", "llama_gqa", 2, **options)
+    config = EngineConfig.of(
+        str(tmp_path / "model"), {**SMALL, "max_model_len": 192, "tensor_parallel_size": 2, "dtype": "float32", **options}
+    )
+    assert start_engine(config, progress=False)[1].programs_compiled == 0
+    assert [a.tokens for a in answers(tmp_path / "model", "llama_gqa", 2, **options)] == [a.tokens for a in first]
+
+
+@pytest.mark.parametrize("devices", SIZES)
+def test_rows_and_columns_are_exchanged(devices: int) -> None:
+    """Rows that the devices do not divide are padded on the way and lost again."""
+    mesh = make_mesh(devices)
+    rows, columns = 11, 5 * devices
+    x = np.random.default_rng(0).normal(size=(rows, columns)).astype(np.float32)
+
+    def exchange(part: jax.Array, all_of_it: jax.Array) -> tuple[jax.Array, ...]:
+        own = rows_for_columns(part)
+        whole: tuple[jax.Array, ...] = all_rows((own, (own > 0).astype(np.int32), own_rows(all_of_it)), rows)
+        return whole
+
+    def place(spec: Any) -> Any:
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+
+    args = place(jax.sharding.PartitionSpec(None, AXIS)), place(jax.sharding.PartitionSpec())
+    got, positive, same = jax.jit(spread(mesh, exchange, args, jax.sharding.PartitionSpec()))(*args)
+    np.testing.assert_array_equal(got, x)
+    np.testing.assert_array_equal(positive, x > 0)
+    np.testing.assert_array_equal(same, x)
+
+
+def test_layouts_hold_every_head_once() -> None:
+    """By numbers: for every count of heads, kv heads and devices, the q rows and o columns of a head meet."""
+    from jengine.checkpoints.hugging_face import model_config
+    from jengine.checkpoints.safetensors import Tensor
+    from jengine.checkpoints.weights import assemble
+
+    for heads, kv_heads in ((4, 1), (4, 2), (4, 4), (6, 3), (6, 1), (14, 2), (12, 12)):
+        changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 4}
+        config = model_config({**VARIANTS["llama_gqa"], **changes})
+        for devices in (1, 2, 3, 4, 8):
+            model = build(config, "float32", 64, shards=devices)
+            attention, sources = (tree["layers"][0]["attention"] for tree in (model.params, model.sources))
+            numbers = {}
+            for piece in (*sources["qkv"], *sources["o"]):
+                along = 1 if "o_proj" in piece.name else 0
+                channel = np.arange(1, piece.shape[along] + 1, dtype=np.float32)
+                shape = (1, -1) if along else (-1, 1)
+                numbers[piece.name] = Tensor(Path("."), np.broadcast_to(channel.reshape(shape), piece.shape))
+            laid = model.config
+            qkv = assemble(attention["qkv"], sources["qkv"], numbers)[..., 0].reshape(laid.laid_kv_heads, laid.laid_group + 2, 4)
+            o = assemble(attention["o"], sources["o"], numbers)[0].reshape(laid.laid_kv_heads, laid.laid_group, 4)
+            np.testing.assert_array_equal(qkv[:, :-2], o)
+            assert sorted(q for q in o[..., 0].ravel() if q) == [1 + 4 * head for head in range(heads)]
+            for kv in range(laid.laid_kv_heads):
+                for q in o[kv, :, 0]:
+                    if q:  # reads the kv head that it reads in the checkpoint
+                        assert qkv[kv, -2, 0] == qkv[kv, -1, 0] == 1 + 4 * ((int(q) - 1) // 4 // config.group)
+            assert laid.laid_kv_heads % devices == 0

@@ -1,0 +1,54 @@
+"""One of two processes that share a model: python -m tests.parallel.processes FOLDER PORT PROCESS ACT.
+
+ACT answers: process 0 prints a JSON line of tokens and ends. ACT wait: process 0 starts requests that are never done, prints a line
+once each has a token, and a JSON line of how they ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+from jengine import LLM, AsyncLLM, EngineConfig, EngineDead, SamplingParams, follow
+
+PROMPTS = [[1, 2, 3], list(range(4, 90)), [7] * 20]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, detokenize=False)
+LONG = SamplingParams(temperature=0.0, max_tokens=170, ignore_eos=True, detokenize=False)
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 72, "page_size": 16}
+
+
+async def wait_for_ever(model: str, options: dict[str, Any]) -> None:
+    async with AsyncLLM(model, progress=False, **options) as llm:
+        waiting = set(range(len(PROMPTS)))
+
+        async def one(index: int) -> tuple[str, float]:
+            try:
+                while True:
+                    async for _ in llm.generate(PROMPTS[index], LONG):
+                        if waiting:
+                            waiting.discard(index)
+                            if not waiting:
+                                print("running", flush=True)
+            except EngineDead as error:
+                return str(error), time.time()
+
+        print(json.dumps(await asyncio.gather(*map(one, range(len(PROMPTS))))), flush=True)
+
+
+def main(model: str, port: str, process: str, act: str) -> None:
+    shared = {"tensor_parallel_size": 4, "coordinator": f"127.0.0.1:{port}", "num_processes": 2, "process_id": int(process)}
+    options = {**OPTIONS, **shared}
+    if options["process_id"]:
+        follow(EngineConfig.of(model, options), progress=False)
+    elif act == "answers":
+        llm = LLM(model, progress=False, **options)
+        print(json.dumps([out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]), flush=True)
+    else:
+        asyncio.run(wait_for_ever(model, options))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

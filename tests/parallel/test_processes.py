@@ -1,0 +1,96 @@
+"""Two real processes of two devices each that share a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from jengine import LLM, EngineConfig, InvalidArgument, follow, start_engine
+from tests.parallel.processes import GREEDY, OPTIONS, PROMPTS
+
+ROOT = Path(__file__).parent.parent.parent
+SECONDS = 5.0  # in which every request ends after a process did
+
+
+@contextmanager
+def two(folder: Path, act: str) -> Iterator[list[subprocess.Popen[str]]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    commands = [[sys.executable, "-m", "tests.parallel.processes", str(folder), port, process, act] for process in "01"]
+    started = [subprocess.Popen(c, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def line(process: subprocess.Popen[str], start: str) -> str:
+    """The next line of output that starts so; Gloo prints lines of its own."""
+    assert process.stdout is not None and process.stderr is not None
+    for text in process.stdout:
+        if start in text:
+            return text[text.index(start) :]
+    raise AssertionError(process.stderr.read())
+
+
+def test_they_give_the_tokens_of_one(text_model: Path) -> None:
+    want = [out.outputs[0].token_ids for out in LLM(text_model, progress=False, **OPTIONS).generate(PROMPTS, GREEDY, use_tqdm=False)]
+    with two(text_model, "answers") as processes:
+        assert json.loads(line(processes[0], "[[")) == want
+        assert [process.wait(60) for process in processes] == [0, 0]
+
+
+def test_every_request_ends_when_one_of_them_dies(text_model: Path) -> None:
+    with two(text_model, "wait") as processes:
+        line(processes[0], "running")
+        killed = time.time()
+        processes[1].kill()
+        endings = json.loads(line(processes[0], "[["))
+        assert len(endings) == len(PROMPTS)
+        for reason, when in endings:
+            assert "process 1 of this engine has ended" in reason
+            assert when - killed < SECONDS
+        assert processes[0].wait(SECONDS) == 1
+
+
+def test_the_others_end_when_process_0_dies(text_model: Path) -> None:
+    with two(text_model, "wait") as processes:
+        line(processes[0], "running")
+        processes[0].kill()
+        _, errors = processes[1].communicate(timeout=SECONDS)
+        assert processes[1].returncode == 1
+        assert "process 0 of this engine has ended" in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_processes": 2}, "coordinator=None: must be host:port"),
+        ({"num_processes": 2, "coordinator": "here"}, "coordinator='here': must be host:port"),
+        ({"process_id": 1}, "process_id=1: must be below num_processes=1"),
+        ({"num_processes": 0}, "num_processes=0: must be a whole number, at least 1"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        EngineConfig.of("demo", options)
+
+
+def test_who_takes_requests_and_who_follows() -> None:
+    shared = {"num_processes": 2, "coordinator": "127.0.0.1:1"}
+    with pytest.raises(InvalidArgument, match="process_id=1: process 0 alone takes requests"):
+        start_engine(EngineConfig.of("demo", {**shared, "process_id": 1}))
+    with pytest.raises(InvalidArgument, match="process_id=0: process 0 takes requests"):
+        follow(EngineConfig.of("demo", shared))
