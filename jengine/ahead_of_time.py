@@ -99,18 +99,16 @@ def compile_table(
     start = time.perf_counter()
     spec, memory = describe_for(config, target), None
     device = spec.mesh.devices.flat[0]
-    options = _autotuned(device, autotune)
+    how: dict[str, Any] = {"threads": config.compile_threads, "progress": progress, "options": _autotuned(device, autotune)}
     if device.platform == "cpu":
         spec = dataclasses.replace(spec, num_pages=pages_that_fit(config, spec))
-    else:
-        provisional = compile_all(
-            dataclasses.replace(spec, num_pages=PAGE_GRID), largest(spec), threads=config.compile_threads, progress=False, options=options
-        )
+    else:  # what programs take does not depend on the number of pages
+        provisional = compile_all(dataclasses.replace(spec, num_pages=PAGE_GRID), largest(spec), **how)
         memory = DeviceMemory.of(memory_limit(config, spec, target), spec, [memory_of(built.program) for built in provisional])
         spec = dataclasses.replace(spec, num_pages=pages_beside(config, spec, memory))
     store, file_bytes, seconds = ProgramStore(out), dict[str, int](), dict[str, float]()
     used: dict[Key, ProgramMemory] = {}
-    for built in compile_all(spec, program_keys(spec), threads=config.compile_threads, progress=progress, options=options):
+    for built in compile_all(spec, program_keys(spec), **how):
         file_bytes[str(built.key)] = store.add(file_name(built.key), built.program)
         seconds[str(built.key)], used[built.key] = round(built.seconds, 2), memory_of(built.program)
     if memory is not None:

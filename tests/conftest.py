@@ -13,6 +13,8 @@ from hypothesis import settings
 # One folder of compiled programs for the whole run and the next ones. Set before anything imports jengine,
 # and inherited by the processes that tests start.
 os.environ.setdefault("JENGINE_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jengine"))
+# With the extra aot, JAX would look for the rest of CUDA too, and print that it is not there.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Two busy cores make any deadline flaky; a run that fails must fail again.
 settings.register_profile("jengine", deadline=None, derandomize=True)

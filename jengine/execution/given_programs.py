@@ -66,8 +66,8 @@ class GivenPrograms(ProgramStore):
 
 
 def difference(saved: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str | None:
-    """The first fact that differs, as "name is X there, Y is wanted"; None where all are equal. Both as JSON has them."""
-    for name in sorted({*saved, *wanted}):
+    """The first fact that differs, in their order, as "name is X there, Y is wanted"; None where all are equal. Both as JSON has them."""
+    for name in {**wanted, **saved}:
         there, here = saved.get(name), wanted.get(name)
         if isinstance(there, dict) and isinstance(here, dict):
             inside = difference(there, here, f"{prefix}{name}.")

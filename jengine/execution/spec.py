@@ -109,7 +109,16 @@ class ExecutionSpec:
         device = self.mesh.devices.flat[0]
         model = dataclasses.asdict(self.model.config)
         del model["eos_token_ids"]  # known to slots, not to programs
-        return {
+        return {  # causes before what follows from them: of several differences, the first is named
+            "platform": device.platform,
+            "device": device.device_kind,
+            "processor": cpu_features() if device.platform == "cpu" else "",
+            "mesh": {name: int(size) for name, size in self.mesh.shape.items()},
+            "processes": len({device.process_index for device in self.mesh.devices.flat}),
+            "jax": jax.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
+            "plugin": "" if device.platform == "cpu" else _plugins(),
+            "source": _source_digest(),
             "model": model,
             "dtype": str(np.dtype(self.model.dtype)),
             "quantization": self.model.quantization,
@@ -119,15 +128,6 @@ class ExecutionSpec:
             "max_slots": self.max_slots,
             "page_size": self.page_size,
             "num_pages": self.num_pages,
-            "mesh": {name: int(size) for name, size in self.mesh.shape.items()},
-            "processes": len({device.process_index for device in self.mesh.devices.flat}),
-            "platform": device.platform,
-            "device": device.device_kind,
-            "processor": cpu_features() if device.platform == "cpu" else "",
-            "plugin": "" if device.platform == "cpu" else _plugins(),
-            "jax": jax.__version__,
-            "jaxlib": importlib.metadata.version("jaxlib"),
-            "source": _source_digest(),
         }
 
     def fingerprint(self) -> str:

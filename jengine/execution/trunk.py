@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jengine.execution.slots import SlotState
 from jengine.models import Model, Params
 from jengine.program_table import ProgramTable, TrunkKey
 from pallas_kernels import dispatch
+from pallas_kernels.quantized import Pages
 from pallas_kernels.xla import Rotation, rotate
 
 
@@ -87,6 +89,20 @@ def _make_attend(
     row_lengths = jnp.where(batch.row_slots > 0, batch.row_positions + 1, 0)
     offsets = positions % page_size
 
+    @partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))  # traced and lowered once for all layers that are alike
+    def one_layer(
+        q: jax.Array, k: jax.Array, v: jax.Array, kv: tuple[Pages, Pages], rotation: Rotation | None, **options: Any
+    ) -> tuple[jax.Array, tuple[Pages, Pages]]:
+        q = q if rotation is None else rotate(q, rotation)
+        kv = dispatch.kv_write(*kv, k, v, pages, offsets, rotation=rotation, device=device)
+        how = {**options, "pages": key.pages, "device": device}
+        out = [dispatch.paged_attention_decode(q[: key.rows], *kv, row_tables, row_lengths, **how)]
+        if key.tiles:
+            tiles = q[key.rows :].reshape(key.tiles, -1, *q.shape[1:])
+            got = dispatch.paged_attention_prefill(tiles, *kv, tile_tables, batch.tile_positions, batch.tile_lengths, **how)
+            out.append(got.reshape(-1, *q.shape[1:]))
+        return jnp.concatenate(out), kv
+
     def attend(
         layer: int,
         q: jax.Array,
@@ -98,15 +114,9 @@ def _make_attend(
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> jax.Array:
-        q = q if rotation is None else rotate(q, rotation)
-        kv = cache[layer] = dispatch.kv_write(*cache[layer], k, v, pages, offsets, rotation=rotation, device=device)
-        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "pages": key.pages, "device": device}
-        out = [dispatch.paged_attention_decode(q[: key.rows], *kv, row_tables, row_lengths, **how)]
-        if key.tiles:
-            tiles = q[key.rows :].reshape(key.tiles, -1, *q.shape[1:])
-            got = dispatch.paged_attention_prefill(tiles, *kv, tile_tables, batch.tile_positions, batch.tile_lengths, **how)
-            out.append(got.reshape(-1, *q.shape[1:]))
-        return jnp.concatenate(out)
+        out: jax.Array
+        out, cache[layer] = one_layer(q, k, v, cache[layer], rotation, scale=scale, window=window, soft_cap=soft_cap)
+        return out
 
     return attend
 

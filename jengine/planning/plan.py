@@ -78,7 +78,7 @@ def make_plan(config: EngineConfig, target: str, *, progress: bool = True) -> Pl
         InvalidArgument: an option that this model or target cannot meet.
         ModelError: the model cannot be read, or is not supported.
     """
-    facts, spec = device_facts(target), describe_for(config, target)
+    spec, facts = describe_for(config, target), device_facts(target)
     provisional = dataclasses.replace(spec, num_pages=2)  # what programs take does not depend on it
     table = spec.table
     rows = {TrunkKey(rows, 0, table.page_buckets[-1]) for rows in (table.row_buckets[0], table.max_rows)}

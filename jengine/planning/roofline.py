@@ -75,9 +75,17 @@ def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
 
 
 def head_elements(config: ModelConfig) -> int:
-    """Of the matrix that makes logits, and of projections beside it."""
+    """Of the matrix that makes logits, and of the projection before it where embeddings have a size of their own."""
+    return _table_elements(config) + _projection_elements(config)
+
+
+def _table_elements(config: ModelConfig) -> int:
+    return config.vocab_size * (config.embedding_size or config.hidden_size)
+
+
+def _projection_elements(config: ModelConfig) -> int:
     size = config.embedding_size or config.hidden_size
-    return config.vocab_size * size + (size * config.hidden_size if size != config.hidden_size else 0)
+    return size * config.hidden_size if size != config.hidden_size else 0
 
 
 def layers_elements(config: ModelConfig, experts: float) -> float:
@@ -87,7 +95,7 @@ def layers_elements(config: ModelConfig, experts: float) -> float:
 
 def matrix_elements(config: ModelConfig) -> float:
     """Of all matrices: a model's parameters, but for norms, biases and learned positions."""
-    embedding = 0 if config.tie_embeddings else head_elements(config)
+    embedding = _projection_elements(config) + (0 if config.tie_embeddings else _table_elements(config))
     return layers_elements(config, config.num_experts) + head_elements(config) + embedding
 
 

@@ -1,0 +1,152 @@
+"""Programs for GPUs that are not there, and plans. A tiny model is compiled; Llamas are checked by hand, and compiled in the long run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jengine import cli
+from jengine.ahead_of_time import compile_table, describe_for, memory_limit
+from jengine.config import EngineConfig
+from jengine.errors import InvalidArgument
+from jengine.execution.given_programs import GivenPrograms
+from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
+from jengine.execution.programs import program_keys
+from jengine.planning.plan import Plan, formats_of, make_plan
+from jengine.planning.report import report
+from jengine.program_table import TrunkKey
+from jengine.start import start_engine
+from tests.golden.weights import VARIANTS, write_model
+
+pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
+if os.environ.get("JAX_PLATFORMS") != "cpu":
+    pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True)
+
+DATA = Path(__file__).parent.parent / "data"
+GIB = 1 << 30
+TINY: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 68, "max_model_len": 64}
+LLAMAS = [("8b", 1), ("70b", 8)]  # and on how many devices
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but config.json."""
+    folder: Path = tmp_path_factory.mktemp("config only")
+    (folder / "config.json").write_text(json.dumps({**VARIANTS["llama_gqa"], "dtype": "bfloat16"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compiled(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out: Path = tmp_path_factory.mktemp("compiled")
+    done = compile_table(EngineConfig.of(str(tiny), TINY), out, target="h200", progress=False)
+    assert done.memory is not None and len(done.file_bytes) == len(program_keys(done.spec)) == 14
+    assert done.spec.num_pages == 1 + 4, "as many as all sequences take: a page each, and the null page"
+    return out
+
+
+def test_the_manifest_is_an_h200s(compiled: Path) -> None:
+    manifest = GivenPrograms(compiled).manifest()
+    facts = manifest.facts
+    assert (facts["platform"], facts["device"], facts["mesh"]) == ("gpu", "NVIDIA H200", {"tensor": 1})
+    assert (facts["dtype"], facts["page_size"], facts["num_pages"], facts["processor"]) == ("bfloat16", 64, 5, "")
+    assert facts["plugin"].startswith("jax-cuda13-pjrt ")
+    assert all(size > 1000 for size in manifest.notes["bytes"].values())
+    trunk = manifest.notes["memory"][str(TrunkKey(8, 1, 1))]
+    page = 2 * 2 * 2 * 64 * 8 * 2  # layers, keys and values, kv heads, tokens, head_dim, bfloat16
+    assert trunk["aliased"] >= 5 * page
+
+
+def test_a_cpu_refuses_programs_of_an_h200(compiled: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "llama_gqa")
+    with pytest.raises(InvalidArgument, match='platform is "gpu" there, "cpu" is wanted'):
+        start_engine(EngineConfig.of(str(tmp_path / "model"), {**TINY, "programs": compiled}), progress=False)
+
+
+def test_devices_share_the_cache(tiny: Path) -> None:
+    spec = describe_for(EngineConfig.of(str(tiny), {**TINY, "tensor_parallel_size": 2}), "h100")
+    assert spec.mesh.size == 2 and spec.facts()["mesh"] == {"tensor": 2}
+    assert device_bytes(spec.cache) * 2 == device_bytes(describe_for(EngineConfig.of(str(tiny), TINY), "h100").cache)
+
+
+def test_results_of_autotuning_that_cannot_be_read(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "autotune.textproto"
+    file.write_text("no results {")
+    with pytest.raises(InvalidArgument, match=r"^autotune=.*cannot be read"):
+        compile_table(EngineConfig.of(str(tiny), TINY), tmp_path / "out", target="h200", autotune=file, progress=False)
+
+
+def test_a_plan_for_a_tiny_model(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(tiny), "--target=h200", "--quiet", *(f"--{name.replace('_', '-')}={value}" for name, value in TINY.items())]
+    assert cli.main(["plan", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "on 1 x NVIDIA H200" in text and text.rstrip().endswith("The whole table has 14 programs. It fits.")
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["plan", *arguments, "--num-pages=100000000"])
+    assert "It does not fit." in capsys.readouterr().out
+
+
+def test_a_target_that_does_not_exist(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["plan"], ["compile", "--out=somewhere"]):
+        assert cli.main([*command, str(tiny), "--target=h20"]) == 2
+        assert "one of a100, h100, h200, l4" in capsys.readouterr().err
+
+
+def test_pages_of_8b_on_an_h200_by_hand() -> None:
+    """8,030,261,248 weights of 2 bytes; 32 x 2048 + 1 pages of 64 x 131,072 bytes are more than fit. No program is compiled."""
+    config = EngineConfig(model=str(DATA / "llama-3.1-8b"))
+    spec = describe_for(config, "h200")
+    memory = DeviceMemory.of(memory_limit(config, spec, "h200"), spec, [ProgramMemory(0, 0, 0, 60_000_000)])
+    state = 33 * 128_256 * 4 + device_bytes(spec.slots)
+    assert (memory.limit, memory.weights, memory.state, memory.page) == (136_257_837_465, 16_060_522_496, state, 8_388_608)
+    free = 136_257_837_465 - 136_257_837_465 // 50 - 16_060_522_496 - state - 60_000_000
+    assert pages_beside(config, spec, memory) == free // 8_388_608 // 64 * 64 == 13_952
+    assert (formats_of(spec).kv_bytes, formats_of(spec).weight_bytes) == (131_072, 2)
+
+
+def test_70b_on_eight_h200s_by_hand() -> None:
+    """Each has an eighth of the matrices, whole norms, and one kv head."""
+    spec = describe_for(EngineConfig(model=str(DATA / "llama-3.1-70b"), tensor_parallel_size=8), "h200")
+    memory = DeviceMemory.of(1 << 37, spec, [ProgramMemory(0, 0, 0, 0)])
+    norms = 161 * 8192
+    assert memory.weights == 2 * ((70_553_706_496 - norms) // 8 + norms)
+    assert memory.page == 64 * 40_960 and formats_of(spec).kv_bytes == 40_960
+
+
+def check_plan(plan: Plan, weights: int, kv_bytes: int) -> None:
+    """What XLA reports for the plan's programs is what arithmetic says."""
+    memory, spec = plan.memory, plan.spec
+    assert (memory.weights, memory.page) == (weights, 64 * kv_bytes)
+    for key, (used, _) in plan.compiled.items():
+        if isinstance(key, TrunkKey):
+            state = device_bytes(spec.slots)
+            assert used.arguments == pytest.approx(weights + 2 * memory.page + state, abs=1 << 20)
+            assert used.aliased >= 2 * memory.page
+    assert memory.working < 2 * GIB
+    assert memory.weights + memory.state + memory.working + memory.margin + plan.pages * memory.page <= memory.limit
+    assert plan.sequences(8192) == (plan.pages - 1) / 128
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("size", "devices"), LLAMAS)
+def test_llamas_plans(size: str, devices: int) -> None:
+    config = EngineConfig(model=str(DATA / f"llama-3.1-{size}"), tensor_parallel_size=devices, max_model_len=8192)
+    plan = make_plan(config, "h200", progress=False)
+    print(report(size, plan))
+    weights, kv_bytes = {"8b": (16_060_522_496, 131_072), "70b": (2 * ((70_553_706_496 - 161 * 8192) // 8 + 161 * 8192), 40_960)}[size]
+    check_plan(plan, weights, kv_bytes)
+    assert plan.fits
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("size", "devices"), LLAMAS)
+def test_llamas_programs(size: str, devices: int, tmp_path: Path) -> None:
+    config = EngineConfig(model=str(DATA / f"llama-3.1-{size}"), tensor_parallel_size=devices, max_model_len=8192)
+    done = compile_table(config, tmp_path, target="h200", progress=False)
+    print(f"{len(done.file_bytes)} programs, {done.elapsed:.0f} s, {done.spec.num_pages} pages")
+    assert len(done.file_bytes) == 45
+    assert GivenPrograms(tmp_path).manifest().facts["num_pages"] == done.spec.num_pages

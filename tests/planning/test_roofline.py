@@ -1,0 +1,154 @@
+"""The plan's arithmetic against figures worked out by hand, and against the parameters that models declare."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from jengine.checkpoints import read_config
+from jengine.checkpoints.hugging_face import model_config
+from jengine.config import ModelConfig
+from jengine.models import build
+from jengine.planning.device_facts import DeviceFacts, device_facts
+from jengine.planning.roofline import (
+    Bound,
+    Formats,
+    Work,
+    bound,
+    decode,
+    experts_met,
+    head_elements,
+    kv_token_bytes,
+    layers_elements,
+    matrix_elements,
+    mean_seen,
+    prefill,
+    seen,
+)
+from pallas_kernels.ahead_of_time import targets
+from tests.golden.weights import VARIANTS
+
+DATA = Path(__file__).parent.parent / "data"
+BF16 = Formats(weight_bytes=2, product="bfloat16", dtype="bfloat16", activation_bytes=2, kv_bytes=131_072)
+
+
+def llama(size: str) -> ModelConfig:
+    return read_config(DATA / f"llama-3.1-{size}")
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters", "layers", "head", "norms"),
+    [  # layers: 32 x (80 x 128 x 4096 + 3 x 4096 x 14336), and 80 x (144 x 128 x 8192 + 3 x 8192 x 28672)
+        ("8b", 8_030_261_248, 6_979_321_856, 525_336_576, 65 * 4096),
+        ("70b", 70_553_706_496, 68_451_041_280, 1_050_673_152, 161 * 8192),
+    ],
+)
+def test_llamas_parameters(size: str, parameters: int, layers: int, head: int, norms: int) -> None:
+    config = llama(size)
+    declared = build(config, "bfloat16", 8192).params
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(declared)) == parameters
+    assert (layers_elements(config, 0), head_elements(config)) == (layers, head)
+    assert matrix_elements(config) + norms == layers + 2 * head + norms == parameters
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_familys_matrices_are_counted(variant: str) -> None:
+    """What declares itself a matrix, by its shape of two axes or more; less positions, which are looked up."""
+    config = model_config(VARIANTS[variant])
+    model = build(config, "float32", 64)
+    leaves = jax.tree_util.tree_leaves_with_path(model.params)
+    biases = [leaf for path, leaf in leaves if "bias" in jax.tree_util.keystr(path) or "position" in jax.tree_util.keystr(path)]
+    matrices = [leaf for _, leaf in leaves if len(leaf.shape) > 1 and not any(leaf is bias for bias in biases)]
+    assert sum(math.prod(x.shape) for x in matrices) == matrix_elements(config)
+
+
+def test_a_tokens_keys_and_values() -> None:
+    """8B: 2 x 32 layers x 8 heads x 128 x 2 bytes. 70B: 2 x 80 x 8 x 128 x 2, of which each of eight devices has one head."""
+    assert kv_token_bytes(llama("8b"), 2) == 131_072
+    assert kv_token_bytes(llama("70b"), 2) == 327_680
+    assert kv_token_bytes(llama("70b"), 2, devices=8) == 40_960
+    assert kv_token_bytes(llama("70b"), 2, devices=16) == 40_960, "a head is not divided"
+
+
+def test_a_decode_step_of_8b_by_hand() -> None:
+    """64 sequences of 1000 tokens on an H200: 7,504,658,432 elements are multiplied and read."""
+    work = decode(llama("8b"), BF16, 64, 1000)
+    assert work == Work(
+        products=2 * 64 * 7_504_658_432,
+        attention=4 * 64 * 32 * 128 * 1000 * 32,
+        read=2 * 7_504_658_432 + 64 * 1000 * 131_072,
+        sent=0,
+    )
+    step = bound(work, BF16, device_facts("h200"))
+    assert step.resource == "memory" and step.seconds == pytest.approx((15_009_316_864 + 8_388_608_000) / 4.8e12)  # 4.87 ms
+
+
+def test_a_prefill_step_of_8b_by_hand() -> None:
+    """8192 tokens of prompts of 2048: 4 rows of logits, and a token sees 1024 tokens on average."""
+    work = prefill(llama("8b"), BF16, 8192, 2048)
+    assert work == Work(
+        products=2 * (8192 * 6_979_321_856 + 4 * 525_336_576),
+        attention=4 * 8192 * 32 * 128 * 1024 * 32,
+        read=2 * 7_504_658_432 + 4 * 1024 * 131_072,
+        sent=0,
+    )
+    step = bound(work, BF16, device_facts("h200"))
+    assert step.resource == "products" and step.seconds == pytest.approx((work.products + work.attention) / 989.5e12)  # 0.12 s
+
+
+def test_eight_devices_share_70b() -> None:
+    """Each reads an eighth of 69,501,714,432 elements; two all-reduces a layer send 2 x 7/8 of 512 x 8192 x 2 bytes each."""
+    formats = Formats(weight_bytes=2, product="bfloat16", dtype="bfloat16", activation_bytes=2, kv_bytes=40_960, devices=8)
+    work = decode(llama("70b"), formats, 512, 100)
+    assert work.read == 2 * 69_501_714_432 / 8 + 512 * 100 * 40_960
+    assert work.products == 2 * 512 * 69_501_714_432 / 8
+    assert work.sent == 2 * 80 * 2 * 7 / 8 * 512 * 8192 * 2 == 2_348_810_240
+    assert bound(work, formats, device_facts("h200")).resource == "products"
+    slow = dataclasses.replace(device_facts("h200"), link=32e9)  # as PCIe
+    assert bound(work, formats, slow) == Bound(2_348_810_240 / 32e9, "links")
+
+
+def test_eight_bit_products_take_their_own_rate() -> None:
+    device = DeviceFacts("D", 1, 1e12, {"bfloat16": 100.0, "int8": 200.0}, 1.0, "link")
+    work = Work(products=400.0, attention=100.0, read=0, sent=0)
+    w8a8, fp8 = (Formats(1, kind, "bfloat16", 2, 1) for kind in ("int8", "float8_e4m3fn"))
+    assert bound(work, BF16, device).seconds == 5.0
+    assert bound(work, w8a8, device).seconds == 3.0
+    assert bound(work, fp8, device).seconds == 5.0, "emulated where the device has no such products"
+
+
+def test_windows_bound_what_is_seen() -> None:
+    """Two layers, one with a window of 4."""
+    config = ModelConfig(
+        family="mistral", vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=8,
+        max_position=99, windows=(4, None),
+    )  # fmt: skip
+    assert seen(config, 3) == 6 and seen(config, 10) == 14
+    assert mean_seen(config, 4) == 4 and mean_seen(config, 8) == (4 - 16 / 16) + 4
+
+
+def test_experts_that_are_met() -> None:
+    """Two of eight: one token meets two, two tokens 8 x (1 - 9/16), and many meet all."""
+    config = model_config(VARIANTS["mixtral"])
+    experts, each = config.num_experts, config.experts_per_token
+    assert experts_met(config, 1) == pytest.approx(each)
+    assert experts_met(config, 2) == pytest.approx(experts * (1 - (1 - each / experts) ** 2))
+    assert experts_met(config, 10_000) == pytest.approx(experts)
+    assert experts_met(llama("8b"), 5) == 0
+
+
+@pytest.mark.parametrize("target", targets())
+def test_every_target_has_all_facts(target: str) -> None:
+    facts = device_facts(target)
+    assert facts.name.startswith("NVIDIA ") and target.upper() in facts.name
+    assert 2e10 < facts.memory < 2e11 and 2e11 < facts.bandwidth < 1e13 and 1e10 < facts.link < 1e12 and facts.link_name
+    assert facts.rates["int8"] == pytest.approx(2 * facts.rates["bfloat16"], rel=0.01) and facts.rates["float16"] == facts.rates["bfloat16"]
+
+
+def test_other_targets_are_refused() -> None:
+    with pytest.raises(ValueError, match="target='h20': one of a100, h100, h200, l4"):
+        device_facts("h20")
