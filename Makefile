@@ -5,10 +5,14 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 comma := ,
 STAMP := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
+# Tests compile for GPUs that are not there. Where CUDA is installed for one that is, that will do.
+TESTED := $(if $(findstring cuda,$(EXTRAS)),$(STAMP),$(STAMP)-aot)
+INSTALL = $$(command -v uv >/dev/null && echo "uv pip install --python $(PYTHON)" || echo "$(PYTHON) -m pip install --disable-pip-version-check") \
+	--quiet --constraint constraints.txt --editable
 PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolved under the first
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-full lint format goldens goldens-vllm support clean
+.PHONY: help setup demo serve-demo test test-full lint format goldens goldens-vllm support compare protos clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,15 +22,16 @@ setup: $(STAMP) ## make .venv with everything needed (EXTRAS=dev,cuda12 for an N
 $(STAMP): pyproject.toml constraints.txt
 	@if command -v uv >/dev/null; then \
 	    test -x $(PYTHON) || uv venv --quiet --python $(firstword $(PYTHONS)) $(VENV) || exit 1; \
-	    install="uv pip install --python $(PYTHON)"; \
 	else \
 	    $(PYTHON) -m pip --version >/dev/null 2>&1 || { \
 	        python=$$(tools/find_python $(PYTHONS)) && "$$python" -m venv --clear $(VENV); } || exit 1; \
-	    install="$(PYTHON) -m pip install --disable-pip-version-check"; \
 	fi; \
 	echo "Installing into $(VENV) (some minutes the first time)"; \
-	$$install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' >$(VENV)/setup.log 2>&1 \
-	    || { cat $(VENV)/setup.log >&2; exit 1; }
+	$(INSTALL) '.[$(EXTRAS)]' >$(VENV)/setup.log 2>&1 || { cat $(VENV)/setup.log >&2; exit 1; }
+	@touch $@
+
+$(STAMP)-aot: $(STAMP)
+	@$(INSTALL) '.[$(EXTRAS),aot]' >$(VENV)/setup.log 2>&1 || { cat $(VENV)/setup.log >&2; exit 1; }
 	@touch $@
 
 demo: setup ## stream text from the embedded model
@@ -35,10 +40,10 @@ demo: setup ## stream text from the embedded model
 serve-demo: setup ## serve the embedded model over gRPC; `jengine chat --server 127.0.0.1:50051` talks to it
 	@$(VENV)/bin/jengine serve demo
 
-test: setup lint ## check style and types, run the tests (minutes)
+test: lint $(TESTED) ## check style and types, run the tests (minutes)
 	$(PYTHON) -m pytest
 
-test-full: setup lint ## the same with the long tests
+test-full: lint $(TESTED) ## the same with the long tests
 	$(PYTHON) -m pytest -m "full or not full" --timeout 3600
 
 lint: setup ## ruff and mypy
@@ -70,6 +75,9 @@ protos: setup ## generate serving/generated from serving/protos
 
 support: setup ## run the golden tests and write the support matrix in README.md
 	$(PYTHON) tools/support_matrix.py
+
+compare: setup ## compare with other engines on this CPU (installs them, 13 GB; about half an hour)
+	$(PYTHON) -m benchmarks.compare
 
 clean: ## delete the environments and all caches
 	rm -rf .venv .venv-goldens .venv-vllm .cache .hypothesis .pytest_cache .ruff_cache .mypy_cache *.egg-info dist
