@@ -1,0 +1,248 @@
+"""Every kernel against `reference.py`, in float32 and at the highest precision, on the same device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, product, zip_longest
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu.inputs import KINDS, Paged, checked
+from benchmarks.gpu.rows import FAILED, Row, failed, skipped
+from benchmarks.gpu.work import Shape
+from pallas_kernels import dispatch, reference
+from pallas_kernels.quantized import Pages, Quantized, dequantize
+
+Ways = dict[str, Any]
+WAYS: tuple[Ways, ...] = (
+    {"scale": 0.2},
+    {"scale": 0.3, "window": 70},
+    {"scale": 0.5, "soft_cap": 3.0},
+    {"scale": 0.3, "window": 33, "soft_cap": 20.0},
+)
+HEAD_DIMS, GROUPS, PAGE_SIZES = (64, 128, 256), (1, 4, 8), (16, 64, 128)
+MANY = 1500  # tokens of the longest sequence
+EXPONENTIALS = 2e-5  # error of the hardware's exponentials and of float32 sums, beside 1
+
+
+class Case(NamedTuple):
+    """One call of one function. Which fields count depends on the function.
+
+    Attributes:
+        function: decode, prefill, kv_write or copy_pages.
+        kind: of the cache's numbers; None is dtype.
+        ways: scale, window and soft cap of attention; splits of decode.
+        size: tokens of a tile, or tokens that are written.
+        pairs: of channels that rotate; 0 is no rotation.
+    """
+
+    function: str
+    shape: Shape
+    dtype: str
+    kind: str | None = None
+    ways: Ways = {}  # noqa: RUF012  never changed
+    size: int = 0
+    pairs: int = 0
+
+    def __str__(self) -> str:
+        shape = f"{self.shape.kv_heads}x{self.shape.group} heads of {self.shape.head_dim}, pages of {self.shape.page_size}"
+        more = [f"{name}={value}" for name, value in self.ways.items()]
+        more += [f"{name}={value}" for name, value in (("size", self.size), ("pairs", self.pairs)) if value]
+        return " ".join([f"{self.function}: {self.dtype}", *([f"in {self.kind}"] if self.kind else []), shape, *more])
+
+
+class Comparison(NamedTuple):
+    worst: float  # error over what rounding allows; infinite where a result is NaN or was changed and should not have been
+    relative: float  # norm of the error over the norm of what is right
+
+
+def cases(small: bool) -> list[Case]:
+    """Functions in turn, so that a run that is cut short has met each; each shape meets other dtypes, options and cache kinds."""
+    if small:
+        shape = Shape(2, 2, 64, 16)
+        attention = [Case("decode", shape, "bfloat16", None, WAYS[3]), Case("prefill", shape, "bfloat16", "int8", WAYS[0], 16)]
+        return [*attention, Case("kv_write", shape, "bfloat16", None, {}, 13, 32), Case("copy_pages", shape, "bfloat16", "float8_e4m3fn")]
+    shapes = [Shape(1 + i % 2, *one) for i, one in enumerate(product(GROUPS, HEAD_DIMS, PAGE_SIZES))]
+    shapes = shapes[::2] + shapes[1::2]
+    dtypes, ways, splits = cycle(("bfloat16", "bfloat16", "float16")), cycle(WAYS), cycle((None, 1, 3, 2, 4))
+    tiles, tokens, pairs = cycle((64, 16, 128, 64, 48)), cycle((13, 1, 64, 300)), cycle((0, 32, 24, 64))
+    # Plain caches meet all shapes, eight-bit ones every other.
+    kinds = [kind for i in range(len(shapes)) for kind in (KINDS if i % 2 else KINDS[:1])]
+    shaped = [shape for i, shape in enumerate(shapes) for _ in (KINDS if i % 2 else KINDS[:1])]
+    decode = [Case("decode", s, next(dtypes), k, next(ways) | {"splits": next(splits)}) for s, k in zip(shaped, kinds, strict=True)]
+    prefill = [Case("prefill", s, next(dtypes), k, next(ways), next(tiles)) for s, k in zip(shaped, kinds, strict=True)]
+    flat = list(product(KINDS, HEAD_DIMS, PAGE_SIZES))
+    heads = cycle((1, 2, 8, 3))
+    write = [
+        Case("kv_write", Shape(next(heads), 1, d, p), next(dtypes), k, {}, next(tokens), min(next(pairs), d // 2)) for k, d, p in flat
+    ]
+    copy = [Case("copy_pages", Shape(2, 1, d, p), next(dtypes), k) for k, d, p in flat[::2]]
+    return [case for turn in zip_longest(decode, prefill, write, copy) for case in turn if case is not None]
+
+
+def measure(small: bool) -> Iterator[Row]:
+    """A row for each case; the kernels' on a GPU, XLA's forms elsewhere."""
+    impl: dispatch.Impl = "xla" if small else "mosaic"
+    for i, case in enumerate(cases(small)):
+        refused, run = CALLS[case.function](case, impl, i)
+        if refused is not None and not small:
+            yield skipped(str(case), refused)
+            continue
+        try:
+            worst, relative = run()
+        except Exception as error:  # a compiler's or a device's: this case has failed, others may not
+            yield failed(str(case), f"{type(error).__name__}: {str(error).strip()[:300]}")
+            continue
+        values = {"error / allowed": worst, "relative error": relative}
+        yield Row(str(case), values, outcome="ok") if worst <= 1 else Row(str(case), values, outcome=FAILED)
+
+
+Prepared = tuple[str | None, Callable[[], Comparison]]  # why the kernel cannot take it, and what runs it
+
+
+def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
+    page = case.shape.page_size
+    lengths = [1, page - 1, 0, page, page + 1, MANY if impl == "mosaic" else 100, 129]
+    paged = checked(lengths, case.shape, case.dtype, case.kind, seed)
+    q = jax.random.normal(jax.random.key(seed), (len(lengths), case.shape.heads, case.shape.head_dim)).astype(case.dtype)
+    where = paged.tables, jnp.asarray(lengths, jnp.int32)
+    ways = {name: value for name, value in case.ways.items() if name != "splits"}
+
+    def run() -> Comparison:
+        attend = jax.jit(partial(dispatch.paged_attention_decode, **case.ways, impl=impl))
+        truth = _truth(reference.paged_attention_decode, ways)
+        return _attention(case, attend(q, paged.k, paged.v, *where), truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
+
+    return dispatch.decode_supported(q, paged.k, paged.v), run
+
+
+def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
+    """A first tile, whole; a chunk from mid-page; padding; one token twice; later tiles, two of which share their first page."""
+    page, tile = case.shape.page_size, case.size
+    last = (MANY if impl == "mosaic" else 100) - tile
+    positions, lengths = [0, page // 2 + 3, 0, page, 0, 2 * tile, last], [tile, tile - 5, 0, 1, 1, tile, tile]
+    paged = checked([at + length for at, length in zip(positions, lengths, strict=True)], case.shape, case.dtype, case.kind, seed)
+    q = jax.random.normal(jax.random.key(seed), (len(lengths), tile, case.shape.heads, case.shape.head_dim)).astype(case.dtype)
+    where = paged.tables, jnp.asarray(positions, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    real = jnp.arange(tile) < where[2][:, None]
+
+    def run() -> Comparison:
+        attend = jax.jit(partial(dispatch.paged_attention_prefill, **case.ways, impl=impl))
+        got = attend(q, paged.k, paged.v, *where)
+        got = jnp.where(real[..., None, None] | ~jnp.isfinite(got), got, 0)  # the rest is undefined, but finite
+        truth = _truth(reference.paged_attention_prefill, case.ways)
+        return _attention(case, got, truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
+
+    return dispatch.prefill_supported(q, paged.k, paged.v), run
+
+
+def _attention(case: Case, got: jax.Array, want: jax.Array, paged: Paged) -> Comparison:
+    """Rounded to dtype are each weight, and the result. All else is float32."""
+    largest = float(jnp.nanmax(jnp.abs(_numbers(paged.v))))
+    rounding = 1.05 * float(jnp.finfo(case.dtype).eps) / 2
+    return compare(got, want, rounding * (np.abs(np.asarray(want)) + largest) + EXPONENTIALS * largest)
+
+
+def _kv_write(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
+    rng, shape = np.random.default_rng(seed), case.shape
+    num_pages = 2 + -(-case.size // shape.page_size)
+    places = rng.permutation(np.arange(shape.page_size, num_pages * shape.page_size))[: case.size]
+    real = np.arange(case.size) % 3 != 1
+    places[~real] %= shape.page_size  # padding, in the null page
+    new = rng.normal(size=(2, case.size, shape.kv_heads, shape.head_dim))
+    k, v = (jnp.asarray(np.where(real[:, None, None], x, np.nan), case.dtype) for x in new)
+    angles = rng.uniform(-3, 3, size=(case.size, case.pairs))
+    rotation = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)) if case.pairs else None
+    old = checked([0, 0], shape, case.dtype, case.kind, seed).k  # NaN
+    old = jax.tree.map(lambda x: jnp.tile(x[:1], (num_pages, *[1] * (x.ndim - 1))), old)
+    pages, offsets = places // shape.page_size, places % shape.page_size
+    args = old, old, k, v, jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32)
+    untouched = np.ones((num_pages, shape.page_size), bool)
+    untouched[pages[real], offsets[real]] = False
+    untouched[0] = False  # undefined
+
+    def run() -> Comparison:
+        got = jax.jit(partial(dispatch.kv_write, impl=impl))(*args, rotation=rotation)
+        want = _truth(reference.kv_write, {})(*args, rotation=rotation)
+        return worst_of(_written(case, *both, (pages[real], slice(None), offsets[real]), untouched) for both in zip(got, want, strict=True))
+
+    return dispatch.kv_write_supported(old, old, k, v), run
+
+
+def _written(case: Case, got: Pages, want: Pages, places: Any, untouched: np.ndarray) -> Comparison:
+    """What was copied is exact; what was rotated or quantized may be rounded to the neighbour."""
+    here, there = (np.asarray(_numbers(pages))[places] for pages in (got, want))
+    step = np.abs(there) * float(jnp.finfo(case.kind or case.dtype).eps) if case.kind != "int8" else np.abs(there).max(-1, keepdims=True) / 127
+    exact = case.kind is None and not case.pairs
+    kept = [_same(now, then, untouched) for now, then in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
+    return worst_of([compare(here, there, np.zeros_like(there) if exact else 1.01 * step + 1e-6), *kept])
+
+
+def _copy_pages(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
+    paged = checked([100, 0, 300, 7], case.shape, case.dtype, case.kind, seed)
+    order = 1 + np.random.default_rng(seed).permutation(paged.k.shape[0] - 1)
+    copies = min(5, len(order) // 2)
+    sources, destinations = (jnp.asarray([*part, 0], jnp.int32) for part in (order[:copies], order[copies : 2 * copies]))
+    args = paged.k, paged.v, sources, destinations
+    all_but_null = np.arange(paged.k.shape[0]) > 0
+
+    def run() -> Comparison:
+        got, want = jax.jit(partial(dispatch.copy_pages, impl=impl))(*args), jax.jit(reference.copy_pages)(*args)
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+        return worst_of(_same(now, then, all_but_null) for now, then in pairs)
+
+    return dispatch.copy_pages_supported(paged.k, paged.v), run
+
+
+CALLS: dict[str, Callable[[Case, dispatch.Impl, int], Prepared]] = {
+    "decode": _decode,
+    "prefill": _prefill,
+    "kv_write": _kv_write,
+    "copy_pages": _copy_pages,
+}
+
+
+def _truth(function: Callable[..., Any], ways: Ways) -> Callable[..., Any]:
+    def run(*args: Any, **more: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(partial(function, **ways))(*args, **more)
+
+    return run
+
+
+def _wide(x: Any) -> Any:
+    return x if isinstance(x, Quantized) else x.astype(jnp.float32)
+
+
+def _numbers(pages: Pages) -> jax.Array:
+    """In float32."""
+    return dequantize(replace(pages, dtype="float32")) if isinstance(pages, Quantized) else pages.astype(jnp.float32)
+
+
+def compare(got: Any, want: Any, allowed: np.ndarray) -> Comparison:
+    """Arrays of one shape; where nothing is allowed, equal is 0 and anything else infinite."""
+    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    error = np.abs(got - want)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        worst = np.where(error == 0, 0.0, error / allowed)
+    norm = float(np.linalg.norm(want))
+    relative = float(np.linalg.norm(error)) / norm if norm else float(np.linalg.norm(error))
+    return Comparison(float(np.where(np.isnan(worst), np.inf, worst).max(initial=0.0)), relative)
+
+
+def _same(got: jax.Array, want: jax.Array, where: np.ndarray) -> Comparison:
+    """Bit for bit. where: of the pages, or of [pages, page_size]; in arrays of [pages, kv_heads, page_size, ...]."""
+    now, then = (np.asarray(x) for x in (got, want))
+    if where.ndim == 2:
+        now, then = now.swapaxes(1, 2), then.swapaxes(1, 2)
+    differ = (now[where].view(np.uint8) != then[where].view(np.uint8)).any()
+    return Comparison(float("inf") if differ else 0.0, 0.0)
+
+
+def worst_of(comparisons: Any) -> Comparison:
+    return Comparison(*(max(values) for values in zip(*comparisons, strict=True)))

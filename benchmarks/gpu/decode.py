@@ -1,0 +1,62 @@
+"""Decode attention: bytes a second, over what the device itself copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.gpu.inputs import KINDS, free_bytes, large, page_bytes, tables
+from benchmarks.gpu.rows import Row, skipped
+from benchmarks.gpu.timing import CHAIN, ceilings, chained
+from benchmarks.gpu.work import LLAMA, SMALL, Shape, decode_bytes
+from pallas_kernels import dispatch
+from pallas_kernels.quantized import Pages
+
+GOAL = 0.85
+FILLS = 1 << 27  # bytes that a call must move to be held to the goal: some 30 us of an H200
+BATCHES, CONTEXTS = (1, 16, 64, 256), (1024, 8192, 32768)
+
+
+def measure(small: bool) -> Iterator[Row]:
+    """Rows of every batch, context and cache; those with little to move have no goal."""
+    bandwidth = ceilings(small).bandwidth
+    yield Row("copy on this device", {"GB/s": bandwidth / 1e9})
+    shape, cases = (SMALL, [(2, 64)]) if small else (LLAMA, [(batch, context) for context in CONTEXTS for batch in BATCHES])
+    for kind in KINDS:
+        yield from _of_kind(shape, kind, cases, bandwidth, small)
+
+
+def _of_kind(shape: Shape, kind: str | None, cases: list[tuple[int, int]], bandwidth: float, small: bool) -> Iterator[Row]:
+    name = "bfloat16" if kind is None else kind
+    needed = max(batch * context for batch, context in cases) // shape.page_size + 1
+    room = free_bytes()
+    num_pages = needed if room is None else min(needed, int(0.8 * room) // page_bytes(shape, kind))
+    k, v = large(shape, num_pages, "bfloat16", kind)
+    q = jax.ShapeDtypeStruct((1, shape.heads, shape.head_dim), jnp.bfloat16)
+    refused = None if small else dispatch.decode_supported(q, k, v)  # type: ignore[arg-type]
+    if refused is not None:
+        yield skipped(f"{name} cache", refused)
+        return
+    for batch, context in cases:
+        case = f"{name} cache, batch {batch}, context {context}"
+        if batch * context // shape.page_size >= k.shape[0]:
+            yield skipped(case, f"needs {batch * context // shape.page_size} pages, there is memory for {num_pages}")
+            continue
+        seconds = seconds_of(shape, k, v, batch, context, "xla" if small else "mosaic")
+        moved = decode_bytes(shape, batch, context, 2 if kind is None else 1, 0 if kind is None else 4)
+        share = moved / seconds / bandwidth
+        goal = GOAL if moved >= FILLS and kind is None and not small else None
+        yield Row(case, {"us": 1e6 * seconds, "GB/s": moved / seconds / 1e9, "share": share}, goal)
+
+
+def seconds_of(shape: Shape, k: Pages, v: Pages, batch: int, context: int, impl: dispatch.Impl) -> float:
+    """Of a call, with sequences that all have `context` tokens, on other pages each time."""
+    q = jax.random.normal(jax.random.key(1), (batch, shape.heads, shape.head_dim), jnp.bfloat16)
+    block_tables = jnp.asarray(tables(k.shape[0], CHAIN, batch, context // shape.page_size))
+    lengths = jnp.full((batch,), context, jnp.int32)
+    attend = partial(dispatch.paged_attention_decode, scale=1 / math.sqrt(shape.head_dim), impl=impl)
+    return chained(lambda q, table, k, v, lengths: attend(q, k, v, table, lengths), q, block_tables, k, v, lengths)

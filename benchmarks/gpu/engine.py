@@ -1,0 +1,168 @@
+"""The engine on a Llama of 8B parameters with random weights: tokens a second over the roofline, and the host's time a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.gpu.model import compiled, random_params
+from benchmarks.gpu.rows import Row, skipped
+from benchmarks.gpu.timing import ceilings
+from benchmarks.host_cost import Clock
+from jengine.checkpoints.hugging_face import model_config
+from jengine.engine import Engine
+from jengine.execution.kernels import kernels_refused
+from jengine.execution.runner import Runner
+from jengine.execution.spec import ExecutionSpec
+from jengine.execution.worker import Worker
+from jengine.models import build
+from jengine.parallel.mesh import make_mesh
+from jengine.planning.plan import formats_of
+from jengine.planning.roofline import decode, prefill
+from jengine.program_table import ProgramTable
+from jengine.request import Request, SamplingParams
+from jengine.scheduling.scheduler import Scheduler
+from jengine.shapes import page_buckets
+from jengine.updates import TokenUpdate
+from tools.make_model import COMMON, SHAPES
+
+DECODE_GOAL, PREFILL_GOAL = 0.8, 0.6
+ROUNDS = 3  # of prefill
+
+
+class Size(NamedTuple):
+    """What is run.
+
+    Attributes:
+        batches: of sequences that decode together, after prompts of `prompt` tokens.
+        steps: that are timed.
+        chunk: tokens of a prefill step: one prompt, or some of `prompt` tokens.
+    """
+
+    config: dict[str, Any]
+    dtype: str
+    batches: tuple[int, ...]
+    prompt: int
+    steps: int
+    chunk: int
+    tile_size: int
+    page_size: int
+    threads: int
+
+
+LLAMA_8B = COMMON | SHAPES["8b"]
+FULL = Size(LLAMA_8B, "bfloat16", (1, 32, 256), 1024, 64, 8192, 64, 64, 12)
+TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = Size(COMMON | SHAPES["134m"] | TINY | {"num_key_value_heads": 2, "head_dim": 32}, "float32", (1, 8), 16, 4, 32, 16, 16, 1)
+
+
+def measure(small: bool) -> Iterator[Row]:
+    size = SMALL if small else FULL
+    limits = ceilings(small)
+    start = time.perf_counter()
+    spec, engine = make_engine(size)
+    refused = kernels_refused(spec)
+    yield Row("weights drawn, programs compiled", {"s": time.perf_counter() - start})
+    if refused is not None:
+        yield skipped("attention's kernels, XLA's forms take their place", refused)
+    for prompt in (size.chunk, size.prompt):
+        seconds = prefill_seconds(engine, size.chunk // prompt, prompt)
+        work = prefill(spec.model.config, formats_of(spec), size.chunk, prompt)
+        done = (work.products + work.attention) / seconds
+        values = {"ms": 1e3 * seconds, "tokens/s": size.chunk / seconds, "TFLOP/s": done / 1e12, "share": done / limits.rate}
+        yield Row(f"prefill, {size.chunk // prompt} x {prompt}", values, None if small else PREFILL_GOAL)
+    clock = Clock()
+    clock.wrap(Runner, "read", "read")
+    for batch in size.batches:
+        seconds, host, context = decode_seconds(engine, batch, size, clock)
+        read = decode(spec.model.config, formats_of(spec), batch, round(context)).read
+        values = {"ms": 1e3 * seconds, "tokens/s": batch / seconds, "GB/s": read / seconds / 1e9, "host ms": 1e3 * host}
+        share = {"share": read / limits.bandwidth / seconds}
+        yield Row(f"decode, batch {batch}, context {context:.0f}", values | share, None if small else DECODE_GOAL)
+
+
+def make_engine(size: Size) -> tuple[ExecutionSpec, Engine]:
+    """With a trunk for each batch, and two that take a chunk: alone, and beside the largest batch."""
+    rows = tuple(sorted({max(batch, 8) for batch in size.batches}))
+    max_model_len = max(size.chunk + 8, size.prompt + tokens_out(size, rows[-1]))
+    pages = max(rows[-1] * -(-(size.prompt + tokens_out(size, rows[-1])) // size.page_size), -(-max_model_len // size.page_size))
+    facts = model_config(size.config)
+    spec = ExecutionSpec(
+        model=build(facts, size.dtype, max_model_len),
+        mesh=make_mesh(1),
+        table=ProgramTable(rows, tuple(sorted({rows[0], rows[-1]})), (size.chunk // size.tile_size,), size.tile_size),
+        max_model_len=max_model_len,
+        max_slots=rows[-1],
+        page_size=size.page_size,
+        num_pages=1 + pages + rows[-1],  # admission leaves one free page for each sequence
+    )
+    if jax.default_backend() != "cpu" and kernels_refused(spec) is not None:
+        spec = dataclasses.replace(spec, table=dataclasses.replace(spec.table, page_buckets=page_buckets(spec.table_width)))
+    params = random_params(spec)
+    runner = Runner(Worker(spec, compiled(spec, size.threads), params))  # type: ignore[arg-type]
+    scheduler = Scheduler(
+        spec.table,
+        page_size=spec.page_size,
+        num_pages=spec.num_pages,
+        max_num_seqs=spec.max_slots,
+        max_num_batched_tokens=rows[-1] + size.chunk,
+        max_model_len=max_model_len,
+    )
+    return spec, Engine(facts, runner, scheduler)
+
+
+def tokens_out(size: Size, batch: int) -> int:
+    """Of each sequence: none ends while others are still prefilled, or while the clock runs."""
+    return batch * size.prompt // size.chunk + size.steps + size.steps // 4 + 16
+
+
+def prefill_seconds(engine: Engine, prompts: int, tokens: int) -> float:
+    """Of a step of whole prompts, whose first token is all that is wanted; of several in a row."""
+    steps, took = 4, []
+    for _ in range(1 + ROUNDS):
+        add(engine, steps * prompts, tokens, 1)
+        start = time.perf_counter()
+        while engine.has_work:
+            engine.step()
+        took.append((time.perf_counter() - start) / steps)
+    return statistics.median(took[1:])
+
+
+def decode_seconds(engine: Engine, batch: int, size: Size, clock: Clock) -> tuple[float, float, float]:
+    """A step's seconds and those of them that the host did not wait for the device, medians; and tokens of a sequence, on average over the steps."""
+    add(engine, batch, size.prompt, tokens_out(size, batch))
+    made: Counter[str] = Counter()
+
+    def step() -> None:
+        made.update(update.request_id for update in engine.step() if isinstance(update, TokenUpdate))
+
+    while len(made) < batch:
+        step()
+    for _ in range(size.steps // 4):
+        step()
+    before, whole, host = sum(made.values()), [], []
+    clock.take()
+    for _ in range(size.steps):
+        start = time.perf_counter()
+        step()
+        whole.append(time.perf_counter() - start)
+        host.append(whole[-1] - clock.take()["read"])
+    context = size.prompt + (before + sum(made.values())) / 2 / batch
+    while engine.has_work:
+        engine.step()
+    return statistics.median(whole), statistics.median(host), context
+
+
+def add(engine: Engine, count: int, prompt: int, tokens: int) -> None:
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    for i in range(count):
+        ids = rng.integers(2, engine.model.vocab_size, prompt).tolist()
+        engine.add(Request(request_id=str(i), prompt_token_ids=ids, params=params))

@@ -1,0 +1,121 @@
+"""Programs that were compiled before: for a GPU that was not there, and on this one by another process. Loaded, and run.
+
+Three questions of each folder: is it for what is here, does each program load, does a step run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.rows import ROOT, Row, failed, skipped
+
+MODEL = "benchmarks/gpu/small_model"  # a configuration; programs need no more
+OPTIONS = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 72, "num_pages": 256}
+
+
+def command(out: str, target: str | None) -> list[str]:
+    """That compiles the folder, from the repository's root."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    return ["compile", MODEL, *(["--target", target] if target else []), *flags, "--out", out]
+
+
+def measure(given: Path | None) -> Iterator[Row]:
+    """given: a folder of programs that were compiled without a GPU."""
+    missing = missing_modules()
+    if missing is not None:
+        yield skipped("jengine", missing)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "here"
+        start = time.perf_counter()
+        made = subprocess.run(
+            [sys.executable, "-m", "jengine.cli", *command(str(out), None), "--quiet"], cwd=ROOT, capture_output=True, text=True
+        )
+        seconds = {"seconds": time.perf_counter() - start}
+        if made.returncode:
+            yield failed("compiled here: jengine compile", made.stderr.strip()[-600:], **seconds)
+        else:
+            yield Row("compiled here: jengine compile", seconds, outcome="ok")
+            yield from try_folder("compiled here", out)
+        if given is None:
+            how = shlex.join(["JAX_PLATFORMS=cpu", "jengine", *command("DIR", "h200")])
+            yield skipped("compiled without a GPU", f"no folder given; make one with this machine's versions of JAX: {how}")
+            return
+        copy = Path(temporary) / "given"  # of this user, and writable by nobody else, however it came here
+        shutil.copytree(given, copy)
+        for path in (copy, *copy.iterdir()):
+            path.chmod(0o700 if path.is_dir() else 0o600)
+        yield from try_folder("compiled without a GPU", copy)
+
+
+def missing_modules() -> str | None:
+    """Why jengine cannot be imported, or None."""
+    try:
+        importlib.import_module("jengine.start")
+        importlib.import_module("benchmarks.gpu.model")
+    except ImportError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def try_folder(name: str, folder: Path) -> Iterator[Row]:
+    """What becomes of each question; the later ones are asked even where the first is answered with no."""
+    from jengine.errors import InvalidArgument
+    from jengine.execution.given_programs import GivenPrograms
+    from jengine.execution.program_store import Doubt
+    from jengine.execution.programs import file_name, program_keys
+    from jengine.execution.runner import Runner
+    from jengine.execution.worker import Worker
+
+    from benchmarks.gpu.model import Chosen, random_params
+
+    try:
+        store = GivenPrograms(folder)
+        spec = _spec()
+    except InvalidArgument as error:
+        yield failed(f"{name}: manifest", str(error))
+        return
+    try:
+        store.check(spec.facts())
+        yield Row(f"{name}: for this model and device", outcome="ok")
+    except InvalidArgument as error:
+        yield failed(f"{name}: for this model and device", str(error))
+    start = time.perf_counter()
+    digests, programs, doubts = store.manifest().programs, {}, []
+    for key in program_keys(spec):
+        try:
+            programs[key] = store.load_one(file_name(key), digests, spec.mesh.devices.flatten().tolist())
+        except Doubt as doubt:
+            doubts.append(str(doubt))
+    counts: dict[str, Any] = {"seconds": time.perf_counter() - start, "programs": len(programs)}
+    case = f"{name}: loaded"
+    if doubts:
+        yield failed(case, f"{len(doubts)} not: {doubts[0][:600]}", **counts)
+        return
+    yield Row(case, counts, outcome="ok")
+    try:
+        runner = Runner(Worker(spec, Chosen(programs), random_params(spec)))  # type: ignore[arg-type]
+        start = time.perf_counter()
+        runner.warm_up(progress=False)
+        yield Row(f"{name}: every program run", {"seconds": time.perf_counter() - start}, outcome="ok")
+    except Exception as error:  # the runtime's
+        yield failed(f"{name}: every program run", f"{type(error).__name__}: {str(error)[:600]}")
+
+
+def _spec() -> Any:
+    """What the engine would ask for, with the number of pages that OPTIONS have."""
+    from jengine.ahead_of_time import describe_for
+    from jengine.config import EngineConfig
+
+    config = EngineConfig.of(str(ROOT / MODEL), OPTIONS)
+    return dataclasses.replace(describe_for(config, None), num_pages=config.num_pages)

@@ -1,0 +1,113 @@
+"""What a part of the suite gives: rows, printed as a table and kept beside what earlier runs gave."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_suite.json"
+FAILED, SKIPPED = "failed", "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case.
+
+    Attributes:
+        values: by column; text, or a number in the unit that the column names.
+        goal: of the column `share`, at least; None where there is none.
+        outcome: ok, failed or skipped; empty where only the goal, if any, is to be judged.
+        why: of a failure, or of what was skipped.
+    """
+
+    case: str
+    values: dict[str, Any] = field(default_factory=dict)
+    goal: float | None = None
+    outcome: str = ""
+    why: str = ""
+
+    @property
+    def judged(self) -> str:
+        if self.outcome or self.goal is None:
+            return self.outcome
+        return "met" if self.values["share"] >= self.goal else "missed"
+
+    def data(self) -> dict[str, Any]:
+        """As JSON has it."""
+        values = {name: str(value) if value in (math.inf, -math.inf) or value != value else value for name, value in self.values.items()}
+        extra = {"goal": self.goal, "outcome": self.judged, "why": self.why}
+        return {"case": self.case, **values, **{name: value for name, value in extra.items() if value not in (None, "")}}
+
+
+def skipped(case: str, why: str) -> Row:
+    return Row(case, outcome=SKIPPED, why=why)
+
+
+def failed(case: str, why: str, **values: Any) -> Row:
+    return Row(case, values, outcome=FAILED, why=why)
+
+
+def table(entries: list[dict[str, Any]]) -> str:
+    """Of what `Row.data` gives: all columns that some row has, then the goal, its outcome and the reason."""
+    names = dict.fromkeys(name for entry in entries for name in entry)
+    last = [name for name in ("goal", "outcome", "why") if name in names]
+    columns = [name for name in names if name not in last] + last
+    lines = [columns, *([_text(entry.get(name, "")) for name in columns] for entry in entries)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    left = (0, len(columns) - 1) if "why" in names else (0,)
+
+    def cell(text: str, i: int) -> str:
+        return text.ljust(widths[i]) if i in left else text.rjust(widths[i])
+
+    return "\n".join("  ".join(cell(text, i) for i, text in enumerate(line)).rstrip() for line in lines)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Results by part; none where there is no file."""
+    return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+def merged(results: dict[str, Any], part: str, machine: dict[str, Any], rows: Iterable[Row], stopped: str | None) -> dict[str, Any]:
+    """The results with this part's in place of its earlier ones.
+
+    Args:
+        stopped: why there may be rows missing; None where all are there.
+    """
+    entry = {"machine": machine, "sources": sources(), "rows": [row.data() for row in rows]}
+    return {**results, part: entry | ({} if stopped is None else {"stopped": stopped})}
+
+
+def write(file: Path, results: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def checked(results: dict[str, Any]) -> bool:
+    """Whether the part `correctness` was run with these kernels, on a GPU."""
+    entry = results.get("correctness", {})
+    return bool(entry.get("rows")) and entry["sources"] == sources() and entry["machine"]["devices"] != ["cpu"]
+
+
+def failures(results: dict[str, Any], part: str) -> int:
+    """Cases of a part that failed."""
+    return sum(entry.get("outcome") == FAILED for entry in results[part]["rows"])
+
+
+def sources() -> str:
+    """A digest of the kernels' source files."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "pallas_kernels").rglob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
