@@ -26,7 +26,6 @@ WAYS: tuple[Ways, ...] = (
     {"scale": 0.3, "window": 33, "soft_cap": 20.0},
 )
 HEAD_DIMS, GROUPS, PAGE_SIZES = (64, 128, 256), (1, 4, 8), (16, 64, 128)
-MANY = 1500  # tokens of the longest sequence
 EXPONENTIALS = 2e-5  # error of the hardware's exponentials and of float32 sums, beside 1
 
 
@@ -39,6 +38,7 @@ class Case(NamedTuple):
         ways: scale, window and soft cap of attention; splits of decode.
         size: tokens of a tile, or tokens that are written.
         pairs: of channels that rotate; 0 is no rotation.
+        longest: tokens of the longest sequence.
     """
 
     function: str
@@ -48,6 +48,7 @@ class Case(NamedTuple):
     ways: Ways = {}  # noqa: RUF012  never changed
     size: int = 0
     pairs: int = 0
+    longest: int = 1500
 
     def __str__(self) -> str:
         shape = f"{self.shape.kv_heads}x{self.shape.group} heads of {self.shape.head_dim}, pages of {self.shape.page_size}"
@@ -65,19 +66,20 @@ def cases(small: bool) -> list[Case]:
     """Functions in turn, so that a run that is cut short has met each; each shape meets other dtypes, options and cache kinds."""
     if small:
         shape = Shape(2, 2, 64, 16)
-        attention = [Case("decode", shape, "bfloat16", None, WAYS[3]), Case("prefill", shape, "bfloat16", "int8", WAYS[0], 16)]
+        attention = [Case("decode", shape, "bfloat16", None, WAYS[3], longest=100), Case("prefill", shape, "bfloat16", "int8", WAYS[0], 16, longest=100)]
         return [*attention, Case("kv_write", shape, "bfloat16", None, {}, 13, 32), Case("copy_pages", shape, "bfloat16", "float8_e4m3fn")]
     shapes = [Shape(1 + i % 2, *one) for i, one in enumerate(product(GROUPS, HEAD_DIMS, PAGE_SIZES))]
     shapes = shapes[::2] + shapes[1::2]
-    dtypes, ways, splits = cycle(("bfloat16", "bfloat16", "float16")), cycle(WAYS), cycle((None, 1, 3, 2, 4))
-    tiles, tokens, pairs = cycle((64, 16, 128, 64, 48)), cycle((13, 1, 64, 300)), cycle((0, 32, 24, 64))
+    # Periods without a common factor, so that each value of one meets all of the others.
+    dtypes, ways, splits = cycle(("bfloat16", "bfloat16", "float16")), cycle((*WAYS, *WAYS[1:])), cycle((None, 1, 3, 2, 4))
+    tiles, tokens = cycle((64, 16, 128, 64, 48)), cycle((13, 1, 64, 300))
+    pairs, heads = cycle((0, 32, 24, 64, 0, 32, 128)), cycle((1, 2, 8, 3, 4))
     # Plain caches meet all shapes, eight-bit ones every other.
     kinds = [kind for i in range(len(shapes)) for kind in (KINDS if i % 2 else KINDS[:1])]
     shaped = [shape for i, shape in enumerate(shapes) for _ in (KINDS if i % 2 else KINDS[:1])]
     decode = [Case("decode", s, next(dtypes), k, next(ways) | {"splits": next(splits)}) for s, k in zip(shaped, kinds, strict=True)]
     prefill = [Case("prefill", s, next(dtypes), k, next(ways), next(tiles)) for s, k in zip(shaped, kinds, strict=True)]
     flat = list(product(KINDS, HEAD_DIMS, PAGE_SIZES))
-    heads = cycle((1, 2, 8, 3))
     write = [
         Case("kv_write", Shape(next(heads), 1, d, p), next(dtypes), k, {}, next(tokens), min(next(pairs), d // 2)) for k, d, p in flat
     ]
@@ -107,7 +109,7 @@ Prepared = tuple[str | None, Callable[[], Comparison]]  # why the kernel cannot 
 
 def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     page = case.shape.page_size
-    lengths = [1, page - 1, 0, page, page + 1, MANY if impl == "mosaic" else 100, 129]
+    lengths = [1, page - 1, 0, page, page + 1, case.longest, 129]
     paged = checked(lengths, case.shape, case.dtype, case.kind, seed)
     q = jax.random.normal(jax.random.key(seed), (len(lengths), case.shape.heads, case.shape.head_dim)).astype(case.dtype)
     where = paged.tables, jnp.asarray(lengths, jnp.int32)
@@ -124,7 +126,7 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
 def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     """A first tile, whole; a chunk from mid-page; padding; one token twice; later tiles, two of which share their first page."""
     page, tile = case.shape.page_size, case.size
-    last = (MANY if impl == "mosaic" else 100) - tile
+    last = case.longest - tile
     positions, lengths = [0, page // 2 + 3, 0, page, 0, 2 * tile, last], [tile, tile - 5, 0, 1, 1, tile, tile]
     paged = checked([at + length for at, length in zip(positions, lengths, strict=True)], case.shape, case.dtype, case.kind, seed)
     q = jax.random.normal(jax.random.key(seed), (len(lengths), tile, case.shape.heads, case.shape.head_dim)).astype(case.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from jax import lax
 
 SAMPLE = 0.05  # seconds that a sample takes at least
 SAMPLES = 7
+IN_FLIGHT = 16  # calls at most: each holds memory for its result
 CHAIN = 8  # calls in one program, each of which takes what the one before it gave
 
 
@@ -25,11 +27,11 @@ class Ceilings(NamedTuple):
 def median(call: Callable[[], Any], wait: Callable[[Any], object] = jax.block_until_ready, samples: int = SAMPLES) -> float:
     """Seconds of a call, in the median of samples.
 
-    A sample is many calls, all dispatched before the last of them is waited for: a device does what it is given in order, so the host
-    only has to be faster than the device. Nothing is subtracted. The first calls, which compile, are not counted.
+    A sample is many calls, dispatched while earlier ones run: a device does what it is given in order, so the host only has to be faster
+    than the device. Nothing is subtracted. The first calls, which compile, are not counted.
 
     Args:
-        wait: until what the call gave is there.
+        wait: until what a call gave is there.
     """
     wait(call())
     calls, took = 1, _sample(call, wait, 1)
@@ -40,10 +42,13 @@ def median(call: Callable[[], Any], wait: Callable[[Any], object] = jax.block_un
 
 
 def _sample(call: Callable[[], Any], wait: Callable[[Any], object], calls: int) -> float:
+    pending: deque[Any] = deque()
     start = time.perf_counter()
-    for _ in range(calls - 1):
-        call()
-    wait(call())
+    for _ in range(calls):
+        if len(pending) == IN_FLIGHT:
+            wait(pending.popleft())
+        pending.append(call())
+    wait(pending.pop())
     return time.perf_counter() - start
 
 
@@ -66,7 +71,7 @@ def chained(function: Callable[..., jax.Array], first: jax.Array, each: Any, *fi
 @functools.cache
 def ceilings(small: bool) -> Ceilings:
     """Of this device, measured once a process. small: for a CPU, to see that this runs."""
-    words, size = (1 << 20, 256) if small else (1 << 30, 8192)
+    words, size = (1 << 20, 256) if small else (1 << 28, 8192)
     x = jax.random.bits(jax.random.key(0), (words,))
     copies = jax.jit(jnp.copy), jax.jit(lambda x: x ^ 1)  # the runtime's own copy, and a kernel's
     copy = min(median(lambda copy=copy: copy(x)) for copy in copies)
