@@ -8,11 +8,11 @@ decode        decode attention: bytes a second over the device's own copies
 prefill       prefill attention: operations a second over the device's own matrix products; beside other libraries
 engine        a Llama of 8B parameters, random weights: decoding and prefilling over the roofline, and the host's time
 transformers  the same Llama in transformers
-tune          the kernels' tuning
+tune          the kernels' tuning, as far as the time goes: into the table that they read
 
 Each part is a process of its own and ends within 8 minutes; what it had found by then is kept. Results go to FILE, by part, beside those
 of earlier runs. Without a GPU, XLA's forms take the kernels' place at the smallest sizes and nothing is saved unless FILE is named:
-that shows that the suite runs, no more. correctness, decode, prefill and tune need nothing but JAX. The exit status is 1 if anything failed.
+that shows that the suite runs, no more. Only programs and engine need what jengine needs. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.gpu.rows import Row
 from benchmarks.machine import facts
 
 PARTS = ("correctness", "programs", "decode", "prefill", "engine", "transformers", "tune")
-SHARING = ("programs", "prefill", "transformers", "tune")  # parts in which JAX leaves the GPU's memory to others
+SHARING = ("programs", "prefill", "transformers")  # parts in which JAX leaves the GPU's memory to others
 LIMIT, LAST_START = 480, 420  # seconds: a part is ended; no further case is begun
 ENDED = "the part was ended from outside"
 PACKAGES = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "flax", "torch", "transformers", "tokamax")
@@ -44,7 +44,7 @@ PACKAGES = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "flax", "
 def measure(part: str, small: bool, programs: Path | None) -> Iterator[Row]:
     """A part's rows as they are found. Modules are imported here: some need packages that others do not."""
     module: Any = importlib.import_module("benchmarks.gpu." + ("transformers_peer" if part == "transformers" else part))
-    more: dict[str, tuple[Any, ...]] = {"programs": (programs,), "transformers": ()}
+    more: dict[str, tuple[Any, ...]] = {"programs": (programs,), "transformers": (), "tune": ()}
     yield from module.measure(*more.get(part, (small,)))
 
 
@@ -71,9 +71,9 @@ def run_part(part: str, file: Path, programs: Path | None) -> None:
             if time.monotonic() - start > LAST_START:
                 return keep(f"its {LAST_START} s were over")
     except ImportError as error:
-        found.append(rows.skipped(part, f"{type(error).__name__}: {error}"))
+        found.append(rows.skipped(part, rows.reason(error)))
     except Exception as error:  # whatever a device or a compiler raises: what was found is kept
-        found.append(rows.failed(part, f"{type(error).__name__}: {str(error).strip()[:600]}"))
+        found.append(rows.failed(part, rows.reason(error)))
     keep(None)
 
 
@@ -92,7 +92,9 @@ def start_part(part: str, file: Path, programs: Path | None) -> int:
     start = time.monotonic()
     before = rows.read(file).get(part)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run([sys.executable, "-m", "benchmarks.gpu_suite", part, "--here", "--out", str(file), *more], cwd=rows.ROOT, timeout=LIMIT)
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.gpu_suite", part, "--here", "--out", str(file), *more], cwd=rows.ROOT, timeout=LIMIT
+        )
     results = rows.read(file)
     print(f"\n{part}, {time.monotonic() - start:.0f} s")
     if results.get(part) == before:
@@ -102,7 +104,7 @@ def start_part(part: str, file: Path, programs: Path | None) -> int:
     if "stopped" in results[part]:
         print(f"not all cases were run: {results[part]['stopped']}")
     print(flush=True)
-    return rows.failures(results, part) + (results[part].get("stopped") == ENDED)
+    return rows.failures(results, part) + int(results[part].get("stopped") == ENDED)
 
 
 def main() -> int:

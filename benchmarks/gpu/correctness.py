@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.inputs import KINDS, Paged, checked
-from benchmarks.gpu.rows import FAILED, Row, failed, skipped
+from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
 from benchmarks.gpu.work import Shape
 from pallas_kernels import dispatch, reference
 from pallas_kernels.quantized import Pages, Quantized, dequantize
@@ -66,7 +66,10 @@ def cases(small: bool) -> list[Case]:
     """Functions in turn, so that a run that is cut short has met each; each shape meets other dtypes, options and cache kinds."""
     if small:
         shape = Shape(2, 2, 64, 16)
-        attention = [Case("decode", shape, "bfloat16", None, WAYS[3], longest=100), Case("prefill", shape, "bfloat16", "int8", WAYS[0], 16, longest=100)]
+        attention = [
+            Case("decode", shape, "bfloat16", None, WAYS[3], longest=100),
+            Case("prefill", shape, "bfloat16", "int8", WAYS[0], 16, longest=100),
+        ]
         return [*attention, Case("kv_write", shape, "bfloat16", None, {}, 13, 32), Case("copy_pages", shape, "bfloat16", "float8_e4m3fn")]
     shapes = [Shape(1 + i % 2, *one) for i, one in enumerate(product(GROUPS, HEAD_DIMS, PAGE_SIZES))]
     shapes = shapes[::2] + shapes[1::2]
@@ -80,9 +83,7 @@ def cases(small: bool) -> list[Case]:
     decode = [Case("decode", s, next(dtypes), k, next(ways) | {"splits": next(splits)}) for s, k in zip(shaped, kinds, strict=True)]
     prefill = [Case("prefill", s, next(dtypes), k, next(ways), next(tiles)) for s, k in zip(shaped, kinds, strict=True)]
     flat = list(product(KINDS, HEAD_DIMS, PAGE_SIZES))
-    write = [
-        Case("kv_write", Shape(next(heads), 1, d, p), next(dtypes), k, {}, next(tokens), min(next(pairs), d // 2)) for k, d, p in flat
-    ]
+    write = [Case("kv_write", Shape(next(heads), 1, d, p), next(dtypes), k, {}, next(tokens), min(next(pairs), d // 2)) for k, d, p in flat]
     copy = [Case("copy_pages", Shape(2, 1, d, p), next(dtypes), k) for k, d, p in flat[::2]]
     return [case for turn in zip_longest(decode, prefill, write, copy) for case in turn if case is not None]
 
@@ -91,17 +92,15 @@ def measure(small: bool) -> Iterator[Row]:
     """A row for each case; the kernels' on a GPU, XLA's forms elsewhere."""
     impl: dispatch.Impl = "xla" if small else "mosaic"
     for i, case in enumerate(cases(small)):
-        refused, run = CALLS[case.function](case, impl, i)
-        if refused is not None and not small:
-            yield skipped(str(case), refused)
-            continue
-        try:
-            worst, relative = run()
-        except Exception as error:  # a compiler's or a device's: this case has failed, others may not
-            yield failed(str(case), f"{type(error).__name__}: {str(error).strip()[:300]}")
-            continue
-        values = {"error / allowed": worst, "relative error": relative}
-        yield Row(str(case), values, outcome="ok") if worst <= 1 else Row(str(case), values, outcome=FAILED)
+        yield attempt(str(case), partial(_row, case, impl, i))
+
+
+def _row(case: Case, impl: dispatch.Impl, seed: int) -> Row:
+    refused, run = CALLS[case.function](case, impl, seed)
+    if refused is not None and impl == "mosaic":
+        return skipped(str(case), refused)
+    worst, relative = run()
+    return Row(str(case), {"error / allowed": worst, "relative error": relative}, outcome="ok" if worst <= 1 else FAILED)
 
 
 Prepared = tuple[str | None, Callable[[], Comparison]]  # why the kernel cannot take it, and what runs it
@@ -179,7 +178,9 @@ def _kv_write(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
 def _written(case: Case, got: Pages, want: Pages, places: Any, untouched: np.ndarray) -> Comparison:
     """What was copied is exact; what was rotated or quantized may be rounded to the neighbour."""
     here, there = (np.asarray(_numbers(pages))[places] for pages in (got, want))
-    step = np.abs(there) * float(jnp.finfo(case.kind or case.dtype).eps) if case.kind != "int8" else np.abs(there).max(-1, keepdims=True) / 127
+    step = (
+        np.abs(there) * float(jnp.finfo(case.kind or case.dtype).eps) if case.kind != "int8" else np.abs(there).max(-1, keepdims=True) / 127
+    )
     exact = case.kind is None and not case.pairs
     kept = [_same(now, then, untouched) for now, then in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
     return worst_of([compare(here, there, np.zeros_like(there) if exact else 1.01 * step + 1e-6), *kept])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu.inputs import KINDS, free_bytes, large, page_bytes, tables
-from benchmarks.gpu.rows import Row, skipped
+from benchmarks.gpu.rows import Row, attempt, skipped
 from benchmarks.gpu.timing import CHAIN, ceilings, chained
 from benchmarks.gpu.work import LLAMA, SMALL, Shape, decode_bytes
 from pallas_kernels import dispatch
@@ -46,11 +46,15 @@ def _of_kind(shape: Shape, kind: str | None, cases: list[tuple[int, int]], bandw
         if batch * context // shape.page_size >= k.shape[0]:
             yield skipped(case, f"needs {batch * context // shape.page_size} pages, there is memory for {num_pages}")
             continue
-        seconds = seconds_of(shape, k, v, batch, context, "xla" if small else "mosaic")
         moved = decode_bytes(shape, batch, context, 2 if kind is None else 1, 0 if kind is None else 4)
-        share = moved / seconds / bandwidth
         goal = GOAL if moved >= FILLS and kind is None and not small else None
-        yield Row(case, {"us": 1e6 * seconds, "GB/s": moved / seconds / 1e9, "share": share}, goal)
+
+        def row(case: str = case, batch: int = batch, context: int = context, moved: int = moved, goal: float | None = goal) -> Row:
+            seconds = seconds_of(shape, k, v, batch, context, "xla" if small else "mosaic")
+            rate = moved / seconds
+            return Row(case, {"us": 1e6 * seconds, "GB/s": rate / 1e9, "share": rate / bandwidth}, goal)
+
+        yield attempt(case, row)
 
 
 def seconds_of(shape: Shape, k: Pages, v: Pages, batch: int, context: int, impl: dispatch.Impl) -> float:

@@ -136,7 +136,7 @@ def prefill_seconds(engine: Engine, prompts: int, tokens: int) -> float:
 
 
 def decode_seconds(engine: Engine, batch: int, size: Size, clock: Clock) -> tuple[float, float, float]:
-    """A step's seconds and those of them that the host did not wait for the device, medians; and tokens of a sequence, on average over the steps."""
+    """A step's seconds, and those of them in which the host did not wait for the device: medians. And tokens of a sequence, on average."""
     add(engine, batch, size.prompt, tokens_out(size, batch))
     made: Counter[str] = Counter()
 

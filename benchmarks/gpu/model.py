@@ -42,6 +42,7 @@ def random_params(spec: ExecutionSpec) -> Any:
                 return jnp.ones(target.shape, target.dtype)
             return jax.random.normal(key, target.shape, target.dtype) * jnp.asarray(STANDARD_DEVIATION, target.dtype)
 
-        return jax.block_until_ready(jax.jit(make, out_shardings=target.sharding)(one))
+        drawn: jax.Array = jax.jit(make, out_shardings=target.sharding)(one)
+        return drawn.block_until_ready()
 
     return jax.tree.map(draw, spec.params)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu.inputs import KINDS, large, tables
 from benchmarks.gpu.prefill_peers import PEERS
-from benchmarks.gpu.rows import Row, skipped
+from benchmarks.gpu.rows import SKIPPED, Row, attempt, skipped
 from benchmarks.gpu.timing import CHAIN, ceilings, chained
 from benchmarks.gpu.work import LLAMA, SMALL, Shape, prefill_operations
 from pallas_kernels import dispatch
@@ -30,38 +31,41 @@ def measure(small: bool) -> Iterator[Row]:
     if small:
         shape, cases = SMALL, [(2, 128)]
 
-    def row(case: str, sequences: int, chunk: int, seconds: float, goal: float | None = None) -> Row:
+    def row(case: str, sequences: int, chunk: int, run: Callable[[], float], goal: float | None = None) -> Row:
+        seconds = run()
         done = prefill_operations(shape, sequences, chunk) / seconds
         return Row(case, {"us": 1e6 * seconds, "TFLOP/s": done / 1e12, "share": done / rate}, None if small else goal)
 
     for kind in KINDS:
         for sequences, chunk in cases if kind is None else cases[-1:]:
             case = f"{kind or 'bfloat16'} cache, {sequences} x {chunk}"
-            seconds = seconds_of(shape, kind, sequences, chunk, small)
-            yield skipped(case, seconds) if isinstance(seconds, str) else row(case, sequences, chunk, seconds, GOAL if kind is None else None)
+            refused, run = prepared(shape, kind, sequences, chunk, small)
+            goal = GOAL if kind is None else None
+            yield skipped(case, refused) if refused else attempt(case, partial(row, case, sequences, chunk, run, goal))
     for name, peer in PEERS.items():
         for sequences, chunk in cases:
             case = f"{name}, {sequences} x {chunk}"
-            try:
-                seconds = peer(shape, sequences, chunk)
-            except Exception as error:  # a library's: whatever it cannot do
-                yield skipped(name, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+            found = attempt(name, partial(row, case, sequences, chunk, partial(peer, shape, sequences, chunk)), skipped)
+            yield found
+            if found.outcome == SKIPPED:
                 break
-            yield row(case, sequences, chunk, seconds)
 
 
-def seconds_of(shape: Shape, kind: str | None, sequences: int, chunk: int, small: bool) -> float | str:
-    """Of a call; or why the kernel cannot make it."""
+def prepared(shape: Shape, kind: str | None, sequences: int, chunk: int, small: bool) -> tuple[str | None, Callable[[], float]]:
+    """Why the kernel cannot make such a call, or None; and what gives its seconds."""
     per_prompt = chunk // TILE
     q = jax.random.normal(jax.random.key(1), (sequences * per_prompt, TILE, shape.heads, shape.head_dim), jnp.bfloat16)
     width = -(-chunk // shape.page_size)
     num_pages = 1 + CHAIN * sequences * width
     k, v = large(shape, num_pages, "bfloat16", kind)
     refused = None if small else dispatch.prefill_supported(q, k, v)
-    if refused is not None:
-        return refused
     each = jnp.repeat(jnp.asarray(tables(num_pages, CHAIN, sequences, width)), per_prompt, axis=1)
     positions = jnp.tile(jnp.arange(per_prompt, dtype=jnp.int32) * TILE, sequences)
     lengths = jnp.full_like(positions, TILE)
     attend = partial(dispatch.paged_attention_prefill, scale=1 / math.sqrt(shape.head_dim), impl="xla" if small else "mosaic")
-    return chained(lambda q, table, k, v, at, lengths: attend(q, k, v, table, at, lengths), q, each, k, v, positions, lengths)
+
+    def call(q: jax.Array, table: jax.Array, *args: Any) -> jax.Array:
+        k, v, positions, lengths = args
+        return attend(q, k, v, table, positions, lengths)
+
+    return refused, partial(chained, call, q, each, k, v, positions, lengths)

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.rows import ROOT, Row, failed, skipped
+from benchmarks.gpu.rows import ROOT, Row, attempt, failed, reason, skipped
 
 MODEL = "benchmarks/gpu/small_model"  # a configuration; programs need no more
-OPTIONS = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 72, "num_pages": 256}
+OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 72, "num_pages": 256}
 
 
 def command(out: str, target: str | None) -> list[str]:
@@ -64,20 +64,19 @@ def missing_modules() -> str | None:
         importlib.import_module("jengine.start")
         importlib.import_module("benchmarks.gpu.model")
     except ImportError as error:
-        return f"{type(error).__name__}: {error}"
+        return reason(error)
     return None
 
 
 def try_folder(name: str, folder: Path) -> Iterator[Row]:
     """What becomes of each question; the later ones are asked even where the first is answered with no."""
+    from benchmarks.gpu.model import Chosen, random_params
     from jengine.errors import InvalidArgument
     from jengine.execution.given_programs import GivenPrograms
     from jengine.execution.program_store import Doubt
     from jengine.execution.programs import file_name, program_keys
     from jengine.execution.runner import Runner
     from jengine.execution.worker import Worker
-
-    from benchmarks.gpu.model import Chosen, random_params
 
     try:
         store = GivenPrograms(folder)
@@ -103,13 +102,15 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
         yield failed(case, f"{len(doubts)} not: {doubts[0][:600]}", **counts)
         return
     yield Row(case, counts, outcome="ok")
-    try:
+    case = f"{name}: every program run"
+
+    def run() -> Row:
         runner = Runner(Worker(spec, Chosen(programs), random_params(spec)))  # type: ignore[arg-type]
         start = time.perf_counter()
         runner.warm_up(progress=False)
-        yield Row(f"{name}: every program run", {"seconds": time.perf_counter() - start}, outcome="ok")
-    except Exception as error:  # the runtime's
-        yield failed(f"{name}: every program run", f"{type(error).__name__}: {str(error)[:600]}")
+        return Row(case, {"seconds": time.perf_counter() - start}, outcome="ok")
+
+    yield attempt(case, run)
 
 
 def _spec() -> Any:
@@ -117,5 +118,5 @@ def _spec() -> Any:
     from jengine.ahead_of_time import describe_for
     from jengine.config import EngineConfig
 
-    config = EngineConfig.of(str(ROOT / MODEL), OPTIONS)
-    return dataclasses.replace(describe_for(config, None), num_pages=config.num_pages)
+    spec = describe_for(EngineConfig.of(str(ROOT / MODEL), OPTIONS), None)
+    return dataclasses.replace(spec, num_pages=OPTIONS["num_pages"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,18 @@ def skipped(case: str, why: str) -> Row:
 
 def failed(case: str, why: str, **values: Any) -> Row:
     return Row(case, values, outcome=FAILED, why=why)
+
+
+def attempt(case: str, measure: Callable[[], Row], otherwise: Callable[[str, str], Row] = failed) -> Row:
+    """What measure gives; or, whatever a compiler, a device or a library raises, the row for that: other cases may do better."""
+    try:
+        return measure()
+    except Exception as error:
+        return otherwise(case, reason(error))
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:400]}"
 
 
 def table(entries: list[dict[str, Any]]) -> str:
@@ -102,12 +114,13 @@ def checked(results: dict[str, Any]) -> bool:
 
 def failures(results: dict[str, Any], part: str) -> int:
     """Cases of a part that failed."""
-    return sum(entry.get("outcome") == FAILED for entry in results[part]["rows"])
+    return [entry.get("outcome") for entry in results[part]["rows"]].count(FAILED)
 
 
 def sources() -> str:
-    """A digest of the kernels' source files."""
+    """A digest of the kernels' source files, and of what they were tuned to."""
     digest = hashlib.sha256()
-    for path in sorted((ROOT / "pallas_kernels").rglob("*.py")):
+    kernels = ROOT / "pallas_kernels"
+    for path in sorted([*kernels.rglob("*.py"), *kernels.glob("*.json")]):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +75,7 @@ def ceilings(small: bool) -> Ceilings:
     words, size = (1 << 20, 256) if small else (1 << 28, 8192)
     x = jax.random.bits(jax.random.key(0), (words,))
     copies = jax.jit(jnp.copy), jax.jit(lambda x: x ^ 1)  # the runtime's own copy, and a kernel's
-    copy = min(median(lambda copy=copy: copy(x)) for copy in copies)
+    copy = min(median(partial(copy, x)) for copy in copies)
     dtype = jnp.float32 if small else jnp.bfloat16
     a, b = (jax.random.normal(key, (size, size), dtype) for key in jax.random.split(jax.random.key(1)))
     b = b * size**-0.5  # so that products of products stay as large

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.gpu.rows import Row, skipped
+from benchmarks.gpu.rows import Row, reason, skipped
 from tools.make_model import COMMON, SHAPES
 
 BATCHES, PROMPT, TOKENS, CHUNK = (1, 32, 256), 1024, 64, 8192  # as in engine.py
@@ -22,7 +22,7 @@ def measure() -> Iterator[Row]:
         import torch
         import transformers
     except ImportError as error:
-        yield skipped("transformers", f"{type(error).__name__}: {error}")
+        yield skipped("transformers", reason(error))
         return
     if not torch.cuda.is_available():
         yield skipped("transformers", "torch sees no GPU")
@@ -31,7 +31,7 @@ def measure() -> Iterator[Row]:
     try:
         model = make(torch, transformers)
     except Exception as error:  # this version's: whatever it has against the configuration
-        yield skipped("transformers", f"{type(error).__name__}: {str(error)[:200]}")
+        yield skipped("transformers", reason(error))
         return
     with torch.inference_mode():
         for sequences, prompt in ((1, CHUNK), (CHUNK // PROMPT, PROMPT)):
@@ -43,7 +43,7 @@ def measure() -> Iterator[Row]:
             try:
                 short, long = (typical(torch, lambda ids, n=n: generate(model, ids, n), ids) for n in (1, 1 + TOKENS))
             except Exception as error:  # out of memory, or no compiler: this batch's alone
-                yield skipped(case, f"{type(error).__name__}: {str(error)[:200]}")
+                yield skipped(case, reason(error))
                 continue
             seconds = (long - short) / TOKENS
             yield Row(case, {"ms": 1e3 * seconds, "tokens/s": batch / seconds})

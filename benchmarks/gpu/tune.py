@@ -1,27 +1,26 @@
-"""The kernels' own tuning, where there is any."""
+"""The kernels' own tuning, case by case, each of them kept at once: all of it takes longer than a part may."""
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
-import time
+import json
 from collections.abc import Iterator
 
-from benchmarks.gpu.rows import ROOT, Row, failed, skipped
+import jax
 
-MODULE = "pallas_kernels.tune"
+from benchmarks.gpu.rows import Row, skipped
+from pallas_kernels import dispatch, tune, tuning
 
 
-def measure(small: bool) -> Iterator[Row]:
-    if importlib.util.find_spec(MODULE) is None:
-        yield skipped(MODULE, "there is no such module yet")
+def measure() -> Iterator[Row]:
+    """Writes to the table that the kernels read, as `python -m pallas_kernels.tune` does."""
+    device = jax.devices()[0]
+    if getattr(device, "compute_capability", None) != dispatch.HOPPER:
+        yield skipped("decode attention", f"device={device.device_kind}: tuning needs a Hopper GPU")
         return
-    if small:
-        yield skipped(MODULE, "needs a GPU")
-        return
-    start = time.perf_counter()
-    ran = subprocess.run([sys.executable, "-m", MODULE], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(ran.stdout)
-    seconds = {"s": time.perf_counter() - start}
-    yield failed(MODULE, ran.stdout.strip()[-600:], **seconds) if ran.returncode else Row(MODULE, seconds, outcome="ok")
+    for measured in tune.search(tune.CASES, tuning.cores(device), tune.seconds):
+        if measured.best < measured.default:
+            table = tuning.updated(json.loads(tuning.FILE.read_text()), device.device_kind, {measured.case: measured.choice})
+            tuning.FILE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+        values = {"default us": 1e6 * measured.default, "best us": 1e6 * measured.best, "gain": measured.default / measured.best}
+        choice = {"splits": measured.choice.splits, "stages": measured.choice.stages or ""}
+        yield Row(measured.case.key(), values | choice)

@@ -1,0 +1,181 @@
+"""The GPU suite's own parts: what it counts, how it times, what it keeps; and that it tells right from wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import gpu_suite
+from benchmarks.gpu import correctness, decode, inputs, prefill, rows, timing
+from benchmarks.gpu.rows import Row
+from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
+from pallas_kernels import dispatch
+
+HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
+
+
+def test_bytes_and_operations_by_hand() -> None:
+    # 16 sequences of 1024 tokens, 8 kv heads of 128 numbers of two bytes, keys and values; 32 query heads in and out
+    assert decode_bytes(LLAMA, 16, 1024) == 2 * 16 * 1024 * 8 * 128 * 2 + 2 * 16 * 32 * 128 * 2
+    assert decode_bytes(LLAMA, 16, 1024, 1, 4) == 2 * 16 * 1024 * 8 * (128 + 4) + 2 * 16 * 32 * 128 * 2
+    # three tokens see 1 + 2 + 3 keys; a product has two operations for each of head_dim numbers, and there are two products
+    assert prefill_operations(Shape(1, 2, 64, 16), sequences=5, tokens=3) == 5 * 2 * 6 * 64 * 2 * 2
+
+
+def test_a_page_has_the_bytes_of_its_arrays() -> None:
+    shape = Shape(2, 1, 64, 16)
+    for kind in inputs.KINDS:
+        arrays = jax.tree.leaves(jax.eval_shape(lambda kind=kind: inputs.large(shape, 1, "bfloat16", kind)))
+        total = sum(x.size * x.dtype.itemsize for x in arrays)
+        assert total == inputs.REPEATED * inputs.page_bytes(shape, kind)
+
+
+def test_tables_name_every_page_before_one_comes_again() -> None:
+    made = inputs.tables(num_pages=13, calls=3, rows=2, width=4)
+    assert made.shape == (3, 2, 4)
+    assert sorted(made.reshape(-1)[:12]) == list(range(1, 13))
+    assert made.min() == 1  # never the null page
+
+
+def test_what_no_sequence_covers_is_nan() -> None:
+    shape = Shape(1, 1, 64, 16)
+    paged = inputs.checked([5, 0, 17, 20], shape, "bfloat16", None, seed=0)
+    k, tables = np.asarray(paged.k, np.float32), np.asarray(paged.tables)
+    assert tables[-1, 0] == tables[-2, 0]
+    pages = {tables[0, 0]: 5, tables[2, 0]: 16, tables[2, 1]: 1, tables[3, 1]: 4}
+    for page in range(k.shape[0]):
+        covered = np.isfinite(k[page, 0]).all(-1)
+        assert covered.tolist() == [token < pages.get(page, 0) for token in range(16)]
+    assert (tables[1] == k.shape[0]).all() and tables[0, 1] == k.shape[0]  # no page
+
+
+def test_the_table_judges_by_the_goal() -> None:
+    entries = [
+        Row("copy", {"GB/s": 4300.0}).data(),
+        Row("near", {"GB/s": 4000.0, "share": 0.93}, goal=0.85).data(),
+        Row("far", {"GB/s": 40.0, "share": 0.0093}, goal=0.85).data(),
+        rows.skipped("other", "it is not here").data(),
+        rows.failed("wrong", "it is not right", share=float("inf")).data(),
+    ]
+    json.loads(json.dumps(entries, allow_nan=False))
+    assert [entry.get("outcome") for entry in entries] == [None, "met", "missed", "skipped", "failed"]
+    lines = rows.table(entries).splitlines()
+    assert lines[0].split() == ["case", "GB/s", "share", "goal", "outcome", "why"]
+    assert lines[2].split() == ["near", "4000", "0.93", "0.85", "met"]
+    assert lines[3].split() == ["far", "40", "0.0093", "0.85", "missed"]
+    assert lines[4].split(maxsplit=2) == ["other", "skipped", "it is not here"]
+
+
+def test_results_are_kept_by_part(tmp_path: Path) -> None:
+    file, machine = tmp_path / "new" / "results.json", {"devices": ["NVIDIA H200"]}
+    assert rows.read(file) == {} and not rows.checked({})
+    first = rows.merged(rows.read(file), "correctness", machine, [Row("a", outcome="ok"), rows.failed("b", "why")], None)
+    rows.write(file, first)
+    rows.write(file, rows.merged(rows.read(file), "decode", machine, [Row("old")], "its time was over"))
+    rows.write(file, rows.merged(rows.read(file), "decode", machine, [Row("new")], None))
+    kept = rows.read(file)
+    assert kept["correctness"] == first["correctness"] and kept["decode"]["rows"] == [{"case": "new"}] and "stopped" not in kept["decode"]
+    assert rows.failures(kept, "correctness") == 1 and rows.failures(kept, "decode") == 0
+    assert rows.checked(kept)
+    kept["correctness"]["sources"] = "of other kernels"
+    assert not rows.checked(kept)
+    assert not rows.checked(rows.merged({}, "correctness", {"devices": ["cpu"]}, [Row("a", outcome="ok")], None))
+
+
+def test_a_part_that_raises_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(part: str, small: bool, programs: Path | None) -> Any:
+        yield Row("first", outcome="ok")
+        raise RuntimeError(f"{part} is broken")
+
+    monkeypatch.setattr(gpu_suite, "measure", measure)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    gpu_suite.run_part("decode", tmp_path / "results.json", None)
+    kept = rows.read(tmp_path / "results.json")
+    assert [entry["case"] for entry in kept["decode"]["rows"]] == ["first", "decode"]
+    assert kept["decode"]["rows"][1]["why"] == "RuntimeError: decode is broken"
+    assert rows.failures(kept, "decode") == 1
+
+
+def test_a_median_waits_for_what_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that takes 3 ms a call, one after the other, and a host that takes 1 ms to ask for one."""
+    clock, ready = [0.0], [0.0]
+
+    def call() -> float:
+        clock[0] += 1e-3
+        ready[0] = max(ready[0], clock[0]) + 3e-3
+        return ready[0]
+
+    def wait(until: float) -> None:
+        clock[0] = max(clock[0], until)
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    assert timing.median(call, wait) == pytest.approx(3e-3, rel=0.05)
+
+
+def test_a_chain_feeds_results_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def once(call: Any) -> float:
+        seen.append(np.asarray(call()).tolist())
+        return 16.0
+
+    monkeypatch.setattr(timing, "median", once)
+    each = jnp.arange(timing.CHAIN)
+    assert timing.chained(lambda x, one, factor: x * factor + one, jnp.int32(1), each, jnp.int32(2)) == 16.0 / timing.CHAIN
+    want = 1
+    for i in range(timing.CHAIN):
+        want = want * 2 + i
+    assert seen == [want]
+
+
+def test_cases_meet_every_value_of_every_option() -> None:
+    made = correctness.cases(small=False)
+    assert len(set(map(str, made))) == len(made)
+    for function in ("decode", "prefill"):
+        mine = [case for case in made if case.function == function]
+        for kind in inputs.KINDS:
+            of_kind = [case for case in mine if case.kind == kind]
+            assert {case.shape.head_dim for case in of_kind} == {64, 128, 256}
+            assert {case.shape.page_size for case in of_kind} == {16, 64, 128}
+            assert {case.shape.group for case in of_kind} == {1, 4, 8}
+            assert {case.dtype for case in of_kind} == {"bfloat16", "float16"}
+            assert {(case.ways.get("window"), case.ways.get("soft_cap")) for case in of_kind} == {
+                (ways.get("window"), ways.get("soft_cap")) for ways in correctness.WAYS
+            }
+    written = [case for case in made if case.function == "kv_write"]
+    assert {(case.kind, bool(case.pairs)) for case in written} == {(kind, turned) for kind in inputs.KINDS for turned in (True, False)}
+
+
+def test_every_kernel_meets_the_reference_and_a_wrong_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = list(correctness.measure(small=True))
+    assert [row.outcome for row in right] == ["ok"] * 4 and len({row.case for row in right}) == 4
+    shifted = dispatch.paged_attention_decode
+    monkeypatch.setattr(dispatch, "paged_attention_decode", lambda *args, **ways: shifted(*args, **ways) + 0.05)
+    monkeypatch.setattr(dispatch, "kv_write", lambda k, v, *args, **ways: (k, v))
+    monkeypatch.setattr(dispatch, "copy_pages", lambda k, v, *args, **ways: (k, v))
+    wrong = {row.case.split(":")[0]: row.outcome for row in correctness.measure(small=True)}
+    assert wrong == {"decode": "failed", "prefill": "ok", "kv_write": "failed", "copy_pages": "failed"}
+
+
+def test_what_no_kernel_serves_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "ceilings", lambda small: timing.Ceilings(1.0, 1.0))
+    monkeypatch.setattr(prefill, "ceilings", lambda small: timing.Ceilings(1.0, 1.0))
+    monkeypatch.setattr(decode, "LLAMA", Shape(1, 1, 64, 64))
+    monkeypatch.setattr(decode, "CONTEXTS", (1024,))
+    found = list(decode.measure(small=False))[1:]
+    assert [row.outcome for row in found] == ["skipped"] * 3 and "Hopper" in found[0].why
+
+
+def test_kernels_take_the_shapes_that_are_timed() -> None:
+    q: Any = jax.ShapeDtypeStruct((1, LLAMA.heads, LLAMA.head_dim), jnp.bfloat16)
+    tile: Any = jax.ShapeDtypeStruct((1, prefill.TILE, LLAMA.heads, LLAMA.head_dim), jnp.bfloat16)
+    k, v = jax.eval_shape(lambda: inputs.large(LLAMA, 1, "bfloat16", None))
+    assert dispatch.decode_supported(q, k, v, device=HOPPER) is None
+    assert dispatch.prefill_supported(tile, k, v, device=HOPPER) is None
