@@ -44,7 +44,7 @@ PACKAGES = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "flax", "
 def measure(part: str, small: bool, programs: Path | None) -> Iterator[Row]:
     """A part's rows as they are found. Modules are imported here: some need packages that others do not."""
     module: Any = importlib.import_module("benchmarks.gpu." + ("transformers_peer" if part == "transformers" else part))
-    more: dict[str, tuple[Any, ...]] = {"programs": (programs,), "transformers": (), "tune": ()}
+    more: dict[str, tuple[Any, ...]] = {"programs": (programs,), "tune": ()}
     yield from module.measure(*more.get(part, (small,)))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, product, zip_longest
+from itertools import count, cycle, product, zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,8 @@ WAYS: tuple[Ways, ...] = (
     {"scale": 0.3, "window": 33, "soft_cap": 20.0},
 )
 HEAD_DIMS, GROUPS, PAGE_SIZES = (64, 128, 256), (1, 4, 8), (16, 64, 128)
+THREADS = 6
+UNTUNED = {"xla_gpu_autotune_level": "0"}  # the reference need not be fast, and trying products out takes seconds a case
 EXPONENTIALS = 2e-5  # error of the hardware's exponentials and of float32 sums, beside 1
 
 
@@ -91,8 +94,12 @@ def cases(small: bool) -> list[Case]:
 def measure(small: bool) -> Iterator[Row]:
     """A row for each case; the kernels' on a GPU, XLA's forms elsewhere."""
     impl: dispatch.Impl = "xla" if small else "mosaic"
-    for i, case in enumerate(cases(small)):
-        yield attempt(str(case), partial(_row, case, impl, i))
+
+    def row(i: int, case: Case) -> Row:
+        return attempt(str(case), partial(_row, case, impl, i))
+
+    with ThreadPoolExecutor(1 if small else THREADS) as pool:  # most of the time is compilation
+        yield from pool.map(row, count(), cases(small))
 
 
 def _row(case: Case, impl: dispatch.Impl, seed: int) -> Row:
@@ -213,7 +220,7 @@ CALLS: dict[str, Callable[[Case, dispatch.Impl, int], Prepared]] = {
 def _truth(function: Callable[..., Any], ways: Ways) -> Callable[..., Any]:
     def run(*args: Any, **more: Any) -> Any:
         with jax.default_matmul_precision("highest"):
-            return jax.jit(partial(function, **ways))(*args, **more)
+            return jax.jit(partial(function, **ways), compiler_options=UNTUNED)(*args, **more)
 
     return run
 

@@ -7,11 +7,12 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from benchmarks.gpu.llama import FULL, SMALL, Load
 from benchmarks.gpu.model import compiled, random_params
 from benchmarks.gpu.rows import Row, skipped
 from benchmarks.gpu.timing import ceilings
@@ -31,43 +32,28 @@ from jengine.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
 from jengine.shapes import page_buckets
 from jengine.updates import TokenUpdate
-from tools.make_model import COMMON, SHAPES
 
 DECODE_GOAL, PREFILL_GOAL = 0.8, 0.6
 ROUNDS = 3  # of prefill
 
 
-class Size(NamedTuple):
-    """What is run.
+class How(NamedTuple):
+    """How the engine runs it. threads: that compile."""
 
-    Attributes:
-        batches: of sequences that decode together, after prompts of `prompt` tokens.
-        steps: that are timed.
-        chunk: tokens of a prefill step: one prompt, or some of `prompt` tokens.
-    """
-
-    config: dict[str, Any]
     dtype: str
-    batches: tuple[int, ...]
-    prompt: int
-    steps: int
-    chunk: int
     tile_size: int
     page_size: int
     threads: int
 
 
-LLAMA_8B = COMMON | SHAPES["8b"]
-FULL = Size(LLAMA_8B, "bfloat16", (1, 32, 256), 1024, 64, 8192, 64, 64, 12)
-TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL = Size(COMMON | SHAPES["134m"] | TINY | {"num_key_value_heads": 2, "head_dim": 32}, "float32", (1, 8), 16, 4, 32, 16, 16, 1)
+GPU, CPU = How("bfloat16", 64, 64, 12), How("float32", 16, 16, 1)
 
 
 def measure(small: bool) -> Iterator[Row]:
     size = SMALL if small else FULL
     limits = ceilings(small)
     start = time.perf_counter()
-    spec, engine = make_engine(size)
+    spec, engine = make_engine(size, CPU if small else GPU)
     refused = kernels_refused(spec)
     yield Row("weights drawn, programs compiled", {"s": time.perf_counter() - start})
     if refused is not None:
@@ -88,25 +74,25 @@ def measure(small: bool) -> Iterator[Row]:
         yield Row(f"decode, batch {batch}, context {context:.0f}", values | share, None if small else DECODE_GOAL)
 
 
-def make_engine(size: Size) -> tuple[ExecutionSpec, Engine]:
+def make_engine(size: Load, how: How) -> tuple[ExecutionSpec, Engine]:
     """With a trunk for each batch, and two that take a chunk: alone, and beside the largest batch."""
     rows = tuple(sorted({max(batch, 8) for batch in size.batches}))
     max_model_len = max(size.chunk + 8, size.prompt + tokens_out(size, rows[-1]))
-    pages = max(rows[-1] * -(-(size.prompt + tokens_out(size, rows[-1])) // size.page_size), -(-max_model_len // size.page_size))
+    pages = max(rows[-1] * -(-(size.prompt + tokens_out(size, rows[-1])) // how.page_size), -(-max_model_len // how.page_size))
     facts = model_config(size.config)
     spec = ExecutionSpec(
-        model=build(facts, size.dtype, max_model_len),
+        model=build(facts, how.dtype, max_model_len),
         mesh=make_mesh(1),
-        table=ProgramTable(rows, tuple(sorted({rows[0], rows[-1]})), (size.chunk // size.tile_size,), size.tile_size),
+        table=ProgramTable(rows, tuple(sorted({rows[0], rows[-1]})), (size.chunk // how.tile_size,), how.tile_size),
         max_model_len=max_model_len,
         max_slots=rows[-1],
-        page_size=size.page_size,
+        page_size=how.page_size,
         num_pages=1 + pages + rows[-1],  # admission leaves one free page for each sequence
     )
     if jax.default_backend() != "cpu" and kernels_refused(spec) is not None:
         spec = dataclasses.replace(spec, table=dataclasses.replace(spec.table, page_buckets=page_buckets(spec.table_width)))
     params = random_params(spec)
-    runner = Runner(Worker(spec, compiled(spec, size.threads), params))  # type: ignore[arg-type]
+    runner = Runner(Worker(spec, compiled(spec, how.threads), params))  # type: ignore[arg-type]
     scheduler = Scheduler(
         spec.table,
         page_size=spec.page_size,
@@ -118,7 +104,7 @@ def make_engine(size: Size) -> tuple[ExecutionSpec, Engine]:
     return spec, Engine(facts, runner, scheduler)
 
 
-def tokens_out(size: Size, batch: int) -> int:
+def tokens_out(size: Load, batch: int) -> int:
     """Of each sequence: none ends while others are still prefilled, or while the clock runs."""
     return batch * size.prompt // size.chunk + size.steps + size.steps // 4 + 16
 
@@ -135,7 +121,7 @@ def prefill_seconds(engine: Engine, prompts: int, tokens: int) -> float:
     return statistics.median(took[1:])
 
 
-def decode_seconds(engine: Engine, batch: int, size: Size, clock: Clock) -> tuple[float, float, float]:
+def decode_seconds(engine: Engine, batch: int, size: Load, clock: Clock) -> tuple[float, float, float]:
     """A step's seconds, and those of them in which the host did not wait for the device: medians. And tokens of a sequence, on average."""
     add(engine, batch, size.prompt, tokens_out(size, batch))
     made: Counter[str] = Counter()

@@ -62,7 +62,8 @@ def attempt(case: str, measure: Callable[[], Row], otherwise: Callable[[str, str
 
 
 def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()[:400]}"
+    """On one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def table(entries: list[dict[str, Any]]) -> str:

@@ -2,85 +2,81 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from benchmarks.gpu.rows import Row, reason, skipped
-from tools.make_model import COMMON, SHAPES
+from benchmarks.gpu.llama import FULL, SMALL, Load
+from benchmarks.gpu.rows import Row, attempt, reason, skipped
 
-BATCHES, PROMPT, TOKENS, CHUNK = (1, 32, 256), 1024, 64, 8192  # as in engine.py
 REPEATS = 3
+OTHERS = ("architectures", "model_type", "dtype")  # fields of a config.json that LlamaConfig has no use for
 
 
-def measure() -> Iterator[Row]:
-    """Decoding is the time of so many tokens more than one; a prompt's is that of a forward pass with one row of logits."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+def measure(small: bool) -> Iterator[Row]:
+    """A prompt's time is that of a forward pass with one row of logits; decoding is the time of so many tokens more than one."""
+    size = SMALL if small else FULL
     try:
+        peer = Peer(size, "cpu" if small else "cuda")
+    except Exception as error:  # it is not here, sees no GPU, or has something against the configuration
+        yield skipped("transformers", reason(error))
+        return
+    for prompt in (size.chunk, size.prompt):
+        yield attempt(f"prefill, {size.chunk // prompt} x {prompt}", partial(peer.prefill, prompt), skipped)
+    for batch in size.batches:
+        yield attempt(f"decode, batch {batch}, context {size.prompt + size.steps // 2}", partial(peer.decode, batch), skipped)
+
+
+class Peer:
+    """The model on its device."""
+
+    def __init__(self, size: Load, device: str) -> None:
         import torch
         import transformers
-    except ImportError as error:
-        yield skipped("transformers", reason(error))
-        return
-    if not torch.cuda.is_available():
-        yield skipped("transformers", "torch sees no GPU")
-        return
-    transformers.logging.set_verbosity_error()
-    try:
-        model = make(torch, transformers)
-    except Exception as error:  # this version's: whatever it has against the configuration
-        yield skipped("transformers", reason(error))
-        return
-    with torch.inference_mode():
-        for sequences, prompt in ((1, CHUNK), (CHUNK // PROMPT, PROMPT)):
-            seconds = typical(torch, lambda ids: model(ids, use_cache=False, logits_to_keep=1), random_ids(torch, model, sequences, prompt))
-            yield Row(f"prefill, {sequences} x {prompt}", {"ms": 1e3 * seconds, "tokens/s": CHUNK / seconds})
-        for batch in BATCHES:
-            case = f"decode, batch {batch}, context {PROMPT + TOKENS // 2}"
-            ids = random_ids(torch, model, batch, PROMPT)
-            try:
-                short, long = (typical(torch, lambda ids, n=n: generate(model, ids, n), ids) for n in (1, 1 + TOKENS))
-            except Exception as error:  # out of memory, or no compiler: this batch's alone
-                yield skipped(case, reason(error))
-                continue
-            seconds = (long - short) / TOKENS
-            yield Row(case, {"ms": 1e3 * seconds, "tokens/s": batch / seconds})
 
+        self._torch: Any = torch
+        self._size, self._device = size, device
+        fields = {name: value for name, value in size.config.items() if name not in OTHERS}
+        config = transformers.LlamaConfig(**fields, attn_implementation="sdpa")
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device(device):
+            self._model: Any = transformers.LlamaForCausalLM(config).eval()
 
-def make(torch: Any, transformers: Any) -> Any:
-    fields = {name: value for name, value in (COMMON | SHAPES["8b"]).items() if name not in ("architectures", "model_type", "dtype")}
-    config = transformers.LlamaConfig(**fields, attn_implementation="sdpa")
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = transformers.LlamaForCausalLM(config)
-    return model.eval()
+    def prefill(self, prompt: int) -> Row:
+        ids = self._ids(self._size.chunk // prompt, prompt)
+        seconds = self._seconds(lambda: self._model(ids, use_cache=False, logits_to_keep=1))
+        return Row(f"prefill, {len(ids)} x {prompt}", {"ms": 1e3 * seconds, "tokens/s": self._size.chunk / seconds})
 
+    def decode(self, batch: int) -> Row:
+        ids, tokens = self._ids(batch, self._size.prompt), self._size.steps
+        short, long = (self._seconds(partial(self._generate, ids, count)) for count in (1, 1 + tokens))
+        seconds = (long - short) / tokens
+        return Row(f"decode, batch {batch}, context {self._size.prompt + tokens // 2}", {"ms": 1e3 * seconds, "tokens/s": batch / seconds})
 
-def random_ids(torch: Any, model: Any, batch: int, tokens: int) -> Any:
-    return torch.randint(2, model.config.vocab_size, (batch, tokens), device="cuda")
+    def _ids(self, batch: int, tokens: int) -> Any:
+        return self._torch.randint(2, self._size.config["vocab_size"], (batch, tokens), device=self._device)
 
+    def _generate(self, ids: Any, tokens: int) -> Any:
+        return self._model.generate(
+            ids,
+            attention_mask=self._torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            cache_implementation="static",
+            pad_token_id=0,
+        )
 
-def generate(model: Any, ids: Any, tokens: int) -> Any:
-    return model.generate(
-        ids,
-        attention_mask=ids.new_ones(ids.shape),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        cache_implementation="static",
-        pad_token_id=0,
-    )
-
-
-def typical(torch: Any, call: Any, ids: Any) -> float:
-    """The median of a few, after one that compiles."""
-    took = []
-    for _ in range(1 + REPEATS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call(ids)
-        torch.cuda.synchronize()
-        took.append(time.perf_counter() - start)
-    return statistics.median(took[1:])
+    def _seconds(self, call: Callable[[], Any]) -> float:
+        """The median of a few, after one that compiles."""
+        took = []
+        for _ in range(1 + REPEATS):
+            start = time.perf_counter()
+            with self._torch.inference_mode():
+                call()
+                if self._device == "cuda":
+                    self._torch.cuda.synchronize()
+            took.append(time.perf_counter() - start)
+        return statistics.median(took[1:])
