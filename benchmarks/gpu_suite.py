@@ -12,7 +12,10 @@ tune          the kernels' tuning, as far as the time goes: into the table that 
 
 Each part is a process of its own and ends within 8 minutes; what it had found by then is kept. Results go to FILE, by part, beside those
 of earlier runs. Without a GPU, XLA's forms take the kernels' place at the smallest sizes and nothing is saved unless FILE is named:
-that shows that the suite runs, no more. Only programs and engine need what jengine needs. The exit status is 1 if anything failed.
+that shows that the suite runs, no more. The exit status is 1 if anything failed.
+
+Only programs and engine need what jengine needs. Where nothing can be installed, `pip install --target DIR` elsewhere what they say is
+missing, and put DIR on PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -60,10 +60,12 @@ def chained(function: Callable[..., jax.Array], first: jax.Array, each: Any, *fi
         each: a tree of arrays of CHAIN entries, one for each call, so that what is read lies elsewhere each time.
     """
 
+    call = jax.jit(function)  # so that it is lowered once
+
     @jax.jit
     def run(x: jax.Array, each: Any, *fixed: Any) -> jax.Array:
         for i in range(CHAIN):
-            x = function(x, jax.tree.map(lambda array, i=i: array[i], each), *fixed)
+            x = call(x, jax.tree.map(lambda array, i=i: array[i], each), *fixed)
         return x
 
     return median(lambda: run(first, each, *fixed)) / CHAIN

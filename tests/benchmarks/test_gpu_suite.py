@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_suite
-from benchmarks.gpu import correctness, decode, inputs, prefill, rows, timing
+from benchmarks.gpu import correctness, decode, inputs, prefill, programs, rows, timing
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
 from pallas_kernels import dispatch
@@ -171,6 +171,11 @@ def test_what_no_kernel_serves_is_skipped_with_its_reason(monkeypatch: pytest.Mo
     monkeypatch.setattr(decode, "CONTEXTS", (1024,))
     found = list(decode.measure(small=False))[1:]
     assert [row.outcome for row in found] == ["skipped"] * 3 and "Hopper" in found[0].why
+
+
+def test_a_folder_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
+    [row] = programs.try_folder("given", tmp_path / "none")
+    assert row.outcome == "failed" and str(tmp_path / "none") in row.why
 
 
 def test_kernels_take_the_shapes_that_are_timed() -> None:
