@@ -14,7 +14,7 @@ from benchmarks.gpu.rows import Row, attempt, skipped
 from benchmarks.gpu.timing import CHAIN, ceilings, chained
 from benchmarks.gpu.work import LLAMA, SMALL, Shape, decode_bytes
 from pallas_kernels import dispatch
-from pallas_kernels.quantized import Pages
+from pallas_kernels.quantized import Pages, Quantized
 
 GOAL = 0.85
 FILLS = 1 << 27  # bytes that a call must move to be held to the goal: some 30 us of an H200
@@ -46,15 +46,16 @@ def _of_kind(shape: Shape, kind: str | None, cases: list[tuple[int, int]], bandw
         if batch * context // shape.page_size >= k.shape[0]:
             yield skipped(case, f"needs {batch * context // shape.page_size} pages, there is memory for {num_pages}")
             continue
-        moved = decode_bytes(shape, batch, context, 2 if kind is None else 1, 0 if kind is None else 4)
-        goal = GOAL if moved >= FILLS and kind is None and not small else None
+        yield attempt(case, partial(_row, case, shape, k, v, batch, context, bandwidth, small))
 
-        def row(case: str = case, batch: int = batch, context: int = context, moved: int = moved, goal: float | None = goal) -> Row:
-            seconds = seconds_of(shape, k, v, batch, context, "xla" if small else "mosaic")
-            rate = moved / seconds
-            return Row(case, {"us": 1e6 * seconds, "GB/s": rate / 1e9, "share": rate / bandwidth}, goal)
 
-        yield attempt(case, row)
+def _row(case: str, shape: Shape, k: Pages, v: Pages, batch: int, context: int, bandwidth: float, small: bool) -> Row:
+    seconds = seconds_of(shape, k, v, batch, context, "xla" if small else "mosaic")
+    eight_bits = isinstance(k, Quantized)
+    moved = decode_bytes(shape, batch, context, 1 if eight_bits else 2, 4 if eight_bits else 0)
+    rate = moved / seconds
+    goal = GOAL if moved >= FILLS and not eight_bits and not small else None
+    return Row(case, {"us": 1e6 * seconds, "GB/s": rate / 1e9, "share": rate / bandwidth}, goal)
 
 
 def seconds_of(shape: Shape, k: Pages, v: Pages, batch: int, context: int, impl: dispatch.Impl) -> float:
