@@ -26,7 +26,7 @@ class Paged(NamedTuple):
 def checked(lengths: Sequence[int], shape: Shape, dtype: str, kind: str | None, seed: int) -> Paged:
     """Sequences of these lengths, on pages in random order, the last two with a first page in common.
 
-    What no sequence covers is NaN (in an int8 cache, its scales are), and the table names no page for it.
+    What no sequence covers is NaN (in an int8 cache, its scales are), and the table names no page for it; of empty sequences, the null page.
     """
     rng = np.random.default_rng(seed)
     width = max(1, -(-max(lengths) // shape.page_size))
@@ -40,7 +40,7 @@ def checked(lengths: Sequence[int], shape: Shape, dtype: str, kind: str | None, 
     np.logical_or.at(used, tables[here], covered[here])
     numbers = rng.normal(size=(2, num_pages, shape.kv_heads, shape.page_size, shape.head_dim)).astype(np.float32)
     k, v = (_stored(jnp.asarray(np.where(used[:, None, :, None], x, np.nan), dtype), kind) for x in numbers)
-    return Paged(k, v, jnp.asarray(np.where(here, tables, num_pages), jnp.int32))
+    return Paged(k, v, jnp.asarray(np.where(here, tables, np.where(here.any(1, keepdims=True), num_pages, 0)), jnp.int32))
 
 
 def _stored(pages: jax.Array, kind: str | None) -> Pages:

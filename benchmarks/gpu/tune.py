@@ -14,7 +14,7 @@ from pallas_kernels import dispatch, tune, tuning
 def measure() -> Iterator[Row]:
     """Writes to the table that the kernels read, as `python -m pallas_kernels.tune` does."""
     device = jax.devices()[0]
-    if getattr(device, "compute_capability", None) != dispatch.HOPPER:
+    if getattr(device, "compute_capability", None) not in dispatch.HOPPER:
         yield skipped("decode attention", f"device={device.device_kind}: tuning needs a Hopper GPU")
         return
     for measured in tune.search(tune.CASES, tuning.cores(device), tune.seconds):
