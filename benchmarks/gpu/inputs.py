@@ -26,7 +26,7 @@ class Paged(NamedTuple):
 def checked(lengths: Sequence[int], shape: Shape, dtype: str, kind: str | None, seed: int) -> Paged:
     """Sequences of these lengths, on pages in random order, the last two with a first page in common.
 
-    What no sequence covers is NaN (in an int8 cache, its scales are), and the table names no page for it; of empty sequences, the null page.
+    What no sequence covers is NaN (in an int8 cache, its scales are), and the table names no page for it; an empty one has the null page.
     """
     rng = np.random.default_rng(seed)
     width = max(1, -(-max(lengths) // shape.page_size))
