@@ -11,8 +11,8 @@ transformers  the same Llama in transformers
 tune          the kernels' tuning, as far as the time goes: into the table that they read
 
 Each part is a process of its own and ends within 8 minutes; what it had found by then is kept. Results go to FILE, by part, beside those
-of earlier runs. Without a GPU, XLA's forms take the kernels' place at the smallest sizes and nothing is saved unless FILE is named:
-that shows that the suite runs, no more. The exit status is 1 if anything failed.
+of earlier runs: FILE's own or, where it is new, the repository's. The exit status is 1 if anything failed. Without a GPU, XLA's forms take
+the kernels' place at the smallest sizes, and nothing is saved unless FILE is named: that shows that the suite runs, no more.
 
 Only programs and engine need what jengine needs. Where nothing can be installed, `pip install --target DIR` elsewhere what they say is
 missing, and put DIR on PYTHONPATH.
@@ -125,7 +125,7 @@ def main() -> int:
     parts = options.parts or list(PARTS)
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "results.json"
-        known = rows.read(options.out or rows.RESULTS)
+        known = rows.read(options.out if options.out is not None and options.out.exists() else rows.RESULTS)
         rows.write(file, known)
         if "correctness" not in parts:
             if not rows.checked(known):
