@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jengine.checkpoints import read_config, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import EngineConfig
+from jengine.device_facts import device_facts
 from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
 from jengine.execution.program_store import ProgramStore, default_root
 from jengine.execution.programs import Key, compile_all, file_name, memory_notes, memory_of, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
-from jengine.planning.device_facts import device_facts
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 from jengine.shapes import describe
 from pallas_kernels import ahead_of_time

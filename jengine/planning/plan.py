@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from jengine.ahead_of_time import describe_for, largest, memory_limit
 from jengine.config import EngineConfig
+from jengine.device_facts import DeviceFacts, device_facts
 from jengine.errors import OutOfMemory
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
 from jengine.execution.programs import Key, compile_all, memory_of, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import QUANTIZATIONS
-from jengine.planning.device_facts import DeviceFacts, device_facts
 from jengine.planning.roofline import Bound, Formats, bound, decode, kv_token_bytes, prefill
 from jengine.program_table import TrunkKey
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jengine.config import ModelConfig
-from jengine.planning.device_facts import DeviceFacts
+from jengine.device_facts import DeviceFacts
 
 Resource = Literal["memory", "products", "links"]
 UNGATED = ("gpt2", "opt")  # families whose MLP has two matrices; the others' have three

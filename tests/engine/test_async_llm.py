@@ -218,7 +218,7 @@ def test_500_requests_with_random_aborts_and_timeouts(fresh: AsyncLLM) -> None:
         name = str(number)
         await asyncio.sleep(rng.random() * 2)
         if how == "cancel":
-            asyncio.get_running_loop().call_later(rng.random(), asyncio.current_task().cancel)  # type: ignore[union-attr]
+            asyncio.get_running_loop().call_later(rng.random() / 20, asyncio.current_task().cancel)  # type: ignore[union-attr]
         timeout = rng.random() if how == "timeout" else None
         kind: OutputKind = rng.choice(["delta", "cumulative"])
         try:

@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,7 @@ def loops_of_unknown_length(text: str) -> list[str]:
     return [line for line in text.splitlines() if re.search(r"\bwhile\(", line) and "known_trip_count" not in line]
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_on_hopper_kernels_do_all_that_touches_the_cache(devices: int) -> None:
+def check_on_hopper(devices: int) -> None:
     spec = described("h200", devices)
     assert kernels_refused(spec) is None and spec.table.page_buckets == (0,)
     for key in spec.table.trunks():
@@ -59,8 +59,18 @@ def test_on_hopper_kernels_do_all_that_touches_the_cache(devices: int) -> None:
         assert memory.temp_size_in_bytes <= temporaries_bound(spec, key)
 
 
+def elsewhere(check: Callable[..., None], *args: Any) -> None:
+    """In a process of its own: one that has compiled kernels for a compute capability compiles for no other, and says no facts."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(check, *args).result()
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_on_hopper_kernels_do_all_that_touches_the_cache(devices: int) -> None:
+    elsewhere(check_on_hopper, devices)
+
+
 def check_without_hopper(target: str, kv_cache_dtype: str | None) -> None:
-    """In a process of its own: one that has compiled kernels for one compute capability compiles for no other."""
     spec = described(target, kv_cache_dtype=kv_cache_dtype or "auto")
     served = kernels_refused(spec) is None
     assert served == (kv_cache_dtype is None) == (spec.table.page_buckets == (0,))
@@ -78,5 +88,4 @@ def check_without_hopper(target: str, kv_cache_dtype: str | None) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("target", "kv_cache_dtype"), [("a100", None), ("l4", None), ("a100", "int8")])
 def test_before_hopper_loops_have_known_lengths(target: str, kv_cache_dtype: str | None) -> None:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pool.submit(check_without_hopper, target, kv_cache_dtype).result()
+    elsewhere(check_without_hopper, target, kv_cache_dtype)

@@ -12,8 +12,8 @@ import pytest
 from jengine.checkpoints import read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import ModelConfig
+from jengine.device_facts import DeviceFacts, device_facts
 from jengine.models import build
-from jengine.planning.device_facts import DeviceFacts, device_facts
 from jengine.planning.roofline import (
     Bound,
     Formats,

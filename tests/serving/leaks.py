@@ -13,8 +13,7 @@ from pathlib import Path
 def held() -> dict[str, object]:
     """File descriptors, threads (but those of executors, which stay), and child processes, the dead and unawaited too."""
     threads = sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_"))
-    tasks = Path("/proc/self/task").glob("*/children")
-    children = sorted(child for task in tasks for child in task.read_text().split())
+    children = sorted(child for task in Path("/proc/self/task").iterdir() for child in _children(task))
     return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": threads, "children": children}
 
 
@@ -39,3 +38,11 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def _children(task: Path) -> list[str]:
+    """Of a thread, which may have ended meanwhile."""
+    try:
+        return (task / "children").read_text().split()
+    except FileNotFoundError:
+        return []
