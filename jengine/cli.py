@@ -12,16 +12,12 @@ from typing import NoReturn
 from jengine import JengineError, __version__
 from jengine.commands import chat, compile, convert, generate, plan, serve
 
-GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver; the second under WSL
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit code: 0, or 2 for bad input. Ctrl-C ends the process with 130."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notices and warnings; errors still show
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's: what matters of them, its callers get as errors
-    if not any(os.path.exists(node) for node in GPU_NODES):
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # with the extra aot, JAX would print that it misses cuDNN
     run: Callable[[argparse.Namespace], None] = options.run
     before = signal.signal(signal.SIGINT, _leave)
     try:

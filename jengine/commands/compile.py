@@ -13,7 +13,7 @@ from jengine.commands.flags import add_fields, add_model, given_fields
 from jengine.commands.terminal import note
 
 # These do not enter programs, or are what is written here.
-SKIPS = ("model", "tokenizer", "policy", "overlap", "seed", "programs")
+SKIPS = ("model", "tokenizer", "policy", "overlap", "seed", "programs", "coordinator", "num_processes", "process_id")
 GIB, MIB = 1 << 30, 1 << 20
 
 
@@ -65,7 +65,7 @@ def _compile(options: argparse.Namespace) -> None:
     size = sum(done.file_bytes.values()) / MIB
     device = f"{spec.mesh.size} x {spec.mesh.devices.flat[0].device_kind}"
     note(f"{options.out}: {len(done.file_bytes)} programs for {device}, {size:.1f} MiB, compiled in {done.elapsed:.0f} s")
-    note(f"the cache has {spec.num_pages} pages of {spec.page_size} tokens, {spec.cache_bytes / GIB:.2f} GiB in all")
+    note(f"the cache has {spec.num_pages} pages of {spec.page_size} tokens, {spec.cache_bytes / GIB:.2f} GiB on each device")
     if done.autotune is not None:
         note(f"autotuning results: {done.autotune}")
     note("start with " + shlex.join(["jengine", "generate", options.model, "PROMPT", *_flags(options)]))
