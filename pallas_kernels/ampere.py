@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention_decode import MASKED, SMALLEST, _join, _logits
+from pallas_kernels.softmax import MASKED, SMALLEST, join, scores
 
 BLOCKS_TO_FILL = 216  # two for each of an A100's 108 multiprocessors
 SPLIT_TOKENS = 256  # a split should have as many
@@ -119,7 +119,7 @@ def paged_attention_prefill(
         kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(queries, k_pages, v_pages, block_tables, positions, lengths)
-    joined = _join(out.swapaxes(-1, -2), lse).reshape(items, kv_heads, blocks * columns, head_dim)[:, :, : tile * group]
+    joined = join(out.swapaxes(-1, -2), lse).reshape(items, kv_heads, blocks * columns, head_dim)[:, :, : tile * group]
     return joined.reshape(items, kv_heads, tile, group, head_dim).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
 
 
@@ -197,7 +197,8 @@ def _kernel(
         s = plgpu.mma(s, plgpu.load(k_smem.at[slot], layout=lhs), plgpu.load(q_smem.T, layout=rhs))
         tokens = iota(s.shape, 0) + token
         seen = tokens <= last_seen if window is None else (tokens <= last_seen) & (tokens > last_seen - window)
-        s = jnp.where(seen, _logits(s, scale, soft_cap), -jnp.inf)
+        s, factor = scores(s, scale, soft_cap)
+        s = jnp.where(seen, s * factor, -jnp.inf)
         m_new = jnp.maximum(m, s.max(axis=0))
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s - spread(m_new, tile))

@@ -14,7 +14,6 @@ dtype, which has all of their numbers, on their way to the tensor cores. The sca
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -26,16 +25,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.mosaic_gpu import Tiling
 
 from pallas_kernels import tuning
+from pallas_kernels.hopper import accumulate, product
 from pallas_kernels.quantized import Pages, Quantized
+from pallas_kernels.softmax import MASKED, SMALLEST, join, scores
 from pallas_kernels.tuning import DecodeCase, DecodeChoice
 
 QUERIES = 64  # rows of a product of the tensor cores
 TILE = 64  # tokens of a stage
 COLUMNS = 64  # of the head dimension that are multiplied, cleared and written at a time: more take too many registers
 STAGE_BYTES = 1 << 16  # of keys and values in flight in a block: two blocks, or one of head dim 256, share a multiprocessor
-MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
-SMALLEST = 1e-30  # of a sum that is divided by
-LOG2_E = math.log2(math.e)
 
 
 def paged_attention_decode(
@@ -124,7 +122,7 @@ def paged_attention_decode(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(queries, k_pages, v_pages, block_tables, lengths)
-    return _join(out, lse)[:, :, :group].reshape(q.shape).astype(q.dtype)
+    return join(out, lse)[:, :, :group].reshape(q.shape).astype(q.dtype)
 
 
 def _tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any]) -> Any:
@@ -132,14 +130,6 @@ def _tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any]) -> Any:
     row = min(128, shape[-1] * dtype.itemsize)
     tiles = plgpu.TilingTransform((8, row // dtype.itemsize))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(row)))  # type: ignore[abstract]
-
-
-def _join(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """Results [splits, ..., head_dim] of parts of a softmax, and the base-2 logarithms [splits, ...] of their sums, to the whole's."""
-    if out.shape[0] == 1:
-        return out[0]
-    weights = jnp.exp2(lse - lse.max(0))
-    return (out * weights[..., None]).sum(0) / weights.sum(0)[..., None]
 
 
 def _kernel(
@@ -171,13 +161,12 @@ def _kernel(
             slot = lax.rem(i, stages)
             token = (start + i) * TILE
             plgpu.barrier_wait(k_full.at[slot])
-            s = _product(q_smem, k_smem.at[slot].transpose((1, 0)))
+            s = product(q_smem, k_smem.at[slot].transpose((1, 0)))
             if fetched is not None:
                 s *= lax.broadcast_in_dim(_columns(k_scale.at[lax.rem(i, k_scale.shape[0])]), s.shape, [1])
             plgpu.barrier_arrive(k_free.at[slot])
-            s = jnp.where(
-                _seen(token, 1, (QUERIES, TILE), first, length, window, plgpu.Layout.WGMMA), _logits(s, scale, soft_cap), -jnp.inf
-            )
+            s, factor = scores(s, scale, soft_cap)
+            s = jnp.where(_seen(token, 1, (QUERIES, TILE), first, length, window, plgpu.Layout.WGMMA), s * factor, -jnp.inf)
             m_new = jnp.maximum(m, s.max(axis=1))
             alpha = jnp.exp2(m - m_new)
             p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
@@ -193,7 +182,7 @@ def _kernel(
                 weights = p_smem
             plgpu.barrier_wait(v_full.at[slot])
             accs = [
-                _accumulate(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), weights, v_smem.at[slot, :, part])
+                accumulate(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), weights, v_smem.at[slot, :, part])
                 for acc, part in zip(accs, parts, strict=True)
             ]
             plgpu.barrier_arrive(v_free.at[slot])
@@ -296,35 +285,6 @@ def _kernel(
         for slot in range(stages):  # each slot's last release: no barrier is left in a phase that nobody saw
             for free in (k_free, v_free):
                 pl.when(slot < count)(partial(plgpu.barrier_wait, free.at[slot]))
-
-
-def _product(left: Any, right: Any) -> jax.Array:
-    """left [QUERIES, n] @ right [n, columns] in float32."""
-
-    def multiply(out: Any) -> Any:
-        plgpu.wgmma(out, left, right)
-        return out[...]
-
-    product: jax.Array = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((QUERIES, right.shape[1]), jnp.float32))
-    return product
-
-
-def _accumulate(acc: jax.Array, left: Any, right: Any) -> jax.Array:
-    """acc [QUERIES, n] + left @ right; in place if left is in registers."""
-    if not isinstance(left, jax.Array):
-        return acc + _product(left, right)
-    total: jax.Array = pl.run_state(lambda out: plgpu.wgmma(out, left, right))(plgpu.WGMMAAccumulatorRef.init(acc))
-    return total
-
-
-def _logits(s: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
-    """Scaled and capped scores, times log2(e): powers of two are what the hardware takes."""
-    if soft_cap is None:
-        return s * (scale * LOG2_E)
-    # tanh(x) = 1 - 2 / (1 + exp(2 x)), since the hardware's own tanh has eleven bits; and 1 / y as rsqrt(y)^2, since the registers
-    # that division takes would leave room for one block where there is room for two.
-    inverse_root = lax.rsqrt(1.0 + jnp.exp2(s * (2.0 * scale * LOG2_E / soft_cap)))
-    return soft_cap * LOG2_E * (1.0 - 2.0 * inverse_root * inverse_root)
 
 
 def _seen(

@@ -24,8 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.feed import Blocks, Ring, feed, ring
-from pallas_kernels.hopper import MASKED, ROWS, SMALLEST, accumulate, logits, per_row, product, tiled
+from pallas_kernels.hopper import ROWS, accumulate, per_row, product, tiled
 from pallas_kernels.quantized import Pages, Quantized, numbers
+from pallas_kernels.softmax import MASKED, SMALLEST, scores
 
 TILE_GRID = 8  # tokens of a tile are a multiple of it
 STAGE_BYTES = 1 << 17  # of keys and values in flight in a block
@@ -167,7 +168,7 @@ def _kernel(
             if k.scale is not None:
                 s = s * _along_columns(k.scale.at[slot])
             plgpu.barrier_arrive(k.free.at[slot])
-            s, factor = logits(s, scale, soft_cap)
+            s, factor = scores(s, scale, soft_cap)
             whole = token + block_k - 1 <= position
             if window is not None:
                 whole &= token > end - 1 - window

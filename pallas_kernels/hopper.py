@@ -1,22 +1,17 @@
-"""What the attention kernels for Hopper (sm_90a) share: shared memory's layout, products of a warpgroup, the softmax's scores."""
+"""What the attention kernels for Hopper (sm_90a) share: shared memory's layout, and products of a warpgroup."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # of a warpgroup's product
 COLUMNS = 64  # of a tile of shared memory
-MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
-SMALLEST = 1e-30  # of a sum that is divided by
-LOG2_E = math.log2(math.e)
 
 
 def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any]) -> Any:
@@ -49,13 +44,3 @@ def accumulate(acc: jax.Array, left: Any, right: Any) -> jax.Array:
         return acc + product(left, right)
     total: jax.Array = pl.run_state(lambda out: plgpu.wgmma(out, left, right))(plgpu.WGMMAAccumulatorRef.init(acc))
     return total
-
-
-def logits(s: jax.Array, scale: float, soft_cap: float | None) -> tuple[jax.Array, float]:
-    """Scores, and the positive factor that makes them scaled, capped and times log2(e): powers of two are what the hardware takes."""
-    if soft_cap is None:
-        return s, scale * LOG2_E
-    # tanh(x) = 1 - 2 / (1 + exp(2 x)), since the hardware's own tanh has eleven bits; and 1 / y as rsqrt(y)^2, which takes
-    # fewer registers than a division.
-    inverse_root = lax.rsqrt(1.0 + jnp.exp2(s * (2.0 * scale * LOG2_E / soft_cap)))
-    return 1.0 - 2.0 * inverse_root * inverse_root, soft_cap * LOG2_E
