@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Two busy cores make any deadline flaky; a run that fails must fail again.
 settings.register_profile("jengine", deadline=None, derandomize=True)
 settings.load_profile("jengine")
+
+
+@pytest.fixture(autouse=True)
+def no_new_variables() -> Iterator[None]:
+    """Commands set variables for their process; here that is every test's."""
+    before = {*os.environ}
+    yield
+    for name in {*os.environ} - before:
+        del os.environ[name]
 
 
 @pytest.fixture(scope="session")
