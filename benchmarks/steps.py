@@ -50,7 +50,7 @@ class Step:
         length = max(context + 1, past + tiles * tile_size)
         width = -(-length // PAGE_SIZE)
         slots = max(rows, 1)
-        padded = max(8, rows)
+        padded = rows if rows == 1 else max(8, rows)
         table = ProgramTable((padded,), (padded,), (max(tiles, 1),), tile_size)
         key = TrunkKey(padded, tiles)
         spec = ExecutionSpec(

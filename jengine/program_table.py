@@ -13,7 +13,7 @@ from typing import Literal
 
 Variant = Literal["greedy", "sample", "truncated", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "truncated", "full")  # each does all that those before it do
-MIN_ROWS = 8  # products of fewer rows are slow paths in XLA
+MIN_ROWS = 8  # products of fewer rows are slow paths in XLA, and tensor cores have no use for them
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -64,11 +64,23 @@ class ProgramTable:
     page_buckets: tuple[int, ...] = (0,)
 
     @classmethod
-    def build(cls, *, max_num_seqs: int, max_num_batched_tokens: int, tile_size: int, page_buckets: tuple[int, ...] = (0,)) -> ProgramTable:
-        """Powers of two up to the limits; mixed trunks for the fewest and for the most rows."""
+    def build(
+        cls,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        tile_size: int,
+        page_buckets: tuple[int, ...] = (0,),
+        single_row: bool = False,
+    ) -> ProgramTable:
+        """Powers of two up to the limits; mixed trunks for the fewest and for the most rows.
+
+        Args:
+            single_row: a trunk for one row alone as well.
+        """
         rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
         tiles = _powers(1, max(1, max_num_batched_tokens // tile_size))
-        return cls(rows, tuple(sorted({rows[0], rows[-1]})), tiles, tile_size, page_buckets)
+        return cls((1, *rows) if single_row else rows, tuple(sorted({rows[0], rows[-1]})), tiles, tile_size, page_buckets)
 
     @property
     def max_rows(self) -> int:

@@ -15,6 +15,7 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.precision import CACHE_DTYPES, check_formats, choose_dtype
 from jengine.program_table import ProgramTable
+from pallas_kernels.products import cpu_refused
 
 
 def describe(config: EngineConfig, facts: ModelConfig, mesh: Mesh, root: Path) -> ExecutionSpec:
@@ -33,6 +34,7 @@ def describe(config: EngineConfig, facts: ModelConfig, mesh: Mesh, root: Path) -
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         tile_size=config.tile_size,
+        single_row=on_cpu and cpu_refused() is None,
     )
     spec = ExecutionSpec(
         model=build(facts, choose_dtype(config.dtype, facts, device, root), max_model_len, config.quantization, mesh.devices.size),

@@ -1,8 +1,8 @@
 """Which form of a function a device, a dtype and a shape take: the kernel where it serves them, else XLA's.
 
-`impl` is "auto", "mosaic" or "xla". A form that is asked for by name is taken or refused; it is never replaced. Each function
-has one beside it that says beforehand why its kernel cannot take some arrays, or None if it can; what it is given may be
-arrays, or whatever has their shapes and dtypes.
+`impl` is "auto", "mosaic" (a GPU's kernel), "numba" (a CPU's) or "xla". A form that is asked for by name is taken or refused;
+it is never replaced. Each function has one beside it that says beforehand why the device's kernel cannot take some
+arrays, or None if it can; what it is given may be arrays, or whatever has their shapes and dtypes.
 
 Everywhere, `device` is the one that the function will run on, which may be one of a topology to compile for; None is the first of
 the default backend.
@@ -10,26 +10,30 @@ the default backend.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
 
-from pallas_kernels import ampere, attention_decode, attention_prefill, tuning, xla
+from pallas_kernels import ampere, attention_decode, attention_prefill, products, tuning, xla
 from pallas_kernels import copy_pages as copy_kernel
 from pallas_kernels import kv_write as write_kernel
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.xla import Rotation
 
-Impl = Literal["auto", "mosaic", "xla"]
+Impl = Literal["auto", "mosaic", "numba", "xla"]
 HOPPER, AMPERE = ("9.0",), ("8.0", "8.6", "8.9")  # compute capabilities; Ada counts as Ampere
 DTYPES = ("bfloat16", "float16")
 STORED = (*DTYPES, "quantized int8", "quantized uint8")
+STORED_ON_CPU = ("bfloat16", "float32", "quantized int8", "quantized uint8")
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)  # and multiples of the last
 
 
 def decode_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_decode` cannot take these, or None."""
+    if _on_cpu(device):
+        return products.cpu_refused() or _cpu_cache_refused(k_pages, v_pages)
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
     if _capability(device) in HOPPER and heads > attention_decode.QUERIES * kv_heads:
         return f"heads={heads}: the kernel takes at most {attention_decode.QUERIES} for each of {kv_heads} kv heads"
@@ -60,13 +64,18 @@ def paged_attention_decode(
         The others, and what is returned: see `xla.paged_attention_decode`.
 
     Raises:
-        ValueError: impl="mosaic" where the kernel cannot serve; says why.
+        ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
     """
-    if not _kernel_serves(impl, decode_supported(q, k_pages, v_pages, device=device)):
+    if not _kernel_serves(impl, decode_supported(q, k_pages, v_pages, device=device), device):
         return xla.paged_attention_decode(
             q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
         )
-    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "splits": splits}
+    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if _on_cpu(device):
+        from pallas_kernels.cpu import attention
+
+        return attention.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how)
+    how["splits"] = splits
     if _capability(device) in AMPERE:
         return ampere.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how)
     return attention_decode.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, device=device or jax.devices()[0])
@@ -102,9 +111,9 @@ def paged_attention_prefill(
         The others, and what is returned: see `xla.paged_attention_prefill`.
 
     Raises:
-        ValueError: impl="mosaic" where the kernel cannot serve; says why.
+        ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
     """
-    if not _kernel_serves(impl, prefill_supported(q, k_pages, v_pages, device=device)):
+    if not _kernel_serves(impl, prefill_supported(q, k_pages, v_pages, device=device), device):
         return xla.paged_attention_prefill(
             q, k_pages, v_pages, block_tables, positions, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
         )
@@ -143,9 +152,9 @@ def kv_write(
         The others, and what is returned: see `xla.kv_write`.
 
     Raises:
-        ValueError: impl="mosaic" where the kernel cannot serve; says why.
+        ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
     """
-    serves = _kernel_serves(impl, kv_write_supported(k_pages, v_pages, k, v, device=device))
+    serves = _kernel_serves(impl, kv_write_supported(k_pages, v_pages, k, v, device=device), device)
     if not serves:
         return xla.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
     cores = tuning.cores(device or jax.devices()[0])
@@ -173,20 +182,50 @@ def copy_pages(
         The others, and what is returned: see `xla.copy_pages`.
 
     Raises:
-        ValueError: impl="mosaic" where the kernel cannot serve; says why.
+        ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
     """
-    serves = _kernel_serves(impl, copy_pages_supported(k_pages, v_pages, device=device))
+    serves = _kernel_serves(impl, copy_pages_supported(k_pages, v_pages, device=device), device)
     copy = copy_kernel.copy_pages if serves else xla.copy_pages
     return copy(k_pages, v_pages, sources, destinations)
 
 
-def _kernel_serves(impl: Impl, refused: str | None) -> bool:
-    """Whether the kernel is taken, which refuses for the reason given, if any."""
-    if impl not in ("auto", "mosaic", "xla"):
-        raise ValueError(f"impl={impl!r}: one of 'auto', 'mosaic', 'xla'")
-    if impl == "mosaic" and refused is not None:
-        raise ValueError(f"impl='mosaic': {refused}")
+def prepare(weights: Iterable[Any], k_pages: Pages, *, device: jax.Device | None = None) -> None:
+    """Make known to XLA what programs over these call by name, before such programs are loaded; on a CPU, else nothing.
+
+    Args:
+        weights: of products, arrays or Quantized; they and k_pages may be whatever has their shapes and dtypes.
+    """
+    if _on_cpu(device) and products.cpu_refused() is None:
+        from pallas_kernels.cpu import attention
+
+        if _cpu_cache_refused(k_pages, k_pages) is None:
+            attention.prepare(k_pages, k_pages.shape[-1])
+        for weight in weights:
+            products.prepare(weight)
+
+
+def _kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) -> bool:
+    """Whether the device's kernel is taken, which refuses for the reason given, if any."""
+    if impl not in ("auto", "mosaic", "numba", "xla"):
+        raise ValueError(f"impl={impl!r}: one of 'auto', 'mosaic', 'numba', 'xla'")
+    if impl not in ("auto", "xla"):
+        if refused is None and (impl == "numba") != _on_cpu(device):
+            refused = f"device={(device or jax.devices()[0]).device_kind}: Mosaic's kernels are for GPUs, Numba's for CPUs"
+        if refused is not None:
+            raise ValueError(f"impl={impl!r}: {refused}")
     return impl != "xla" and refused is None
+
+
+def _on_cpu(device: jax.Device | None) -> bool:
+    return getattr(device or jax.devices()[0], "platform", None) == "cpu"
+
+
+def _cpu_cache_refused(k_pages: Pages, v_pages: Pages) -> str | None:
+    """Why a CPU's kernel cannot take such a cache, or None."""
+    for name, pages in ("k_pages", k_pages), ("v_pages", v_pages):
+        if _stored(pages) not in STORED_ON_CPU:
+            return f"{name}={_stored(pages)}: the kernel takes {', '.join(STORED_ON_CPU)} (uint8: the bits of float8_e4m3fn)"
+    return None if _stored(k_pages) == _stored(v_pages) else f"v_pages={_stored(v_pages)}: the kernel takes what k_pages has"
 
 
 def _attention_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, device: jax.Device | None) -> str | None:

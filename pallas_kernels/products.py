@@ -1,10 +1,15 @@
 """Products of activations and weights kept output-major, [out, in]: plain, or eight-bit with a scale for each output.
 
-A CPU's matrix product reads a converted copy of eight-bit weights from memory, unless rows are few and the conversion goes
-block by block through the cache; eight-bit numbers on both sides it multiplies natively (VNNI, AMX).
+A CPU has a kernel for one row (`cpu/products.py`). For more rows, its matrix product reads a converted copy of eight-bit weights from
+memory, unless rows are few and the conversion goes block by block through the cache; eight-bit numbers on both sides it
+multiplies natively (VNNI, AMX).
 """
 
 from __future__ import annotations
+
+import importlib.util
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +19,23 @@ from pallas_kernels.quantized import Quantized, quantize
 
 LAST = (((1,), (1,)), ((), ()))  # contract the last axes
 BLOCK = 64  # outputs converted at a time
+STORED = ("bfloat16", "float32", "int8", "float8_e4m3fn")  # what a CPU's kernel multiplies
 FEW = 64  # rows up to which that pays
+
+
+@cache
+def cpu_refused() -> str | None:
+    """Why a CPU has no kernels here, or None if it has."""
+    return "numba is not installed" if importlib.util.find_spec("numba") is None else None
+
+
+def prepare(weight: Any) -> None:
+    """Make known to XLA what a CPU's program calls to multiply one row by this, an array or Quantized or what has its dtypes."""
+    values, whole = (weight.values, weight.inputs and weight.kind == "int8") if isinstance(weight, Quantized) else (weight, False)
+    if cpu_refused() is None and str(values.dtype) in STORED:
+        from pallas_kernels.cpu import products
+
+        products.prepare(values.dtype, whole=whole)
 
 
 def product(x: jax.Array, weight: jax.Array | Quantized, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -31,6 +52,19 @@ def product(x: jax.Array, weight: jax.Array | Quantized, dtype: jax.typing.DType
 
 
 def _dot(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    if x.shape[0] == 1 and cpu_refused() is None and str(weight.dtype) in STORED:
+        y: jax.Array = lax.platform_dependent(x, weight, cpu=partial(_matrix_vector, dtype=dtype), default=partial(_any_rows, dtype=dtype))
+        return y
+    return _any_rows(x, weight, dtype)
+
+
+def _matrix_vector(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    from pallas_kernels.cpu import products
+
+    return products.matrix_vector(x, weight).astype(dtype)
+
+
+def _any_rows(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # or GPUs multiply float32 as tf32
     return lax.dot_general(x, weight, LAST, precision=precision, preferred_element_type=dtype)
 
@@ -41,6 +75,8 @@ def _converted(x: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _converted_by_block(x: jax.Array, values: jax.Array) -> jax.Array:
+    if x.shape[0] == 1 and cpu_refused() is None:
+        return _matrix_vector(x, values, jnp.float32)
     out, size = values.shape
     if x.shape[0] > FEW or out % BLOCK:
         return _converted(x, values)

@@ -1,4 +1,4 @@
-"""Whether trunks attend with kernels, which loop over a sequence's own pages, or with XLA's form, which on a GPU cannot."""
+"""Which kernels a spec's programs have: those of attention loop over a sequence's own pages, which XLA's form on a GPU cannot."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import jax
 
 from jengine.execution.spec import ExecutionSpec
 from pallas_kernels import dispatch
+from pallas_kernels.quantized import is_quantized
+
+
+def prepare(spec: ExecutionSpec) -> None:
+    """Make known to XLA what these programs call by name, before they are loaded."""
+    weights = jax.tree.leaves(spec.params, is_leaf=is_quantized)
+    dispatch.prepare(weights, spec.cache[0][0], device=spec.mesh.devices.flat[0])
 
 
 def kernels_refused(spec: ExecutionSpec) -> str | None:

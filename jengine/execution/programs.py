@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
+from jengine.execution.kernels import prepare
 from jengine.execution.kv_cache import Cache
 from jengine.execution.logits import COUNT_CHUNK, count_tokens
 from jengine.execution.memory import ProgramMemory
@@ -47,6 +48,7 @@ class Programs:
         self._store, self._facts = store, spec.facts()
         keys = program_keys(spec)
         devices = spec.mesh.devices.flatten().tolist()
+        prepare(spec)
         found, notes = store.load(map(file_name, keys), self._facts, devices) if store else ({}, {})
         self._programs: dict[Key, Any] = {key: found[file_name(key)] for key in keys if file_name(key) in found}
         self.loaded = len(self._programs)

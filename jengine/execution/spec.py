@@ -26,6 +26,7 @@ from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
 from jengine.parallel.mesh import placed
 from jengine.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
+from pallas_kernels.products import cpu_refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +119,7 @@ class ExecutionSpec:
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
             "plugin": "" if device.platform == "cpu" else _plugins(),
+            "kernels": cpu_refused() or "numba" if device.platform == "cpu" else "",
             "source": _source_digest(),
             "model": model,
             "dtype": str(np.dtype(self.model.dtype)),

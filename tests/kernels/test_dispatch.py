@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ampere, attention_decode, dispatch, xla
+from pallas_kernels.cpu import attention
 from pallas_kernels.dispatch import decode_supported, paged_attention_decode
 from pallas_kernels.quantized import movable, quantize
 
@@ -37,7 +38,7 @@ def test_what_the_decode_kernel_takes(shape: dict[str, Any]) -> None:
     ("shape", "device", "reason"),
     [
         ({}, VOLTA, "device=NVIDIA V100"),
-        ({}, None, "device=cpu"),
+        ({"dtype": jnp.float16}, None, "k_pages=float16: the kernel takes bfloat16, float32"),
         ({"dtype": jnp.float32}, HOPPER, "dtype=float32"),
         ({"head_dim": 96}, HOPPER, "head_dim=96"),
         ({"page_size": 8}, HOPPER, "page_size=8"),
@@ -74,8 +75,20 @@ def run(**how: Any) -> jax.Array:
 
 def test_xla_takes_the_rest() -> None:
     want = xla.paged_attention_decode(*arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7)
-    for how in ({"impl": "auto"}, {"impl": "xla"}, {"impl": "xla", "device": HOPPER}, {"impl": "auto", "device": VOLTA}):
+    for how in ({"impl": "xla"}, {"impl": "xla", "device": HOPPER}, {"impl": "auto", "device": VOLTA}):
         np.testing.assert_array_equal(run(**how), want)
+
+
+def test_a_cpu_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = attention.paged_attention_decode(*arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7)
+    for impl in ("auto", "numba"):
+        np.testing.assert_array_equal(run(impl=impl), want)
+    with pytest.raises(ValueError, match="impl='numba': device=NVIDIA H200: Mosaic's kernels are for GPUs"):
+        run(impl="numba", device=HOPPER)
+    monkeypatch.setattr("pallas_kernels.products.cpu_refused", lambda: "numba is not installed")
+    np.testing.assert_array_equal(run(), run(impl="xla"))
+    with pytest.raises(ValueError, match="impl='numba': numba is not installed"):
+        run(impl="numba")
 
 
 @pytest.mark.parametrize("impl", ["auto", "xla"])
@@ -96,7 +109,7 @@ def test_xla_takes_what_it_was_given(impl: Any) -> None:
 
 
 def test_a_choice_that_cannot_be_met_is_an_error() -> None:
-    with pytest.raises(ValueError, match="impl='mosaic': device=cpu: the kernel is for GPUs"):
+    with pytest.raises(ValueError, match="impl='mosaic': device=cpu: Mosaic's kernels are for GPUs"):
         run(impl="mosaic")
     with pytest.raises(ValueError, match="impl='triton': one of"):
         run(impl="triton")
