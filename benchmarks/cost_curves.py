@@ -29,11 +29,13 @@ def measure(folder: Path, name: str, contexts: tuple[int, ...], rows: tuple[int,
     """A point for each shape: rows, context, milliseconds, and the memory's share of them."""
     model = Model(folder, **FORMATS[name])
     few = max(FIXED_ROWS)
-    steps = {few: model.step(rows=few, context=max(contexts))} | {n: model.step(rows=n, context=FIXED_CONTEXT) for n in rows if n > few}
+    steps = {n: model.step(rows=n, context=max(contexts)) for n in FIXED_ROWS} | {
+        n: model.step(rows=n, context=FIXED_CONTEXT) for n in rows if n > few
+    }
     shapes = [*((n, context) for context in contexts for n in FIXED_ROWS), *((n, FIXED_CONTEXT) for n in rows)]
 
     def run(n: int, context: int) -> float:
-        step = steps[max(n, few)]
+        step = steps[n if n in steps else few]
         step.decode(n, context)
         return step.seconds()
 

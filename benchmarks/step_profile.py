@@ -3,11 +3,11 @@
     python -m benchmarks.step_profile [--model 134m] [--context 256] [--tokens 512] [--seconds 12] [--quick]
 
 Steps of 1, 8 and 32 decode rows and one of a prompt's tiles, in each number format. An operation's time is that of its XLA operations in a
-profiler's trace: the union of their intervals on all threads, the least of several runs. Which operation they belong to is read from the
-Python functions that XLA's text names for each. What is in no operation is `gaps`: starting operations, loops, waiting. Profiling slows
-steps of many small operations, so the step's own time is taken without. The floor of an operation is the larger of its bytes over the
-measured bandwidth and its sums over the rate of the best large product in the format, both with all cores; a step's is that of all of its
-operations.
+profiler's trace, less what is nested in them: the union of their intervals on all threads, the least of several runs. Which
+operation they belong to is read from the Python functions that XLA's text names for each. What is in no operation is `gaps`: starting
+operations, loops, waiting. Profiling slows steps of many small operations, so the step's own time is taken without. The floor of an
+operation is the larger of its bytes over the measured bandwidth and its sums over the rate of the best large product in the
+format, both with all cores; a step's is that of all of its operations.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ OPERATIONS = {
 }
 JOINED = {"qkv product": "o product", "gate-up product": "down product"}  # where `joined` is in the chain too
 Intervals = list[tuple[float, float]]
+Event = tuple[str, float, float]  # name, begin and end in nanoseconds
 
 
 def bandwidth() -> float:
@@ -124,10 +125,13 @@ def traced(step: Step) -> dict[str, float]:
                 with jax.profiler.TraceAnnotation("run sampler"):
                     step.sample(to_sample)
         profile = jax.profiler.ProfileData.from_file(str(next(Path(folder).rglob("*.xplane.pb"))))
-    events = [(e.name, e.start_ns, e.start_ns + e.duration_ns) for plane in profile.planes for line in plane.lines for e in line.events]
+    threads = [[(e.name, e.start_ns, e.start_ns + e.duration_ns) for e in line.events] for plane in profile.planes for line in plane.lines]
+    events = [event for thread in threads for event in thread]
     best: dict[str, float] = {}
     for program, names in ("trunk", trunk), ("sampler", sampler):
-        spans = [(names[name], begin, finish) for name, begin, finish in events if name in names]
+        spans = [
+            (names[name], begin, finish) for thread in threads for name, begin, finish in innermost(e for e in thread if e[0] in names)
+        ]
         for _, start, end in (event for event in events if event[0] == f"run {program}"):
             inside: dict[str, Intervals] = defaultdict(list)
             for operation, begin, finish in spans:
@@ -137,6 +141,27 @@ def traced(step: Step) -> dict[str, float]:
             times[f"gaps ({program})"] = (end - start) / 1e9 - union([interval for intervals in inside.values() for interval in intervals])
             best.update({name: min(seconds, best.get(name, seconds)) for name, seconds in times.items()})
     return best
+
+
+def innermost(events: Iterable[Event]) -> list[Event]:
+    """A thread's events less those inside them: XLA goes on with what follows an operation before that one's event ends."""
+    out: list[Event] = []
+    open_: list[list[Any]] = []  # name, from when it is the innermost, end
+
+    def close(until: float) -> None:
+        while open_ and open_[-1][2] <= until:
+            name, since, finish = open_.pop()
+            out.append((name, since, finish))
+            if open_:
+                open_[-1][1] = finish
+
+    for name, begin, finish in sorted(events, key=lambda event: (event[1], -event[2])):
+        close(begin)
+        if open_:
+            out.append((open_[-1][0], open_[-1][1], begin))
+        open_.append([name, begin, finish])
+    close(float("inf"))
+    return out
 
 
 def union(intervals: Intervals) -> float:

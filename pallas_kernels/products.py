@@ -1,13 +1,14 @@
 """Products of activations and weights kept output-major, [out, in]: plain, or eight-bit with a scale for each output.
 
-A CPU has a kernel for one row (`cpu/products.py`). For more rows, its matrix product reads a converted copy of eight-bit weights from
-memory, unless rows are few and the conversion goes block by block through the cache; eight-bit numbers on both sides it
-multiplies natively (VNNI, AMX).
+A CPU has kernels for one row and, of plain weights, for a few (`cpu/products.py`). For more, XLA's product reads a converted copy of
+eight-bit weights from memory, unless the conversion goes block by block through the cache; eight-bit numbers on both
+sides it multiplies natively (VNNI, AMX).
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -18,9 +19,10 @@ from jax import lax
 from pallas_kernels.quantized import Quantized, quantize
 
 LAST = (((1,), (1,)), ((), ()))  # contract the last axes
+STORED = ("bfloat16", "float32", "int8", "float8_e4m3fn")  # what a CPU's kernel for one row multiplies
+FEW_ROWS = 32  # up to which a CPU's kernel for a few is faster than XLA's product
 BLOCK = 64  # outputs converted at a time
-STORED = ("bfloat16", "float32", "int8", "float8_e4m3fn")  # what a CPU's kernel multiplies
-FEW = 64  # rows up to which that pays
+CONVERTED_ROWS = 64  # up to which that pays
 
 
 @cache
@@ -30,12 +32,13 @@ def cpu_refused() -> str | None:
 
 
 def prepare(weight: Any) -> None:
-    """Make known to XLA what a CPU's program calls to multiply one row by this, an array or Quantized or what has its dtypes."""
+    """Make known to XLA what a CPU's programs call to multiply by this, an array or Quantized or what has its shape and dtypes."""
     values, whole = (weight.values, weight.inputs and weight.kind == "int8") if isinstance(weight, Quantized) else (weight, False)
     if cpu_refused() is None and str(values.dtype) in STORED:
         from pallas_kernels.cpu import products
 
         products.prepare(values.dtype, whole=whole)
+        products.prepare_few(values.dtype)
 
 
 def product(x: jax.Array, weight: jax.Array | Quantized, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -52,16 +55,27 @@ def product(x: jax.Array, weight: jax.Array | Quantized, dtype: jax.typing.DType
 
 
 def _dot(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    if x.shape[0] == 1 and cpu_refused() is None and str(weight.dtype) in STORED:
-        y: jax.Array = lax.platform_dependent(x, weight, cpu=partial(_matrix_vector, dtype=dtype), default=partial(_any_rows, dtype=dtype))
-        return y
-    return _any_rows(x, weight, dtype)
+    kernel = _cpu_kernel(x, weight)
+    if kernel is None:
+        return _any_rows(x, weight, dtype)
+
+    def on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return kernel(x, weight).astype(dtype)
+
+    y: jax.Array = lax.platform_dependent(x, weight, cpu=on_cpu, default=partial(_any_rows, dtype=dtype))
+    return y
 
 
-def _matrix_vector(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+def _cpu_kernel(x: jax.Array, weight: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
+    """What multiplies these on a CPU, if XLA does not."""
+    rows, (outs, size) = x.shape[0], weight.shape
+    if rows > FEW_ROWS or cpu_refused() is not None or str(weight.dtype) not in STORED:
+        return None
     from pallas_kernels.cpu import products
 
-    return products.matrix_vector(x, weight).astype(dtype)
+    if rows == 1:
+        return products.matrix_vector
+    return products.matrix_few if x.dtype == weight.dtype and products.serves_few(rows, size, outs, weight.dtype) else None
 
 
 def _any_rows(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -71,14 +85,15 @@ def _any_rows(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> j
 
 def _converted(x: jax.Array, values: jax.Array) -> jax.Array:
     """float32 [rows, out]."""
-    return _dot(x, values.astype(x.dtype), jnp.float32)
+    return _any_rows(x, values.astype(x.dtype), jnp.float32)
 
 
 def _converted_by_block(x: jax.Array, values: jax.Array) -> jax.Array:
-    if x.shape[0] == 1 and cpu_refused() is None:
-        return _matrix_vector(x, values, jnp.float32)
+    kernel = _cpu_kernel(x, values)
+    if kernel is not None:
+        return kernel(x, values)
     out, size = values.shape
-    if x.shape[0] > FEW or out % BLOCK:
+    if x.shape[0] > CONVERTED_ROWS or out % BLOCK:
         return _converted(x, values)
     y: jax.Array = lax.map(lambda block: _converted(x, block), values.reshape(-1, BLOCK, size))  # [blocks, rows, BLOCK]
     return y.transpose(1, 0, 2).reshape(x.shape[0], out)

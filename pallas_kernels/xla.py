@@ -151,11 +151,12 @@ def paged_attention_prefill(
         [tiles, tile, heads, head_dim], in q's dtype.
     """
 
-    def one(args: tuple[jax.Array, ...]) -> jax.Array:
-        q, table, position, length = (x[None] for x in args)
-        return _attend(q, k_pages, v_pages, table, position, position + length, scale, window, soft_cap, pages, PREFILL_BLOCK, q.dtype)[0]
+    def one(i: jax.Array, tiles: jax.Array) -> jax.Array:
+        tile, table, position, length = (lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, block_tables, positions, lengths))
+        out = _attend(tile, k_pages, v_pages, table, position, position + length, scale, window, soft_cap, pages, PREFILL_BLOCK, q.dtype)
+        return lax.dynamic_update_slice_in_dim(tiles, out, i, 0)
 
-    out: jax.Array = lax.map(one, (q, block_tables, positions, lengths))
+    out: jax.Array = lax.fori_loop(0, q.shape[0], one, q)  # results take the queries' places: nothing is copied
     return out
 
 

@@ -91,14 +91,18 @@ def prefetch(_typing: Any, array: Any, index: Any) -> Any:
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        flag = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, flag, flag, flag])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        place = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
-        builder.call(function, [place, flag(0), flag(3), flag(1)])  # to read, into every cache, data
+        fetch(builder, builder.gep(data, [args[1]]))
         return context.get_dummy_value()
 
     return types.none(array, types.intp), build
+
+
+def fetch(builder: Any, place: Any) -> None:
+    """The instruction that begins to read the cache line of a place."""
+    flag = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, flag, flag, flag])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.bitcast(place, cgutils.voidptr_t), flag(0), flag(3), flag(1)])  # to read, into every cache, data
 
 
 @inlined

@@ -1,4 +1,4 @@
-"""A matrix times one vector, at the speed at which a CPU reads the matrix."""
+"""A matrix times one vector, or a few, at the speed at which a CPU reads the matrix."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numba import carray
 
+from pallas_kernels.cpu.blocks import OUTS, ROWS, STEP, available, make_block
 from pallas_kernels.cpu.calls import (
     SOURCE,
     argument,
@@ -26,6 +27,7 @@ from pallas_kernels.cpu.calls import (
     words,
 )
 
+AHEAD = 2 * OUTS  # outputs
 BITS: dict[str, Any] = {"bfloat16": np.uint16, "float32": np.float32, "int8": np.int8, "float8_e4m3fn": np.uint8}
 
 
@@ -49,6 +51,34 @@ def matrix_vector(x: jax.Array, weight: jax.Array) -> jax.Array:
         for start, end in pairwise(starts)
     ]
     return jnp.concatenate(pieces)[None]
+
+
+def matrix_few(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x @ weight.T, sums in float32; of what `serves_few` says.
+
+    Args:
+        x: [rows, in], weight's dtype.
+        weight: bfloat16 or float32 [out, in].
+
+    Returns:
+        float32 [rows, out].
+    """
+    rows, outs = x.shape[0], weight.shape[0]
+    name, blocks = prepare_few(weight.dtype), outs // OUTS
+    assert name is not None, f"{weight.dtype}: see serves_few"
+    count = min(parts(), blocks)
+    starts = [blocks * part // count * OUTS for part in range(count + 1)]
+    pieces = [
+        call(name, jax.ShapeDtypeStruct((rows, end - start), jnp.float32), x, weight, jnp.array([start], jnp.int32))
+        for start, end in pairwise(starts)
+    ]
+    return jnp.concatenate(pieces, axis=1)
+
+
+def serves_few(rows: int, size: int, outs: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Whether `matrix_few` takes rows of this size and dtype, on this processor."""
+    name = str(jnp.dtype(dtype))
+    return available(name) and rows % ROWS == 0 and outs % OUTS == 0 and size % STEP[name] == 0
 
 
 def prepare(dtype: jax.typing.DTypeLike, *, whole: bool) -> str:
@@ -82,6 +112,34 @@ def _handler(stored: Any) -> Any:
         return 0
 
     return matrix_vector_of_floats
+
+
+def prepare_few(dtype: jax.typing.DTypeLike) -> str | None:
+    """Register what `matrix_few` calls for this dtype, if this processor has it; its name."""
+    name = str(jnp.dtype(dtype))
+    return register(f"jengine_matrix_few_{name}", partial(_few_handler, name)) if available(name) else None
+
+
+def _few_handler(dtype: str) -> Any:
+    fetching, at_hand = make_block(dtype, AHEAD), make_block(dtype, 0)
+    stored, itemsize, source = BITS[dtype], np.dtype(BITS[dtype]).itemsize, SOURCE
+
+    @handler
+    def matrix_few_of(frame: int) -> int:
+        if asked_for_version(frame, source):
+            return 0
+        size, start, _ = _shape(frame)
+        rows, outs = words(result(frame, 0)[1], 2)
+        x = carray(pointer(argument(frame, 0)[0]), rows * size, stored)
+        weight = carray(pointer(argument(frame, 1)[0] + start * size * itemsize), outs * size, stored)
+        out = carray(pointer(result(frame, 0)[0]), rows * outs, np.float32)
+        for o in range(0, outs, OUTS):
+            fetching(x, 0, weight, o * size, out, o, outs, size)
+            for row in range(ROWS, rows, ROWS):
+                at_hand(x, row * size, weight, o * size, out, row * outs + o, outs, size)
+        return 0
+
+    return matrix_few_of
 
 
 def _whole_handler() -> Any:

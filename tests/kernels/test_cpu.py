@@ -18,7 +18,7 @@ from pallas_kernels import products, reference
 from pallas_kernels.cpu import calls
 from pallas_kernels.cpu.attention import paged_attention_decode
 from pallas_kernels.cpu.math import exponentials
-from pallas_kernels.cpu.products import matrix_vector
+from pallas_kernels.cpu.products import matrix_few, matrix_vector, serves_few
 from pallas_kernels.quantized import dequantize, movable, quantize
 from tests.kernels.interpreted import cache
 from tests.kernels.test_attention_decode import BOTH, CAP, PLAIN, WINDOW, Ways, in_float32
@@ -94,6 +94,27 @@ def test_a_matrix_times_a_vector(weights: str, inputs: str, shape: tuple[int, in
     np.testing.assert_allclose(got, exact, atol=1e-5 * np.abs(exact).max())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(8, 768, 36), (32, 32, 4), (4, 96, 400), (16, 2048, 8)])
+def test_a_matrix_times_a_few_vectors(dtype: str, shape: tuple[int, int, int]) -> None:
+    rows, size, outs = shape
+    if not serves_few(rows, size, outs, dtype):
+        pytest.skip("this processor lacks the instructions")
+    x, w = (jax.random.normal(jax.random.key(n), (n, size)).astype(dtype) for n in (rows, outs))
+    got = jax.jit(matrix_few)(x, w)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, exact, atol=1e-5 * np.abs(exact).max())
+    assert "jengine_matrix_few" in jax.jit(products.product).lower(x, w).as_text()
+
+
+def test_other_shapes_are_left_to_xla() -> None:
+    assert not any(serves_few(*shape, "float32") for shape in ((3, 64, 64), (8, 60, 64), (8, 64, 66)))
+    assert not serves_few(8, 64, 64, "float16") and not serves_few(8, 48, 64, "bfloat16")
+    many = jnp.ones((64, 64)), jnp.ones((64, 64))
+    assert "jengine" not in jax.jit(products.product).lower(*many).as_text()
+
+
 def test_sums_of_int8_are_exact() -> None:
     x, w = jnp.full((1, 5000), 127, jnp.int8), jnp.full((3, 5000), -127, jnp.int8)
     assert jax.jit(matrix_vector)(x, w).tolist() == [[-127 * 127 * 5000] * 3]
@@ -115,6 +136,7 @@ def test_a_product_of_one_row_takes_the_kernel_and_is_that_of_several(quantizati
     np.testing.assert_allclose(one(x[:1], weight), jax.jit(products.product)(x, weight)[:1], atol=1e-4)
     assert "jengine_matrix_vector" in one.as_text()
     assert "jengine_matrix_vector" not in jax.jit(products.product).lower(x, weight).as_text()
+    assert "jengine" not in jax.jit(products.product).trace(x[:1], weight).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_exponentials() -> None:
