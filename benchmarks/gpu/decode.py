@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def _of_kind(shape: Shape, kind: str | None, cases: list[tuple[int, int]], bandw
     num_pages = needed if room is None else min(needed, int(0.8 * room) // page_bytes(shape, kind))
     k, v = large(shape, num_pages, "bfloat16", kind)
     q = jax.ShapeDtypeStruct((1, shape.heads, shape.head_dim), jnp.bfloat16)
-    refused = None if small else dispatch.decode_supported(q, k, v)  # type: ignore[arg-type]
+    refused = None if small else _refused(q, k, v)
     if refused is not None:
         yield skipped(f"{name} cache", refused)
         return
@@ -47,6 +48,12 @@ def _of_kind(shape: Shape, kind: str | None, cases: list[tuple[int, int]], bandw
             yield skipped(case, f"needs {batch * context // shape.page_size} pages, there is memory for {num_pages}")
             continue
         yield attempt(case, partial(_row, case, shape, k, v, batch, context, bandwidth, small))
+
+
+def _refused(q: Any, k: Pages, v: Pages) -> str | None:
+    """Why the GPU's kernel cannot take these, or None."""
+    device = jax.devices()[0]
+    return f"device={device.device_kind}: it is no GPU" if device.platform == "cpu" else dispatch.decode_supported(q, k, v)
 
 
 def _row(case: str, shape: Shape, k: Pages, v: Pages, batch: int, context: int, bandwidth: float, small: bool) -> Row:
