@@ -17,7 +17,13 @@ WORK = [(prompt, SamplingParams(temperature=0.0, max_tokens=24)) for prompt in p
 
 
 @pytest.mark.filterwarnings("ignore:kv_cache_dtype='fp8' is emulated")
-@pytest.mark.parametrize("options", [{"quantization": "w8a8", "kv_cache_dtype": "int8"}, {"quantization": "int8", "kv_cache_dtype": "fp8"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"quantization": "w8a8", "kv_cache_dtype": "int8"}, marks=pytest.mark.full),
+        {"quantization": "int8", "kv_cache_dtype": "fp8"},
+    ],
+)
 def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[..., Engine]) -> None:
     """Each token of each head has a scale of its own. (Chunks of other sizes may: float32's rounding then turns an eight-bit one.)"""
     engine = make_engine(**options)

@@ -34,7 +34,12 @@ if os.environ.get("JAX_PLATFORMS") != "cpu":
     pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def every_second(cases: dict[str, Case]) -> list[Any]:
+    """The others are long tests: each compiles for seconds."""
+    return [pytest.param(case, id=name, marks=[pytest.mark.full] if index % 2 else []) for index, (name, case) in enumerate(cases.items())]
+
+
+@pytest.mark.parametrize("case", every_second(CASES))
 def test_a_kernel_spills_nothing_and_fits(case: Case) -> None:
     function, args = case
     [facts], compiled = kernel_facts(device("h200"), function, *args)
@@ -47,7 +52,7 @@ def test_a_kernel_spills_nothing_and_fits(case: Case) -> None:
     assert not re.search(r"\b(while|conditional)\(", text)  # XLA would wait for the host
 
 
-@pytest.mark.parametrize("case", EIGHT_BITS.values(), ids=EIGHT_BITS.keys())
+@pytest.mark.parametrize("case", every_second(EIGHT_BITS))
 def test_a_kernel_for_eight_bit_caches_spills_nothing_and_fits(case: Case) -> None:
     function, args = case
     [facts], _ = kernel_facts(device("h200"), function, *args)
@@ -70,7 +75,7 @@ def check_prefill(case: Case, threads: int, blocks: int, spilled: int) -> None:
     assert memory is not None and memory.temp_size_in_bytes < 1 << 20  # fp8's bits are not copied
 
 
-@pytest.mark.parametrize("case", PREFILL_CASES.values(), ids=PREFILL_CASES.keys())
+@pytest.mark.parametrize("case", every_second(PREFILL_CASES))
 def test_the_prefill_kernel_spills_nothing_and_fits(case: Case) -> None:
     check_prefill(case, PREFILL_THREADS, blocks=1, spilled=0)
 
@@ -89,7 +94,7 @@ SHARED_OPERANDS = {"decode": INTERPRETED, "decode, eight bits": EIGHT_BITS_INTER
 FORMS = {f"{kernel}, {name}": case for kernel, cases in SHARED_OPERANDS.items() for name, case in cases.items()}
 
 
-@pytest.mark.parametrize("case", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize("case", every_second(FORMS))
 def test_the_interpreted_form_compiles_too(case: Case) -> None:
     function, args = case
     [facts], _ = kernel_facts(device("h200"), function, *args)
@@ -97,7 +102,7 @@ def test_the_interpreted_form_compiles_too(case: Case) -> None:
     assert facts.products > 0
 
 
-@pytest.mark.parametrize("case", (WRITES | COPIES).values(), ids=(WRITES | COPIES).keys())
+@pytest.mark.parametrize("case", every_second(WRITES | COPIES))
 def test_a_kernel_that_moves_data_spills_nothing_and_leaves_room_for_others(case: Case) -> None:
     function, args = case
     [facts], _ = kernel_facts(device("h200"), function, *args)
