@@ -22,7 +22,7 @@ LINE = 64  # bytes of a cache line
 SOURCE = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
 WAITING = 8  # operations that XLA leaves to one thread
 
-_registered: set[str] = set()
+_registered: dict[str, Any] = {}  # what `handler` gave, which must live as long as programs may call it
 _lock = threading.Lock()  # programs are traced by several threads
 
 
@@ -46,9 +46,9 @@ def register(name: str, make: Callable[[], Any]) -> str:
     """
     with _lock:
         if name not in _registered:
-            function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(make().address)
+            _registered[name] = made = make()
+            function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(made.address)
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
-            _registered.add(name)
     return name
 
 

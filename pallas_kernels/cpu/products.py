@@ -43,14 +43,7 @@ def matrix_vector(x: jax.Array, weight: jax.Array) -> jax.Array:
     """
     whole = x.dtype == jnp.int8
     name, dtype = prepare(weight.dtype, whole=whole), jnp.int32 if whole else jnp.float32
-    vector, outs = x if whole else x.astype(jnp.float32), weight.shape[0]
-    count = min(parts(), outs)
-    starts = [outs * part // count for part in range(count + 1)]
-    pieces = [
-        call(name, jax.ShapeDtypeStruct((end - start,), dtype), vector, weight, jnp.array([start], jnp.int32))
-        for start, end in pairwise(starts)
-    ]
-    return jnp.concatenate(pieces)[None]
+    return _in_parts(name, x if whole else x.astype(jnp.float32), weight, 1, dtype)
 
 
 def matrix_few(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -63,13 +56,18 @@ def matrix_few(x: jax.Array, weight: jax.Array) -> jax.Array:
     Returns:
         float32 [rows, out].
     """
-    rows, outs = x.shape[0], weight.shape[0]
-    name, blocks = prepare_few(weight.dtype), outs // OUTS
+    name = prepare_few(weight.dtype)
     assert name is not None, f"{weight.dtype}: see serves_few"
-    count = min(parts(), blocks)
-    starts = [blocks * part // count * OUTS for part in range(count + 1)]
+    return _in_parts(name, x, weight, OUTS, jnp.float32)
+
+
+def _in_parts(name: str, x: jax.Array, weight: jax.Array, unit: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """[rows, out] of calls that give some outputs each, a multiple of `unit`."""
+    rows, units = x.shape[0], weight.shape[0] // unit
+    count = min(parts(), units)
+    starts = [units * part // count * unit for part in range(count + 1)]
     pieces = [
-        call(name, jax.ShapeDtypeStruct((rows, end - start), jnp.float32), x, weight, jnp.array([start], jnp.int32))
+        call(name, jax.ShapeDtypeStruct((rows, end - start), dtype), x, weight, jnp.array([start], jnp.int32))
         for start, end in pairwise(starts)
     ]
     return jnp.concatenate(pieces, axis=1)
@@ -99,7 +97,7 @@ def _handler(stored: Any) -> Any:
     def matrix_vector_of_floats(frame: int) -> int:
         if asked_for_version(frame, source):
             return 0
-        size, start, outs = _shape(frame)
+        size, start, _, outs = _shape(frame)
         x = carray(pointer(argument(frame, 0)[0]), size, np.float32)
         weight = carray(pointer(argument(frame, 1)[0] + start * size * itemsize), outs * size, stored)
         out = carray(pointer(result(frame, 0)[0]), outs, np.float32)
@@ -128,8 +126,7 @@ def _few_handler(dtype: str) -> Any:
     def matrix_few_of(frame: int) -> int:
         if asked_for_version(frame, source):
             return 0
-        size, start, _ = _shape(frame)
-        rows, outs = words(result(frame, 0)[1], 2)
+        size, start, rows, outs = _shape(frame)
         x = carray(pointer(argument(frame, 0)[0]), rows * size, stored)
         weight = carray(pointer(argument(frame, 1)[0] + start * size * itemsize), outs * size, stored)
         out = carray(pointer(result(frame, 0)[0]), rows * outs, np.float32)
@@ -149,7 +146,7 @@ def _whole_handler() -> Any:
     def matrix_vector_of_int8(frame: int) -> int:
         if asked_for_version(frame, source):
             return 0
-        size, start, outs = _shape(frame)
+        size, start, _, outs = _shape(frame)
         x = carray(pointer(argument(frame, 0)[0]), size, np.int8)
         weight = carray(pointer(argument(frame, 1)[0] + start * size), outs * size, np.int8)
         out = carray(pointer(result(frame, 0)[0]), outs, np.int32)
@@ -166,9 +163,7 @@ def _whole_handler() -> Any:
 
 @inlined
 def _shape(frame: int) -> Any:
-    """Inputs; the first output of this part; outputs of this part."""
-    return (
-        words(argument(frame, 1)[1], 2)[1],
-        np.int64(carray(pointer(argument(frame, 2)[0]), 1, np.int32)[0]),
-        words(result(frame, 0)[1], 1)[0],
-    )
+    """Inputs; the first output of this part; rows; outputs of this part."""
+    start = carray(pointer(argument(frame, 2)[0]), 1, np.int32)[0]
+    rows, outs = words(result(frame, 0)[1], 2)
+    return words(argument(frame, 1)[1], 2)[1], np.int64(start), rows, outs
