@@ -9,6 +9,8 @@ STAMP := $(VENV)/.ready-$(subst $(comma),-,$(EXTRAS))
 TESTED := $(if $(findstring cuda,$(EXTRAS)),$(STAMP),$(STAMP)-aot)
 INSTALL = $$(command -v uv >/dev/null && echo "uv pip install --python $(PYTHON)" || echo "$(PYTHON) -m pip install --disable-pip-version-check") \
 	--quiet --constraint constraints.txt --editable
+PYTEST = $(PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile
+JOBS ?= 2
 PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolved under the first
 
 .DEFAULT_GOAL := help
@@ -41,10 +43,10 @@ serve-demo: setup ## serve the embedded model over gRPC; `jengine chat --server 
 	@$(VENV)/bin/jengine serve demo
 
 test: lint $(TESTED) ## check style and types, run the tests (minutes)
-	$(PYTHON) -m pytest
+	$(PYTEST)
 
 test-full: lint $(TESTED) ## the same with the long tests
-	$(PYTHON) -m pytest -m "full or not full" --timeout 3600
+	$(PYTEST) -m "full or not full" --timeout 3600
 
 lint: setup ## ruff and mypy
 	$(PYTHON) -m ruff check .
