@@ -191,7 +191,7 @@ def test_one_process_at_a_time_may_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "source, target, message",
     [
-        ("missing", "out", "input='.*missing': cannot be read: No such file"),
+        ("missing", "out", "input='.*: cannot be read: No such file"),
         ("here", "here", "must be another file than --input"),
         ("here", "missing/out", "cannot be written: No such file"),
         ("here", ".", "cannot be written: Is a directory"),

@@ -85,7 +85,7 @@ def test_flag_before_variable_before_file_before_default(tmp_path_factory: pytes
         ({}, {}, "port = true", "port=True: must be a whole number"),
         ({}, {}, "model = 1", "model=1: must be text or a path ({file})"),
         ({}, {}, "[server]\nport = 1", "server={{'port': 1}}: there is no such option ({file})"),
-        ({}, {}, "port = ", "config='{file}': cannot be read: "),
+        ({}, {}, "port = ", "cannot be read: Invalid value"),
         ({"config": "/nowhere"}, {}, "", "config='/nowhere': cannot be read: [Errno 2] No such file"),
         ({"max_num_seqs": 999, "model": "m"}, {}, "", "max_num_batched_tokens=512: must be at least max_num_seqs + tile_size = 1063 (def"),
         ({}, {"JENGINE_DTYPE": "int4"}, "", "dtype='int4': must be auto, float32, bfloat16, float16 (environment variable JENGINE_DTYPE)"),
