@@ -77,14 +77,14 @@ def test_only_a_new_or_an_empty_folder_is_written(name: str, model: Path, tmp_pa
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(InvalidArgument, match="out='.*: must be a new or an empty folder"):
+    with pytest.raises(InvalidArgument, match=r"out='.*: must be a new or an empty folder"):
         convert(str(model), tmp_path / name, progress=False)
     assert {file.name for file in tmp_path.rglob("*")} == {"file", "full", "notes.txt"}
 
 
 def test_a_folder_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidArgument, match="out='.*: cannot be written: Not a directory"):
+    with pytest.raises(InvalidArgument, match=r"out='.*: cannot be written: Not a directory"):
         convert(str(model), tmp_path / "file" / "out", progress=False)
 
 
@@ -140,7 +140,7 @@ def test_one_at_a_time(model: Path, tmp_path: Path) -> None:
 def test_a_folder_of_the_unfinished_ones_name(model: Path, tmp_path: Path) -> None:
     (tmp_path / "out.incomplete").mkdir()
     (tmp_path / "out.incomplete" / "notes.txt").write_text("mine")
-    with pytest.raises(InvalidArgument, match="out='.*: is in the way: `jengine convert` did not write it"):
+    with pytest.raises(InvalidArgument, match=r"out='.*: is in the way: `jengine convert` did not write it"):
         convert(str(model), tmp_path / "out", progress=False)
     assert (tmp_path / "out.incomplete" / "notes.txt").exists()
 
