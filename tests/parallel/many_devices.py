@@ -77,6 +77,7 @@ def test_seeds_and_prompt_logprobs_do_not_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:quantization='fp8' is emulated")
 @pytest.mark.parametrize("quantization", ["int8", "w8a8", "fp8"])
 def test_eight_bits_on_four_devices(quantization: str, tmp_path: Path) -> None:
     """Rounding differs where devices quantize their own part of a row; the first tokens still agree."""
