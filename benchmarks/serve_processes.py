@@ -20,11 +20,11 @@ from benchmarks.machine import ROOT
 # What `jengine serve` does, around any engine. With a fourth argument, cProfile looks on.
 SERVER = """
 import cProfile, json, sys
-from serving import life
+from serving import app
 from serving.config import ServerConfig
 from serving.engine_process import EngineProcess
 server, engine, options, profile = json.loads(sys.argv[1])
-run = lambda: life.run(ServerConfig(**server), "model", lambda on_end: EngineProcess(engine, options, on_end))
+run = lambda: app.run(ServerConfig(**server), "model", lambda on_end: EngineProcess(engine, options, on_end))
 if profile:
     watch = cProfile.Profile()
     watch.runcall(run)

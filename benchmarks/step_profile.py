@@ -52,7 +52,7 @@ OPERATIONS = {
     "embedding": ("embed",),
     "logits product": ("product",),
 }
-JOINED = {"qkv product": "o product", "gate-up product": "down product"}  # where `joined` is in the chain too
+JOINED = {"qkv product": "o product", "gate-up product": "down product"}  # where `row_parallel_dense` is in the chain too
 Intervals = list[tuple[float, float]]
 Event = tuple[str, float, float]  # name, begin and end in nanoseconds
 
@@ -107,7 +107,7 @@ def operations(text: str) -> dict[str, str]:
             frame = number(line, "stack_frame_id")  # a fusion may have none, and what is in it one
             functions = chain(first.get(called[1], "0") if called and frame == "0" else frame)
             named = next((name for name, needed in OPERATIONS.items() if set(needed) <= set(functions)), "other")
-            out[instruction[1]] = JOINED.get(named, named) if "joined" in functions else named
+            out[instruction[1]] = JOINED.get(named, named) if "row_parallel_dense" in functions else named
     return out
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jengine.limits import Limits
     from jengine.llm import LLM
     from jengine.request import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, SamplingParams, StructuredOutputs
-    from jengine.scheduling.room import Room
+    from jengine.scheduling.sequence_limits import SequenceLimits
     from jengine.start import Started, follow, start_engine
     from jengine.text.masks import make_mask
     from jengine.text.tokenizer import Tokenizer
@@ -43,8 +43,8 @@ __all__ = [
     "PromptScores",
     "Request",
     "RequestOutput",
-    "Room",
     "SamplingParams",
+    "SequenceLimits",
     "Started",
     "Steps",
     "StructuredOutputs",
@@ -67,7 +67,7 @@ _MODULES = {
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
     "jengine.limits": ("Limits",),
     "jengine.request": ("CompletionOutput", "FinishReason", "Logprob", "Request", "RequestOutput", "SamplingParams", "StructuredOutputs"),
-    "jengine.scheduling.room": ("Room",),
+    "jengine.scheduling.sequence_limits": ("SequenceLimits",),
     "jengine.start": ("Started", "follow", "start_engine"),
     "jengine.text.masks": ("make_mask",),
     "jengine.text.tokenizer": ("Tokenizer",),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jengine.checkpoints import read_config, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import EngineConfig
-from jengine.device_facts import device_facts
+from jengine.device_spec import device_spec
 from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
 from jengine.execution.program_store import ProgramStore, default_root
@@ -68,7 +68,7 @@ def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
 def memory_limit(config: EngineConfig, spec: ExecutionSpec, target: str | None) -> int:
     """Bytes that jengine may take of each device."""
     if target is not None:
-        return int(device_facts(target).memory * config.gpu_memory_utilization)
+        return int(device_spec(target).memory * config.gpu_memory_utilization)
     return int((spec.mesh.devices.flat[0].memory_stats() or {})["bytes_limit"])
 
 
@@ -115,7 +115,7 @@ def compile_table(
         memory = DeviceMemory.of(memory.limit, spec, used.values())
         _check(spec, memory)
     notes: dict[str, Any] = {"memory": memory_notes(used), "bytes": file_bytes, "compile_seconds": seconds}
-    store.finish(spec.facts(), notes)
+    store.finish(spec.identity(), notes)
     results = None if target is not None or device.platform == "cpu" else _save_autotuning(device, out)
     return Compiled(spec, memory, file_bytes, seconds, time.perf_counter() - start, results)
 

@@ -56,7 +56,7 @@ class AsyncLLM:
 
         engine, self.started = start_engine(EngineConfig.of(str(model), options), progress=progress)
         tokenizer = Tokenizer.load(self.started.tokenizer_folder)
-        engine.ends_at(tokenizer.eos_token_id)
+        engine.add_eos_token(tokenizer.eos_token_id)
         self._attach(EngineThread(engine), tokenizer)
 
     @classmethod
@@ -213,7 +213,7 @@ class AsyncLLM:
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
         requests = make_requests(self.tokenizer, prompt, params, key, priority)
         for request in requests:
-            self.backend.limits.check(request)
+            self.backend.limits.validate(request)
         output = self._live.open(requests)
         output.request_id = request_id
         caller = self._callers[request_id] = _Caller(key, output, kind)

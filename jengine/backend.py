@@ -35,7 +35,7 @@ class Steps(Protocol):
         """Queue a prompt's requests."""
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> object:
-        """Take a request out; one that is not there is none's concern."""
+        """Abort a request. Unknown ids are ignored."""
 
     def step(self) -> Updates:
         """One turn of the loop."""
@@ -92,7 +92,7 @@ class EngineThread:
         def run() -> None:
             try:
                 run_engine(self.engine, self._take_orders, deliver)
-            except BaseException as error:  # whatever it is, nobody may wait for ever
+            except BaseException as error:  # of any kind: callers must not wait for ever
                 fail(error)
 
         self._thread = threading.Thread(target=run, name="jengine", daemon=True)

@@ -1,4 +1,4 @@
-"""What a model is and how an engine runs: plain data, checked once, at the door."""
+"""What a model is and how an engine runs: plain data, validated once, on construction."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ class ModelConfig:
         return -(-self.shards // self.num_kv_heads)
 
     @property
-    def laid_kv_heads(self) -> int:
+    def num_kv_heads_padded(self) -> int:
         """Kv heads as laid out, over all devices."""
         return self.padded(self.num_kv_heads * self.kv_repeats)
 
     @property
-    def laid_group(self) -> int:
+    def group_size_padded(self) -> int:
         """Query heads that share a kv head, as laid out."""
         return -(-self.group // self.kv_repeats)
 

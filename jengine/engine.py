@@ -12,7 +12,7 @@ import numpy as np
 from jengine.config import ModelConfig
 from jengine.errors import JengineError
 from jengine.execution.logits import ALL_ALLOWED, mask_words
-from jengine.execution.runner import Begun, InFlight, StepResult
+from jengine.execution.runner import InFlight, PendingSample, StepResult
 from jengine.execution.sampler import SampledLogprobs
 from jengine.limits import Limits
 from jengine.observe.compiles import compile_count
@@ -24,16 +24,16 @@ from jengine.scheduling.step_plan import StepPlan
 from jengine.updates import Ended, Load, PromptScores, TokenLogprobs, TokenUpdate, Update
 
 
-class Runs(Protocol):
-    """What an engine asks of a runner."""
+class ModelRunner(Protocol):
+    """What an engine needs from a runner."""
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Start a step; returns before it has run."""
 
-    def begin(self, plan: StepPlan) -> Begun:
+    def begin(self, plan: StepPlan) -> PendingSample:
         """Start a step's trunk alone."""
 
-    def sample(self, step: Begun, mask: np.ndarray | None = None) -> InFlight:
+    def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
         """Start its sampler."""
 
     def read(self, step: InFlight) -> StepResult:
@@ -52,7 +52,7 @@ class Engine:
         seed: from which requests without a seed of their own draw theirs.
     """
 
-    def __init__(self, model: ModelConfig, runner: Runs, scheduler: Scheduler, *, overlap: bool = True, seed: int = 0) -> None:
+    def __init__(self, model: ModelConfig, runner: ModelRunner, scheduler: Scheduler, *, overlap: bool = True, seed: int = 0) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self.trace = StepTrace()
         self._seeds = random.Random(seed)
@@ -80,7 +80,7 @@ class Engine:
         """What it can answer at all."""
         scheduler = self.scheduler
         return Limits(
-            room=scheduler.room,
+            sequence=scheduler.sequence,
             max_num_seqs=scheduler.max_num_seqs,
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
@@ -100,7 +100,7 @@ class Engine:
             compiles_since_start=self.compiles_since_start,
         )
 
-    def ends_at(self, token: int | None) -> None:
+    def add_eos_token(self, token: int | None) -> None:
         """End outputs at the tokenizer's end-of-sequence token as well, as vLLM does: a model's own configuration may lack it."""
         known = self.model.eos_token_ids
         if token is not None and token < self.model.vocab_size and token not in known:
@@ -108,7 +108,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises InvalidArgument for what can never be answered, or an id in use."""
-        self.limits.check(request)
+        self.limits.validate(request)
         self.scheduler.check(request, self.model.eos_token_ids)
 
     def add(self, *requests: Request) -> list[Sequence]:
@@ -126,7 +126,7 @@ class Engine:
         return [self.scheduler.add(request, seed=seed, eos_token_ids=self.model.eos_token_ids) for request in requests]
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
-        """End a request for a reason of the caller's: a stop string in its text, or nobody waits. False where it has ended."""
+        """End a request for the caller's reason, such as a stop string in its text or an abort. False where it has already ended."""
         sequence = self.scheduler.find(request_id)
         if sequence is not None:
             self.scheduler.finish(sequence, reason, stop_reason)
@@ -175,7 +175,7 @@ class Engine:
         return mask, failed
 
     def _fail(self, sequence: Sequence, error: Exception) -> str:
-        """End a request with an error of its own. Returns its stop_reason."""
+        """End one request with an error. Returns its stop_reason."""
         why = str(error) if isinstance(error, JengineError) else f"{type(error).__name__}: {error}"
         self.scheduler.finish(sequence, "error", why)
         return why

@@ -31,4 +31,4 @@ class OutOfMemory(JengineError):
 
 
 class EngineDead(JengineError):
-    """The engine stopped after an error of its own; the request cannot be answered."""
+    """The engine stopped after an internal error; the request cannot be answered."""

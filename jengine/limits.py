@@ -1,4 +1,4 @@
-"""What an engine can answer at all: known without asking it, so that a request is refused at the door."""
+"""What an engine can answer: plain data, so that impossible requests are rejected before they are queued."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jengine.errors import InvalidArgument
 from jengine.request import Request
-from jengine.scheduling.room import Room
+from jengine.scheduling.sequence_limits import SequenceLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,18 +14,18 @@ class Limits:
     """Plain data: it may cross threads and processes.
 
     Attributes:
-        room: what one sequence can have at most.
+        sequence: what one sequence can have at most.
         max_num_seqs: sequences running at once.
         eos_token_ids: at which a sequence ends, unless its request ignores them.
     """
 
-    room: Room
+    sequence: SequenceLimits
     max_num_seqs: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
-    def check(self, request: Request) -> None:
-        """Raises InvalidArgument for what can never be answered: token ids outside the vocabulary, or what there is no room for."""
+    def validate(self, request: Request) -> None:
+        """Raises InvalidArgument for token ids outside the vocabulary, and where SequenceLimits.validate does."""
         vocab = self.vocab_size
         limit = f"ids must be in [0, {vocab})"
         ids = request.prompt_token_ids
@@ -37,4 +37,4 @@ class Limits:
             for token in getattr(request.params, name) or ():
                 if token >= vocab:
                     raise InvalidArgument(name, token, limit)
-        self.room.check(request, self.eos_token_ids)
+        self.sequence.validate(request, self.eos_token_ids)

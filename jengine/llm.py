@@ -45,7 +45,7 @@ class LLM:
         self.engine, self.started = start_engine(config, progress=progress)
         started = time.perf_counter()
         self.tokenizer = Tokenizer.load(self.started.tokenizer_folder)
-        self.engine.ends_at(self.tokenizer.eos_token_id)
+        self.engine.add_eos_token(self.tokenizer.eos_token_id)
         self.started.seconds["tokenizer"] = time.perf_counter() - started
         self._live = LiveOutputs(self.tokenizer)
         self._ids = itertools.count()
@@ -118,7 +118,7 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """Tokens a sequence may have, prompt and output together."""
-        return self.engine.limits.room.max_model_len
+        return self.engine.limits.sequence.max_model_len
 
     @property
     def stats(self) -> dict[str, Any]:

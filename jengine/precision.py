@@ -54,8 +54,8 @@ def _capability(device: jax.Device) -> float:
 
 
 def _measured(model: ModelConfig, device: jax.Device, root: Path) -> str:
-    facts = [cpu_features(), jax.__version__, model.dtype, model.hidden_size, model.intermediate_size]
-    file = root / "dtypes" / (hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24] + ".json")
+    features = [cpu_features(), jax.__version__, model.dtype, model.hidden_size, model.intermediate_size]
+    file = root / "dtypes" / (hashlib.sha256(json.dumps(features).encode()).hexdigest()[:24] + ".json")
     with contextlib.suppress(OSError, ValueError, KeyError):
         kept = json.loads(file.read_text())["dtype"]
         if kept in ("float32", model.dtype):

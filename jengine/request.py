@@ -1,4 +1,4 @@
-"""What a user asks and what comes back: plain data, checked once, at the door."""
+"""What a user asks and what comes back: plain data, validated once, on construction."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class SamplingParams:
     """How a request's tokens are chosen and when it ends. Names and meanings follow vLLM.
 
     Args:
-        n: completions of the prompt, at most MAX_SAMPLES, each with random numbers of its own; 1 where temperature is 0. Each
-            computes the whole prompt and takes a place and cache pages as a request of its own would.
+        n: completions of the prompt, at most MAX_SAMPLES, each sampled independently; must be 1 where temperature is 0. Each
+            computes the whole prompt and takes a slot and cache pages like a separate request.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the likeliest tokens until their mass reaches this; in (0, 1].
         min_p: drop tokens less likely than this times the likeliest; in [0, 1].
-        seed: 64-bit; the same seed gives the same tokens whatever the neighbours. None draws one.
+        seed: 64-bit; the same seed gives the same tokens, independent of batch composition. None draws one.
         max_tokens: tokens generated at most; None runs to the model's length.
         min_tokens: no end-of-sequence and no stop token before this many.
         ignore_eos: do not end at the model's end-of-sequence.
@@ -224,7 +224,7 @@ class TokenMask(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """One completion of a prompt, on its way through the engine; of n, each is a request of its own."""
+    """One completion of a prompt, on its way through the engine; each of n is a separate request."""
 
     request_id: str
     prompt_token_ids: list[int]

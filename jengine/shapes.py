@@ -18,7 +18,7 @@ from jengine.program_table import ProgramTable
 from pallas_kernels.products import cpu_refused
 
 
-def describe(config: EngineConfig, facts: ModelConfig, mesh: Mesh, root: Path) -> ExecutionSpec:
+def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -> ExecutionSpec:
     """All that decides the programs' shapes but the number of pages, which is 0 here. Allocates nothing on a device.
 
     Raises:
@@ -28,7 +28,7 @@ def describe(config: EngineConfig, facts: ModelConfig, mesh: Mesh, root: Path) -
     device = mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
     check_formats(config, device)
-    max_model_len = _max_model_len(config, facts)
+    max_model_len = _max_model_len(config, model)
     page_size = config.page_size or (16 if on_cpu else 64)
     table = ProgramTable.build(
         max_num_seqs=config.max_num_seqs,
@@ -37,7 +37,7 @@ def describe(config: EngineConfig, facts: ModelConfig, mesh: Mesh, root: Path) -
         single_row=on_cpu and cpu_refused() is None,
     )
     spec = ExecutionSpec(
-        model=build(facts, choose_dtype(config.dtype, facts, device, root), max_model_len, config.quantization, mesh.devices.size),
+        model=build(model, choose_dtype(config.dtype, model, device, root), max_model_len, config.quantization, mesh.devices.size),
         mesh=mesh,
         table=table,
         max_model_len=max_model_len,

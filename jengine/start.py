@@ -17,15 +17,15 @@ from jengine.checkpoints import load, read_config, resolve
 from jengine.config import EngineConfig
 from jengine.engine import Engine
 from jengine.errors import InvalidArgument
-from jengine.execution.given_programs import GivenPrograms
 from jengine.execution.memory import check_room, claim_gpu_memory, pages_that_fit, pages_to_use
+from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.program_store import default_root, saved_page_counts
 from jengine.execution.programs import Programs, open_store
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
 from jengine.observe.compiles import compile_count
-from jengine.parallel.link import Alone, Follower, Leader, Link, host_of, join
+from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
 from jengine.parallel.mesh import make_mesh
 from jengine.precision import choose_dtype
 from jengine.scheduling.costs import StepCosts
@@ -104,12 +104,12 @@ def follow(config: EngineConfig, *, progress: bool = True) -> None:
     if worker.programs.compiled:
         worker.programs.save()
     while frame := link.heard():
-        worker.make(decode(frame))
+        worker.execute(decode(frame))
 
 
 def _connected(config: EngineConfig) -> Link:
     if config.num_processes == 1:
-        return Alone()
+        return SingleProcess()
     assert config.coordinator is not None  # as EngineConfig checks
     claim_gpu_memory(config.gpu_memory_utilization)
     join(config.coordinator, config.num_processes, config.process_id)
@@ -134,21 +134,21 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
         now = time.perf_counter()
         started.seconds[name], clock = now - clock, now
 
-    given = None if config.programs is None else GivenPrograms(Path(config.programs))
+    given = None if config.programs is None else PrebuiltPrograms(Path(config.programs))
     config = config if given is None else given.complete(config)
-    facts = read_config(started.folder)
+    model = read_config(started.folder)
     claim_gpu_memory(config.gpu_memory_utilization)
     mesh = make_mesh(config.tensor_parallel_size)
     started.devices = f"{mesh.devices.size} {mesh.devices.flat[0].device_kind}"
     root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
     if config.num_processes > 1:  # each has programs of its own
         root /= f"process-{config.process_id}-of-{config.num_processes}"
-    dtype: Any = link.agree(str(jnp.dtype(choose_dtype(config.dtype, facts, mesh.local_devices[0], root))), _first)
+    dtype: Any = link.agree(str(jnp.dtype(choose_dtype(config.dtype, model, mesh.local_devices[0], root))), _first)
     config = dataclasses.replace(config, dtype=dtype)
-    shapes = describe(config, facts, mesh, root)
+    shapes = describe(config, model, mesh, root)
     started.dtype = str(shapes.model.dtype)
     if given is not None:
-        given.check(_with_pages(config, shapes, root, link).facts())  # before the weights are read, which may take minutes
+        given.check(_with_pages(config, shapes, root, link).identity())  # before the weights are read, which may take minutes
     lap("configuration")
     params = load(started.folder, shapes.model, mesh, progress=progress)
     lap("weights")

@@ -31,7 +31,7 @@ class KernelFacts:
     Attributes:
         name: of the kernel.
         registers: of a thread.
-        spilled: bytes that a thread keeps in memory for want of registers, stores and loads.
+        spilled: bytes a thread spills from registers to memory, stores and loads.
         shared: bytes of shared memory of a block, barriers left out.
         products: matrix instructions in its machine code.
         copies: asynchronous copies to shared memory in its machine code that are not TMA's.

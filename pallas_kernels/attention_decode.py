@@ -52,7 +52,7 @@ def paged_attention_decode(
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """One query a sequence, over all of the sequence's tokens; `dispatch.decode_supported` says for what shapes and dtypes.
+    """One query a sequence, over all of the sequence's tokens; `dispatch.why_decode_unsupported` says for what shapes and dtypes.
 
     Args:
         q: bfloat16 or float16 [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
@@ -63,7 +63,7 @@ def paged_attention_decode(
         scale, window, soft_cap: as in `xla.paged_attention_decode`.
         splits: parts of a sequence that blocks of threads work on side by side; None leaves them, and stages, to `tuning.decode`.
         stages: tiles of keys and values on their way to a block at a time, at least 2; None: as many as shared memory is meant for.
-        device: that this will run on, for its facts; None: an H100 or H200.
+        device: that this will run on, for its limits; None: an H100 or H200.
         operand_in_registers: the second product takes its left side from registers and adds to what is there. False, which
             is slower, goes through shared memory: the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.

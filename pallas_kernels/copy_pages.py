@@ -26,7 +26,7 @@ def copy_pages(
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Pages, Pages]:
-    """Copy whole pages, keys and values with their scales; `dispatch.copy_pages_supported` says of what.
+    """Copy whole pages, keys and values with their scales; `dispatch.why_copy_pages_unsupported` says of what.
 
     The cache is updated in place where the caller donates it. Under `shard_map` this needs check_vma=False.
 

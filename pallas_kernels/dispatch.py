@@ -30,14 +30,14 @@ HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)  # and multiples of the last
 
 
-def decode_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
+def why_decode_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_decode` cannot take these, or None."""
     if _on_cpu(device):
         return products.cpu_refused() or _cpu_cache_refused(k_pages, v_pages)
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
     if _capability(device) in HOPPER and heads > attention_decode.QUERIES * kv_heads:
         return f"heads={heads}: the kernel takes at most {attention_decode.QUERIES} for each of {kv_heads} kv heads"
-    return _attention_supported(q, k_pages, v_pages, device)
+    return _why_attention_unsupported(q, k_pages, v_pages, device)
 
 
 def paged_attention_decode(
@@ -66,7 +66,7 @@ def paged_attention_decode(
     Raises:
         ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
     """
-    if not _kernel_serves(impl, decode_supported(q, k_pages, v_pages, device=device), device):
+    if not _kernel_serves(impl, why_decode_unsupported(q, k_pages, v_pages, device=device), device):
         return xla.paged_attention_decode(
             q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
         )
@@ -81,9 +81,9 @@ def paged_attention_decode(
     return attention_decode.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, device=device or jax.devices()[0])
 
 
-def prefill_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
+def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_prefill` cannot take these, or None."""
-    refused = _attention_supported(q, k_pages, v_pages, device)
+    refused = _why_attention_unsupported(q, k_pages, v_pages, device)
     if refused is None and _capability(device) in HOPPER and q.shape[1] % attention_prefill.TILE_GRID:
         return f"tile={q.shape[1]}: the kernel takes multiples of {attention_prefill.TILE_GRID}"
     return refused
@@ -113,7 +113,7 @@ def paged_attention_prefill(
     Raises:
         ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
     """
-    if not _kernel_serves(impl, prefill_supported(q, k_pages, v_pages, device=device), device):
+    if not _kernel_serves(impl, why_prefill_unsupported(q, k_pages, v_pages, device=device), device):
         return xla.paged_attention_prefill(
             q, k_pages, v_pages, block_tables, positions, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
         )
@@ -123,7 +123,7 @@ def paged_attention_prefill(
     return attention_prefill.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how)
 
 
-def kv_write_supported(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, *, device: jax.Device | None = None) -> str | None:
+def why_kv_write_unsupported(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `kv_write` cannot take these, or None."""
     for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
         if str(new.dtype) not in DTYPES:
@@ -154,14 +154,14 @@ def kv_write(
     Raises:
         ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
     """
-    serves = _kernel_serves(impl, kv_write_supported(k_pages, v_pages, k, v, device=device), device)
+    serves = _kernel_serves(impl, why_kv_write_unsupported(k_pages, v_pages, k, v, device=device), device)
     if not serves:
         return xla.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
     cores = tuning.cores(device or jax.devices()[0])
     return write_kernel.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation, cores=cores)
 
 
-def copy_pages_supported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
+def why_copy_pages_unsupported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `copy_pages` cannot take these, or None."""
     return _cache_refused(k_pages, v_pages, device, HOPPER)
 
@@ -184,7 +184,7 @@ def copy_pages(
     Raises:
         ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
     """
-    serves = _kernel_serves(impl, copy_pages_supported(k_pages, v_pages, device=device), device)
+    serves = _kernel_serves(impl, why_copy_pages_unsupported(k_pages, v_pages, device=device), device)
     copy = copy_kernel.copy_pages if serves else xla.copy_pages
     return copy(k_pages, v_pages, sources, destinations)
 
@@ -228,7 +228,7 @@ def _cpu_cache_refused(k_pages: Pages, v_pages: Pages) -> str | None:
     return None if _stored(k_pages) == _stored(v_pages) else f"v_pages={_stored(v_pages)}: the kernel takes what k_pages has"
 
 
-def _attention_supported(q: jax.Array, k_pages: Pages, v_pages: Pages, device: jax.Device | None) -> str | None:
+def _why_attention_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, device: jax.Device | None) -> str | None:
     if str(q.dtype) not in DTYPES:
         return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
     if not isinstance(k_pages, Quantized) and k_pages.dtype != q.dtype:

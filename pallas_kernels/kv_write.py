@@ -39,7 +39,7 @@ def kv_write(
     cores: int = CORES,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Pages, Pages]:
-    """Write tokens' keys, rotated on their way, and values into their pages; `dispatch.kv_write_supported` says for what.
+    """Write tokens' keys, rotated on their way, and values into their pages; `dispatch.why_kv_write_unsupported` says for what.
 
     An eight-bit cache has a scale for each token and kv head. That is the finest unit that is written at once: a page takes its
     tokens one by one, and a scale that they shared would have to change under those that are stored already. It costs 4 bytes

@@ -1,4 +1,4 @@
-"""How a kernel's work is cut up: by rules from shapes and device facts, or as a table of what was measured says.
+"""How a kernel's work is cut up: by rules from shapes and the device, or as a table of what was measured says.
 
 `tuned.json` is the table, by device kind and by case; `python -m pallas_kernels.tune` fills it on a GPU.
 """

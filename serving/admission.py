@@ -1,4 +1,4 @@
-"""Who may come in: what waits is bounded, in all and for each client. One event loop's; nothing here waits."""
+"""Admission control: bounds what waits, in all and for each client. Belongs to one event loop; never blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc
 from jengine import InvalidArgument, SamplingParams, StructuredOutputs
 from serving.config import ServerConfig
 from serving.errors import busy
-from serving.llms import Llms
+from serving.model_provider import ModelProvider
 from serving.security import key_name
 
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
@@ -26,15 +26,15 @@ class Admission:
         taken: completions that run or wait.
     """
 
-    def __init__(self, config: ServerConfig, llms: Llms) -> None:
-        self._llms, self._waiting, self._per_client = llms, config.max_waiting, config.max_streams_per_client
+    def __init__(self, config: ServerConfig, models: ModelProvider) -> None:
+        self._models, self._waiting, self._per_client = models, config.max_waiting, config.max_streams_per_client
         self.taken = 0
         self._streams: Counter[str] = Counter()  # by client
         self._seconds = SHORTEST_RETRY  # that a completion takes, of late
 
     @property
     def _running(self) -> int:
-        return self._llms.facts.limits.max_num_seqs
+        return self._models.info.limits.max_num_seqs
 
     def stream(self, context: grpc.aio.ServicerContext) -> None:
         """Count one more stream of this client until it is over, which is when its last message has gone.

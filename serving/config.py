@@ -98,7 +98,7 @@ KINDS = {name: hint for of in (ServerConfig, EngineConfig) for name, hint in get
 Sourced = dict[str, tuple[Any, str]]  # by option: its value, and where that was given
 
 
-def settle(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> tuple[ServerConfig, EngineConfig]:
+def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> tuple[ServerConfig, EngineConfig]:
     """The server's and the engine's options: each from its flag, else its JENGINE_* variable, else the TOML file, else the default.
 
     Args:

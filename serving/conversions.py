@@ -99,7 +99,7 @@ def to_messages(messages: Iterable[pb.ChatMessage]) -> list[dict[str, Any]]:
     """As AsyncLLM.chat takes them, with only what is set.
 
     Raises:
-        InvalidArgument: tool calls that are no JSON.
+        InvalidArgument: tool calls that are not JSON.
     """
     out = []
     for i, message in enumerate(messages):
@@ -114,7 +114,7 @@ def to_options(options: pb.ChatOptions) -> dict[str, Any]:
     """As jengine's ChatOptions, with only what is set.
 
     Raises:
-        InvalidArgument: what is no JSON, or JSON of another kind.
+        InvalidArgument: text that is not JSON, or JSON of another type.
     """
     given: dict[str, Any] = {field.name: value for field, value in options.ListFields()}
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):

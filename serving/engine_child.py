@@ -41,11 +41,11 @@ class EngineChild:
         threading.Thread(target=self._read, name="orders", daemon=True).start()
         configure = self._configured.get()
         module, _, function = configure.engine.partition(":")
-        self._engine, self._tokenizer, facts = getattr(import_module(module), function)(**json.loads(configure.options))
+        self._engine, self._tokenizer, info = getattr(import_module(module), function)(**json.loads(configure.options))
         gc.collect()
         gc.freeze()  # what the start has made stays: no collection need look at it again
         self._told = self._engine.load
-        self._say(Ready(self._engine.limits, self._engine.load, facts))
+        self._say(Ready(self._engine.limits, self._engine.load, info))
         run_engine(self._engine, self._take_orders, self._deliver)
 
     # --- the loop's thread -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, for AsyncLLM: so that the network and the making of text never hold its step loop.
+"""An engine in a separate process, for AsyncLLM, so that networking and detokenizing never delay its step loop.
 
 A socket pair joins the two. The child inherits one end, so nobody else can connect and nothing is left behind; the end of the
 stream tells either side at once that the other has died.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jengine import Ended, EngineConfig, EngineDead, FinishReason, Limits, Load, Request, Updates
-from serving.wire import RECEIVE, Add, Batch, Configure, End, EngineFacts, Failed, Frames, Quit, Ready, Report, add_order, error_of, frame
+from serving.wire import RECEIVE, Add, Batch, Configure, End, EngineInfo, Failed, Frames, Quit, Ready, Report, add_order, error_of, frame
 
 QUIT_SECONDS = 10.0  # until a child that shall quit is killed: it may be in the middle of a step
 EXIT_SECONDS = 1.0  # until one is killed that has hung up
@@ -35,12 +35,12 @@ class EngineProcess:
             its callers got, or None where it was asked to quit.
 
     Attributes:
-        limits, load, facts: known when `start` has returned.
+        limits, load, info: known when `start` has returned.
     """
 
     limits: Limits
     load: Load
-    facts: EngineFacts
+    info: EngineInfo
 
     def __init__(self, engine: str, options: dict[str, Any], on_end: Callable[[EngineDead | None], None] | None = None) -> None:
         self._configure = Configure(engine, json.dumps(options, default=str))
@@ -80,7 +80,7 @@ class EngineProcess:
             with self._lock:
                 if not isinstance(ready, Ready) or self._quitting:
                     raise child.end()
-                self.limits, self.load, self.facts = ready.limits, ready.load, ready.facts
+                self.limits, self.load, self.info = ready.limits, ready.load, ready.info
                 self._ready = True
         except BaseException:
             child.process.kill()
@@ -133,7 +133,7 @@ class EngineProcess:
         error: EngineDead | None = None
         try:
             error = self._read(child, deliver)
-        except Exception as wrong:  # whatever it is, nobody may wait for ever
+        except Exception as wrong:  # of any kind: callers must not wait for ever
             error = EngineDead(f"the engine process is not understood: {wrong}")
             child.process.kill()
         self._outbox.put(None)

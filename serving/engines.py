@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jengine import EngineConfig, Steps, Tokenizer
 from serving.tokenizers import load_tokenizer
-from serving.wire import EngineFacts
+from serving.wire import EngineInfo
 
 
 class Made(NamedTuple):
@@ -15,7 +15,7 @@ class Made(NamedTuple):
 
     engine: Steps
     tokenizer: Tokenizer | None
-    facts: EngineFacts
+    info: EngineInfo
 
 
 def model_engine(**options: Any) -> Made:
@@ -29,8 +29,8 @@ def model_engine(**options: Any) -> Made:
     config = EngineConfig(**options)
     engine, started = start_engine(config)
     tokenizer = load_tokenizer(started.tokenizer_folder)
-    engine.ends_at(tokenizer.eos_token_id)
-    facts = EngineFacts(
+    engine.add_eos_token(tokenizer.eos_token_id)
+    info = EngineInfo(
         tokenizer_folder=str(started.tokenizer_folder),
         dtype=started.dtype,
         quantization=config.quantization or "",
@@ -40,7 +40,7 @@ def model_engine(**options: Any) -> Made:
         programs_loaded=started.programs_loaded,
         seconds=started.seconds,
     )
-    return Made(engine, tokenizer, facts)
+    return Made(engine, tokenizer, info)
 
 
 def mock_engine(tokenizer_folder: str | None = None, **options: Any) -> Made:
@@ -48,4 +48,4 @@ def mock_engine(tokenizer_folder: str | None = None, **options: Any) -> Made:
     from serving.mock_engine import MockEngine
 
     tokenizer = None if tokenizer_folder is None else load_tokenizer(Path(tokenizer_folder))
-    return Made(MockEngine(**options), tokenizer, EngineFacts(tokenizer_folder=tokenizer_folder, dtype="none", devices="none"))
+    return Made(MockEngine(**options), tokenizer, EngineInfo(tokenizer_folder=tokenizer_folder, dtype="none", devices="none"))

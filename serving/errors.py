@@ -17,7 +17,7 @@ from google.rpc.error_details_pb2 import BadRequest, ResourceInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead, InvalidArgument, ModelError, SamplingParams
-from serving.llms import Llms
+from serving.model_provider import ModelProvider
 
 log = logging.getLogger("serving")
 
@@ -38,7 +38,7 @@ PATHS = {
 
 
 class Refusal(Exception):
-    """Why a request is not answered, as its client is told."""
+    """Why a request is not answered, as a gRPC status."""
 
     def __init__(self, code: grpc.StatusCode, message: str, *details: Any) -> None:
         super().__init__(message)
@@ -74,15 +74,15 @@ def checked[T](request: T) -> T:
     return request
 
 
-def check_model(name: str, llms: Llms) -> None:
+def check_model(name: str, models: ModelProvider) -> None:
     """Raises Refusal where a client asks for another model than there is; an empty name is any."""
-    served = llms.facts.name
+    served = models.info.name
     if name not in ("", served):
         raise not_found("model", name, f"this server has one model: {served}")
 
 
 def refusal(error: Exception) -> Refusal:
-    """What a client is told of an error. Of one that nobody foresaw, nothing: it may quote a prompt."""
+    """The client's status for an error. Unexpected errors reveal nothing: they may quote a prompt."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, InvalidArgument):
@@ -91,7 +91,7 @@ def refusal(error: Exception) -> Refusal:
         return Refusal(grpc.StatusCode.FAILED_PRECONDITION, error.reason)
     if isinstance(error, EngineDead):
         return Refusal(grpc.StatusCode.UNAVAILABLE, "the engine is not running; come again", _retry(RESTART_SECONDS))
-    return Refusal(grpc.StatusCode.INTERNAL, f"an error of the server's own ({type(error).__name__}); its log says where")
+    return Refusal(grpc.StatusCode.INTERNAL, f"internal server error ({type(error).__name__}); see its log")
 
 
 def status_metadata(refused: Refusal) -> tuple[tuple[str, bytes], ...]:

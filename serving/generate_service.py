@@ -14,8 +14,8 @@ from serving.answers import Answer, Outputs, PatientWriter, give_up, in_thread_i
 from serving.errors import check_model, reported
 from serving.generated.jengine.v1 import generate_pb2 as pb
 from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
-from serving.llms import Llms
 from serving.metrics import Metrics
+from serving.model_provider import ModelProvider
 
 Prompted = pb.GenerateRequest | pb.ChatRequest
 
@@ -28,8 +28,10 @@ class GenerateService(GenerateServiceServicer):
         client_chat_templates: whether clients may send chat templates of their own.
     """
 
-    def __init__(self, llms: Llms, admission: Admission, metrics: Metrics, write_timeout: float, client_chat_templates: bool) -> None:
-        self._llms, self._admission, self._metrics, self._write_timeout = llms, admission, metrics, write_timeout
+    def __init__(
+        self, models: ModelProvider, admission: Admission, metrics: Metrics, write_timeout: float, client_chat_templates: bool
+    ) -> None:
+        self._models, self._admission, self._metrics, self._write_timeout = models, admission, metrics, write_timeout
         self._client_chat_templates = client_chat_templates
 
     # --- generation -------------------------------------------------------------------------------
@@ -40,7 +42,7 @@ class GenerateService(GenerateServiceServicer):
         with self._admission.place(params.n):
             outputs = await self._submit(llm, request, params, request.request_id or new_id(), "final")
             async with Answer(outputs, self._metrics) as answer:
-                return conversions.response(await answer.next(), self._llms.facts.name)
+                return conversions.response(await answer.next(), self._models.info.name)
 
     @reported
     async def GenerateStream(self, request: Prompted, context: grpc.aio.ServicerContext) -> None:
@@ -50,7 +52,7 @@ class GenerateService(GenerateServiceServicer):
             outputs = await self._submit(llm, request, params, request_id, "delta")
             async with Answer(outputs, self._metrics) as answer:
                 write = PatientWriter(context, self._write_timeout, partial(give_up, llm, request_id, place)).write
-                await write(conversions.started(request_id, self._llms.facts.name))
+                await write(conversions.started(request_id, self._models.info.name))
                 output = await answer.next()
                 prompt_logprobs, tokens = output.prompt_logprobs, 0
                 while True:
@@ -67,10 +69,10 @@ class GenerateService(GenerateServiceServicer):
 
     def _let_in(self, request: Prompted, context: grpc.aio.ServicerContext) -> tuple[AsyncLLM, SamplingParams]:
         self._admission.stream(context)
-        check_model(request.model, self._llms)
+        check_model(request.model, self._models)
         params = conversions.to_params(request.sampling_params)
         check_texts(params)
-        return self._llms.llm, params
+        return self._models.llm, params
 
     async def _submit(self, llm: AsyncLLM, request: Prompted, params: SamplingParams, request_id: str, kind: str) -> Outputs:
         """What is wrong with the request shows here, or when outputs are first asked for."""
@@ -93,47 +95,47 @@ class GenerateService(GenerateServiceServicer):
 
     @reported
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        return pb.AbortResponse(found=await self._llms.llm.abort(request.request_id))
+        return pb.AbortResponse(found=await self._models.llm.abort(request.request_id))
 
     @reported
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         self._admission.stream(context)
-        check_model(request.model, self._llms)
+        check_model(request.model, self._models)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        ids = await in_thread_if_long(len(request.text), partial(self._llms.llm.tokenizer.encode, request.text, special))
+        ids = await in_thread_if_long(len(request.text), partial(self._models.llm.tokenizer.encode, request.text, special))
         return pb.TokenizeResponse(token_ids=ids)
 
     @reported
     async def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
         self._admission.stream(context)
-        check_model(request.model, self._llms)
+        check_model(request.model, self._models)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await in_thread_if_long(len(request.token_ids), partial(self._llms.llm.tokenizer.decode, list(request.token_ids), skip))
+        text = await in_thread_if_long(len(request.token_ids), partial(self._models.llm.tokenizer.decode, list(request.token_ids), skip))
         return pb.DetokenizeResponse(text=text)
 
     @reported
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
-        facts = self._llms.facts
-        limits, room = facts.limits, facts.limits.room
+        info = self._models.info
+        limits, room = info.limits, info.limits.sequence
         return pb.GetModelResponse(
-            name=facts.name,
+            name=info.name,
             max_model_len=room.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             vocab_size=limits.vocab_size,
             eos_token_ids=limits.eos_token_ids,
-            dtype=facts.dtype,
-            quantization=facts.quantization,
-            devices=facts.devices,
-            mesh=facts.mesh,
+            dtype=info.dtype,
+            quantization=info.quantization,
+            devices=info.devices,
+            mesh=info.mesh,
             page_size=room.page_size,
             pages=room.pages,
-            has_chat_template=facts.has_chat_template,
+            has_chat_template=info.has_chat_template,
             jengine_version=__version__,
         )
 
     @reported
     async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
-        load = self._llms.llm.load
+        load = self._models.llm.load
         return pb.GetLoadResponse(
             running=load.running, waiting=load.waiting, free_pages=load.free_pages, pages=load.pages, preemptions=load.preemptions
         )

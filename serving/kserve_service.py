@@ -18,8 +18,8 @@ from serving.answers import Answer, PatientWriter, give_up, new_id, tokenized
 from serving.errors import Refusal, check_model, checked, not_found, refusal, reported
 from serving.generated.inference import grpc_service_pb2 as pb
 from serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
-from serving.llms import Llms
 from serving.metrics import Metrics
+from serving.model_provider import ModelProvider
 from serving.tensors import OUTPUTS, Asked, read_request, write_texts
 
 VERSION = "1"
@@ -33,8 +33,10 @@ class KserveService(GRPCInferenceServiceServicer):
         write_timeout: seconds in which a client must take each message of a stream.
     """
 
-    def __init__(self, llms: Llms, admission: Admission, metrics: Metrics, write_timeout: float, health: health.aio.HealthServicer) -> None:
-        self._llms, self._admission, self._metrics, self._write_timeout = llms, admission, metrics, write_timeout
+    def __init__(
+        self, models: ModelProvider, admission: Admission, metrics: Metrics, write_timeout: float, health: health.aio.HealthServicer
+    ) -> None:
+        self._models, self._admission, self._metrics, self._write_timeout = models, admission, metrics, write_timeout
         self._health = health
 
     # --- what is here -----------------------------------------------------------------------------
@@ -50,7 +52,7 @@ class KserveService(GRPCInferenceServiceServicer):
     @reported
     async def ModelReady(self, request: pb.ModelReadyRequest, context: grpc.aio.ServicerContext) -> pb.ModelReadyResponse:
         ready = await self._ready(context)
-        return pb.ModelReadyResponse(ready=ready and request.name in ("", self._llms.facts.name) and request.version in ("", VERSION))
+        return pb.ModelReadyResponse(ready=ready and request.name in ("", self._models.info.name) and request.version in ("", VERSION))
 
     @reported
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: grpc.aio.ServicerContext) -> pb.ServerMetadataResponse:
@@ -61,7 +63,7 @@ class KserveService(GRPCInferenceServiceServicer):
         self._check_model(request.name, request.version)
         tensor = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(
-            name=self._llms.facts.name,
+            name=self._models.info.name,
             versions=[VERSION],
             platform="jengine",
             inputs=[tensor(name="text_input", datatype="BYTES", shape=[1])],
@@ -74,7 +76,7 @@ class KserveService(GRPCInferenceServiceServicer):
     async def ModelInfer(self, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext) -> pb.ModelInferResponse:
         self._admission.stream(context)
         asked = self._read(request)
-        llm = self._llms.llm
+        llm = self._models.llm
         with self._admission.place(asked.params.n):
             async with await self._answer(llm, asked, new_id(), "final") as answer:
                 output = await answer.next()
@@ -87,15 +89,15 @@ class KserveService(GRPCInferenceServiceServicer):
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for request in requests:
-                    await stream.room.acquire()
+                    await stream.sequence.acquire()
                     tasks.create_task(self._answer_in(stream, request))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
     async def _answer_in(self, stream: _Stream, request: pb.ModelInferRequest) -> None:
-        """What is wrong with the request is told in the stream, which goes on."""
+        """Request errors are reported in the stream, which continues."""
         try:
-            asked, llm, request_id = self._read(request), self._llms.llm, new_id()
+            asked, llm, request_id = self._read(request), self._models.llm, new_id()
             with self._admission.place(asked.params.n) as place, stream.freeing(request_id, partial(give_up, llm, request_id, place)):
                 async with await self._answer(llm, asked, request_id, "delta") as answer:
                     ended, tokens = False, 0
@@ -110,7 +112,7 @@ class KserveService(GRPCInferenceServiceServicer):
             which = "" if isinstance(request, bytes) else request.id
             await stream.write(error_message=refusal(error).message, infer_response=pb.ModelInferResponse(id=which))
         finally:
-            stream.room.release()
+            stream.sequence.release()
 
     async def _answer(self, llm: AsyncLLM, asked: Asked, request_id: str, kind: Any) -> Answer:
         prompt = await tokenized(llm, asked.text)
@@ -128,7 +130,7 @@ class KserveService(GRPCInferenceServiceServicer):
 
     def _response(self, request: pb.ModelInferRequest, output: RequestOutput, tokens: int) -> pb.ModelInferResponse:
         """What this output has; `tokens` were generated so far."""
-        response = pb.ModelInferResponse(model_name=self._llms.facts.name, model_version=VERSION, id=request.id)
+        response = pb.ModelInferResponse(model_name=self._models.info.name, model_version=VERSION, id=request.id)
         response.parameters["triton_final_response"].bool_param = output.finished
         if output.finished:
             response.parameters["prompt_tokens"].int64_param = len(output.prompt_token_ids)
@@ -142,7 +144,7 @@ class KserveService(GRPCInferenceServiceServicer):
         return response
 
     def _check_model(self, name: str, version: str) -> None:
-        check_model(name, self._llms)
+        check_model(name, self._models)
         if version not in ("", VERSION):
             raise not_found("model version", version, f"there is one version: {VERSION}")
 
@@ -160,7 +162,7 @@ class _Stream:
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, write_timeout: float) -> None:
-        self.room, self.stalled = asyncio.Semaphore(MOST_AT_ONCE), False
+        self.sequence, self.stalled = asyncio.Semaphore(MOST_AT_ONCE), False
         self._writer = PatientWriter(context, write_timeout, self._stall)
         self._turn = asyncio.Lock()
         self._held: dict[str, Callable[[], None]] = {}  # what frees a request, by its id

@@ -1,4 +1,4 @@
-"""An engine without a model, so that the server's own behaviour can be tested, and measured."""
+"""An engine without a model, to test and measure the server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from jengine import Limits, Load, PromptScores, Request, Room, TokenLogprobs, TokenUpdate
+from jengine import Limits, Load, PromptScores, Request, SequenceLimits, TokenLogprobs, TokenUpdate
 
 
 @dataclass(slots=True)
@@ -41,8 +41,8 @@ class MockEngine:
         seconds: float = 0.0,
         fail_at: int | None = None,
     ) -> None:
-        room = Room(max_model_len=max_model_len, page_size=page_size, pages=pages)
-        self.limits = Limits(room=room, max_num_seqs=max_num_seqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        room = SequenceLimits(max_model_len=max_model_len, page_size=page_size, pages=pages)
+        self.limits = Limits(sequence=room, max_num_seqs=max_num_seqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         self.seconds, self.fail_at, self.steps = seconds, fail_at, 0
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[str, _Sequence] = {}
@@ -54,7 +54,7 @@ class MockEngine:
             running=len(self._running),
             waiting=len(self._waiting),
             free_pages=self._free_pages,
-            pages=self.limits.room.pages,
+            pages=self.limits.sequence.pages,
             preemptions=0,
             compiles_since_start=0,
         )
@@ -66,7 +66,7 @@ class MockEngine:
     has_requests = has_work
 
     def add(self, *requests: Request) -> None:
-        room = self.limits.room
+        room = self.limits.sequence
         for request in requests:
             max_len = room.max_len(request)
             self._waiting.append(_Sequence(request, max_len, room.pages_of(max_len - 1)))

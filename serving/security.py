@@ -60,7 +60,7 @@ def warn_of_plaintext(config: ServerConfig) -> None:
     """Once, at the start: what is served without TLS beyond this machine."""
     if config.tls_cert is None and not _is_loopback(config.host):
         what = "requests and answers" if config.api_keys is None else "API keys, requests and answers"
-        log.warning("serving plaintext on %s: whoever sees the network reads %s; tls_cert and tls_key turn TLS on", config.host, what)
+        log.warning("serving plaintext on %s: the network can read %s; set tls_cert and tls_key to turn TLS on", config.host, what)
 
 
 def _is_loopback(host: str) -> bool:
@@ -113,11 +113,11 @@ class ApiKeys:
                 raise InvalidArgument("api_keys", str(path), limit)
             names[bytes.fromhex(entry[0])] = entry[1].strip() if len(entry) == 2 else f"line {number}"
         if not names:
-            raise InvalidArgument("api_keys", str(path), "holds no key: nobody could ask anything")
+            raise InvalidArgument("api_keys", str(path), "holds no key: every request would be rejected")
         return cls(names)
 
     def name_of(self, key: str) -> str | None:
-        """Whose key it is; None where it is nobody's. Takes the same time wherever in the file the key is."""
+        """The key's name; None for an unknown key. Takes the same time wherever in the file the key is."""
         presented = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found = None
         for digest, name in self._names.items():

@@ -20,8 +20,8 @@ from serving.generate_service import GenerateService
 from serving.generated.inference import grpc_service_pb2
 from serving.generated.jengine.v1 import generate_pb2
 from serving.kserve_service import KserveService
-from serving.llms import Llms
 from serving.metrics import Metrics
+from serving.model_provider import ModelProvider
 
 DESCRIPTORS = (
     generate_pb2.DESCRIPTOR.services_by_name["GenerateService"],
@@ -40,7 +40,7 @@ class Built(NamedTuple):
 
 async def build_server(
     config: ServerConfig,
-    llms: Llms,
+    models: ModelProvider,
     *,
     metrics: Metrics | None = None,
     credentials: grpc.ServerCredentials | None = None,
@@ -52,11 +52,11 @@ async def build_server(
         InvalidArgument: the address cannot be had.
     """
     server = grpc.aio.server(interceptors=interceptors, options=_options(config))
-    admission = Admission(config, llms)
+    admission = Admission(config, models)
     state = health.aio.HealthServicer()
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-    shared = (llms, admission, metrics or Metrics(), config.write_timeout)
+    shared = (models, admission, metrics or Metrics(), config.write_timeout)
     for service, servicer in zip(
         DESCRIPTORS, (GenerateService(*shared, config.client_chat_templates), KserveService(*shared, state)), strict=True
     ):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jengine import AsyncLLM, EngineDead, Tokenizer
 from serving.engine_process import EngineProcess
-from serving.llms import ModelFacts
+from serving.model_provider import ModelInfo
 from serving.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class BackOff:
 
 
 class Supervisor:
-    """The Llms of a server: an AsyncLLM over a live engine process. Belongs to one event loop.
+    """A server's ModelProvider: an AsyncLLM over a live engine process. Belongs to one event loop.
 
     Args:
         name: of the model, as clients see it.
@@ -57,7 +57,7 @@ class Supervisor:
         self._name, self._make, self._on_state = name, make, on_state
         self._back_off = back_off or BackOff()
         self._tokenizer: Tokenizer | None = None
-        self._facts: ModelFacts | None = None
+        self._facts: ModelInfo | None = None
         self._llm: AsyncLLM | None = None
         self._serving = False
         self._keeper: asyncio.Task[None] | None = None
@@ -74,7 +74,7 @@ class Supervisor:
         return self._llm
 
     @property
-    def facts(self) -> ModelFacts:
+    def info(self) -> ModelInfo:
         """Of the model, since the first engine is ready.
 
         Raises:
@@ -152,17 +152,17 @@ class Supervisor:
     def _start(self, engine: EngineProcess) -> AsyncLLM:
         """In a thread: it takes seconds or minutes."""
         engine.start()
-        facts = engine.facts
+        info = engine.info
         if self._tokenizer is None:
-            assert facts.tokenizer_folder is not None
-            self._tokenizer = load_tokenizer(Path(facts.tokenizer_folder))
-        self._facts = ModelFacts(
+            assert info.tokenizer_folder is not None
+            self._tokenizer = load_tokenizer(Path(info.tokenizer_folder))
+        self._facts = ModelInfo(
             name=self._name,
             limits=engine.limits,
-            dtype=facts.dtype,
-            quantization=facts.quantization,
-            devices=facts.devices,
-            mesh=facts.mesh,
+            dtype=info.dtype,
+            quantization=info.quantization,
+            devices=info.devices,
+            mesh=info.mesh,
             has_chat_template=bool(self._tokenizer.chat_templates),
         )
         return AsyncLLM.over(engine, self._tokenizer)

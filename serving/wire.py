@@ -86,7 +86,7 @@ Order = Configure | Add | End | Quit
 # --- the engine says -------------------------------------------------------------------------------
 
 
-class EngineFacts(msgspec.Struct, array_like=True, gc=False):
+class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     """What is known of an engine once it has started; most of it is jengine.Started's."""
 
     tokenizer_folder: str | None
@@ -104,7 +104,7 @@ class Ready(Message):
 
     limits: Limits
     load: Load
-    facts: EngineFacts
+    info: EngineInfo
 
 
 class Batch(Message):

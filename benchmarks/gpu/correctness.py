@@ -126,7 +126,7 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
         truth = _truth(reference.paged_attention_decode, ways)
         return _attention(case, attend(q, paged.k, paged.v, *where), truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
 
-    return dispatch.decode_supported(q, paged.k, paged.v), run
+    return dispatch.why_decode_unsupported(q, paged.k, paged.v), run
 
 
 def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
@@ -146,7 +146,7 @@ def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
         truth = _truth(reference.paged_attention_prefill, case.ways)
         return _attention(case, got, truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
 
-    return dispatch.prefill_supported(q, paged.k, paged.v), run
+    return dispatch.why_prefill_unsupported(q, paged.k, paged.v), run
 
 
 def _attention(case: Case, got: jax.Array, want: jax.Array, paged: Paged) -> Comparison:
@@ -179,7 +179,7 @@ def _kv_write(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
         want = _truth(reference.kv_write, {})(*args, rotation=rotation)
         return worst_of(_written(case, *both, (pages[real], slice(None), offsets[real]), untouched) for both in zip(got, want, strict=True))
 
-    return dispatch.kv_write_supported(old, old, k, v), run
+    return dispatch.why_kv_write_unsupported(old, old, k, v), run
 
 
 def _written(case: Case, got: Pages, want: Pages, places: Any, untouched: np.ndarray) -> Comparison:
@@ -206,7 +206,7 @@ def _copy_pages(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
         pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
         return worst_of(_same(now, then, all_but_null) for now, then in pairs)
 
-    return dispatch.copy_pages_supported(paged.k, paged.v), run
+    return dispatch.why_copy_pages_unsupported(paged.k, paged.v), run
 
 
 CALLS: dict[str, Callable[[Case, dispatch.Impl, int], Prepared]] = {

@@ -53,7 +53,7 @@ def _of_kind(shape: Shape, kind: str | None, cases: list[tuple[int, int]], bandw
 def _refused(q: Any, k: Pages, v: Pages) -> str | None:
     """Why the GPU's kernel cannot take these, or None."""
     device = jax.devices()[0]
-    return f"device={device.device_kind}: it is no GPU" if device.platform == "cpu" else dispatch.decode_supported(q, k, v)
+    return f"device={device.device_kind}: it is no GPU" if device.platform == "cpu" else dispatch.why_decode_unsupported(q, k, v)
 
 
 def _row(case: str, shape: Shape, k: Pages, v: Pages, batch: int, context: int, bandwidth: float, small: bool) -> Row:

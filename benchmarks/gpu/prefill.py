@@ -58,7 +58,7 @@ def prepared(shape: Shape, kind: str | None, sequences: int, chunk: int, small: 
     width = -(-chunk // shape.page_size)
     num_pages = 1 + CHAIN * sequences * width
     k, v = large(shape, num_pages, "bfloat16", kind)
-    refused = None if small else dispatch.prefill_supported(q, k, v)
+    refused = None if small else dispatch.why_prefill_unsupported(q, k, v)
     each = jnp.repeat(jnp.asarray(tables(num_pages, CHAIN, sequences, width)), per_prompt, axis=1)
     positions = jnp.tile(jnp.arange(per_prompt, dtype=jnp.int32) * TILE, sequences)
     lengths = jnp.full_like(positions, TILE)

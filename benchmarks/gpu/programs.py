@@ -72,20 +72,20 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
     """What becomes of each question; the later ones are asked even where the first is answered with no."""
     from benchmarks.gpu.model import Chosen, random_params
     from jengine.errors import InvalidArgument
-    from jengine.execution.given_programs import GivenPrograms
-    from jengine.execution.program_store import Doubt
+    from jengine.execution.prebuilt_programs import PrebuiltPrograms
+    from jengine.execution.program_store import UntrustedProgram
     from jengine.execution.programs import file_name, program_keys
     from jengine.execution.runner import Runner
     from jengine.execution.worker import Worker
 
     try:
-        store = GivenPrograms(folder)
+        store = PrebuiltPrograms(folder)
         spec = _spec()
     except InvalidArgument as error:
         yield failed(f"{name}: manifest", str(error))
         return
     try:
-        store.check(spec.facts())
+        store.check(spec.identity())
         yield Row(f"{name}: for this model and device", outcome="ok")
     except InvalidArgument as error:
         yield failed(f"{name}: for this model and device", str(error))
@@ -94,8 +94,8 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
     for key in program_keys(spec):
         try:
             programs[key] = store.load_one(file_name(key), digests, spec.mesh.devices.flatten().tolist())
-        except Doubt as doubt:
-            doubts.append(str(doubt))
+        except UntrustedProgram as error:
+            doubts.append(str(error))
     counts: dict[str, Any] = {"seconds": time.perf_counter() - start, "programs": len(programs)}
     case = f"{name}: loaded"
     if doubts:

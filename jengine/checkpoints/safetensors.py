@@ -67,7 +67,7 @@ def _read_file(file: Path) -> dict[str, Tensor]:
         header = json.loads(data[8 : 8 + length].tobytes())
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, AttributeError):
-        raise ModelError("the header is corrupt: it is no JSON object", file=file) from None
+        raise ModelError("the header is corrupt: it must be a JSON object", file=file) from None
     body = data[8 + length :]
     return {name: Tensor(file, _view(body, entry, file, name)) for name, entry in entries.items()}
 

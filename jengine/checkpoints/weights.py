@@ -19,7 +19,7 @@ from jengine.checkpoints.safetensors import Tensor, read_tensors
 from jengine.errors import ModelError, OutOfMemory
 from jengine.models import Model, Params, build
 from jengine.models.pieces import Piece
-from jengine.parallel.mesh import placed
+from jengine.parallel.mesh import with_shardings
 from pallas_kernels.quantized import Quantized, is_quantized
 
 ALIGNMENT = 64  # bytes; what a CPU device asks of memory that it takes over without a copy
@@ -43,7 +43,7 @@ def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
     total = num_bytes(model.params)
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=not progress) as bar:
         try:
-            return fill(path, model, placed(mesh, model.params, model.axes), bar.update)
+            return fill(path, model, with_shardings(mesh, model.params, model.axes), bar.update)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -167,8 +167,8 @@ class ServedModel:
         from serving.client import Client
 
         self.client = Client(address, **options)
-        facts = self.client.model()
-        self.max_model_len, self.continues = facts.max_model_len, not facts.has_chat_template
+        info = self.client.model()
+        self.max_model_len, self.continues = info.max_model_len, not info.has_chat_template
         self._text, self._around = 0, 0.0  # tokens: of the messages, as last counted; that the template puts around each, as last learnt
 
     def tokens(self, messages: Messages) -> int:

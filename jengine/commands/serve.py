@@ -36,9 +36,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from serving.config import settle
+    from serving.config import resolve_config
 
-    server, engine = settle({name: value for name, value in vars(options).items() if name != "run"})
+    server, engine = resolve_config({name: value for name, value in vars(options).items() if name != "run"})
 
     if engine.process_id:
         from jengine import follow
@@ -46,11 +46,11 @@ def _serve(options: argparse.Namespace) -> None:
         follow(engine, progress=False)
         return
 
-    from serving import life
+    from serving import app
     from serving.engine_process import EngineProcess
 
     try:
-        life.run(server, engine.model, lambda on_end: EngineProcess.of(engine, on_end))
+        app.run(server, engine.model, lambda on_end: EngineProcess.of(engine, on_end))
     except JengineError as error:  # not of what was typed, but of what was found: the port is taken, the model cannot be read
         print(f"jengine: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None

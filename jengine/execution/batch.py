@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jengine.execution.slots import SAMPLING_WORDS, words_of
+from jengine.execution.slots import SAMPLING_WORDS, pack_sampling
 from jengine.program_table import TrunkKey
 from jengine.scheduling.step_plan import StepPlan
 
@@ -64,7 +64,7 @@ class BatchLayout:
             buffer[at.page_updates : at.page_updates + flat.size] = flat
         for i, reset in enumerate(plan.resets):
             start = at.resets + i * (1 + SAMPLING_WORDS)
-            buffer[start : start + 1 + SAMPLING_WORDS] = words_of(reset)
+            buffer[start : start + 1 + SAMPLING_WORDS] = pack_sampling(reset)
         return buffer
 
     def unpack(self, buffer: jax.Array) -> Batch:

@@ -25,7 +25,7 @@ def kernels_refused(spec: ExecutionSpec) -> str | None:
         return jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
 
     k, v = jax.tree.map(own, spec.cache[0])
-    heads = config.laid_kv_heads // config.shards * config.laid_group
+    heads = config.num_kv_heads_padded // config.shards * config.group_size_padded
     row: Any = jax.ShapeDtypeStruct((1, heads, config.head_dim), spec.model.dtype)
     tile: Any = jax.ShapeDtypeStruct((1, spec.table.tile_size, heads, config.head_dim), spec.model.dtype)
-    return dispatch.decode_supported(row, k, v, device=device) or dispatch.prefill_supported(tile, k, v, device=device)
+    return dispatch.why_decode_unsupported(row, k, v, device=device) or dispatch.why_prefill_unsupported(tile, k, v, device=device)

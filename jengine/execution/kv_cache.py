@@ -33,7 +33,7 @@ def abstract_cache(model: ModelConfig, *, num_pages: int, page_size: int, dtype:
 
 
 def _pages(model: ModelConfig, num_pages: int, page_size: int, dtype: np.dtype) -> Pages:
-    shape = (num_pages, model.laid_kv_heads, page_size, model.head_dim)
+    shape = (num_pages, model.num_kv_heads_padded, page_size, model.head_dim)
     if dtype not in LARGEST:
         return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[return-value]
     quantized: Quantized = jax.eval_shape(lambda x: movable(quantize(x, dtype)), jax.ShapeDtypeStruct(shape, jnp.float32))

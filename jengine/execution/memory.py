@@ -165,10 +165,10 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
         own_rows, vocab = -(-key.rows // model.shards), model.padded(model.vocab_size)
         return converted + 4 * own_rows * 8 * vocab + 4 * key.rows * 16 * model.hidden_size + (1 << 16)
     tokens = table.tokens(key)
-    kv_heads = model.laid_kv_heads // model.shards
-    heads = kv_heads * (model.laid_group + 2) * model.head_dim
+    kv_heads = model.num_kv_heads_padded // model.shards
+    heads = kv_heads * (model.group_size_padded + 2) * model.head_dim
     ffn = model.padded(model.intermediate_size) // model.shards
-    scores = 4 * 8 * kv_heads * model.laid_group * table.tile_size * max(spec.page_size, 128)
+    scores = 4 * 8 * kv_heads * model.group_size_padded * table.tile_size * max(spec.page_size, 128)
     width = key.pages * spec.page_size * kv_heads * model.head_dim * 4 * 4 * max(key.rows, 1)
     return converted + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + 4 * scores + width + (1 << 20)
 

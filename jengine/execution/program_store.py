@@ -35,7 +35,7 @@ def saved_page_counts(root: Path, fingerprint: str) -> list[int]:
     return [int(name) for name in names if name.isdecimal()]
 
 
-class Doubt(Exception):
+class UntrustedProgram(Exception):
     """Why a saved file is not taken."""
 
 
@@ -43,12 +43,12 @@ class Manifest(NamedTuple):
     """What a folder of programs says of itself.
 
     Attributes:
-        facts: ExecutionSpec.facts() of those who saved it, as JSON has them.
+        identity: ExecutionSpec.identity() of those who saved it, as JSON has them.
         programs: digests by name.
         notes: measured of the programs, as JSON has it.
     """
 
-    facts: dict[str, Any]
+    identity: dict[str, Any]
     programs: dict[str, str]
     notes: dict[str, Any]
 
@@ -64,31 +64,33 @@ class ProgramStore:
         """What the folder holds.
 
         Raises:
-            Doubt: there is no manifest, it is damaged, or others than the user may write it or its folder.
+            UntrustedProgram: there is no manifest, it is damaged, or others than the user may write it or its folder.
         """
         file = self.folder / MANIFEST
         for path in (self.folder, file):
             _must_be_private(path)
         try:
             index = json.loads(file.read_text())
-            return Manifest(dict(index["facts"]), dict(index["programs"]), dict(index["notes"]))
+            return Manifest(dict(index["identity"]), dict(index["programs"]), dict(index["notes"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Doubt(f"{file} cannot be read: {error!r}") from None
+            raise UntrustedProgram(f"{file} cannot be read: {error!r}") from None
 
-    def load(self, names: Iterable[str], facts: dict[str, object], devices: Sequence[jax.Device]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def load(
+        self, names: Iterable[str], identity: dict[str, object], devices: Sequence[jax.Device]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """(those of the named executables that are here, notes). What cannot be trusted or read counts as absent.
 
         Args:
-            facts: of what they are wanted for. Not looked at: in the cache, the folder is named by them.
+            identity: of what they are wanted for. Not looked at: in the cache, the folder is named by them.
             devices: that they will run on; there may be more.
         """
         try:
             manifest = self.manifest()
-        except Doubt:
+        except UntrustedProgram:
             return {}, {}
         found = {}
         for name in names:
-            with contextlib.suppress(Doubt):
+            with contextlib.suppress(UntrustedProgram):
                 found[name] = self.load_one(name, manifest.programs, devices)
         self._digests = {name: manifest.programs[name] for name in found}
         return found, manifest.notes
@@ -97,21 +99,21 @@ class ProgramStore:
         """An executable.
 
         Raises:
-            Doubt: it is missing, others may write its file, its content is not what was saved, or the runtime cannot read it.
+            UntrustedProgram: it is missing, others may write its file, its content is not what was saved, or the runtime cannot read it.
         """
         if name not in digests:
-            raise Doubt(f"{self.folder / MANIFEST} names no {name}")
+            raise UntrustedProgram(f"{self.folder / MANIFEST} names no {name}")
         digest = str(digests[name])
         path = self._file(name, digest)
         _must_be_private(path)
         data = path.read_bytes()
         if hashlib.sha256(data).hexdigest() != digest:
-            raise Doubt(f"{path} is damaged: its hash is not the recorded one")
+            raise UntrustedProgram(f"{path} is damaged: its hash is not the recorded one")
         try:
             serialized, in_tree, out_tree = pickle.loads(data)
             return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=devices)
         except Exception as error:  # whatever pickle and the runtime raise for what they cannot read
-            raise Doubt(f"{path} cannot be loaded: {error}") from error
+            raise UntrustedProgram(f"{path} cannot be loaded: {error}") from error
 
     def _file(self, name: str, digest: str) -> Path:
         """Named by its content too: of processes that save at once, each writes files of its own, and the last manifest counts."""
@@ -130,24 +132,24 @@ class ProgramStore:
         _write(self._file(name, self._digests[name]), data)
         return len(data)
 
-    def finish(self, facts: dict[str, object], notes: dict[str, Any]) -> None:
+    def finish(self, identity: dict[str, object], notes: dict[str, Any]) -> None:
         """Write the manifest, which names what was added and what was loaded.
 
         Raises:
             OSError: it cannot be written.
         """
-        manifest = Manifest(facts, self._digests, notes)._asdict()
+        manifest = Manifest(identity, self._digests, notes)._asdict()
         _write(self.folder / MANIFEST, json.dumps(manifest, indent=1, default=list).encode())
 
 
 def _must_be_private(path: Path) -> None:
-    """Raises Doubt unless it belongs to this user and nobody else may write it."""
+    """Raises UntrustedProgram unless it belongs to this user and nobody else may write it."""
     try:
-        facts = path.stat()
+        stat = path.stat()
     except OSError as error:
-        raise Doubt(f"{path} cannot be read: {error.strerror}") from None
-    if hasattr(os, "getuid") and (facts.st_uid != os.getuid() or facts.st_mode & 0o022):
-        raise Doubt(f"{path} must belong to you and be writable by nobody else: programs are code")
+        raise UntrustedProgram(f"{path} cannot be read: {error.strerror}") from None
+    if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
+        raise UntrustedProgram(f"{path} must belong to you and be writable by nobody else: programs are code")
 
 
 def _write(path: Path, data: bytes) -> None:

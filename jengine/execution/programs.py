@@ -25,7 +25,7 @@ from jengine.execution.slots import SlotState
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
 from jengine.observe.compiles import retrieval_count
-from jengine.parallel.mesh import spread
+from jengine.parallel.mesh import shard_mapped
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 
 ALLOCATE: Literal["allocate"] = "allocate"
@@ -45,11 +45,11 @@ class Programs:
     """
 
     def __init__(self, spec: ExecutionSpec, store: ProgramStore | None, *, threads: int, progress: bool) -> None:
-        self._store, self._facts = store, spec.facts()
+        self._store, self._identity = store, spec.identity()
         keys = program_keys(spec)
         devices = spec.mesh.devices.flatten().tolist()
         prepare(spec)
-        found, notes = store.load(map(file_name, keys), self._facts, devices) if store else ({}, {})
+        found, notes = store.load(map(file_name, keys), self._identity, devices) if store else ({}, {})
         self._programs: dict[Key, Any] = {key: found[file_name(key)] for key in keys if file_name(key) in found}
         self.loaded = len(self._programs)
         self._missing = missing = [key for key in keys if key not in self._programs]
@@ -75,7 +75,7 @@ class Programs:
             try:
                 for key in self._missing:
                     self._store.add(file_name(key), self._programs[key])
-                self._store.finish(self._facts, {"memory": memory_notes(self.memory), "costs": self.costs})
+                self._store.finish(self._identity, {"memory": memory_notes(self.memory), "costs": self.costs})
             except OSError as error:
                 warnings.warn(
                     f"compiled programs could not be saved, the next start compiles them again: {error}", RuntimeWarning, stacklevel=2
@@ -114,7 +114,7 @@ def compile_all(
 
 def memory_notes(memory: dict[Key, ProgramMemory]) -> dict[str, dict[str, int]]:
     """As a manifest has them."""
-    return {str(key): asdict(facts) for key, facts in memory.items()}
+    return {str(key): asdict(size) for key, size in memory.items()}
 
 
 def open_store(spec: ExecutionSpec, root: Path) -> ProgramStore:
@@ -160,7 +160,7 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
 def _lower(
     spec: ExecutionSpec, function: Callable[..., Any], name: str, args: tuple[Any, ...], out_specs: Any, donated: tuple[int, ...] = ()
 ) -> jax.stages.Lowered:
-    function = spread(spec.mesh, function, args, out_specs)
+    function = shard_mapped(spec.mesh, function, args, out_specs)
     function.__name__ = function.__qualname__ = name  # shown in profiles
     device = spec.mesh.devices.flat[0]
     with jax.default_device(device if device.platform == "gpu" else None):  # kernels are lowered for this device's instructions
@@ -176,5 +176,5 @@ def file_name(key: Key) -> str:
 
 
 def memory_of(program: Any) -> ProgramMemory:
-    facts = program.memory_analysis()
-    return ProgramMemory(facts.argument_size_in_bytes, facts.output_size_in_bytes, facts.alias_size_in_bytes, facts.temp_size_in_bytes)
+    sizes = program.memory_analysis()
+    return ProgramMemory(sizes.argument_size_in_bytes, sizes.output_size_in_bytes, sizes.alias_size_in_bytes, sizes.temp_size_in_bytes)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from jengine.execution.logits import count_chunks
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.worker import Call, Worker, encode
-from jengine.parallel.link import Alone, Link
+from jengine.parallel.link import Link, SingleProcess
 from jengine.program_table import ScoreKey, TrunkKey
 from jengine.scheduling.step_plan import StepPlan, Tile
 
@@ -23,7 +23,7 @@ TIMED_RUNS = 3  # the fastest counts: on a busy machine a single one misleads th
 
 
 @dataclass(slots=True)
-class Begun:
+class PendingSample:
     """A step whose trunk is dispatched and whose sampler is not: masks may depend on tokens that are still to be read."""
 
     plan: StepPlan
@@ -58,7 +58,7 @@ class Runner:
     """Turns plans into a worker's calls, here and in the processes that the link leads to."""
 
     def __init__(self, worker: Worker, link: Link | None = None) -> None:
-        self.worker, self._link = worker, Alone() if link is None else link
+        self.worker, self._link = worker, SingleProcess() if link is None else link
         self.spec, self.programs = worker.spec, worker.programs
         self._layouts = {key: self.spec.layout(key) for key in self.spec.table.trunks()}
 
@@ -66,15 +66,15 @@ class Runner:
         """Start a step that needs no mask; returns before it has run."""
         return self.sample(self.begin(plan))
 
-    def begin(self, plan: StepPlan) -> Begun:
+    def begin(self, plan: StepPlan) -> PendingSample:
         """Start a step's trunk, and what comes with it."""
         for reset in plan.resets:
             if reset.counted is not None:
                 self._count(reset.slot, reset.counted, reset.prompt_len)
         self._make(Call("trunk", plan.trunk, self._layouts[plan.trunk].pack(plan)))
-        return Begun(plan, self._score(plan) if any(tile.scored for tile in plan.tiles) else None)
+        return PendingSample(plan, self._score(plan) if any(tile.scored for tile in plan.tiles) else None)
 
-    def sample(self, step: Begun, mask: np.ndarray | None = None) -> InFlight:
+    def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
         """Start the sampler of the step that was begun last. mask: see Call."""
         return InFlight(step.plan, self._make(Call("sample", step.plan.sampler, mask)), step.scores)
 
@@ -89,10 +89,10 @@ class Runner:
         return StepResult(sampled.tokens.tolist(), sampled if isinstance(sampled, SampledLogprobs) else None, scores)
 
     def _make(self, call: Call) -> Any:
-        if not isinstance(self._link, Alone):
+        if not isinstance(self._link, SingleProcess):
             self._link.tell(encode(call))
         with self._explained():
-            return self.worker.make(call)
+            return self.worker.execute(call)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from jengine.execution.logits import add_bias, apply_mask, penalize, suppress_st
 from jengine.execution.slots import Sampling, sampling_of
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
-from jengine.parallel.collectives import all_rows, own_rows, rows_for_columns
+from jengine.parallel.collectives import all_gather, all_to_all, own_rows
 from jengine.program_table import Variant
 from jengine.request import MAX_LOGPROBS
 
@@ -50,7 +50,7 @@ def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
 
     def sampler(params: Params, last_token: jax.Array, words: jax.Array, to: ToSample) -> tuple[jax.Array, Sampled]:
         logits, own = _shared_out(model, params, to)
-        sampled: Sampled = all_rows(Sampled(choose(logits, sampling_of(words[own.slots]), own.positions, variant)), to.slots.shape[0])
+        sampled: Sampled = all_gather(Sampled(sample(logits, sampling_of(words[own.slots]), own.positions, variant)), to.slots.shape[0])
         return last_token.at[to.slots].set(sampled.tokens), sampled
 
     def full(
@@ -58,8 +58,8 @@ def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
     ) -> tuple[tuple[jax.Array, jax.Array], SampledLogprobs]:
         last_token, counts = state
         logits, own = _shared_out(model, params, to)
-        tokens = choose(logits, sampling_of(words[own.slots]), own.positions, "full", counts[own.slots], own_rows(mask))
-        sampled: SampledLogprobs = all_rows(with_logprobs(logits, tokens), to.slots.shape[0])
+        tokens = sample(logits, sampling_of(words[own.slots]), own.positions, "full", counts[own.slots], own_rows(mask))
+        sampled: SampledLogprobs = all_gather(with_logprobs(logits, tokens), to.slots.shape[0])
         counts = counts.at[to.slots, sampled.tokens].add(2)
         return (last_token.at[to.slots].set(sampled.tokens), counts), sampled
 
@@ -73,10 +73,10 @@ def _shared_out(model: Model, params: Params, to: ToSample) -> tuple[jax.Array, 
 
 def _rows(logits: jax.Array, model: Model) -> jax.Array:
     """Logits of own rows over the whole vocabulary, from those of all rows over this device's part of it."""
-    return rows_for_columns(logits)[:, : model.config.vocab_size]
+    return all_to_all(logits)[:, : model.config.vocab_size]
 
 
-def choose(
+def sample(
     logits: jax.Array,
     sampling: Sampling,
     positions: jax.Array,
@@ -86,7 +86,7 @@ def choose(
 ) -> jax.Array:
     """Tokens, int32 [rows], from float32 logits [rows, vocab] by each row's parameters; counts and mask for `full`."""
     if variant == "greedy":
-        return largest(logits)
+        return argmax(logits)
     if variant == "full":
         assert counts is not None and mask is not None
         logits = apply_mask(logits, mask)
@@ -95,16 +95,16 @@ def choose(
     if variant == "full":
         assert counts is not None
         logits = penalize(add_bias(logits, sampling), sampling, counts)
-    greedy = largest(logits)
+    greedy = argmax(logits)
     is_greedy = sampling.temperature == 0.0
     scaled = logits - logits.max(-1, keepdims=True)  # before the division: a small temperature cannot overflow
     scaled /= jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
     if variant != "sample":
         scaled = truncate(scaled, sampling)
-    return jnp.where(is_greedy, greedy, invert(jnp.exp(scaled), uniform(sampling, positions)))
+    return jnp.where(is_greedy, greedy, sample_from_cdf(jnp.exp(scaled), uniform(sampling, positions)))
 
 
-def largest(x: jax.Array) -> jax.Array:
+def argmax(x: jax.Array) -> jax.Array:
     """What jnp.argmax gives along the last axis of x [rows, size], int32 [rows]: the first of equals. With NaN, any token.
 
     Two levels, since XLA on a CPU takes an argmax number by number, and a maximum several at a time.
@@ -163,7 +163,7 @@ def _threshold(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
     return value(low)
 
 
-def invert(mass: jax.Array, u: jax.Array) -> jax.Array:
+def sample_from_cdf(mass: jax.Array, u: jax.Array) -> jax.Array:
     """The first token at which the cumulative mass exceeds u of the total: int32 [rows].
 
     Two levels, blocks and then tokens of one block, since a scan over a whole vocabulary is slow. Rounding may
@@ -207,7 +207,7 @@ def make_scorer(model: Model, tile_size: int) -> Callable[..., SampledLogprobs]:
         module = model.bind(params)
 
         def one(tile: tuple[jax.Array, jax.Array]) -> SampledLogprobs:
-            scores: SampledLogprobs = all_rows(with_logprobs(_rows(module.logits(tile[0]), model), own_rows(tile[1])), tile_size)
+            scores: SampledLogprobs = all_gather(with_logprobs(_rows(module.logits(tile[0]), model), own_rows(tile[1])), tile_size)
             return scores
 
         tiles = hidden.reshape(-1, tile_size, hidden.shape[-1]), targets.reshape(-1, tile_size)

@@ -53,7 +53,7 @@ class Sampling(NamedTuple):
     bias: jax.Array  # float32
 
 
-def words_of(reset: SlotReset) -> np.ndarray:
+def pack_sampling(reset: SlotReset) -> np.ndarray:
     """A reset as int32 [1 + SAMPLING_WORDS]: the slot, then its row of SlotState.sampling.
 
     Values that 32 bits cannot hold become the nearest that they can: the tokens are the same.

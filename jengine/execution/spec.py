@@ -24,7 +24,7 @@ from jengine.execution.logits import mask_words
 from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
-from jengine.parallel.mesh import placed
+from jengine.parallel.mesh import with_shardings
 from jengine.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.products import cpu_refused
 
@@ -74,7 +74,7 @@ class ExecutionSpec:
 
     @functools.cached_property
     def params(self) -> Params:
-        return placed(self.mesh, self.model.params, self.model.axes)
+        return with_shardings(self.mesh, self.model.params, self.model.axes)
 
     @functools.cached_property
     def cache(self) -> Cache:
@@ -105,8 +105,8 @@ class ExecutionSpec:
         hidden = jax.ShapeDtypeStruct((tokens, self.model.config.hidden_size), self.model.dtype, sharding=self.replicated)
         return hidden, jax.ShapeDtypeStruct((tokens,), np.int32, sharding=self.replicated)
 
-    def facts(self) -> dict[str, object]:
-        """All that a saved program depends on, as plain values: equal facts, equal programs."""
+    def identity(self) -> dict[str, object]:
+        """All that a saved program depends on, as plain values: equal identities, equal programs."""
         device = self.mesh.devices.flat[0]
         model = dataclasses.asdict(self.model.config)
         del model["eos_token_ids"]  # known to slots, not to programs
@@ -133,9 +133,9 @@ class ExecutionSpec:
         }
 
     def fingerprint(self) -> str:
-        """Of all facts but the number of pages, which may depend on how much memory is free today."""
-        facts = {name: fact for name, fact in self.facts().items() if name != "num_pages"}
-        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=list).encode()).hexdigest()[:24]
+        """Of the identity without the number of pages, which may depend on how much memory is free today."""
+        identity = {name: fact for name, fact in self.identity().items() if name != "num_pages"}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True, default=list).encode()).hexdigest()[:24]
 
 
 def _plugins() -> str:

@@ -58,7 +58,7 @@ class Worker:
         self._tiles: jax.Array | None = None
         self._no_mask: dict[int, jax.Array] = {}  # by rows
 
-    def make(self, call: Call) -> Any:
+    def execute(self, call: Call) -> Any:
         """Returns before it has run. Of a sample Sampled or SampledLogprobs, of a score SampledLogprobs, else None."""
         match call:
             case Call("trunk", TrunkKey() as key, np.ndarray() as packed):

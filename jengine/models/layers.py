@@ -14,7 +14,7 @@ from jax import lax
 
 from jengine.config import ModelConfig
 from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
-from jengine.parallel.collectives import shard_index, shards, summed
+from jengine.parallel.collectives import all_reduce, shard_index, shards
 from pallas_kernels.products import product
 from pallas_kernels.quantized import Quantized, dequantize
 from pallas_kernels.xla import Rotation
@@ -69,9 +69,9 @@ def dense(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: ja
     return y if bias is None else y + bias.astype(y.dtype)
 
 
-def joined(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
+def row_parallel_dense(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
     """`dense` over inputs that are spread over devices: each multiplies its own, and the results are summed."""
-    y = summed(dense(x, weight))
+    y = all_reduce(dense(x, weight))
     return y if bias is None else y + bias.astype(y.dtype)
 
 
@@ -99,7 +99,7 @@ def embed(table: Weight, tokens: jax.Array) -> jax.Array:
     if shards() == 1:
         return lookup(table, tokens)
     own = tokens - shard_index() * table.shape[0]
-    return summed(jnp.where(((own >= 0) & (own < table.shape[0]))[:, None], lookup(table, own), 0))
+    return all_reduce(jnp.where(((own >= 0) & (own < table.shape[0]))[:, None], lookup(table, own), 0))
 
 
 class RMSNorm(nnx.Module):
@@ -135,11 +135,11 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config = config
-        laid, dim, hidden = config.laid_kv_heads, config.head_dim, config.hidden_size
-        rows, parts = dim * (config.laid_group + 2), qkv_parts(config)
+        laid, dim, hidden = config.num_kv_heads_padded, config.head_dim, config.hidden_size
+        rows, parts = dim * (config.group_size_padded + 2), qkv_parts(config)
         self.qkv = matrix((laid, rows, hidden), dtype, ("kv_heads", None, None), *self.qkv_source(name, "weight", parts, hidden))
         output = self.output_source(name, "weight", hidden, config.num_heads * dim)
-        self.o = matrix((hidden, laid * config.laid_group * dim), dtype, (None, "heads"), *by_heads(config, output))
+        self.o = matrix((hidden, laid * config.group_size_padded * dim), dtype, (None, "heads"), *by_heads(config, output))
         bias, output_bias = config.qkv_bias, config.output_bias
         self.qkv_bias = param((laid, rows), dtype, ("kv_heads", None), *self.qkv_source(name, "bias", parts)) if bias else None
         self.o_bias = param((hidden,), dtype, (None,), self.output_source(name, "bias", hidden)) if output_bias else None
@@ -155,13 +155,13 @@ class Attention(nnx.Module):
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
         """x [N, hidden] -> [N, hidden]; without a rotation, positions have entered elsewhere."""
         config = self.config
-        tokens, kv_heads, group, dim = x.shape[0], self.qkv[...].shape[0], config.laid_group, config.head_dim
+        tokens, kv_heads, group, dim = x.shape[0], self.qkv[...].shape[0], config.group_size_padded, config.head_dim
         qkv = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, group + 2, dim)
         q, k, v = qkv[:, :, :group].reshape(tokens, kv_heads * group, dim), qkv[:, :, group], qkv[:, :, group + 1]
         q, k = self.normalize(q, k)
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
         y = attend(layer, q, k, v, rotation=rotation, scale=scale, window=config.window(layer), soft_cap=config.attention_soft_cap)
-        return joined(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
+        return row_parallel_dense(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
 
     def normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What a family does to queries and keys before they are rotated."""
@@ -193,7 +193,7 @@ class GatedMlp(nnx.Module):
         gate_up = dense(x, self.gate_up[...], value(self.gate_up_bias))
         wide = gate_up.astype(jnp.float32)  # of every second number; a CPU takes those of float32 alone several at a time
         y = ACTIVATIONS[self.activation](wide[..., 0]) * wide[..., 1]
-        return joined(y.astype(x.dtype), self.down[...], value(self.down_bias))
+        return row_parallel_dense(y.astype(x.dtype), self.down[...], value(self.down_bias))
 
 
 class Mlp(nnx.Module):
@@ -214,7 +214,7 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = ACTIVATIONS[self.activation](dense(x, self.up[...], value(self.up_bias)))
-        return joined(y, self.down[...], value(self.down_bias))
+        return row_parallel_dense(y, self.down[...], value(self.down_bias))
 
 
 class Layer(nnx.Module):

@@ -14,7 +14,7 @@ from jengine.models.layers import ACTIVATIONS, Block, Weight, dense, matrix, par
 from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
-from jengine.parallel.collectives import summed
+from jengine.parallel.collectives import all_reduce
 from pallas_kernels.quantized import Quantized, dequantize, quantize
 
 PRODUCT = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [experts, out, in]
@@ -51,7 +51,7 @@ class Experts(nnx.Module):
         params = self.gate_up[...], self.down[...]
         y = lax.platform_dependent(jnp.repeat(x, k, axis=0), chosen.reshape(-1), *params, cpu=self.by_block, default=self.by_ragged_dot)
         y = jnp.einsum("nkh,nk->nh", y.reshape(*chosen.shape, -1), weights, precision=lax.Precision.HIGHEST)
-        return summed(y.astype(x.dtype))
+        return all_reduce(y.astype(x.dtype))
 
     def by_ragged_dot(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
         """Row i of x [rows, hidden] through expert chosen[i]: one product over rows in the experts' order."""

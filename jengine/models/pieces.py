@@ -55,7 +55,7 @@ def stacked(name: str, parts: Sequence[Part], *inputs: int, transposed: bool = F
 def qkv_parts(config: ModelConfig) -> tuple[Part, Part, Part]:
     """Rows of queries, of keys and of values, into a parameter [laid kv heads, (laid group + 2) * head_dim, ...]."""
     dim, kv_heads, copies = config.head_dim, config.num_kv_heads, config.kv_repeats
-    k, v, end = (dim * (config.laid_group + i) for i in range(3))  # a kv head's rows: its queries, then k, then v
+    k, v, end = (dim * (config.group_size_padded + i) for i in range(3))  # a kv head's rows: its queries, then k, then v
 
     def copied(where: slice) -> Part:
         every = slice(0, kv_heads * dim)
@@ -68,7 +68,7 @@ def qkv_parts(config: ModelConfig) -> tuple[Part, Part, Part]:
 def by_heads(config: ModelConfig, piece: Piece) -> Iterator[Piece]:
     """A piece whose columns are the checkpoint's query heads, cut to fill a parameter [out, laid heads * head_dim]."""
     for columns, laid in _query_runs(config):
-        start = laid.start * config.laid_group * config.head_dim
+        start = laid.start * config.group_size_padded * config.head_dim
         yield piece._replace(part=(EVERY, slice(start, start + columns.stop - columns.start)), columns=columns)
 
 
@@ -79,7 +79,7 @@ def _query_runs(config: ModelConfig) -> Iterator[tuple[slice, slice]]:
         return
     for head in range(config.num_kv_heads):
         for copy in range(config.kv_repeats):
-            first, last = (min((copy + i) * config.laid_group, config.group) for i in range(2))
+            first, last = (min((copy + i) * config.group_size_padded, config.group) for i in range(2))
             laid = head * config.kv_repeats + copy
             if first < last:
                 yield slice(*((head * config.group + i) * config.head_dim for i in (first, last))), slice(laid, laid + 1)

@@ -22,7 +22,7 @@ def shards() -> int:
     return int(mesh.shape[AXIS]) if AXIS in mesh.manual_axes else 1
 
 
-def summed(x: jax.Array) -> jax.Array:
+def all_reduce(x: jax.Array) -> jax.Array:
     """The sum of all devices' x, on each: one all-reduce."""
     return x if shards() == 1 else lax.psum(x, AXIS)
 
@@ -32,7 +32,7 @@ def shard_index() -> jax.Array | int:
     return 0 if shards() == 1 else lax.axis_index(AXIS)
 
 
-def rows_for_columns(x: jax.Array) -> jax.Array:
+def all_to_all(x: jax.Array) -> jax.Array:
     """All columns of this device's share of rows, for this device's columns of all rows: one all-to-all.
 
     Args:
@@ -45,7 +45,7 @@ def rows_for_columns(x: jax.Array) -> jax.Array:
 
 
 def own_rows(tree: Any) -> Any:
-    """This device's share of arrays [rows, ...] that are the same on all devices; the rows that `rows_for_columns` gives it."""
+    """This device's share of arrays [rows, ...] that are the same on all devices; the rows that `all_to_all` gives it."""
     if shards() == 1:
         return tree
 
@@ -57,7 +57,7 @@ def own_rows(tree: Any) -> Any:
     return jax.tree.map(own, tree)
 
 
-def all_rows(tree: Any, rows: int) -> Any:
+def all_gather(tree: Any, rows: int) -> Any:
     """All devices' rows of arrays [own rows, ...] of 32-bit numbers, without the padding, on each device: one all-gather."""
     if shards() == 1:
         return tree

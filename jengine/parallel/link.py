@@ -50,7 +50,7 @@ class Link(Protocol):
         """Process 0: after an exchange failed, whether it was that a process ended. Raises EngineDead then."""
 
 
-class Alone:
+class SingleProcess:
     """The only process."""
 
     def agree(self, value: Any, choose: Callable[[list[Any]], Any]) -> Any:

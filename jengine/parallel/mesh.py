@@ -1,4 +1,4 @@
-"""The device mesh, and which logical axes of a parameter are spread over it."""
+"""The device mesh, and which logical axes of a parameter are sharded over it."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     return jax.make_mesh((tensor_parallel_size,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size])
 
 
-def spread(mesh: Mesh, function: Callable[..., Any], args: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
-    """function of each device's parts of its arguments.
+def shard_mapped(mesh: Mesh, function: Callable[..., Any], args: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
+    """function, run by each device on its shards of the arguments.
 
     Args:
         args: trees of jax.ShapeDtypeStruct, whose shardings say which part of each array a device gets.
         out_specs: a PartitionSpec for each result, or for each tree of results.
     """
     in_specs = tuple(jax.tree.map(lambda x: x.sharding.spec, arg) for arg in args)
-    spread: Callable[..., Any] = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return spread
+    mapped: Callable[..., Any] = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return mapped
 
 
-def placed(mesh: Mesh, params: Any, axes: Any) -> Any:
+def with_shardings(mesh: Mesh, params: Any, axes: Any) -> Any:
     """The abstract parameters with shardings, from a tree of tuples of logical axis names. A scale has all axes but the last."""
 
     def place(array: Any, names: tuple[str | None, ...]) -> Any:

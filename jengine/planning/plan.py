@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jengine.ahead_of_time import describe_for, largest, memory_limit
 from jengine.config import EngineConfig
-from jengine.device_facts import DeviceFacts, device_facts
+from jengine.device_spec import DeviceSpec, device_spec
 from jengine.errors import OutOfMemory
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
 from jengine.execution.programs import Key, compile_all, memory_of, program_keys
@@ -53,7 +53,7 @@ class Plan:
     """
 
     spec: ExecutionSpec
-    facts: DeviceFacts
+    device: DeviceSpec
     formats: Formats
     memory: DeviceMemory
     pages: int
@@ -78,7 +78,7 @@ def make_plan(config: EngineConfig, target: str, *, progress: bool = True) -> Pl
         InvalidArgument: an option that this model or target cannot meet.
         ModelError: the model cannot be read, or is not supported.
     """
-    spec, facts = describe_for(config, target), device_facts(target)
+    spec, device = describe_for(config, target), device_spec(target)
     provisional = dataclasses.replace(spec, num_pages=2)  # what programs take does not depend on it
     table = spec.table
     rows = {TrunkKey(rows, 0, table.page_buckets[-1]) for rows in (table.row_buckets[0], table.max_rows)}
@@ -98,14 +98,14 @@ def make_plan(config: EngineConfig, target: str, *, progress: bool = True) -> Pl
     steps = sorted({table.tile_size * tiles for tiles in (1, table.max_tiles, max(1, table.max_tiles // 4))})
     return Plan(
         spec=dataclasses.replace(spec, num_pages=pages),
-        facts=facts,
+        device=device,
         formats=formats,
         memory=memory,
         pages=pages,
         total_programs=len(program_keys(spec)),
         compiled=compiled,
-        decode=[Rate(n, c, bound(decode(model, formats, n, c), formats, facts), n * c <= room) for n in batches for c in contexts],
-        prefill=[Rate(n, c, bound(prefill(model, formats, n, c), formats, facts)) for n in steps for c in contexts],
+        decode=[Rate(n, c, bound(decode(model, formats, n, c), formats, device), n * c <= room) for n in batches for c in contexts],
+        prefill=[Rate(n, c, bound(prefill(model, formats, n, c), formats, device)) for n in steps for c in contexts],
     )
 
 

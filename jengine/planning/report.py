@@ -16,9 +16,10 @@ def report(name: str, plan: Plan) -> str:
     Args:
         name: of the model.
     """
-    spec, facts, memory = plan.spec, plan.facts, plan.memory
+    spec, device, memory = plan.spec, plan.device, plan.memory
     weights = spec.model.quantization or plan.formats.dtype
-    head = f"{name} on {plan.formats.devices} x {facts.name}: weights {weights}, activations {plan.formats.dtype}, cache {spec.cache_dtype}"
+    dtypes = f"weights {weights}, activations {plan.formats.dtype}, cache {spec.cache_dtype}"
+    head = f"{name} on {plan.formats.devices} x {device.name}: {dtypes}"
     largest = max(plan.compiled, key=lambda key: plan.compiled[key][0].working)
     cache = plan.pages * memory.page
     used = memory.weights + memory.state + memory.working + memory.margin + cache
@@ -29,7 +30,7 @@ def report(name: str, plan: Plan) -> str:
         ("slots and counts", memory.state, f"of {spec.max_slots} sequences"),
         ("margin", memory.margin, "fragmentation"),
         ("free", memory.limit - used, "" if used <= memory.limit else "negative: it does not fit"),
-        ("limit", memory.limit, f"{memory.limit / facts.memory:.0%} of the device's {facts.memory / GIB:.1f} GiB"),
+        ("limit", memory.limit, f"{memory.limit / device.memory:.0%} of the device's {device.memory / GIB:.1f} GiB"),
     ]
     sections = [
         head,
@@ -44,9 +45,9 @@ def report(name: str, plan: Plan) -> str:
     rows = [(str(key), f"{seconds:.1f}", f"{used.temporaries:,}") for key, (used, seconds) in plan.compiled.items()]
     sections.append(_table("compiled for this plan", ("seconds", "bytes of temporaries"), rows))
     verdict = "It fits." if plan.fits else "It does not fit."
-    links = f", {facts.link / 1e9:.0f} GB/s to the other devices ({facts.link_name})" if plan.formats.devices > 1 else ""
-    rate = facts.rates.get(plan.formats.product, facts.rates[plan.formats.dtype])
-    sources = f"{facts.bandwidth / 1e12:.2f} TB/s of memory, {rate / 1e12:,.0f} T operations/s in {plan.formats.product}{links}"
+    links = f", {device.link / 1e9:.0f} GB/s to the other devices ({device.link_name})" if plan.formats.devices > 1 else ""
+    rate = device.rates.get(plan.formats.product, device.rates[plan.formats.dtype])
+    sources = f"{device.bandwidth / 1e12:.2f} TB/s of memory, {rate / 1e12:,.0f} T operations/s in {plan.formats.product}{links}"
     sections.append(
         f"Speeds are bounds: each resource of the data sheet used fully ({sources}).\n"
         f"The whole table has {plan.total_programs} programs. {verdict}"

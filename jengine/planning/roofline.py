@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jengine.config import ModelConfig
-from jengine.device_facts import DeviceFacts
+from jengine.device_spec import DeviceSpec
 
 Resource = Literal["memory", "products", "links"]
 UNGATED = ("gpt2", "opt")  # families whose MLP has two matrices; the others' have three
@@ -156,13 +156,13 @@ def _sent(config: ModelConfig, formats: Formats, tokens: int) -> float:
     return ALL_REDUCES * config.num_layers * 2 * size * (formats.devices - 1) / formats.devices
 
 
-def bound(work: Work, formats: Formats, facts: DeviceFacts) -> Bound:
+def bound(work: Work, formats: Formats, device: DeviceSpec) -> Bound:
     """How long a device takes at least."""
-    rate = facts.rates[formats.dtype]
+    rate = device.rates[formats.dtype]
     seconds: dict[Resource, float] = {
-        "memory": work.read / facts.bandwidth,
-        "products": work.products / facts.rates.get(formats.product, rate) + work.attention / rate,
-        "links": work.sent / facts.link,
+        "memory": work.read / device.bandwidth,
+        "products": work.products / device.rates.get(formats.product, rate) + work.attention / rate,
+        "links": work.sent / device.link,
     }
     slowest = max(seconds, key=lambda name: seconds[name])
     return Bound(seconds[slowest], slowest)

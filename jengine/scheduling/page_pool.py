@@ -1,4 +1,4 @@
-"""Who owns which page of the KV cache. Page 0 is the null page: padding is written there; nobody owns it."""
+"""Who owns which page of the KV cache. Page 0 is the null page: padding is written there, and no sequence owns it."""
 
 from __future__ import annotations
 

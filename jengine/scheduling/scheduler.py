@@ -8,8 +8,8 @@ from jengine.request import FinishReason, Request
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.page_pool import PagePool
 from jengine.scheduling.policy import Policy, WaitingQueue, order_of, victim
-from jengine.scheduling.room import Room
 from jengine.scheduling.sequence import Sequence, State
+from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.scheduling.step_plan import SlotReset, StepPlan, Tile
 
 
@@ -51,7 +51,7 @@ class Scheduler:
         self.policy: Policy = policy
         self.costs = StepCosts() if costs is None else costs
         self.pool = PagePool(num_pages)
-        self.room = Room(max_model_len=max_model_len, page_size=page_size, pages=self.pool.capacity)
+        self.sequence = SequenceLimits(max_model_len=max_model_len, page_size=page_size, pages=self.pool.capacity)
         self.num_preemptions = 0
         self._arrivals = 0
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
@@ -76,11 +76,11 @@ class Scheduler:
         """Refuses what can never be answered.
 
         Raises:
-            InvalidArgument: the id is in use, or as Room.check.
+            InvalidArgument: the id is in use, or as SequenceLimits.check.
         """
         if request.request_id in self._live:
             raise InvalidArgument("request_id", request.request_id, "a request with this id is not finished yet")
-        self.room.check(request, eos_token_ids)
+        self.sequence.validate(request, eos_token_ids)
 
     def add(self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...]) -> Sequence:
         """Queues a request. max_tokens beyond max_model_len is cut to what fits, as vLLM does.
@@ -95,7 +95,7 @@ class Scheduler:
             request=request,
             seed=seed,
             order=order_of(self.policy, request, self._arrivals),
-            max_len=self.room.max_len(request),
+            max_len=self.sequence.max_len(request),
             eos_token_ids=eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else suppressed),
             suppressed_token_ids=suppressed,
@@ -127,7 +127,7 @@ class Scheduler:
         prefilled: list[tuple[int, Sequence]] = []  # last tile, sequence
         if chunks:
             pending = sum(count for _, count, _ in chunks)
-            pages = self.room.pages_of(max(longest, *[end for _, _, end in chunks]))
+            pages = self.sequence.pages_of(max(longest, *[end for _, _, end in chunks]))
             budget = self.costs.best_tiles(self.table, rows=len(rows), pending=pending, pages=pages)
             for sequence, count, _ in chunks:
                 if sequence.state is State.WAITING:
@@ -138,7 +138,7 @@ class Scheduler:
                     prefilled.append((len(tiles) - 1, sequence))
                 if len(tiles) == budget:
                     break
-        trunk = self.table.trunk(len(rows), len(tiles), self.room.pages_of(longest))
+        trunk = self.table.trunk(len(rows), len(tiles), self.sequence.pages_of(longest))
         sampled = list(enumerate(rows))
         sampled += [(trunk.rows + tile, sequence) for tile, sequence in prefilled]
         rank = max([sequence.variant_rank for _, sequence in sampled], default=0)
@@ -253,7 +253,7 @@ class Scheduler:
                 limit -= take(sequence)
         slots, pages, running = len(self._free_slots), self.pool.free, len(self._running)
         for sequence in self._waiting:
-            needed = self.room.pages_of(len(sequence.tokens))
+            needed = self.sequence.pages_of(len(sequence.tokens))
             # A preempted sequence with tokens in flight is not known in full yet; nobody passes it.
             if limit <= 0 or not slots or needed + running > pages or sequence.in_flight:
                 break
@@ -266,7 +266,7 @@ class Scheduler:
         self._running[sequence] = None
         sequence.state = State.PREFILLING
         sequence.slot = self._free_slots.pop()
-        sequence.pages = self.pool.allocate(self.room.pages_of(len(sequence.tokens)))
+        sequence.pages = self.pool.allocate(self.sequence.pages_of(len(sequence.tokens)))
         return SlotReset(
             slot=sequence.slot,
             params=sequence.request.params,
@@ -282,7 +282,7 @@ class Scheduler:
         for _ in range(count):
             start = sequence.num_computed
             end = min(start + self.table.tile_size, len(sequence.tokens))
-            updates += [(sequence.slot, i, sequence.pages[i]) for i in range(self.room.pages_of(start), self.room.pages_of(end))]
+            updates += [(sequence.slot, i, sequence.pages[i]) for i in range(self.sequence.pages_of(start), self.sequence.pages_of(end))]
             ends = end == len(sequence.tokens)
             tiles.append(Tile(sequence.slot, start, sequence.tokens[start:end], ends, _scored(sequence, start, end)))
             sequence.num_computed = end

@@ -99,7 +99,7 @@ class Grammar:
         try:
             grammar = _grammar(what)
         except (TypeError, ValueError, RecursionError) as wrong:
-            raise InvalidArgument("structured_outputs", what, f"is no JSON or no text: {wrong}") from None
+            raise InvalidArgument("structured_outputs", what, f"must be valid JSON or text: {wrong}") from None
         self._matcher = llguidance.LLMatcher(_guide(tokenizer), grammar, log_level=0)
         if self._matcher.is_error():
             raise InvalidArgument("structured_outputs", what, f"llguidance cannot read it: {self._error()}")

@@ -182,5 +182,5 @@ def test_kernels_take_the_shapes_that_are_timed() -> None:
     q: Any = jax.ShapeDtypeStruct((1, LLAMA.heads, LLAMA.head_dim), jnp.bfloat16)
     tile: Any = jax.ShapeDtypeStruct((1, prefill.TILE, LLAMA.heads, LLAMA.head_dim), jnp.bfloat16)
     k, v = jax.eval_shape(lambda: inputs.large(LLAMA, 1, "bfloat16", None))
-    assert dispatch.decode_supported(q, k, v, device=HOPPER) is None
-    assert dispatch.prefill_supported(tile, k, v, device=HOPPER) is None
+    assert dispatch.why_decode_unsupported(q, k, v, device=HOPPER) is None
+    assert dispatch.why_prefill_unsupported(tile, k, v, device=HOPPER) is None

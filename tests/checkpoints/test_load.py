@@ -247,7 +247,7 @@ def test_empty_file(folder: Path) -> None:
 @pytest.mark.parametrize("header", [b"{not json", b"[1, 2]", b"\xff\xfe"])
 def test_header_is_no_object(folder: Path, header: bytes) -> None:
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    fails(folder, file="model.safetensors", match="the header is corrupt: it is no JSON object")
+    fails(folder, file="model.safetensors", match="the header is corrupt: it must be a JSON object")
 
 
 @pytest.mark.parametrize(

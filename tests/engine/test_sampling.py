@@ -182,7 +182,7 @@ def test_max_tokens(base: SamplingParams, engine: Engine) -> None:
 
 @pytest.mark.parametrize("most", [None, 10_000])
 def test_max_model_len_cuts(most: int | None, engine: Engine) -> None:
-    limit = engine.limits.room.max_model_len
+    limit = engine.limits.sequence.max_model_len
     for length in (limit - 1, limit - 20):
         answer = one(engine, params(GREEDY, max_tokens=most, ignore_eos=True), [7] * length)
         assert len(answer.tokens) == limit - length and ended(answer) == ("length", None)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine.execution.batch import Batch, BatchLayout
-from jengine.execution.slots import SAMPLING_WORDS, sampling_of, words_of
+from jengine.execution.slots import SAMPLING_WORDS, pack_sampling, sampling_of
 from jengine.program_table import SamplerKey, TrunkKey
 from jengine.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from jengine.scheduling.step_plan import SlotReset, StepPlan, Tile
@@ -35,7 +35,7 @@ RESET = st.builds(
 
 @given(RESET)
 def test_sampling_words(reset: SlotReset) -> None:
-    words = words_of(reset)
+    words = pack_sampling(reset)
     assert words.dtype == np.int32 and words.shape == (1 + SAMPLING_WORDS,) and words[0] == reset.slot
     got, params = jax.tree.map(np.asarray, sampling_of(words[None, 1:])), reset.params
     for name in ("temperature", "top_p", "min_p"):
@@ -50,7 +50,7 @@ def test_sampling_words(reset: SlotReset) -> None:
 
 def test_values_beyond_32_bits_do_what_the_nearest_ones_do() -> None:
     def words(**params: float) -> list[int]:
-        return words_of(SlotReset(1, SamplingParams(max_tokens=None, **params), 0, 0, 5, ())).tolist()  # type: ignore[arg-type]
+        return pack_sampling(SlotReset(1, SamplingParams(max_tokens=None, **params), 0, 0, 5, ())).tolist()  # type: ignore[arg-type]
 
     assert words(top_k=2**32 + 1) == words(top_k=2**31 - 1)
     assert words(min_tokens=2**32) == words(min_tokens=2**31 - 1)
@@ -100,7 +100,7 @@ def test_pack_and_unpack(case: tuple[StepPlan, int, int]) -> None:
     assert got.tile_tokens == padded([padded([*t.token_ids], 0, tile_size) for t in plan.tiles], [0] * tile_size, tiles)
     assert got.page_updates == padded([[*update] for update in plan.page_updates], [0, 0, 0], len(got.page_updates))
     assert len(got.page_updates) == rows + tiles * (tile_size // page_size + 1)
-    assert got.resets == padded([words_of(reset).tolist() for reset in plan.resets], [0] * (1 + SAMPLING_WORDS), tiles)
+    assert got.resets == padded([pack_sampling(reset).tolist() for reset in plan.resets], [0] * (1 + SAMPLING_WORDS), tiles)
 
 
 def test_each_pack_has_a_buffer_of_its_own() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jengine.execution.logits import COUNT_CHUNK, add_bias, apply_mask, count_chunks, count_tokens, mask_words, penalize
-from jengine.execution.slots import sampling_of, words_of
+from jengine.execution.slots import pack_sampling, sampling_of
 from jengine.request import SamplingParams
 from jengine.scheduling.step_plan import SlotReset
 from tests.execution.oracle import adjusted
@@ -20,7 +20,7 @@ apply, penalized, biased, counted = jax.jit(apply_mask), jax.jit(penalize), jax.
 
 
 def sampling(*params: SamplingParams):
-    return sampling_of(jnp.asarray(np.stack([words_of(SlotReset(1, p, 0, 0, 5, ()))[1:] for p in params])))
+    return sampling_of(jnp.asarray(np.stack([pack_sampling(SlotReset(1, p, 0, 0, 5, ()))[1:] for p in params])))
 
 
 def counts_of(prompt: list[int], output: list[int]) -> np.ndarray:

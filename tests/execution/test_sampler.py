@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scipy.stats import chi2  # a dependency of jax
 
 from jengine.execution.logits import ALL_ALLOWED, mask_words
-from jengine.execution.sampler import choose, invert, largest, truncate, uniform, with_logprobs
-from jengine.execution.slots import sampling_of, words_of
+from jengine.execution.sampler import argmax, sample, sample_from_cdf, truncate, uniform, with_logprobs
+from jengine.execution.slots import pack_sampling, sampling_of
 from jengine.program_table import Variant
 from jengine.request import MAX_LOGPROBS, SamplingParams
 from jengine.scheduling.step_plan import SlotReset
@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0.0)
 @functools.cache
 def compiled(variant: Variant) -> object:
     extra = (jnp.zeros((ROWS, VOCAB), jnp.int32), jnp.full((ROWS, mask_words(VOCAB)), ALL_ALLOWED)) if variant == "full" else ()
-    return jax.jit(lambda logits, words, positions: choose(logits, sampling_of(words), positions, variant, *extra))
+    return jax.jit(lambda logits, words, positions: sample(logits, sampling_of(words), positions, variant, *extra))
 
 
 @jax.jit
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def words(self) -> np.ndarray:
-        return words_of(SlotReset(1, self.params, self.seed, self.sample_index, PROMPT_LEN, self.stops))[1:]
+        return pack_sampling(SlotReset(1, self.params, self.seed, self.sample_index, PROMPT_LEN, self.stops))[1:]
 
 
 def stacked(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
@@ -180,9 +180,9 @@ def _without_temperature(p: SamplingParams) -> SamplingParams:
 def test_the_largest_is_the_first_of_equals_and_never_padding(size: int) -> None:
     x = np.random.default_rng(size).integers(-3, 4, (6, size)).astype(np.float32)  # many ties
     x[0], x[1] = -np.inf, 7.0
-    np.testing.assert_array_equal(jax.jit(largest)(x), np.argmax(x, -1))
+    np.testing.assert_array_equal(jax.jit(argmax)(x), np.argmax(x, -1))
     x[2, size // 2], x[3] = np.nan, np.nan
-    assert np.all(np.asarray(jax.jit(largest)(x)) < size)
+    assert np.all(np.asarray(jax.jit(argmax)(x)) < size)
 
 
 def test_ties_at_a_threshold_are_all_kept() -> None:
@@ -233,7 +233,7 @@ def test_a_draw_never_gives_a_token_without_mass(u: float) -> None:
     mass[0, [150, 250]] = 0.5
     mass[1, 299] = 1e-30
     mass[2, [0, 127, 128]] = [1, 1e-7, 1]
-    got = np.asarray(invert(mass, np.full(3, u, np.float32)))
+    got = np.asarray(sample_from_cdf(mass, np.full(3, u, np.float32)))
     assert got.tolist() == [150 if u < 0.5 else 250, 299, 0 if u < 0.5 else 127 if u == 0.5 else 128]
 
 

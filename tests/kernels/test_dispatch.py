@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import ampere, attention_decode, dispatch, xla
 from pallas_kernels.cpu import attention
-from pallas_kernels.dispatch import decode_supported, paged_attention_decode
+from pallas_kernels.dispatch import paged_attention_decode, why_decode_unsupported
 from pallas_kernels.quantized import movable, quantize
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
@@ -31,7 +31,7 @@ def arrays(heads: int = 8, kv_heads: int = 2, head_dim: int = 64, page_size: int
     [{}, {"head_dim": 128, "page_size": 64}, {"head_dim": 256, "page_size": 128}, {"heads": 128}, {"kv_heads": 8}, {"dtype": jnp.float16}],
 )
 def test_what_the_decode_kernel_takes(shape: dict[str, Any]) -> None:
-    assert decode_supported(*arrays(**shape), device=HOPPER) is None
+    assert why_decode_unsupported(*arrays(**shape), device=HOPPER) is None
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_what_the_decode_kernel_takes(shape: dict[str, Any]) -> None:
     ],
 )
 def test_what_it_does_not_take_and_why(shape: dict[str, Any], device: Any, reason: str) -> None:
-    said = decode_supported(*arrays(**shape), device=device)
+    said = why_decode_unsupported(*arrays(**shape), device=device)
     assert said is not None and said.startswith(reason)
 
 
 def test_eight_bit_caches_are_taken_and_others_not() -> None:
     q, k, v = arrays()
     int8, fp8 = ([movable(quantize(pages, kind)) for pages in (k, v)] for kind in ("int8", "float8_e4m3fn"))
-    assert decode_supported(q, *int8, device=HOPPER) is decode_supported(q, *fp8, device=HOPPER) is None
+    assert why_decode_unsupported(q, *int8, device=HOPPER) is why_decode_unsupported(q, *fp8, device=HOPPER) is None
     refusals: list[tuple[Any, str]] = [
         ((q, int8[0], v), "v_pages=bfloat16: the kernel takes what k_pages has, quantized int8"),
         ((q, int8[0], fp8[1]), "v_pages=quantized uint8"),
@@ -63,7 +63,7 @@ def test_eight_bit_caches_are_taken_and_others_not() -> None:
         ((q.astype(jnp.float32), *int8), "dtype=float32"),
     ]
     for args, reason in refusals:
-        assert str(decode_supported(*args, device=HOPPER)).startswith(reason)
+        assert str(why_decode_unsupported(*args, device=HOPPER)).startswith(reason)
 
 
 TABLES, LENGTHS = np.array([[1, 2], [3, 0]]), np.array([20, 3])
@@ -129,11 +129,11 @@ def test_a_choice_that_cannot_be_met_is_an_error() -> None:
 def test_what_the_writing_kernel_takes() -> None:
     q, k, v = arrays()
     new = q[:, :2]
-    assert dispatch.kv_write_supported(k, v, new, new, device=HOPPER) is None
+    assert dispatch.why_kv_write_unsupported(k, v, new, new, device=HOPPER) is None
     int8, fp8 = movable(quantize(k, "int8")), movable(quantize(v, "float8_e4m3fn"))
     for pages in (int8, fp8):
-        assert dispatch.kv_write_supported(pages, pages, new, new, device=HOPPER) is None
-        assert dispatch.copy_pages_supported(pages, pages, device=HOPPER) is None
+        assert dispatch.why_kv_write_unsupported(pages, pages, new, new, device=HOPPER) is None
+        assert dispatch.why_copy_pages_unsupported(pages, pages, device=HOPPER) is None
     refusals: list[tuple[Any, str]] = [
         ((k, v, new, new.astype(jnp.float32)), "v=float32"),
         ((k, v, new.astype(jnp.float16), new), "k=float16: the kernel takes the cache's dtype, bfloat16"),
@@ -143,7 +143,7 @@ def test_what_the_writing_kernel_takes() -> None:
         ((k[..., :32], v[..., :32], new, new), "head_dim=32"),
     ]
     for args, reason in refusals:
-        assert str(dispatch.kv_write_supported(*args, device=HOPPER)).startswith(reason)
+        assert str(dispatch.why_kv_write_unsupported(*args, device=HOPPER)).startswith(reason)
 
 
 @pytest.mark.parametrize("impl", ["auto", "mosaic"])
@@ -156,12 +156,12 @@ def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pyte
 
 def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = arrays(heads=130, kv_heads=2)
-    assert decode_supported(q, k, v, device=AMPERE) is None  # a group of any size
+    assert why_decode_unsupported(q, k, v, device=AMPERE) is None  # a group of any size
     tiles = jnp.zeros((2, 3, 130, 64), jnp.bfloat16)  # and tiles of any size
-    assert dispatch.prefill_supported(tiles, k, v, device=AMPERE) is None
-    assert str(dispatch.prefill_supported(tiles[:, :, :8], k, v, device=HOPPER)).startswith("tile=3")
-    assert str(decode_supported(q, *(quantize(pages, "int8") for pages in (k, v)), device=AMPERE)).startswith("k_pages=int8")
-    assert str(dispatch.kv_write_supported(k, v, k[0], v[0], device=AMPERE)).startswith("device=NVIDIA A100")
+    assert dispatch.why_prefill_unsupported(tiles, k, v, device=AMPERE) is None
+    assert str(dispatch.why_prefill_unsupported(tiles[:, :, :8], k, v, device=HOPPER)).startswith("tile=3")
+    assert str(why_decode_unsupported(q, *(quantize(pages, "int8") for pages in (k, v)), device=AMPERE)).startswith("k_pages=int8")
+    assert str(dispatch.why_kv_write_unsupported(k, v, k[0], v[0], device=AMPERE)).startswith("device=NVIDIA A100")
     given: list[str] = []
     for name in ("paged_attention_decode", "paged_attention_prefill"):
         monkeypatch.setattr(ampere, name, lambda *arrays, name=name, **how: given.append(name) or arrays[0])

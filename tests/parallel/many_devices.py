@@ -16,8 +16,8 @@ from jengine.execution.memory import temporaries_bound
 from jengine.execution.programs import Programs
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
-from jengine.parallel.collectives import AXIS, all_rows, own_rows, rows_for_columns
-from jengine.parallel.mesh import make_mesh, spread
+from jengine.parallel.collectives import AXIS, all_gather, all_to_all, own_rows
+from jengine.parallel.mesh import make_mesh, shard_mapped
 from jengine.program_table import SamplerKey
 from jengine.request import MAX_LOGPROBS, SamplingParams
 from jengine.start import start_engine
@@ -171,15 +171,15 @@ def test_rows_and_columns_are_exchanged(devices: int) -> None:
     x = np.random.default_rng(0).normal(size=(rows, columns)).astype(np.float32)
 
     def exchange(part: jax.Array, all_of_it: jax.Array) -> tuple[jax.Array, ...]:
-        own = rows_for_columns(part)
-        whole: tuple[jax.Array, ...] = all_rows((own, (own > 0).astype(np.int32), own_rows(all_of_it)), rows)
+        own = all_to_all(part)
+        whole: tuple[jax.Array, ...] = all_gather((own, (own > 0).astype(np.int32), own_rows(all_of_it)), rows)
         return whole
 
     def place(spec: Any) -> Any:
         return jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
 
     args = place(jax.sharding.PartitionSpec(None, AXIS)), place(jax.sharding.PartitionSpec())
-    got, positive, same = jax.jit(spread(mesh, exchange, args, jax.sharding.PartitionSpec()))(*args)
+    got, positive, same = jax.jit(shard_mapped(mesh, exchange, args, jax.sharding.PartitionSpec()))(*args)
     np.testing.assert_array_equal(got, x)
     np.testing.assert_array_equal(positive, x > 0)
     np.testing.assert_array_equal(same, x)
@@ -204,12 +204,14 @@ def test_layouts_hold_every_head_once() -> None:
                 shape = (1, -1) if along else (-1, 1)
                 numbers[piece.name] = Tensor(Path("."), np.broadcast_to(channel.reshape(shape), piece.shape))
             laid = model.config
-            qkv = assemble(attention["qkv"], sources["qkv"], numbers)[..., 0].reshape(laid.laid_kv_heads, laid.laid_group + 2, 4)
-            o = assemble(attention["o"], sources["o"], numbers)[0].reshape(laid.laid_kv_heads, laid.laid_group, 4)
+            qkv = assemble(attention["qkv"], sources["qkv"], numbers)[..., 0].reshape(
+                laid.num_kv_heads_padded, laid.group_size_padded + 2, 4
+            )
+            o = assemble(attention["o"], sources["o"], numbers)[0].reshape(laid.num_kv_heads_padded, laid.group_size_padded, 4)
             np.testing.assert_array_equal(qkv[:, :-2], o)
             assert sorted(q for q in o[..., 0].ravel() if q) == [1 + 4 * head for head in range(heads)]
-            for kv in range(laid.laid_kv_heads):
+            for kv in range(laid.num_kv_heads_padded):
                 for q in o[kv, :, 0]:
                     if q:  # reads the kv head that it reads in the checkpoint
                         assert qkv[kv, -2, 0] == qkv[kv, -1, 0] == 1 + 4 * ((int(q) - 1) // 4 // config.group)
-            assert laid.laid_kv_heads % devices == 0
+            assert laid.num_kv_heads_padded % devices == 0

@@ -13,7 +13,7 @@ import pytest
 from jengine.errors import EngineDead
 from jengine.execution.worker import Call, decode, encode
 from jengine.parallel import link
-from jengine.parallel.link import Alone, Follower, Leader
+from jengine.parallel.link import Follower, Leader, SingleProcess
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 
 
@@ -58,7 +58,7 @@ def test_they_agree_in_the_order_of_processes(words: queue.Queue[np.ndarray]) ->
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(each.agree, value, list) for each, value in zip((leader, *followers), (5, 3, 4), strict=True)]
         assert [answer.result(10) for answer in answers] == [[5, 3, 4]] * 3
-    assert Alone().agree(5, list) == [5]
+    assert SingleProcess().agree(5, list) == [5]
     close(leader, followers)
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jengine.checkpoints.hugging_face import model_config
 from jengine.errors import InvalidArgument
 from jengine.models import build
-from jengine.parallel.mesh import make_mesh, placed
+from jengine.parallel.mesh import make_mesh, with_shardings
 from tests.golden.weights import VARIANTS
 
 
@@ -28,7 +28,7 @@ def test_more_devices_than_there_are(size: int) -> None:
 
 def test_parameters_over_two_devices() -> None:
     model = build(model_config(VARIANTS["llama_attention_bias"]), "float32", 64)
-    params = placed(AbstractMesh((2,), ("tensor",), (AxisType.Auto,)), model.params, model.axes)
+    params = with_shardings(AbstractMesh((2,), ("tensor",), (AxisType.Auto,)), model.params, model.axes)
     specs = jax.tree.map(lambda p: p.sharding.spec, params)
     attention, mlp = specs["layers"][0]["attention"], specs["layers"][0]["mlp"]
     assert specs["embed"] == specs["lm_head"] == P("tensor", None)

@@ -13,8 +13,8 @@ from jengine import cli
 from jengine.ahead_of_time import compile_table, describe_for, memory_limit
 from jengine.config import EngineConfig
 from jengine.errors import InvalidArgument
-from jengine.execution.given_programs import GivenPrograms
 from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
+from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.programs import program_keys
 from jengine.planning.plan import Plan, formats_of, make_plan
 from jengine.planning.report import report
@@ -50,11 +50,11 @@ def compiled(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_manifest_is_an_h200s(compiled: Path) -> None:
-    manifest = GivenPrograms(compiled).manifest()
-    facts = manifest.facts
-    assert (facts["platform"], facts["device"], facts["mesh"]) == ("gpu", "NVIDIA H200", {"tensor": 1})
-    assert (facts["dtype"], facts["page_size"], facts["num_pages"], facts["processor"]) == ("bfloat16", 64, 5, "")
-    assert facts["plugin"].startswith("jax-cuda13-pjrt ")
+    manifest = PrebuiltPrograms(compiled).manifest()
+    identity = manifest.identity
+    assert (identity["platform"], identity["device"], identity["mesh"]) == ("gpu", "NVIDIA H200", {"tensor": 1})
+    assert (identity["dtype"], identity["page_size"], identity["num_pages"], identity["processor"]) == ("bfloat16", 64, 5, "")
+    assert identity["plugin"].startswith("jax-cuda13-pjrt ")
     assert all(size > 1000 for size in manifest.notes["bytes"].values())
     trunk = manifest.notes["memory"][str(TrunkKey(8, 1, 1))]
     page = 2 * 2 * 2 * 64 * 8 * 2  # layers, keys and values, kv heads, tokens, head_dim, bfloat16
@@ -69,7 +69,7 @@ def test_a_cpu_refuses_programs_of_an_h200(compiled: Path, tmp_path: Path) -> No
 
 def test_devices_share_the_cache(tiny: Path) -> None:
     spec = describe_for(EngineConfig.of(str(tiny), {**TINY, "tensor_parallel_size": 2}), "h100")
-    assert spec.mesh.size == 2 and spec.facts()["mesh"] == {"tensor": 2}
+    assert spec.mesh.size == 2 and spec.identity()["mesh"] == {"tensor": 2}
     assert device_bytes(spec.cache) * 2 == device_bytes(describe_for(EngineConfig.of(str(tiny), TINY), "h100").cache)
 
 
@@ -150,4 +150,4 @@ def test_llamas_programs(size: str, devices: int, tmp_path: Path) -> None:
     done = compile_table(config, tmp_path, target="h200", progress=False)
     print(f"{len(done.file_bytes)} programs, {done.elapsed:.0f} s, {done.spec.num_pages} pages")
     assert len(done.file_bytes) == 34
-    assert GivenPrograms(tmp_path).manifest().facts["num_pages"] == done.spec.num_pages
+    assert PrebuiltPrograms(tmp_path).manifest().identity["num_pages"] == done.spec.num_pages

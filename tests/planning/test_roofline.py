@@ -12,7 +12,7 @@ import pytest
 from jengine.checkpoints import read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import ModelConfig
-from jengine.device_facts import DeviceFacts, device_facts
+from jengine.device_spec import DeviceSpec, device_spec
 from jengine.models import build
 from jengine.planning.roofline import (
     Bound,
@@ -83,7 +83,7 @@ def test_a_decode_step_of_8b_by_hand() -> None:
         read=2 * 7_504_658_432 + 64 * 1000 * 131_072,
         sent=0,
     )
-    step = bound(work, BF16, device_facts("h200"))
+    step = bound(work, BF16, device_spec("h200"))
     assert step.resource == "memory" and step.seconds == pytest.approx((15_009_316_864 + 8_388_608_000) / 4.8e12)  # 4.87 ms
 
 
@@ -96,7 +96,7 @@ def test_a_prefill_step_of_8b_by_hand() -> None:
         read=2 * 7_504_658_432 + 4 * 1024 * 131_072,
         sent=0,
     )
-    step = bound(work, BF16, device_facts("h200"))
+    step = bound(work, BF16, device_spec("h200"))
     assert step.resource == "products" and step.seconds == pytest.approx((work.products + work.attention) / 989.5e12)  # 0.12 s
 
 
@@ -107,13 +107,13 @@ def test_eight_devices_share_70b() -> None:
     assert work.read == 2 * 69_501_714_432 / 8 + 512 * 100 * 40_960
     assert work.products == 2 * 512 * 69_501_714_432 / 8
     assert work.sent == 2 * 80 * 2 * 7 / 8 * 512 * 8192 * 2 == 2_348_810_240
-    assert bound(work, formats, device_facts("h200")).resource == "products"
-    slow = dataclasses.replace(device_facts("h200"), link=32e9)  # as PCIe
+    assert bound(work, formats, device_spec("h200")).resource == "products"
+    slow = dataclasses.replace(device_spec("h200"), link=32e9)  # as PCIe
     assert bound(work, formats, slow) == Bound(2_348_810_240 / 32e9, "links")
 
 
 def test_eight_bit_products_take_their_own_rate() -> None:
-    device = DeviceFacts("D", 1, 1e12, {"bfloat16": 100.0, "int8": 200.0}, 1.0, "link")
+    device = DeviceSpec("D", 1, 1e12, {"bfloat16": 100.0, "int8": 200.0}, 1.0, "link")
     work = Work(products=400.0, attention=100.0, read=0, sent=0)
     w8a8, fp8 = (Formats(1, kind, "bfloat16", 2, 1) for kind in ("int8", "float8_e4m3fn"))
     assert bound(work, BF16, device).seconds == 5.0
@@ -143,7 +143,7 @@ def test_experts_that_are_met() -> None:
 
 @pytest.mark.parametrize("target", targets())
 def test_every_target_has_all_facts(target: str) -> None:
-    facts = device_facts(target)
+    facts = device_spec(target)
     assert facts.name.startswith("NVIDIA ") and target.upper() in facts.name
     assert 2e10 < facts.memory < 2e11 and 2e11 < facts.bandwidth < 1e13 and 1e10 < facts.link < 1e12 and facts.link_name
     assert facts.rates["int8"] == pytest.approx(2 * facts.rates["bfloat16"], rel=0.01) and facts.rates["float16"] == facts.rates["bfloat16"]
@@ -151,4 +151,4 @@ def test_every_target_has_all_facts(target: str) -> None:
 
 def test_other_targets_are_refused() -> None:
     with pytest.raises(ValueError, match="target='h20': one of a100, h100, h200, l4"):
-        device_facts("h20")
+        device_spec("h20")

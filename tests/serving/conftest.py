@@ -19,8 +19,8 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from jengine import AsyncLLM, EngineThread, Tokenizer
 from serving.config import ServerConfig
 from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
-from serving.llms import FixedLlm, ModelFacts
 from serving.mock_engine import MockEngine
+from serving.model_provider import FixedModel, ModelInfo
 from serving.server import SERVICES, build_server
 from tests.text.conftest import byte_level, write
 
@@ -54,12 +54,12 @@ MakeServer = Callable[..., AbstractContextManager[MockServer]]
 def serve_mock(folder: Path, *, server: dict[str, Any] | None = None, **engine_options: Any) -> Iterator[MockServer]:
     """Options of ServerConfig, and of MockEngine."""
     engine = MockEngine(**{"vocab_size": 501, **engine_options})
-    facts = ModelFacts(name="mock", limits=engine.limits, dtype="float32", devices="1 mock", mesh={"tensor": 1}, has_chat_template=True)
+    info = ModelInfo(name="mock", limits=engine.limits, dtype="float32", devices="1 mock", mesh={"tensor": 1}, has_chat_template=True)
     started, box = threading.Event(), []
 
     async def main() -> None:
         llm = AsyncLLM.over(EngineThread(engine), Tokenizer.load(folder))
-        built = await build_server(ServerConfig(port=0, **(server or {})), FixedLlm(llm, facts))
+        built = await build_server(ServerConfig(port=0, **(server or {})), FixedModel(llm, info))
         await built.server.start()
         for service in ("", *SERVICES):
             await built.health.set(service, HealthCheckResponse.SERVING)

@@ -12,9 +12,9 @@ import jengine
 from jengine import InvalidArgument, Tokenizer
 from serving.engines import Made, mock_engine
 from serving.mock_engine import MockEngine
-from serving.wire import EngineFacts
+from serving.wire import EngineInfo
 
-FACTS = EngineFacts(tokenizer_folder=None, dtype="", devices="")
+FACTS = EngineInfo(tokenizer_folder=None, dtype="", devices="")
 
 
 def refuses(error: str, text: str) -> Made:

@@ -24,11 +24,11 @@ from tests.serving.leaks import alive, wait_until
 # What `jengine serve` does, around an engine that is no model's.
 CODE = """
 import json, sys
-from serving import life
+from serving import app
 from serving.config import ServerConfig
 from serving.engine_process import EngineProcess
 server, engine, options = json.loads(sys.argv[1])
-life.run(ServerConfig(**server), "mock", lambda on_end: EngineProcess(engine, options, on_end))
+app.run(ServerConfig(**server), "mock", lambda on_end: EngineProcess(engine, options, on_end))
 """
 READY = re.compile(
     r"jengine: serving (\S+) on (\S+); \d+ tokens a sequence, \d+ sequences at once; "

@@ -15,8 +15,8 @@ from jengine import InvalidArgument
 from serving.admission import LONGEST_RETRY, SHORTEST_RETRY, Admission, Place, client_of
 from serving.config import ServerConfig
 from serving.errors import Refusal
-from serving.llms import FixedLlm, ModelFacts
 from serving.mock_engine import MockEngine
+from serving.model_provider import FixedModel, ModelInfo
 from serving.security import key_name
 
 RUNNING, WAITING, PER_CLIENT = 3, 4, 2
@@ -37,9 +37,9 @@ class Context:
 
 
 def admission() -> Admission:
-    facts = ModelFacts(name="m", limits=MockEngine(max_num_seqs=RUNNING).limits, dtype="x")
+    info = ModelInfo(name="m", limits=MockEngine(max_num_seqs=RUNNING).limits, dtype="x")
     config = ServerConfig(max_waiting=WAITING, max_streams_per_client=PER_CLIENT)
-    return Admission(config, FixedLlm(None, facts))  # type: ignore[arg-type]
+    return Admission(config, FixedModel(None, info))  # type: ignore[arg-type]
 
 
 class Door(RuleBasedStateMachine):

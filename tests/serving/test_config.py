@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine import EngineConfig, InvalidArgument
-from serving.config import ServerConfig, settle
+from serving.config import ServerConfig, resolve_config
 
 OTHER: dict[str, Any] = {
     "host": "::1", "port": 1, "metrics_port": 2, "served_model_name": "m", "max_waiting": 3, "max_streams_per_client": 4,
@@ -48,9 +48,9 @@ def test_every_option_comes_from_every_source(source: str, tmp_path: Path) -> No
     file = tmp_path / "serve.toml"
     file.write_text(toml(OTHER))
     flags = {"flags": OTHER, "environment": {}, "file": {"config": str(file)}}[source]
-    server, engine = settle(flags, environment(OTHER) if source == "environment" else {})
+    server, engine = resolve_config(flags, environment(OTHER) if source == "environment" else {})
     assert dataclasses.asdict(server) | dataclasses.asdict(engine) == OTHER
-    assert settle({"model": "demo"}, {}) == (ServerConfig(), EngineConfig())
+    assert resolve_config({"model": "demo"}, {}) == (ServerConfig(), EngineConfig())
 
 
 @given(st.data())
@@ -60,7 +60,7 @@ def test_flag_before_variable_before_file_before_default(tmp_path_factory: pytes
     path = tmp_path_factory.mktemp("config") / "serve.toml"
     path.write_text(toml({"model": "m", **file}))
     in_variable = data.draw(st.booleans())
-    server, engine = settle(
+    server, engine = resolve_config(
         flags if in_variable else {**flags, "config": str(path)},
         environment(variables) | ({"JENGINE_CONFIG": str(path)} if in_variable else {}),
     )
@@ -103,7 +103,7 @@ def test_what_is_wrong_is_refused_by_where_it_was_given(
     if "model" not in message:
         variables = {"JENGINE_MODEL": "m", **variables}
     with pytest.raises(InvalidArgument) as refused:
-        settle(flags, variables)
+        resolve_config(flags, variables)
     assert message.format(file=path) in str(refused.value)
 
 

@@ -67,7 +67,7 @@ def test_what_is_known_when_it_has_started(tokenizer_folder: Path) -> None:
     with started(**options, tokenizer_folder=str(tokenizer_folder)) as process:
         engine = MockEngine(**options)
         assert (process.limits, process.load) == (engine.limits, engine.load)
-        assert process.facts.tokenizer_folder == str(tokenizer_folder)
+        assert process.info.tokenizer_folder == str(tokenizer_folder)
 
 
 def test_the_load_is_known_without_tokens(tokenizer: Tokenizer) -> None:

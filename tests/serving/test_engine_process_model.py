@@ -44,8 +44,8 @@ def test_answers_are_those_of_llm(text_model: Path) -> None:
             got = await asyncio.gather(*map(ask, WORK))
             process = supervisor.llm.backend
             assert isinstance(process, EngineProcess)
-            assert (process.facts.programs_compiled, supervisor.llm.load.compiles_since_start) == (0, 0)
-            assert (supervisor.facts.limits, supervisor.facts.dtype) == (llm.engine.limits, llm.started.dtype)
+            assert (process.info.programs_compiled, supervisor.llm.load.compiles_since_start) == (0, 0)
+            assert (supervisor.info.limits, supervisor.info.dtype) == (llm.engine.limits, llm.started.dtype)
             return got
         finally:
             await supervisor.close()

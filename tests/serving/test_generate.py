@@ -150,7 +150,7 @@ def test_tokenize_and_detokenize(mock_server: MockServer, stub: GenerateServiceS
 
 
 def test_get_model(mock_server: MockServer, stub: GenerateServiceStub) -> None:
-    room = mock_server.engine.limits.room
+    room = mock_server.engine.limits.sequence
     assert stub.GetModel(pb.GetModelRequest()) == pb.GetModelResponse(
         name="mock",
         max_model_len=room.max_model_len,

@@ -15,7 +15,7 @@ from jengine import InvalidArgument
 from serving.config import ServerConfig
 from serving.generated.inference import grpc_service_pb2
 from serving.generated.jengine.v1 import generate_pb2 as pb
-from serving.llms import FixedLlm
+from serving.model_provider import FixedModel
 from serving.server import SERVICES, build_server
 from tests.serving.conftest import MockServer
 
@@ -47,7 +47,7 @@ def test_health(channel: grpc.Channel) -> None:
 
 def test_a_new_server_is_not_yet_serving(mock_server: MockServer) -> None:
     async def main() -> list[int]:
-        built = await build_server(ServerConfig(port=0), FixedLlm(mock_server.llm, None))  # type: ignore[arg-type]
+        built = await build_server(ServerConfig(port=0), FixedModel(mock_server.llm, None))  # type: ignore[arg-type]
         await built.server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{built.port}") as channel:
             checks = [await HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service)) for service in ("", *SERVICES)]
@@ -61,7 +61,7 @@ def test_a_port_that_is_taken(mock_server: MockServer) -> None:
     port = int(mock_server.address.rpartition(":")[2])
 
     async def main() -> None:
-        await build_server(ServerConfig(port=port), FixedLlm(mock_server.llm, None))  # type: ignore[arg-type]
+        await build_server(ServerConfig(port=port), FixedModel(mock_server.llm, None))  # type: ignore[arg-type]
 
     with pytest.raises(InvalidArgument) as taken:
         asyncio.run(main())

@@ -64,8 +64,8 @@ def test_streams_of_a_killed_engine_end_and_another_takes_over(tokenizer_folder:
 
     async def main() -> None:
         await supervisor.start()
-        facts = supervisor.facts
-        assert (facts.name, facts.has_chat_template, facts.limits.max_num_seqs) == ("mock", True, 32)
+        info = supervisor.info
+        assert (info.name, info.has_chat_template, info.limits.max_num_seqs) == ("mock", True, 32)
         for round in range(3):
             streams = [asyncio.create_task(watched.ask(LONG)) for _ in range(32)]
             while supervisor.llm.load.running < 32:

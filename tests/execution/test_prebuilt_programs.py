@@ -16,8 +16,8 @@ from jengine import cli
 from jengine.ahead_of_time import compile_table
 from jengine.config import EngineConfig
 from jengine.errors import InvalidArgument
-from jengine.execution.given_programs import GivenPrograms, difference
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
+from jengine.execution.prebuilt_programs import PrebuiltPrograms, difference
 from jengine.execution.programs import program_keys
 from jengine.start import start_engine
 from tests.execution.specs import make_spec
@@ -87,13 +87,13 @@ def test_the_manifest_says_what_was_compiled(compiled: Path) -> None:
     assert names == set(manifest["notes"]) and len({frozenset(manifest["notes"][name]) for name in names}) == 1
     sizes = sorted(file.stat().st_size for file in (compiled / "programs").glob("*.bin"))
     assert sizes == sorted(manifest["notes"]["bytes"].values())
-    assert manifest["facts"]["max_model_len"] == 192 and manifest["facts"]["model"]["family"] == "llama"
+    assert manifest["identity"]["max_model_len"] == 192 and manifest["identity"]["model"]["family"] == "llama"
 
 
 def test_what_is_left_to_the_machine_is_as_the_folder_has_it(compiled: Path) -> None:
-    given = GivenPrograms(compiled / "programs")
+    given = PrebuiltPrograms(compiled / "programs")
     model = str(compiled / "model")
-    assert given.complete(EngineConfig(model=model)).num_pages == given.manifest().facts["num_pages"]
+    assert given.complete(EngineConfig(model=model)).num_pages == given.manifest().identity["num_pages"]
     assert given.complete(EngineConfig(model=model)).dtype == "float32"
     chosen = EngineConfig(model=model, dtype="bfloat16", kv_cache_memory="1MiB")
     assert given.complete(chosen) == chosen
@@ -123,7 +123,7 @@ def test_another_model_is_refused(compiled: Path, tmp_path: Path) -> None:
 def change_fact(name: str, value: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())
-        manifest["facts"][name] = value
+        manifest["identity"][name] = value
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
     return change

@@ -1,4 +1,4 @@
-"""The model behind the services, as they see it."""
+"""The model behind the services."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jengine import AsyncLLM, Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class ModelInfo:
     """What is served: known as long as the server lives, whether the engine does or not.
 
     Attributes:
@@ -32,7 +32,7 @@ class ModelFacts:
     has_chat_template: bool = False
 
 
-class Llms(Protocol):
+class ModelProvider(Protocol):
     """The model, and the AsyncLLM that answers for it now."""
 
     @property
@@ -40,13 +40,13 @@ class Llms(Protocol):
         """Raises EngineDead while none is running."""
 
     @property
-    def facts(self) -> ModelFacts:
+    def info(self) -> ModelInfo:
         """Raises EngineDead before the first one runs: they are not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class FixedLlm:
-    """An Llms whose AsyncLLM is never replaced."""
+class FixedModel:
+    """A ModelProvider whose AsyncLLM is never replaced."""
 
     llm: AsyncLLM
-    facts: ModelFacts
+    info: ModelInfo

@@ -10,7 +10,7 @@ from pallas_kernels.ahead_of_time import TARGETS, description
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceFacts:
+class DeviceSpec:
     """A device's data sheet.
 
     Attributes:
@@ -28,7 +28,7 @@ class DeviceFacts:
     link_name: str
 
 
-def device_facts(target: str) -> DeviceFacts:
+def device_spec(target: str) -> DeviceSpec:
     """Of a device such as 'h200'.
 
     Raises:
@@ -42,4 +42,4 @@ def device_facts(target: str) -> DeviceFacts:
 
     more = tomllib.loads((TARGETS / "rates.toml").read_text())[target]
     memory, bandwidth = int(field("device_memory_size")), float(field("memory_bandwidth"))
-    return DeviceFacts(field("name"), memory, bandwidth, more["rates"], more["link"], more["link_name"])
+    return DeviceSpec(field("name"), memory, bandwidth, more["rates"], more["link"], more["link_name"])

@@ -1,4 +1,4 @@
-"""How long a sequence may become: what is known of it before it is queued."""
+"""The longest sequence that can be served, checked before a request is queued."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jengine.request import MAX_STOP_TOKEN_IDS, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class SequenceLimits:
     """What one sequence can have at most.
 
     Attributes:
@@ -22,8 +22,8 @@ class Room:
     page_size: int
     pages: int
 
-    def check(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
-        """Refuses what can never be answered.
+    def validate(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
+        """Rejects requests that can never be answered.
 
         Raises:
             InvalidArgument: the prompt is empty or leaves no room for a token, there are too many stop tokens, or the cache is too

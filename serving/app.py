@@ -1,4 +1,4 @@
-"""A server's life: it listens, starts its engine, serves, drains and ends."""
+"""The server application: listen, start the engine, serve, drain, exit."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def run(config: ServerConfig, model: str, make_engine: Callable[[OnEnd], EngineP
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     log.setLevel(config.log_level.upper())
-    asyncio.run(Life(config, config.served_model_name or model, make_engine).live())
+    asyncio.run(ServerApp(config, config.served_model_name or model, make_engine).live())
 
 
-class Life:
+class ServerApp:
     """One server's. The arguments are those of `run`."""
 
     def __init__(self, config: ServerConfig, name: str, make_engine: Callable[[OnEnd], EngineProcess]) -> None:
@@ -100,7 +100,7 @@ class Life:
         await stopping
         log.info("stopped")
 
-    # --- what is told -----------------------------------------------------------------------------
+    # --- status ------------------------------------------------------------------------------------
 
     def _metrics(self) -> Metrics:
         if self._config.metrics_port is None:
@@ -127,17 +127,17 @@ class Life:
     def _say_ready(self, exporter: MetricsServer | None) -> None:
         """One line, the only one on stdout."""
         self._ready = True
-        config, facts, engine = self._config, self._supervisor.facts, self._engine.facts
-        limits = facts.limits
+        config, info, engine = self._config, self._supervisor.info, self._engine.info
+        limits = info.limits
         host = f"[{config.host}]" if ":" in config.host else config.host
         seconds = time.monotonic() - self._begun
         parts = [
-            f"{limits.room.max_model_len} tokens a sequence, {limits.max_num_seqs} sequences at once",
+            f"{limits.sequence.max_model_len} tokens a sequence, {limits.max_num_seqs} sequences at once",
             f"ready in {seconds:.1f} s, {engine.programs_compiled} programs compiled, {engine.programs_loaded} loaded",
         ]
         if exporter is not None:
             parts.append(f"metrics on http://{host}:{exporter.port}/metrics")
-        print(f"jengine: serving {facts.name} on {host}:{self._built.port}; {'; '.join(parts)}", flush=True)
+        print(f"jengine: serving {info.name} on {host}:{self._built.port}; {'; '.join(parts)}", flush=True)
 
 
 def _stop_signal() -> asyncio.Event:
