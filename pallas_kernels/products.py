@@ -19,8 +19,6 @@ from jax import lax
 from pallas_kernels.quantized import Quantized, quantize
 
 LAST = (((1,), (1,)), ((), ()))  # contract the last axes
-STORED = ("bfloat16", "float32", "int8", "float8_e4m3fn")  # what a CPU's kernel for one row multiplies
-FEW_ROWS = 32  # up to which a CPU's kernel for a few is faster than XLA's product
 BLOCK = 64  # outputs converted at a time
 CONVERTED_ROWS = 64  # up to which that pays
 
@@ -33,12 +31,10 @@ def cpu_refused() -> str | None:
 
 def prepare(weight: Any) -> None:
     """Make known to XLA what a CPU's programs call to multiply by this, an array or Quantized or what has its shape and dtypes."""
-    values, whole = (weight.values, weight.inputs and weight.kind == "int8") if isinstance(weight, Quantized) else (weight, False)
-    if cpu_refused() is None and str(values.dtype) in STORED:
+    if cpu_refused() is None:
         from pallas_kernels.cpu import products
 
-        products.prepare(values.dtype, whole=whole)
-        products.prepare_few(values.dtype)
+        products.prepare(weight.values.dtype if isinstance(weight, Quantized) else weight.dtype)
 
 
 def product(x: jax.Array, weight: jax.Array | Quantized, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -67,15 +63,13 @@ def _dot(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Ar
 
 
 def _cpu_kernel(x: jax.Array, weight: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
-    """What multiplies these on a CPU, if XLA does not."""
-    rows, (outs, size) = x.shape[0], weight.shape
-    if rows > FEW_ROWS or cpu_refused() is not None or str(weight.dtype) not in STORED:
+    """What multiplies these on a CPU, if XLA does not. None where another device is the default: what is traced there is for that one."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    if getattr(device, "platform", device) != "cpu" or cpu_refused() is not None:
         return None
     from pallas_kernels.cpu import products
 
-    if rows == 1:
-        return products.matrix_vector
-    return products.matrix_few if x.dtype == weight.dtype and products.serves_few(rows, size, outs, weight.dtype) else None
+    return products.kernel_of(x, weight)
 
 
 def _any_rows(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -28,7 +29,17 @@ from pallas_kernels.cpu.calls import (
 )
 
 AHEAD = 2 * OUTS  # outputs
+FEW = 32  # rows up to which the kernel for a few is faster than XLA's product
 BITS: dict[str, Any] = {"bfloat16": np.uint16, "float32": np.float32, "int8": np.int8, "float8_e4m3fn": np.uint8}
+
+
+def kernel_of(x: jax.Array, weight: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
+    """Which function multiplies rows x [rows, in] by weight [out, in] on this processor, or None."""
+    rows, (outs, size), dtype = x.shape[0], weight.shape, str(weight.dtype)
+    if rows == 1:
+        return matrix_vector if dtype in BITS else None
+    fits = rows <= FEW and rows % ROWS == 0 and outs % OUTS == 0 and x.dtype == weight.dtype
+    return matrix_few if fits and available(dtype) and size % STEP[dtype] == 0 else None
 
 
 def matrix_vector(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -42,12 +53,12 @@ def matrix_vector(x: jax.Array, weight: jax.Array) -> jax.Array:
         float32 or int32 [1, out].
     """
     whole = x.dtype == jnp.int8
-    name, dtype = prepare(weight.dtype, whole=whole), jnp.int32 if whole else jnp.float32
-    return _in_parts(name, x if whole else x.astype(jnp.float32), weight, 1, dtype)
+    vector, sums = (x, jnp.int32) if whole else (x.astype(jnp.float32), jnp.float32)
+    return _in_parts(_register_vector(str(weight.dtype), whole), vector, weight, 1, sums)
 
 
 def matrix_few(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x @ weight.T, sums in float32; of what `serves_few` says.
+    """x @ weight.T, sums in float32; of what `kernel_of` says.
 
     Args:
         x: [rows, in], weight's dtype.
@@ -56,9 +67,18 @@ def matrix_few(x: jax.Array, weight: jax.Array) -> jax.Array:
     Returns:
         float32 [rows, out].
     """
-    name = prepare_few(weight.dtype)
-    assert name is not None, f"{weight.dtype}: see serves_few"
-    return _in_parts(name, x, weight, OUTS, jnp.float32)
+    return _in_parts(_register_few(str(weight.dtype)), x, weight, OUTS, jnp.float32)
+
+
+def prepare(dtype: jax.typing.DTypeLike) -> None:
+    """Register what products with weights of this dtype may call."""
+    name = str(jnp.dtype(dtype))
+    if name in BITS:
+        _register_vector(name, False)
+    if name == "int8":
+        _register_vector(name, True)
+    if available(name):
+        _register_few(name)
 
 
 def _in_parts(name: str, x: jax.Array, weight: jax.Array, unit: int, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -73,21 +93,14 @@ def _in_parts(name: str, x: jax.Array, weight: jax.Array, unit: int, dtype: jax.
     return jnp.concatenate(pieces, axis=1)
 
 
-def serves_few(rows: int, size: int, outs: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Whether `matrix_few` takes rows of this size and dtype, on this processor."""
-    name = str(jnp.dtype(dtype))
-    return available(name) and rows % ROWS == 0 and outs % OUTS == 0 and size % STEP[name] == 0
+def _register_vector(dtype: str, whole: bool) -> str:
+    """Of int8 vectors if whole."""
+    make = _whole_handler if whole else partial(_handler, BITS[dtype])
+    return register(f"jengine_matrix_vector_{dtype}{'_whole' if whole else ''}", make)
 
 
-def prepare(dtype: jax.typing.DTypeLike, *, whole: bool) -> str:
-    """Register what `matrix_vector` calls for weights of this dtype; its name.
-
-    Args:
-        whole: of int8 vectors.
-    """
-    stored = str(jnp.dtype(dtype))
-    make = _whole_handler if whole else partial(_handler, BITS[stored])
-    return register(f"jengine_matrix_vector_{stored}{'_whole' if whole else ''}", make)
+def _register_few(dtype: str) -> str:
+    return register(f"jengine_matrix_few_{dtype}", partial(_few_handler, dtype))
 
 
 def _handler(stored: Any) -> Any:
@@ -110,12 +123,6 @@ def _handler(stored: Any) -> Any:
         return 0
 
     return matrix_vector_of_floats
-
-
-def prepare_few(dtype: jax.typing.DTypeLike) -> str | None:
-    """Register what `matrix_few` calls for this dtype, if this processor has it; its name."""
-    name = str(jnp.dtype(dtype))
-    return register(f"jengine_matrix_few_{name}", partial(_few_handler, name)) if available(name) else None
 
 
 def _few_handler(dtype: str) -> Any:
