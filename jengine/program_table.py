@@ -11,8 +11,22 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal
 
+from jengine.request import SamplingParams
+
 Variant = Literal["greedy", "sample", "truncated", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "truncated", "full")  # each does all that those before it do
+
+
+def sampler_variant(params: SamplingParams) -> Variant:
+    """The cheapest variant that applies every parameter."""
+    if params.logprobs is not None or params.penalizes or params.logit_bias or params.masks:
+        return "full"
+    truncates = not params.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
+    if truncates or params.min_tokens > 0:
+        return "truncated"
+    return "greedy" if params.greedy else "sample"
+
+
 MIN_ROWS = 8  # products of fewer rows are slow paths in XLA, and tensor cores have no use for them
 
 

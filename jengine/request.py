@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jengine.display import answer_html, counted, short
 from jengine.errors import InvalidArgument
-from jengine.program_table import Variant
 
 if TYPE_CHECKING:
     import numpy as np
@@ -175,16 +174,6 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
-
-    @property
-    def variant(self) -> Variant:
-        """The cheapest sampler program that applies every parameter."""
-        if self.logprobs is not None or self.penalizes or self.logit_bias or self.masks:
-            return "full"
-        truncates = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-        if truncates or self.min_tokens > 0:
-            return "truncated"
-        return "greedy" if self.greedy else "sample"
 
 
 def _structured(fields: dict[str, Any]) -> StructuredOutputs:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jengine.execution.slots import SAMPLING_WORDS, pack_sampling
+from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling
 from jengine.program_table import TrunkKey
 from jengine.scheduling.step_plan import StepPlan
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jengine.execution.slots import Sampling
+from jengine.execution.sampling_row import Sampling
 
 COUNT_CHUNK = 512  # tokens counted by one call
 ALL_ALLOWED = np.uint32(0xFFFFFFFF)

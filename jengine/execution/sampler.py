@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jengine.execution.logits import add_bias, apply_mask, penalize, suppress_stops
-from jengine.execution.slots import Sampling, sampling_of
+from jengine.execution.sampling_row import Sampling, sampling_of
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
 from jengine.parallel.collectives import all_gather, all_to_all, own_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from jengine.program_table import VARIANTS
+from jengine.program_table import VARIANTS, sampler_variant
 from jengine.request import FinishReason, Request
 
 
@@ -50,7 +50,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_token_ids)
         self.last_position = self.max_len - 1
-        self.variant_rank = VARIANTS.index("full" if self.request.mask is not None else self.request.params.variant)
+        self.variant_rank = VARIANTS.index("full" if self.request.mask is not None else sampler_variant(self.request.params))
 
     @property
     def request_id(self) -> str:

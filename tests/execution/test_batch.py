@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine.execution.batch import Batch, BatchLayout
-from jengine.execution.slots import SAMPLING_WORDS, pack_sampling, sampling_of
+from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling, sampling_of
 from jengine.program_table import SamplerKey, TrunkKey
 from jengine.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from jengine.scheduling.step_plan import SlotReset, StepPlan, Tile

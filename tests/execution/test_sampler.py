@@ -15,7 +15,7 @@ from scipy.stats import chi2  # a dependency of jax
 
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.sampler import argmax, sample, sample_from_cdf, truncate, uniform, with_logprobs
-from jengine.execution.slots import pack_sampling, sampling_of
+from jengine.execution.sampling_row import pack_sampling, sampling_of
 from jengine.program_table import Variant
 from jengine.request import MAX_LOGPROBS, SamplingParams
 from jengine.scheduling.step_plan import SlotReset

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jengine.program_table import VARIANTS, ProgramTable
+from jengine.program_table import VARIANTS, ProgramTable, sampler_variant
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
@@ -75,7 +75,7 @@ class StrictDevice:
         for row, number in sampling:
             slot = self.slots[number]
             reset, prefix = slot.reset, self._read(slot)
-            assert VARIANTS.index(plan.sampler.variant) >= VARIANTS.index(reset.params.variant)
+            assert VARIANTS.index(plan.sampler.variant) >= VARIANTS.index(sampler_variant(reset.params))
             tokens[row] = slot.last_token = next_token(reset.seed, prefix, reset.params, reset.prompt_len, reset.stop_token_ids)
         for tile in plan.tiles:
             self._read(self.slots[tile.slot])
