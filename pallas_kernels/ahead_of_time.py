@@ -19,6 +19,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels.ptx import bulk_copies
+
 TARGETS = Path(__file__).parent / "targets"
 REGISTERS = 65536  # of a multiprocessor, of every compute capability that is served
 RESERVED = 1024  # bytes of shared memory that a block takes besides its own: a multiprocessor has as many more than a block may have
@@ -36,6 +38,8 @@ class KernelFacts:
         products: matrix instructions in its machine code.
         copies: asynchronous copies to shared memory in its machine code that are not TMA's.
         most_shared: bytes of shared memory that a block may have on the device that it was compiled for.
+        bulk_copies: TMA's copies to and from shared memory in its PTX.
+        misaligned: those of them that are not known to begin there where they must, see `ptx`.
     """
 
     name: str
@@ -45,6 +49,8 @@ class KernelFacts:
     products: int
     copies: int
     most_shared: int
+    bulk_copies: int
+    misaligned: tuple[str, ...]
 
     def blocks(self, threads: int) -> int:
         """Blocks of so many threads that a multiprocessor of the device holds at a time; none if one asks for too much."""
@@ -118,13 +124,17 @@ def _read(report: Path, device: jax.Device) -> KernelFacts:
     code = report.with_suffix(".sass_ctrl").read_text()
     products, copies = (len(re.findall(rf"\b{name}\b", code)) for name in ("[HQ]G?MMA", "LDGSTS"))
     most_shared: int = device.shared_memory_per_block_optin
-    return KernelFacts(report.stem, int(registers), sum(map(int, spills)), int(shared), products, copies, most_shared)
+    bulk = bulk_copies(report.with_suffix(".ptx").read_text())
+    misaligned = tuple(copy for copy, aligned in bulk if not aligned)
+    return KernelFacts(
+        report.stem, int(registers), sum(map(int, spills)), int(shared), products, copies, most_shared, len(bulk), misaligned
+    )
 
 
 @contextmanager
 def _dumped(folder: str) -> Iterator[None]:
     """Has Mosaic write what it compiles into the folder."""
-    wanted = {"MOSAIC_GPU_DUMP_TO": folder} | dict.fromkeys(("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_SASS"), "1")
+    wanted = {"MOSAIC_GPU_DUMP_TO": folder} | dict.fromkeys(("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_SASS"), "1")
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

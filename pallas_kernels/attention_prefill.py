@@ -31,7 +31,9 @@ from pallas_kernels.softmax import MASKED, SMALLEST, scores
 TILE_GRID = 8  # tokens of a tile are a multiple of it
 STAGE_BYTES = 1 << 17  # of keys and values in flight in a block
 MAX_SHARED, OVERHEAD = 232448, 6400  # bytes that a block may have; that barriers, scales and alignment take of them
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 224, 56  # of a thread, where two warpgroups compute: a block of these fills a multiprocessor
+# Registers of a thread that computes, and of one that copies, where two warpgroups compute: a block of these fills a multiprocessor.
+# Scores of more than 64 keys take more of the first; copies of small pages take more of the second.
+REGISTERS, REGISTERS_64 = (224, 56), (216, 72)
 
 
 def default_block_k(head_dim: int, warpgroups: int, page_size: int, *, eight_bits: bool) -> int:
@@ -123,6 +125,7 @@ def _kernel(
     kv_heads, page_size = cache_refs[0].shape[1:3]
     stages, block_k, _ = k.smem.shape
     warpgroups = q_smem.shape[0]
+    compute_registers, memory_registers = REGISTERS if block_k > 64 else REGISTERS_64
     group = heads // kv_heads
     rows = group * tile  # (head, token) pairs of a kv head
     kv_head, turned, share, warpgroup = (lax.axis_index(name) for name in ("kv_head", "tile", "share", "warpgroup"))
@@ -215,7 +218,7 @@ def _kernel(
     @pl.when(warpgroup < warpgroups)
     def compute() -> None:
         if turn is not None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(compute_registers, action="increase")
         row = (share * warpgroups + warpgroup) * ROWS
         pl.when(row < rows)(partial(attend, row))
         if -(-rows // ROWS) % warpgroups:
@@ -224,7 +227,7 @@ def _kernel(
     @pl.when(warpgroup == warpgroups)
     def memory() -> None:
         if turn is not None:
-            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+            plgpu.set_max_registers(memory_registers, action="decrease")
         last_page = lax.div(end - 1, page_size)
 
         def page(token: jax.Array) -> Any:

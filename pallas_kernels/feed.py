@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import COLUMNS, ROWS, tiled
+from pallas_kernels.ptx import TENSOR
 
 
 class Ring(NamedTuple):
@@ -79,9 +80,12 @@ def feed(blocks: Blocks, k: Ring, v: Ring, k_ref: Any, v_ref: Any, k_scale_ref: 
         return [blocks.page(token_of(i) + at) for at in places]
 
     def copy(i: jax.Array, pages: list[jax.Array], ref: Any, smem: Any, full: Any) -> None:
+        # Scales of 16 tokens lie 64 bytes apart, where only a plain copy may begin, without a tensor map's check of bounds.
+        narrow = len(smem.shape) == 1 and piece * smem.dtype.itemsize % TENSOR
+        mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if narrow else None
         for at, page in zip(places, pages, strict=True):
             part_of_page = pl.ds(lax.rem(token_of(i) + at, page_size), piece)
-            plgpu.copy_gmem_to_smem(ref.at[page, blocks.kv_head, part_of_page], smem.at[pl.ds(at, piece)], full)
+            plgpu.copy_gmem_to_smem(ref.at[page, blocks.kv_head, part_of_page], smem.at[pl.ds(at, piece)], full, oob_mode=mode)
 
     def is_whole(i: jax.Array) -> Any:
         return (token_of(i) >= blocks.first) & (token_of(i) + block_k <= blocks.end)

@@ -109,7 +109,7 @@ def _kernel(
     def write(x: Any, pages: Any, rotation: Any) -> None:
         plgpu.copy_gmem_to_smem(x.at[these, some], x_smem, x_full)
         places = [place(start + i) for i in range(TOKENS)]
-        turn = [_rows(side.at[these]) for side in rotation or ()]
+        turn = [_rows(side.at[these], optimized=False) for side in rotation or ()]  # JAX before 0.12 optimizes shared memory's only
         plgpu.barrier_wait(x_full)
 
         @pl.loop(0, heads)
@@ -155,9 +155,10 @@ def _quantized(x: Any, kind: str) -> tuple[jax.Array, jax.Array]:
     return lax.bitcast_convert_type(values.astype(jnp.float8_e4m3fn), jnp.uint8), scale
 
 
-def _rows(x: Any) -> jax.Array:
-    """x [TOKENS, n * LANES], each row in one warp, whose threads read what lies side by side."""
+def _rows(x: Any, *, optimized: bool = True) -> jax.Array:
+    """x [TOKENS, n * LANES], each row in one warp, whose threads read what lies side by side; optimized: as in `plgpu.load`."""
     width = 2 if x.shape[1] % (2 * LANES) == 0 else 1
     tiles = Tiling(((4, LANES * width), (width,)))
-    loaded: jax.Array = plgpu.load(x, layout=plgpu.Layout.TILED(tiles, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1))
+    layout = plgpu.Layout.TILED(tiles, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    loaded: jax.Array = plgpu.load(x, layout=layout, optimized=optimized)
     return loaded

@@ -27,7 +27,7 @@ from kernel_facts import (
 )
 
 from pallas_kernels import dispatch
-from pallas_kernels.ahead_of_time import compile_for, device, kernel_facts
+from pallas_kernels.ahead_of_time import KernelFacts, compile_for, device, kernel_facts
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
 if os.environ.get("JAX_PLATFORMS") != "cpu":
@@ -39,14 +39,21 @@ def every_second(cases: dict[str, Case]) -> list[Any]:
     return [pytest.param(case, id=name, marks=[pytest.mark.full] if index % 2 else []) for index, (name, case) in enumerate(cases.items())]
 
 
-@pytest.mark.parametrize("case", every_second(CASES))
-def test_a_kernel_spills_nothing_and_fits(case: Case) -> None:
+def compiled_for_h200(case: Case) -> tuple[KernelFacts, jax.stages.Compiled]:
+    """A kernel that an H200 takes: it fits, and its bulk copies begin in shared memory where they must."""
     function, args = case
     [facts], compiled = kernel_facts(device("h200"), function, *args)
-    assert facts.spilled == 0
     assert facts.shared <= facts.most_shared
+    assert facts.bulk_copies > 0 and facts.misaligned == ()
+    return facts, compiled
+
+
+@pytest.mark.parametrize("case", every_second(CASES))
+def test_a_kernel_spills_nothing_and_fits(case: Case) -> None:
+    facts, compiled = compiled_for_h200(case)
+    assert facts.spilled == 0
     assert facts.products > 0
-    assert facts.blocks(THREADS) >= (1 if args[0].shape[-1] == 256 else 2)
+    assert facts.blocks(THREADS) >= (1 if case[1][0].shape[-1] == 256 else 2)
     text = compiled.as_text()
     assert text is not None and "mosaic_gpu" in text
     assert not re.search(r"\b(while|conditional)\(", text)  # XLA would wait for the host
@@ -54,19 +61,15 @@ def test_a_kernel_spills_nothing_and_fits(case: Case) -> None:
 
 @pytest.mark.parametrize("case", every_second(EIGHT_BITS))
 def test_a_kernel_for_eight_bit_caches_spills_nothing_and_fits(case: Case) -> None:
-    function, args = case
-    [facts], _ = kernel_facts(device("h200"), function, *args)
+    facts, _ = compiled_for_h200(case)
     assert facts.spilled == 0
-    assert facts.shared <= facts.most_shared
     assert facts.products > 0
-    assert facts.blocks(THREADS) >= (2 if args[0].shape[-1] == 64 else 1)
+    assert facts.blocks(THREADS) >= (2 if case[1][0].shape[-1] == 64 else 1)
 
 
 def check_prefill(case: Case, threads: int, blocks: int, spilled: int) -> None:
-    function, args = case
-    [facts], compiled = kernel_facts(device("h200"), function, *args)
+    facts, compiled = compiled_for_h200(case)
     assert facts.spilled <= spilled
-    assert facts.shared <= facts.most_shared
     assert facts.products > 0
     assert facts.blocks(threads) >= blocks
     text, memory = compiled.as_text(), compiled.memory_analysis()
@@ -96,16 +99,13 @@ FORMS = {f"{kernel}, {name}": case for kernel, cases in SHARED_OPERANDS.items() 
 
 @pytest.mark.parametrize("case", every_second(FORMS))
 def test_the_interpreted_form_compiles_too(case: Case) -> None:
-    function, args = case
-    [facts], _ = kernel_facts(device("h200"), function, *args)
-    assert facts.shared <= facts.most_shared
+    facts, _ = compiled_for_h200(case)
     assert facts.products > 0
 
 
 @pytest.mark.parametrize("case", every_second(WRITES | COPIES))
 def test_a_kernel_that_moves_data_spills_nothing_and_leaves_room_for_others(case: Case) -> None:
-    function, args = case
-    [facts], _ = kernel_facts(device("h200"), function, *args)
+    facts, _ = compiled_for_h200(case)
     assert facts.spilled == 0
     assert facts.blocks(threads=128) >= 4
 
