@@ -16,8 +16,9 @@ from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import EngineConfig
 from jengine.device_spec import device_spec
 from jengine.errors import InvalidArgument, OutOfMemory
+from jengine.execution.cache_folders import cache_root
 from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
-from jengine.execution.program_store import ProgramStore, default_root
+from jengine.execution.program_store import ProgramStore
 from jengine.execution.programs import Key, compile_all, file_name, memory_notes, memory_of, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
@@ -61,8 +62,7 @@ def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
         raise InvalidArgument("target", target, str(error)) from None
     claim_gpu_memory(config.gpu_memory_utilization)
     mesh = make_mesh(config.tensor_parallel_size, devices)
-    root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
-    return describe(config, read_config(resolve(config.model, config.revision, CONFIG_FILES)), mesh, root)
+    return describe(config, read_config(resolve(config.model, config.revision, CONFIG_FILES)), mesh, cache_root(config.cache_dir))
 
 
 def memory_limit(config: EngineConfig, spec: ExecutionSpec, target: str | None) -> int:

@@ -146,6 +146,8 @@ class EngineConfig:
         overlap: dispatch a step before the last one's tokens are read.
         seed: from which requests without a seed of their own draw theirs.
         cache_dir: where compiled programs are kept; None is jengine's folder in the user's cache.
+        cache_max_size: bytes of programs to keep there, such as "20GiB": where they take more, those that were not used for longest are
+            removed. None is 10GiB. Of several processes, of each.
         programs: a folder that `jengine compile` wrote for this model, these options and this device; nothing is compiled then. dtype
             auto and num_pages None are as the folder has them.
         compile_threads: programs compiled at once.
@@ -174,6 +176,7 @@ class EngineConfig:
     overlap: bool = True
     seed: int = 0
     cache_dir: str | Path | None = None
+    cache_max_size: int | str | None = None
     programs: str | Path | None = None
     compile_threads: int = 2
     tensor_parallel_size: int = 1
@@ -222,7 +225,8 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs + self.tile_size:
             need = f"must be at least max_num_seqs + tile_size = {self.max_num_seqs + self.tile_size}"
             raise InvalidArgument("max_num_batched_tokens", self.max_num_batched_tokens, need)
-        parse_bytes("kv_cache_memory", self.kv_cache_memory)
+        for name in ("kv_cache_memory", "cache_max_size"):
+            parse_bytes(name, getattr(self, name))
         _at_least("process_id", self.process_id, 0)
         if self.process_id >= self.num_processes:
             raise InvalidArgument("process_id", self.process_id, f"must be below num_processes={self.num_processes}")

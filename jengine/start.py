@@ -17,10 +17,10 @@ from jengine.checkpoints import load, read_config, resolve
 from jengine.config import EngineConfig
 from jengine.engine import Engine
 from jengine.errors import InvalidArgument
+from jengine.execution.cache_folders import cache_limit, cache_root, saved_page_counts
 from jengine.execution.memory import check_room, claim_gpu_memory, pages_that_fit, pages_to_use
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
-from jengine.execution.program_store import default_root, saved_page_counts
-from jengine.execution.programs import Programs, open_store
+from jengine.execution.programs import Programs, open_cache
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
@@ -72,7 +72,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     clock = time.perf_counter()
     if programs.compiled or not programs.costs:
         runner.warm_up(progress=progress)
-        programs.save()
+        programs.note_costs()
     else:
         runner.check()
     started.seconds["warm-up"] = time.perf_counter() - clock
@@ -101,8 +101,6 @@ def follow(config: EngineConfig, *, progress: bool = True) -> None:
     link = _connected(config)
     assert isinstance(link, Follower)
     worker, _ = _prepare(config, link, progress)
-    if worker.programs.compiled:
-        worker.programs.save()
     while frame := link.heard():
         worker.execute(decode(frame))
 
@@ -140,7 +138,7 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     claim_gpu_memory(config.gpu_memory_utilization)
     mesh = make_mesh(config.tensor_parallel_size)
     started.devices = f"{mesh.devices.size} {mesh.devices.flat[0].device_kind}"
-    root = Path(config.cache_dir) if config.cache_dir is not None else default_root()
+    root, limit = cache_root(config.cache_dir), cache_limit(config.cache_max_size)
     if config.num_processes > 1:  # each has programs of its own
         root /= f"process-{config.process_id}-of-{config.num_processes}"
     dtype: Any = link.agree(str(jnp.dtype(choose_dtype(config.dtype, model, mesh.local_devices[0], root))), _first)
@@ -154,7 +152,8 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     lap("weights")
     spec = _with_pages(config, shapes, root, link)
     link.agree(spec.fingerprint(), partial(_same, "config", "options, versions or models differ"))
-    programs = Programs(spec, given or open_store(spec, root), threads=config.compile_threads, progress=progress)
+    store = given or open_cache(spec, root, limit, wait=config.num_processes == 1)
+    programs = Programs(spec, store, threads=config.compile_threads, progress=progress)
     started.programs_compiled, started.programs_loaded = programs.compiled, programs.loaded
     if given is not None:
         check_room(spec, programs.memory.values())

@@ -12,7 +12,8 @@ import jax
 
 from jengine.config import EngineConfig
 from jengine.errors import InvalidArgument
-from jengine.execution.program_store import Manifest, ProgramStore, UntrustedProgram
+from jengine.execution.program_folder import Manifest, UntrustedProgram
+from jengine.execution.program_store import ProgramStore
 
 
 class PrebuiltPrograms(ProgramStore):

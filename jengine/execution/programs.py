@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
+from jengine.execution.cache_folders import folder_name
 from jengine.execution.kernels import prepare
 from jengine.execution.kv_cache import Cache
 from jengine.execution.logits import COUNT_CHUNK, count_tokens
 from jengine.execution.memory import ProgramMemory
-from jengine.execution.program_store import ProgramStore
+from jengine.execution.prebuilt_programs import PrebuiltPrograms
+from jengine.execution.program_cache import Loaded, ProgramCache
 from jengine.execution.sampler import make_sampler, make_scorer
 from jengine.execution.slots import SlotState
 from jengine.execution.spec import ExecutionSpec
@@ -44,42 +46,56 @@ class Programs:
         costs: measured seconds of each trunk, by name, where warm-up has noted them.
     """
 
-    def __init__(self, spec: ExecutionSpec, store: ProgramStore | None, *, threads: int, progress: bool) -> None:
-        self._store, self._identity = store, spec.identity()
-        keys = program_keys(spec)
-        devices = spec.mesh.devices.flatten().tolist()
+    def __init__(self, spec: ExecutionSpec, store: ProgramCache | PrebuiltPrograms | None, *, threads: int, progress: bool) -> None:
+        self._cache = store if isinstance(store, ProgramCache) else None
+        self._programs: dict[Key, Any] = {}
+        self.memory: dict[Key, ProgramMemory] = {}
+        self.costs: dict[str, float] = {}
+        self.compiled = 0
+        keys, identity, devices = program_keys(spec), spec.identity(), spec.mesh.devices.flatten().tolist()
         prepare(spec)
-        found, notes = store.load(map(file_name, keys), self._identity, devices) if store else ({}, {})
-        self._programs: dict[Key, Any] = {key: found[file_name(key)] for key in keys if file_name(key) in found}
-        self.loaded = len(self._programs)
-        self._missing = missing = [key for key in keys if key not in self._programs]
-        self.compiled = len(missing)
-        retrieved = retrieval_count()
-        for built in compile_all(spec, missing, threads=threads, progress=progress):
-            self._programs[built.key] = built.program
-        self._savable = bool(missing) and retrieval_count() == retrieved
-        noted = notes.get("memory", {})
-        fresh = {key: memory_of(self._programs[key]) for key in keys if key in missing or str(key) not in noted}
-        self.memory = {key: fresh.get(key) or ProgramMemory(**noted[str(key)]) for key in keys}
-        self.costs: dict[str, float] = {} if missing else notes.get("costs", {})
+        if store:
+            self._take(keys, *store.load(map(file_name, keys), identity, devices))
+        if missing := self._missing(keys):
+            names = [*map(file_name, missing)]
+            nothing: AbstractContextManager[Loaded] = nullcontext(({}, {}))
+            with self._cache.filling(names, devices, progress=progress) if self._cache else nothing as found:
+                self._take(keys, *found)
+                self._compile(spec, self._missing(keys), identity, threads, progress)
+        self.loaded = len(keys) - self.compiled
 
     def __getitem__(self, key: Key) -> Any:
         return self._programs[key]
 
-    def save(self) -> None:
-        """Keep what was compiled, with what warm-up measured, for the next start. Warns where that cannot be written.
+    def _missing(self, keys: list[Key]) -> list[Key]:
+        return [key for key in keys if key not in self._programs]
 
-        Where JAX's own compilation cache is on and had some of it, nothing is kept: what it gives cannot be serialized again.
+    def _take(self, keys: list[Key], found: dict[str, Any], notes: dict[str, Any]) -> None:
+        """Programs by file name, with the notes that were saved beside them."""
+        memory = notes.get("memory", {})
+        for key in keys:
+            if file_name(key) in found:
+                self._programs[key] = found[file_name(key)]
+                self.memory[key] = ProgramMemory(**memory[str(key)]) if str(key) in memory else memory_of(self._programs[key])
+        self.costs = notes.get("costs", {})
+
+    def _compile(self, spec: ExecutionSpec, keys: list[Key], identity: dict[str, object], threads: int, progress: bool) -> None:
+        """Each is saved as soon as it is compiled.
+
+        Where JAX's own compilation cache is on and had one, nothing is saved from there on: what it gives cannot be serialized again.
         """
-        if self._store and self._savable:
-            try:
-                for key in self._missing:
-                    self._store.add(file_name(key), self._programs[key])
-                self._store.finish(self._identity, {"memory": memory_notes(self.memory), "costs": self.costs})
-            except OSError as error:
-                warnings.warn(
-                    f"compiled programs could not be saved, the next start compiles them again: {error}", RuntimeWarning, stacklevel=2
-                )
+        retrieved = retrieval_count()
+        for built in compile_all(spec, keys, threads=threads, progress=progress):
+            self._programs[built.key], self.memory[built.key] = built.program, memory_of(built.program)
+            if self._cache and retrieval_count() == retrieved:
+                self._cache.keep(file_name(built.key), built.program, identity, {"memory": memory_notes(self.memory)})
+        if keys:
+            self.compiled, self.costs = len(keys), {}  # all are measured again
+
+    def note_costs(self) -> None:
+        """Save what warm-up measured, for the next start. Warns where that cannot be written."""
+        if self._cache:
+            self._cache.note({"memory": memory_notes(self.memory), "costs": self.costs})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +125,12 @@ def compile_all(
 
     keys = sorted(keys, key=lambda key: -spec.table.tokens(key) if isinstance(key, TrunkKey) else 0)
     with ThreadPoolExecutor(threads, "compile") as pool:
-        yield from tqdm(pool.map(build, keys), "compiling", len(keys), unit="program", disable=not progress or not keys, leave=False)
+        building = [pool.submit(build, key) for key in keys]
+        try:
+            for done in tqdm(as_completed(building), "compiling", len(keys), unit="program", disable=not progress or not keys, leave=False):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def memory_notes(memory: dict[Key, ProgramMemory]) -> dict[str, dict[str, int]]:
@@ -117,8 +138,9 @@ def memory_notes(memory: dict[Key, ProgramMemory]) -> dict[str, dict[str, int]]:
     return {str(key): asdict(size) for key, size in memory.items()}
 
 
-def open_store(spec: ExecutionSpec, root: Path) -> ProgramStore:
-    return ProgramStore(root / "programs" / f"{spec.fingerprint()}-{spec.num_pages}")
+def open_cache(spec: ExecutionSpec, root: Path, max_bytes: int, *, wait: bool = True) -> ProgramCache:
+    """See ProgramCache."""
+    return ProgramCache(root, folder_name(spec.fingerprint(), spec.num_pages), max_bytes=max_bytes, wait=wait)
 
 
 def program_keys(spec: ExecutionSpec) -> list[Key]:

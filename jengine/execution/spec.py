@@ -17,11 +17,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jengine
-import pallas_kernels
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import Cache, abstract_cache, page_bytes
 from jengine.execution.logits import mask_words
 from jengine.execution.slots import SlotState, abstract_slots
+from jengine.execution.sources import source_digest
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
 from jengine.parallel.mesh import with_shardings
@@ -120,7 +120,8 @@ class ExecutionSpec:
             "jaxlib": importlib.metadata.version("jaxlib"),
             "plugin": "" if device.platform == "cpu" else _plugins(),
             "kernels": cpu_refused() or "numba" if device.platform == "cpu" else "",
-            "source": _source_digest(),
+            "jengine": jengine.__version__,
+            "source": source_digest(),
             "model": model,
             "dtype": str(np.dtype(self.model.dtype)),
             "quantization": self.model.quantization,
@@ -145,18 +146,6 @@ def _plugins() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
     return ", ".join(versions)
-
-
-@functools.cache
-def _source_digest() -> str:
-    """Of every file that programs are traced from."""
-    digest = hashlib.sha256()
-    roots = [*map(Path, jengine.__path__), *map(Path, pallas_kernels.__path__)]
-    for root in roots:
-        for path in sorted(root.rglob("*.py")):
-            if root.name == "pallas_kernels" or path.relative_to(root).parts[0] in ("execution", "models", "parallel", "program_table.py"):
-                digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 @functools.cache

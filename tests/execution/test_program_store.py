@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import stat
 from collections.abc import Callable
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ import jax
 import numpy as np
 import pytest
 
-from jengine.execution import program_store
 from jengine.execution import programs as programs_module
-from jengine.execution.programs import ALLOCATE, Key, Programs, open_store
+from jengine.execution.programs import ALLOCATE, Key, Programs, open_cache
 from jengine.observe.compiles import retrieval_count
 from jengine.program_table import SamplerKey
 from tests.execution.specs import make_spec
 
+LIMIT = 1 << 30  # bytes
 KEYS: list[Key] = [ALLOCATE, SamplerKey(16, "greedy"), SamplerKey(24, "greedy")]  # quick to compile
 
 
@@ -33,10 +32,10 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(root: Path) -> Programs:
     """What an engine does with its store, warm-up left out."""
     spec = make_spec()
-    programs = Programs(spec, open_store(spec, root), threads=1, progress=False)
+    programs = Programs(spec, open_cache(spec, root, LIMIT), threads=1, progress=False)
     if programs.compiled:
         programs.costs["a trunk"] = 0.5
-        programs.save()
+        programs.note_costs()
     return programs
 
 
@@ -65,7 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
         assert start(original).compiled == len(KEYS)
 
     def copy(root: Path) -> Path:
-        folder = open_store(make_spec(), root).folder
+        folder = open_cache(make_spec(), root, LIMIT).folder
         folder.mkdir(parents=True, mode=0o700)
         for file in (original / "programs" / folder.name).iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
@@ -89,7 +88,7 @@ def test_only_its_user_may_read_or_write_it(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "programs").iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     files = list(folder.iterdir())
-    assert len(files) == len(KEYS) + 1 and {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    assert len(files) == len(KEYS) + 2 and {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 
 
 def one_program(folder: Path) -> Path:
@@ -195,7 +194,7 @@ def test_the_folder_names_all_that_a_program_depends_on(tmp_path: Path) -> None:
     ]
     assert len({spec.fingerprint() for spec in specs}) == len(specs)
     assert make_spec().fingerprint() == specs[0].fingerprint()
-    folders = {open_store(make_spec(num_pages=pages), tmp_path).folder for pages in (64, 65)}
+    folders = {open_cache(make_spec(num_pages=pages), tmp_path, LIMIT).folder for pages in (64, 65)}
     assert len(folders) == 2, "programs for another number of pages are other programs"
 
 
@@ -203,41 +202,6 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) ->
     (tmp_path / "programs").write_text("a file where the folder should be")
     with pytest.warns(RuntimeWarning, match="could not be saved"):
         assert start(tmp_path).compiled == len(KEYS)
-
-
-def _save_first(root: Path, files_written: Event, other_saved: Event) -> None:
-    write = program_store._write
-
-    def hold_the_manifest_back(path: Path, data: bytes) -> None:
-        if path.name == "manifest.json":
-            files_written.set()
-            assert other_saved.wait(120)
-        write(path, data)
-
-    program_store._write = hold_the_manifest_back
-    programs_module.program_keys = lambda spec: KEYS
-    start(root)
-
-
-def _save_between(root: Path, files_written: Event, other_saved: Event) -> None:
-    programs_module.program_keys = lambda spec: KEYS
-    assert files_written.wait(120)
-    start(root)
-    other_saved.set()
-
-
-def test_processes_that_save_at_once_leave_a_store_that_loads(tmp_path: Path) -> None:
-    """One saves between another's files and its manifest. Their bytes differ, although their programs are the same."""
-    context = multiprocessing.get_context("spawn")
-    events = context.Event(), context.Event()
-    savers = [context.Process(target=target, args=(tmp_path, *events)) for target in (_save_first, _save_between)]
-    for process in savers:
-        process.start()
-    for process in savers:
-        process.join()
-        assert process.exitcode == 0
-    after = start(tmp_path)
-    assert (after.compiled, after.loaded) == (0, len(KEYS))
 
 
 def _start_with_jax_cache(root: Path) -> None:

@@ -1,0 +1,122 @@
+"""The cache as folders on disk: where it lies, what is in it, and what is removed. Imports no jax."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from jengine.config import parse_bytes
+from jengine.execution.program_folder import MANIFEST, FolderLock, Manifest, UntrustedProgram, read_manifest
+
+ROOT_VARIABLE, LIMIT_VARIABLE = "JENGINE_CACHE_DIR", "JENGINE_CACHE_MAX_SIZE"
+DEFAULT_LIMIT = "10GiB"
+DAY = 86400.0  # seconds
+STALE = 14 * DAY  # unused for as long, programs of other versions are removed: an update left them
+ORPHAN = DAY / 24  # and folders without a manifest: a younger one may be about to get it
+VERSIONS = ("jengine", "source", "jax", "jaxlib")  # in a program's identity
+_FOLDER = re.compile(r"[0-9a-f]{24}-[0-9]+")
+
+
+def cache_root(given: str | Path | None = None) -> Path:
+    """The folder given, JENGINE_CACHE_DIR, or jengine's folder in the user's cache."""
+    return Path(given or os.environ.get(ROOT_VARIABLE) or user_cache_path("jengine"))
+
+
+def cache_limit(given: int | str | None = None) -> int:
+    """Bytes of programs to keep: those given, JENGINE_CACHE_MAX_SIZE, or 10 GiB.
+
+    Raises:
+        InvalidArgument: the variable is no size.
+    """
+    size = parse_bytes("cache_max_size", given) or parse_bytes(LIMIT_VARIABLE, os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT)
+    assert size is not None
+    return size
+
+
+def folder_name(fingerprint: str, num_pages: int) -> str:
+    return f"{fingerprint}-{num_pages}"
+
+
+def saved_page_counts(root: Path, fingerprint: str) -> list[int]:
+    """For how many pages programs of this fingerprint have been saved."""
+    names = (path.name.removeprefix(f"{fingerprint}-") for path in (root / "programs").glob(f"{fingerprint}-*"))
+    return [int(name) for name in names if name.isdecimal()]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFolder:
+    """Programs of one fingerprint.
+
+    Attributes:
+        used: when it was last written or loaded, in seconds since the epoch.
+    """
+
+    path: Path
+    bytes: int
+    used: float
+
+    def manifest(self) -> Manifest | None:
+        """None where it cannot be trusted or read."""
+        try:
+            return read_manifest(self.path)
+        except UntrustedProgram:
+            return None
+
+
+def saved_folders(root: Path) -> list[SavedFolder]:
+    """All of the cache, those of several processes too, the least recently used first."""
+    found = []
+    for path in (*root.glob("programs/*"), *root.glob("process-*/programs/*")):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            if _FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                found.append(SavedFolder(path, sum(file.stat().st_size for file in path.iterdir()), path.stat().st_mtime))
+    return sorted(found, key=lambda folder: folder.used)
+
+
+def remove(folder: Path) -> bool:
+    """Delete a folder of programs, its manifest first. Whether it is gone: one that a process is writing, or another user's, stays."""
+    lock = FolderLock(folder)
+    try:
+        if not lock.acquire():
+            return False
+        (folder / MANIFEST).unlink(missing_ok=True)
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+        return True
+    except OSError:
+        return False
+    finally:
+        lock.release()
+
+
+def trim(root: Path, max_bytes: int, keep: Path) -> None:
+    """Remove what is of no use any more, then the least recently used folders until the rest takes at most `max_bytes`.
+
+    Args:
+        keep: the folder in use, whose identity says what is current.
+    """
+    folders = saved_folders(root)
+    total = sum(folder.bytes for folder in folders)
+    current = next((folder.manifest() for folder in folders if folder.path == keep), None)
+    now = time.time()
+    for folder in folders:
+        if folder.path == keep:
+            continue
+        if total > max_bytes or (now - folder.used > ORPHAN and _useless(folder, current, now)):
+            total -= folder.bytes if remove(folder.path) else 0
+
+
+def _useless(folder: SavedFolder, current: Manifest | None, now: float) -> bool:
+    """Whether it names no programs, or those of other versions that were not used for long."""
+    manifest = folder.manifest()
+    if manifest is None:
+        return True
+    other = current is not None and any(manifest.identity.get(name) != current.identity.get(name) for name in VERSIONS)
+    return other and now - folder.used > STALE

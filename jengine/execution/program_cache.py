@@ -1,0 +1,124 @@
+"""The user's cache of programs: each is saved as soon as it is compiled, and processes that start at once share the work."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from jengine.execution.cache_folders import trim
+from jengine.execution.program_folder import FolderLock, UntrustedProgram, make_private, tidy, touch, write_manifest
+from jengine.execution.program_store import ProgramStore
+
+POLL = 0.2  # seconds between looks at what another process has compiled
+WAITING = "waiting for another process that compiles the same programs"
+Loaded = tuple[dict[str, Any], dict[str, Any]]  # executables by name, notes
+
+
+class ProgramCache(ProgramStore):
+    """The cache's folder for one fingerprint. What cannot be trusted or read counts as absent; what cannot be written is a warning.
+
+    Args:
+        root: of the cache.
+        name: the folder's.
+        max_bytes: of the cache. Where it takes more, folders that were not used for longest are removed.
+        wait: for another process that compiles the same programs. Processes that share an engine must not: each of two
+            engines could wait for the other.
+    """
+
+    def __init__(self, root: Path, name: str, *, max_bytes: int, wait: bool = True) -> None:
+        super().__init__(root / "programs" / name)
+        self._root, self._max_bytes, self._wait = root, max_bytes, wait
+        self._refused: set[str] = set()  # digests of files that could not be loaded
+        self._writes = False  # while the lock is held and the disk takes what is written
+
+    def load(self, names: Iterable[str], identity: dict[str, object], devices: Sequence[jax.Device]) -> Loaded:
+        """(those of the named executables that are here, notes).
+
+        Args:
+            identity: of what they are wanted for. Not looked at: the folder is named by its fingerprint.
+            devices: that they will run on; there may be more.
+        """
+        found: dict[str, Any] = {}
+        return found, self._load(names, found, devices)
+
+    def _load(self, names: Iterable[str], found: dict[str, Any], devices: Sequence[jax.Device]) -> dict[str, Any]:
+        """Add to `found` those of the named executables that are not yet in it; returns the notes."""
+        try:
+            manifest = self.manifest()
+        except UntrustedProgram:
+            return {}
+        for name in names:
+            digest = str(manifest.programs.get(name))
+            if name in found or digest in self._refused:
+                continue
+            try:
+                found[name], self._digests[name] = self.load_one(name, manifest.programs, devices), digest
+            except UntrustedProgram:
+                self._refused.add(digest)
+        if found:
+            touch(self.folder)
+        return manifest.notes
+
+    @contextmanager
+    def filling(self, names: list[str], devices: Sequence[jax.Device], *, progress: bool) -> Iterator[Loaded]:
+        """To compile what is missing and `keep` it. Yields what another process compiled of it meanwhile, as `load` does.
+
+        One process at a time fills a folder. Another waits, loads each program as it is saved, and goes on where the first one ends.
+        """
+        lock = FolderLock(self.folder)
+        found: dict[str, Any] = {}
+        notes: dict[str, Any] = {}
+        try:
+            with tqdm(total=len(names), desc=WAITING, unit="program", disable=not progress, leave=False, delay=POLL) as bar:
+                while not (held := lock.acquire()) and self._wait and len(found) < len(names):
+                    time.sleep(POLL)
+                    notes = self._load(names, found, devices)
+                    bar.n = len(found)
+                    bar.refresh()
+            if held:
+                notes = self._load(names, found, devices)  # what was saved last
+                tidy(self.folder, self._digests)
+                make_private(self.folder)  # only now: before, it was a reason not to trust what was there
+                self._writes = True
+        except OSError as error:
+            self._cannot_write(error)
+        try:
+            yield found, notes
+            if self._writes:
+                trim(self._root, self._max_bytes, keep=self.folder)
+        finally:
+            self._writes = False
+            lock.release()
+
+    def keep(self, name: str, program: Any, identity: dict[str, object], notes: dict[str, Any]) -> None:
+        """Save an executable that was compiled here, at once: neither Ctrl-C nor a crash loses it. Within `filling`."""
+        if self._writes:
+            try:
+                self.add(name, program)
+                self.finish(identity, notes)
+            except OSError as error:
+                self._cannot_write(error)
+
+    def note(self, notes: dict[str, Any]) -> None:
+        """Replace the notes, unless another process is filling the folder: it writes its own."""
+        lock = FolderLock(self.folder)
+        try:
+            if self._digests and lock.acquire():
+                write_manifest(self.folder, self.manifest()._replace(notes=notes))
+        except UntrustedProgram:  # removed meanwhile
+            pass
+        except OSError as error:
+            self._cannot_write(error)
+        finally:
+            lock.release()
+
+    def _cannot_write(self, error: OSError) -> None:
+        self._writes = False
+        warnings.warn(f"compiled programs could not be saved, the next start compiles them again: {error}", RuntimeWarning, stacklevel=4)

@@ -1,0 +1,104 @@
+"""Which source files a saved program depends on: no program is loaded that other sources would not have made."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jengine.execution import sources
+from jengine.execution.programs import COUNT, lower
+from jengine.execution.sources import KERNELS, PACKAGES, TRACED, source_files
+from tests.execution.specs import make_spec
+
+FILES = [file.relative_to(PACKAGES).as_posix() for file in source_files()]
+
+
+def digest(packages: Path) -> str:
+    return sources.source_digest.__wrapped__(packages)
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of all sources."""
+    folder: Path = tmp_path_factory.mktemp("packages")
+    for name in ("jengine", KERNELS):
+        shutil.copytree(PACKAGES / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "demo"))
+    return folder
+
+
+def test_every_module_that_lowering_imports_is_hashed() -> None:
+    """Executed by a process that imports what lowers programs, and nothing else."""
+    code = f"import sys, {TRACED}; print(*(m.__file__ for n, m in sys.modules.items() if n.startswith(('jengine.', '{KERNELS}'))))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = {Path(file).relative_to(PACKAGES).as_posix() for file in done.stdout.split()}
+    assert {"jengine/request.py", "jengine/config.py", "jengine/models/llama.py", "pallas_kernels/xla.py"} <= imported
+    assert imported - set(FILES) == set()
+
+
+def test_every_function_that_tracing_calls_is_in_a_hashed_file() -> None:
+    called: set[str] = set()
+
+    def start(code: object, offset: int) -> object:
+        called.add(code.co_filename)  # type: ignore[attr-defined]
+        return sys.monitoring.DISABLE
+
+    spec = make_spec(quantization="w8a8", kv_cache_dtype="int8", num_pages=63)  # a shape that no other test has traced
+    keys = spec.table.trunks()[-1], spec.table.samplers()[-1], spec.table.scores()[-1], COUNT
+    tool, events = sys.monitoring.PROFILER_ID, sys.monitoring
+    events.use_tool_id(tool, "sources")
+    try:
+        events.register_callback(tool, events.events.PY_START, start)
+        events.set_events(tool, events.events.PY_START)
+        for key in keys:
+            lower(spec, key)
+    finally:
+        events.set_events(tool, 0)
+        events.free_tool_id(tool)
+    folders = [f"{PACKAGES / name}/" for name in ("jengine", KERNELS)]
+    ours = {Path(file).relative_to(PACKAGES).as_posix() for file in called if file.startswith(tuple(folders))}
+    assert {"jengine/execution/trunk.py", "jengine/execution/sampler.py", "jengine/config.py"} <= ours
+    assert ours - set(FILES) == set()
+
+
+def test_imports_are_found_as_python_reads_them() -> None:
+    for file in (file for file in source_files() if file.suffix == ".py"):
+        source = file.read_bytes()
+        found = set(sources._imported(source))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                assert {alias.name for alias in node.names} <= found, file
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0 and {f"{node.module}.{alias.name}" for alias in node.names} <= found, file
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_change_to_any_of_them_changes_the_digest(name: str, packages: Path) -> None:
+    file = packages / name
+    before, text = digest(packages), file.read_bytes()
+    file.write_bytes(text + b"# changed\n")
+    assert digest(packages) != before
+    file.write_bytes(text)
+    assert digest(packages) == before
+
+
+@pytest.mark.parametrize("name", ["cli.py", "commands/serve.py", "text/tokenizer.py", "scheduling/scheduler.py"])
+def test_other_files_do_not_matter(name: str, packages: Path) -> None:
+    before = digest(packages)
+    with (packages / "jengine" / name).open("ab") as file:
+        file.write(b"# changed\n")
+    assert digest(packages) == before
+
+
+def test_the_digest_and_the_version_are_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec()
+    fingerprints = {spec.fingerprint()}
+    monkeypatch.setattr("jengine.execution.spec.source_digest", lambda: "other sources")
+    fingerprints.add(spec.fingerprint())
+    monkeypatch.setattr("jengine.__version__", "0.0.0")
+    fingerprints.add(spec.fingerprint())
+    assert len(fingerprints) == 3
