@@ -13,7 +13,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from tqdm import tqdm
 
 from jengine.execution.kernels import prepare
 from jengine.execution.kv_cache import Cache
@@ -25,6 +24,7 @@ from jengine.execution.slots import SlotState
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
 from jengine.observe.compiles import retrieval_count
+from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import shard_mapped
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 
@@ -109,7 +109,8 @@ def compile_all(
 
     keys = sorted(keys, key=lambda key: -spec.table.tokens(key) if isinstance(key, TrunkKey) else 0)
     with ThreadPoolExecutor(threads, "compile") as pool:
-        yield from tqdm(pool.map(build, keys), "compiling", len(keys), unit="program", disable=not progress or not keys, leave=False)
+        built = pool.map(build, keys)
+        yield from progress_bar(built, desc="compiling", total=len(keys), unit="program", show=progress and bool(keys))
 
 
 def memory_notes(memory: dict[Key, ProgramMemory]) -> dict[str, dict[str, int]]:
