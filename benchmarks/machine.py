@@ -21,12 +21,14 @@ def facts() -> dict[str, Any]:
     """The processor, the devices, the versions, the time, and how busy others have kept the machine meanwhile."""
     import jax  # here, so that a process whose start is timed imports it when its model does
 
+    from pallas_kernels.devices import visible_devices
+
     info = _cpuinfo()
     return {
         "cpu": info.get("model name", platform.processor()),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "flags": [flag for flag in FLAGS if flag in info.get("flags", "").split()],
-        "devices": [device.device_kind for device in jax.devices()],
+        "devices": [device.device_kind for device in visible_devices()],
         "used_by_others": _used_by_others(),
         "python": platform.python_version(),
         "jax": jax.__version__,

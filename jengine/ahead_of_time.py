@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jengine.checkpoints import read_config, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
@@ -54,15 +55,32 @@ def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
     Raises:
         InvalidArgument: there is no such target, or what it needs is not installed; or see `start.describe`.
     """
+    if target is not None:
+        check_target(target)
     try:
         devices = None if target is None else ahead_of_time.devices(target, config.tensor_parallel_size)
     except NotImplementedError:
         raise InvalidArgument("target", target, "needs CUDA's plugin and compiler: pip install 'jengine[aot]'") from None
-    except ValueError as error:
-        raise InvalidArgument("target", target, str(error)) from None
     claim_gpu_memory(config.gpu_memory_utilization)
-    mesh = make_mesh(config.tensor_parallel_size, devices)
+    return describe_on(config, make_mesh(config.tensor_parallel_size, devices))
+
+
+def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
+    """All but the number of pages, from the model's config.json.
+
+    Raises:
+        Those of `shapes.describe`.
+    """
     return describe(config, read_config(resolve(config.model, config.revision, CONFIG_FILES)), mesh, cache_root(config.cache_dir))
+
+
+def check_target(target: str) -> None:
+    """
+    Raises:
+        InvalidArgument: there is no such target.
+    """
+    if target not in ahead_of_time.targets():
+        raise InvalidArgument("target", target, f"must be one of {', '.join(ahead_of_time.targets())}")
 
 
 def memory_limit(config: EngineConfig, spec: ExecutionSpec, target: str | None) -> int:
@@ -72,7 +90,7 @@ def memory_limit(config: EngineConfig, spec: ExecutionSpec, target: str | None) 
     return int((spec.mesh.devices.flat[0].memory_stats() or {})["bytes_limit"])
 
 
-def largest(spec: ExecutionSpec) -> list[Key]:
+def largest(spec: ExecutionSpec) -> list[TrunkKey | SamplerKey | ScoreKey]:
     """Programs of which one takes most beside its arguments."""
     table = spec.table
     trunk = TrunkKey(table.max_rows, table.max_tiles, table.page_buckets[-1])
@@ -103,7 +121,7 @@ def compile_table(
     if device.platform == "cpu":
         spec = dataclasses.replace(spec, num_pages=pages_that_fit(config, spec))
     else:  # what programs take does not depend on the number of pages
-        provisional = compile_all(dataclasses.replace(spec, num_pages=PAGE_GRID), largest(spec), **how)
+        provisional = compile_all(dataclasses.replace(spec, num_pages=PAGE_GRID), [*largest(spec)], **how)
         memory = DeviceMemory.of(memory_limit(config, spec, target), spec, [memory_of(built.program) for built in provisional])
         spec = dataclasses.replace(spec, num_pages=pages_beside(config, spec, memory))
     store, file_bytes, seconds = ProgramStore(out), dict[str, int](), dict[str, float]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -10,27 +11,39 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jengine import JengineError, __version__
-from jengine.commands import chat, compile, convert, generate, plan, serve
+from jengine.commands import chat, compile, completions, convert, generate, plan, serve
+
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, or 2 for bad input. Ctrl-C ends the process with 130."""
+    """Runs one command; returns the exit code: 0, the command's own, or 2 for bad input. Ctrl-C ends the process with 130."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notices and warnings; errors still show
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's: what matters of them, its callers get as errors
-    run: Callable[[argparse.Namespace], None] = options.run
+    run: Callable[[argparse.Namespace], int | None] = options.run
     before = signal.signal(signal.SIGINT, _leave)
     try:
-        run(options)
-        return 0
+        return run(options) or 0
     except JengineError as error:
         print(f"jengine: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, such as head, has enough; what is still buffered must not fail at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader, such as head, has enough
+        _discard_output()
         return 0
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"jengine: error: {error.strerror}" + (f": {error.filename}" if error.filename else ""), file=sys.stderr)
+        _discard_output()
+        return 2
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _discard_output() -> None:
+    """What stdout still buffers must not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave(*_: object) -> NoReturn:
@@ -42,9 +55,11 @@ def _leave(*_: object) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jengine", description="An LLM inference engine, compiled before the first request.")
     parser.add_argument("--version", action="version", version=f"jengine {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(run=lambda _: parser.print_help())  # without a command
+    commands = parser.add_subparsers(metavar="COMMAND")
     for command in (generate, chat, serve, convert, compile, plan):
         command.add(commands)
+    completions.add(commands, parser)
     return parser
 
 

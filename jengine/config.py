@@ -126,36 +126,36 @@ class EngineConfig:
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, or a hub id.
-        revision: of a hub id.
-        tokenizer: another model to take the tokenizer from; None takes the model's own.
-        dtype: of weights, activations and cache. auto: the checkpoint's where the device supports it, float16 on a GPU without
-            bfloat16; on a CPU float32 instead of a narrower one unless that is measured to be faster.
-        quantization: of weights, on load, with a scale for each output channel. int8: weights alone; w8a8: activations too,
-            with a scale for each row; fp8: both, as e4m3, emulated on devices older than Hopper and Ada.
-        kv_cache_dtype: of keys and values in the cache; int8 and fp8 (e4m3) with a scale for each token and kv head. auto is dtype.
-        max_model_len: tokens a sequence may have, prompt and output together; None takes the model's.
+        revision: branch, tag or commit of a model on the hub.
+        tokenizer: another model to take the tokenizer from; by default the model's own.
+        dtype: number format of weights, activations and cache. auto: the checkpoint's where the device supports it, float16 on a GPU
+            without bfloat16; on a CPU float32 instead of a narrower one unless that is measured to be faster.
+        quantization: eight-bit weights, quantized on load, with a scale for each output channel. int8: weights alone; w8a8: activations
+            too, with a scale for each row; fp8: both, as e4m3, emulated on devices older than Hopper and Ada.
+        kv_cache_dtype: number format of the KV cache; int8 and fp8 (e4m3) have a scale for each token and kv head. auto is dtype.
+        max_model_len: tokens a sequence may have, prompt and output together; by default the model's length.
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: tokens a step may carry: decode rows and prompt tiles together.
-        page_size: tokens a page of the cache holds; None is 16 on a CPU, 64 on a GPU.
+        page_size: tokens a page of the cache holds; by default 16 on a CPU, 64 on a GPU.
         tile_size: tokens of a prompt tile.
-        kv_cache_memory: bytes for pages on each device; a number, or text such as "512MiB". None on a CPU holds
+        kv_cache_memory: bytes for pages on each device; a number, or text such as "512MiB". By default, on a CPU, enough for
             max_num_seqs sequences of max_model_len, at most 1 GiB; on a GPU, see gpu_memory_utilization.
         gpu_memory_utilization: share of a GPU's memory for weights, programs and cache together.
         num_pages: pages of the cache, instead of a size in bytes; the null page is one of them.
         policy: order of waiting requests: first come first served, or Request.priority.
         overlap: dispatch a step before the last one's tokens are read.
         seed: from which requests without a seed of their own draw theirs.
-        cache_dir: where compiled programs are kept; None is jengine's folder in the user's cache.
-        cache_max_size: bytes of programs to keep there, such as "20GiB": where they take more, those that were not used for longest are
-            removed. None is 10GiB. Of several processes, of each.
+        cache_dir: where compiled programs are kept; by default jengine's folder in the user's cache.
+        cache_max_size: size of the programs kept there, such as "20GiB"; beyond it the least recently used are evicted.
+            By default 10GiB. With several processes, of each.
         programs: a folder that `jengine compile` wrote for this model, these options and this device; nothing is compiled then. dtype
-            auto and num_pages None are as the folder has them.
+            auto and num_pages, where not given, are as the folder has them.
         compile_threads: programs compiled at once.
         tensor_parallel_size: devices that share the model. Kv heads are repeated where they are fewer, which takes as much more cache.
         coordinator: host:port where process 0 listens, if several processes, on one machine or on many, share the model; all are
             started with the same options. Only process 0 takes requests.
-        num_processes: how many they are. Their devices together are as many as tensor_parallel_size.
-        process_id: which of them this one is, from 0.
+        num_processes: processes that share the model. Their devices together are as many as tensor_parallel_size.
+        process_id: index of this process among them, from 0.
     """
 
     model: str = "demo"

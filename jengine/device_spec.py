@@ -14,6 +14,7 @@ class DeviceSpec:
     """A device's data sheet.
 
     Attributes:
+        capability: compute capability, such as "9.0".
         memory: bytes.
         bandwidth: of its memory, bytes a second.
         rates: operations a second in dense matrix products, by dtype.
@@ -21,6 +22,7 @@ class DeviceSpec:
     """
 
     name: str
+    capability: str
     memory: int
     bandwidth: float
     rates: dict[str, float]
@@ -42,4 +44,5 @@ def device_spec(target: str) -> DeviceSpec:
 
     more = tomllib.loads((TARGETS / "rates.toml").read_text())[target]
     memory, bandwidth = int(field("device_memory_size")), float(field("memory_bandwidth"))
-    return DeviceSpec(field("name"), memory, bandwidth, more["rates"], more["link"], more["link_name"])
+    [(major, minor)] = re.findall(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", text)
+    return DeviceSpec(field("name"), f"{major}.{minor or 0}", memory, bandwidth, more["rates"], more["link"], more["link_name"])

@@ -6,14 +6,13 @@ import itertools
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Unpack
-
-from tqdm.auto import tqdm
+from typing import Any, Unpack
 
 from jengine.chat import ChatOptions, Conversation, chat_prompt, conversations
 from jengine.config import EngineConfig
 from jengine.display import counted, table_html
 from jengine.errors import InvalidArgument
+from jengine.observe.progress import progress_bar
 from jengine.outputs import LiveOutputs
 from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
@@ -73,7 +72,7 @@ class LLM:
         work = [self._requests(prompt, p) for prompt, p in zip(each, params, strict=True)]
         outputs = [self._submit(requests) for requests in work]
         try:
-            with tqdm(total=len(work), desc="generating", unit="request", disable=not use_tqdm, leave=False) as bar:
+            with progress_bar(total=len(work), desc="generating", unit="request", show=use_tqdm) as bar:
                 self._finish(outputs, bar)
         finally:
             self._abandon(outputs)
@@ -171,7 +170,7 @@ class LLM:
             self.engine.end(*ended)
         self._live.ended.clear()
 
-    def _finish(self, outputs: list[RequestOutput], bar: tqdm[NoReturn]) -> None:
+    def _finish(self, outputs: list[RequestOutput], bar: Any) -> None:
         """Work until all of these have ended."""
         mine = {output.request_id for output in outputs}
         tokens, start = 0, time.perf_counter()

@@ -73,8 +73,8 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     Raises:
         InvalidArgument: neither.
     """
-    if isinstance(prompts, str | dict):
-        return [prompts]
+    if isinstance(prompts, str | dict | bytes):  # bytes are no prompt, as make_requests says; iterated, they would be numbers
+        return [cast(Prompt, prompts)]
     if not isinstance(prompts, Iterable):
         raise InvalidArgument("prompts", prompts, "must be a prompt or a list of prompts")
     one = isinstance(prompts, list) and bool(prompts) and all(isinstance(item, int) for item in prompts)

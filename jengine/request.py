@@ -22,9 +22,13 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What an output must look like: exactly one of a JSON schema, a regular expression, a choice of texts, a Lark grammar."""
+    """What an output must look like: exactly one of a JSON schema, a regular expression, a choice of texts, a Lark grammar.
 
-    json: str | dict[str, Any] | None = None
+    Args:
+        json: a schema as text or as a dict, or a class with `model_json_schema`, such as a pydantic model; kept as a dict then.
+    """
+
+    json: str | dict[str, Any] | type | None = None
     regex: str | None = None
     choice: list[str] | tuple[str, ...] | None = None
     grammar: str | None = None
@@ -34,9 +38,12 @@ class StructuredOutputs:
         if len(given) != 1:
             raise InvalidArgument("structured_outputs", given, "exactly one of json, regex, choice and grammar must be given")
         value = getattr(self, given[0])
+        if given[0] == "json" and isinstance(value, type) and hasattr(value, "model_json_schema"):
+            value = value.model_json_schema()
+            object.__setattr__(self, "json", value)
         kinds = {"json": (str, dict), "choice": (list, tuple)}.get(given[0], (str,))
         if not isinstance(value, kinds) or (given[0] == "choice" and not (value and all(isinstance(x, str) and x for x in value))):
-            wanted = {"json": "text or a dict", "choice": "a list of texts"}.get(given[0], "text")
+            wanted = {"json": "a schema: text, a dict or a pydantic model class", "choice": "a list of texts"}.get(given[0], "text")
             raise InvalidArgument(f"structured_outputs.{given[0]}", value, f"must be {wanted}")
 
 
@@ -51,10 +58,10 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the likeliest tokens until their mass reaches this; in (0, 1].
         min_p: drop tokens less likely than this times the likeliest; in [0, 1].
-        seed: 64-bit; the same seed gives the same tokens, independent of batch composition. None draws one.
-        max_tokens: tokens generated at most; None runs to the model's length.
-        min_tokens: no end-of-sequence and no stop token before this many.
-        ignore_eos: do not end at the model's end-of-sequence.
+        seed: 64-bit; the same seed gives the same tokens, independent of batch composition. By default random.
+        max_tokens: tokens generated at most; None: up to the model's length.
+        min_tokens: fewest tokens to generate: no end-of-sequence and no stop token comes before.
+        ignore_eos: go on after the model's end-of-sequence token.
         stop: strings at which the text ends; the string itself is left out.
         stop_token_ids: token ids at which the output ends, at most MAX_STOP_TOKEN_IDS with end-of-sequence.
         repetition_penalty: above 1 makes tokens of prompt and output less likely, below 1 likelier; above 0.
@@ -63,14 +70,14 @@ class SamplingParams:
         logit_bias: what is added to the logits of these token ids, at most MAX_LOGIT_BIAS of them.
         allowed_token_ids: nothing else is sampled.
         bad_words: texts whose last token is not sampled where it would complete them.
-        structured_outputs: what the output must look like: a StructuredOutputs, or a dict of its one field
-            (json, regex, choice or grammar).
+        structured_outputs: constrains the output: an object with exactly one of the fields json, regex, choice and grammar,
+            such as {"regex": "[0-9]+"}; in Python also a StructuredOutputs.
         include_stop_str_in_output: keep the stop string, or a stop token's text, at the end of the text.
         skip_special_tokens: leave special tokens out of the text.
-        detokenize: make text at all; stop strings need it.
-        logprobs: return this many likeliest tokens' log probabilities (of the raw logits) and the
-            chosen one's at each position; 0 gives the chosen one only; None gives none.
-        prompt_logprobs: the same for each token of the prompt but the first.
+        detokenize: turn tokens into text; stop strings need it.
+        logprobs: return, for each position, log probabilities (of the raw logits) of this many likeliest tokens and of the chosen
+            one; 0 gives the chosen one's only. At most MAX_LOGPROBS; by default none.
+        prompt_logprobs: the same for each token of the prompt, except for the first.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch, tuning
 from pallas_kernels.attention_decode import paged_attention_decode
+from pallas_kernels.devices import visible_devices
 from pallas_kernels.quantized import Pages, movable, quantize
 from pallas_kernels.tuning import DecodeCase, DecodeChoice
 
@@ -107,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
     parser.add_argument("--out", type=Path, default=tuning.FILE, help="file to write, and to keep other devices' entries of")
     out: Path = parser.parse_args(arguments).out
-    device = jax.devices()[0]
+    [device, *_] = visible_devices()
     if getattr(device, "compute_capability", None) not in dispatch.HOPPER:
         parser.exit(1, f"device={device.device_kind}: tuning needs a Hopper GPU (compute capability {dispatch.HOPPER[0]})\n")
     print("| case | default, us | best, us | gain | splits | stages |\n|---|---|---|---|---|---|")

@@ -24,9 +24,9 @@ class ServerConfig:
     Args:
         host: address to listen on; the default is reached from this machine only.
         port: for gRPC; 0 takes a free one.
-        metrics_port: for Prometheus, on the same address, at /metrics, in plain HTTP for whoever reaches it; 0 takes a free one. None
-            serves no metrics.
-        served_model_name: what clients see and may ask for; None is the model's name.
+        metrics_port: for Prometheus, on the same address, at /metrics, in plain HTTP for whoever reaches it; 0 takes a free one. By
+            default there are no metrics.
+        served_model_name: name that clients see and may ask for; by default the model's.
         max_waiting: requests that may wait beside the running ones; more are refused with RESOURCE_EXHAUSTED.
         max_streams_per_client: requests that one client (an API key, or else an address) may have at once.
         max_message_bytes: of one request.

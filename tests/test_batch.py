@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 
 import jengine
-from jengine import LLM, EngineDead, InvalidArgument, SamplingParams, cli
+from jengine import LLM, EngineDead, InvalidArgument, JengineError, SamplingParams, cli
 from jengine.commands import batch
 from jengine.commands.batch_files import Answers
 from jengine.request import CompletionOutput, RequestOutput
@@ -68,7 +70,7 @@ def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> Non
 
     content = target.read_bytes()
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert done.stderr == "all 120 lines have been answered before\n" and target.read_bytes() == content
+    assert done.stderr == "nothing to do: 120 lines answered before\n" and target.read_bytes() == content
 
 
 LINES: list[tuple[bytes, dict[str, Any] | str]] = [  # a line, and its record or a part of its error
@@ -78,10 +80,10 @@ LINES: list[tuple[bytes, dict[str, Any] | str]] = [  # a line, and its record or
     (b'{"prompt": "The quick", "seed": 3, "temperature": 1.0, "logprobs": 1, "prompt_logprobs": 0}', {"line": 4, "prompt_tokens": 3}),
     (b"  ", ""),
     (b'{"prompt": "The', "Unterminated string"),
-    (b'"prompt"', "must be a JSON object"),
+    (b'"prompt"', 'must be a JSON object: "prompt"'),
     (b'{"prompt": "\xff"}', "invalid start byte"),
     (b"[" * 10_000, "recursion"),
-    (b'{"text": "x"}', "must have one of prompt, prompt_token_ids, messages; it has 0"),
+    (b'{"text": "x"}', 'must have one of prompt, prompt_token_ids, messages; it has 0: {"text": "x"}'),
     (b'{"prompt": "x", "messages": []}', "it has 2"),
     (b'{"prompt": "x", "id": "a"}', "id='a': an earlier line has this id"),
     (b'{"prompt": "x", "id": 1.5}', "must be one text or whole number"),
@@ -107,7 +109,7 @@ def test_lines_of_every_kind(text_model: Path, files: tuple[Path, Path], capsys:
     source, target = files
     source.write_bytes(b"\n".join(line for line, _ in LINES))
     run = command(text_model, files, *FLAGS, "--max-tokens=5", "--temperature=0", "--quiet")
-    assert cli.main(run) == 0
+    assert cli.main(run) == 1
     told = capsys.readouterr().err
     answers = {answer["line"]: answer for answer in records(target)}
     assert len(answers) == len(records(target)) == len(LINES) - 1
@@ -139,10 +141,10 @@ def test_lines_of_every_kind(text_model: Path, files: tuple[Path, Path], capsys:
     assert answers[4]["prompt_logprobs"][0] is None and len(answers[4]["prompt_logprobs"]) == 3
 
     content = target.read_bytes()
-    assert cli.main(run) == 0 and target.read_bytes() == content and capsys.readouterr().err == ""
+    assert cli.main(run) == 1 and target.read_bytes() == content and capsys.readouterr().err == ""
     with source.open("ab") as file:  # more work, later
         file.write(b'\n{"prompt": "x", "id": "later"}\n')
-    assert cli.main(run) == 0
+    assert cli.main(run) == 1, "lines that failed before count"
     assert [answer.get("id") for answer in records(target)[len(answers) :]] == ["later"]
 
 
@@ -258,6 +260,50 @@ def test_few_requests_are_in_memory_at_a_time(stand_in: type[StandIn], files: tu
     monkeypatch.setattr(batch, "read_lines", counted)
     assert cli.main(command("demo", files, "--quiet")) == 0
     assert len(records(files[1])) == 500 and stand_in.most == 8 and max(ahead) <= 9
+
+
+def test_failed_lines_are_answered_again_on_request(
+    stand_in: type[StandIn], files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = files
+    source.write_text('{"prompt": "a"}\n{"prompt": 7}\n{"prompt": "c"}\n{"id": "d"}\n')
+    assert cli.main(command("demo", files)) == 1
+    assert "2 of 4 lines answered, 2 failed; " in capsys.readouterr().err
+    target.chmod(0o640)
+    assert cli.main(command("demo", files)) == 1, "as the file still has errors"
+    told = "nothing to do: 4 lines answered before, 2 of them with an error: --retry-errors answers these again\n"
+    assert capsys.readouterr().err == told
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n{"id": "d", "prompt": "d"}\n')
+    assert cli.main(command("demo", files, "--quiet", "--retry-errors")) == 0
+    assert sorted((answer["line"], answer["outputs"][0]["text"]) for answer in records(target)) == [*enumerate("abcd", start=1)]
+    assert stand_in.asked == 4, "what had been answered was not asked again"
+    assert target.stat().st_mode & 0o777 == 0o640 and sorted(path.name for path in target.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_standard_input_to_standard_output(
+    stand_in: type[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n\n{"prompt": 7}\n')))
+    assert cli.main(["generate", "demo", "--input=-"]) == 1
+    out, err = capsys.readouterr()
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [answer["line"] for answer in answers] == [1, 3] or [answer["line"] for answer in answers] == [3, 1]
+    assert err.endswith("tokens/s\n") and "\n1 of 2 lines answered, 1 failed; 2 tokens, " in err
+
+
+def test_a_full_disk_leaves_what_was_written(tmp_path: Path) -> None:
+    """A limit on files' size stands in for the disk."""
+    path, before = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    message = r"out\.jsonl: cannot be written: File too large; run again to go on"
+    try:
+        with pytest.raises(JengineError, match=message), Answers(path) as answers:
+            answers.write([{"line": 1, "outputs": []}])
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+            answers.write([{"line": 2, "outputs": []}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with Answers(path) as answers:
+        assert answers.done == {("line", 1)}
 
 
 def test_an_engine_that_dies_leaves_what_was_answered(

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import pytest
 
 import jengine
 from jengine import EngineConfig, InvalidArgument, SamplingParams, cli
-from jengine.commands import flags
+from jengine.commands import flags, terminal
+from jengine.observe.progress import progress_bar
 from jengine.request import CompletionOutput, RequestOutput
 
 STAND_IN = """
@@ -119,11 +121,84 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
     assert options == {"progress": True, **{name: values[name] for name in engine}}
 
 
-@pytest.mark.parametrize("arguments", [[], ["go", "--input=a", "--output=b"], ["--input=a"], ["go", "--output=b"]])
-def test_either_a_prompt_or_both_files(arguments: list[str], made: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "give either a PROMPT (- reads it from stdin) or --input FILE"),
+        (["go", "--input=a", "--output=b"], "give either a PROMPT (- reads it from stdin) or --input FILE"),
+        (["go", "--output=b"], "needs --input FILE"),
+        (["go", "--retry-errors"], "retry_errors=True: needs --input FILE"),
+        (["--input=a", "--retry-errors"], "retry_errors=True: needs --output FILE, which holds the errors"),
+    ],
+)
+def test_either_a_prompt_or_files(arguments: list[str], message: str, made: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "demo", *arguments]) == 2
-    assert "either a PROMPT (- reads it from stdin), or both --input and --output" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert made == []
+
+
+def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("usage: jengine ") and "generate" in out and err == ""
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "convert", "compile", "plan", "completions"])
+def test_help_has_no_python_in_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert not re.findall(r"None|MAX_|True|False|VALUE", text)
+
+
+def test_help_says_what_repeats_and_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"--stop TEXT [^-]* \(repeatable\)", text) and "at most 64, each" in text and "(default: on)" in text
+
+
+@pytest.mark.parametrize(
+    "variables, styled", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)]
+)
+def test_notes_are_dim_where_styles_are_wanted(
+    variables: dict[str, str], styled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    terminal.note("hello")
+    assert capsys.readouterr().err == ("\033[2mhello\033[0m\n" if styled else "hello\n")
+
+
+@pytest.mark.parametrize("at_terminal, notebook, show, drawn", [(1, 0, 1, True), (0, 1, 1, True), (0, 0, 1, False), (1, 0, 0, False)])
+def test_bars_are_for_people(
+    at_terminal: int, notebook: int, show: int, drawn: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: bool(at_terminal))
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    if notebook:
+        monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    assert list(progress_bar([1, 2], show=bool(show), desc="counting")) == [1, 2]
+    assert ("counting" in capsys.readouterr().err) == drawn
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completions(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completions", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for word in ("generate", "serve", "temperature", "max-num-seqs"))
+    if shell == "bash":
+        words = "source /dev/stdin; COMP_WORDS=(jengine generate --temp); COMP_CWORD=2; _shtab_jengine; echo ${COMPREPLY[@]}"
+        done = subprocess.run(["bash", "-c", words], input=script, capture_output=True, text=True, check=True)
+        assert done.stdout == "--temperature\n"
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-c", STAND_IN], stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (2, b"jengine: error: No space left on device\n")
 
 
 def test_every_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm.auto import tqdm
 
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, holds_orbax, is_converted, write_config
@@ -24,6 +23,7 @@ from jengine.checkpoints.weights import assemble, read
 from jengine.config import DTYPES, Dtype
 from jengine.errors import InvalidArgument, ModelError
 from jengine.models import Model, build
+from jengine.observe.progress import progress_bar
 
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
 
@@ -66,7 +66,7 @@ def _parameters(model: Model, tensors: dict[str, Tensor], dtype: Dtype, progress
         own = functools.reduce(jnp.promote_types, (tensors[piece.name].array.dtype for piece in source))  # one that holds them all
         todo.append((name, jax.ShapeDtypeStruct(leaf.shape, own if dtype == "auto" else dtype), source))
     total = sum(target.size * target.dtype.itemsize for _, target, _ in todo)
-    with tqdm(total=total, desc="converting", unit="B", unit_scale=True, leave=False, disable=not progress) as bar:
+    with progress_bar(total=total, desc="converting", unit="B", unit_scale=True, show=progress) as bar:
         for name, target, source in todo:
             yield name, assemble(target, source, tensors)
             bar.update(target.size * target.dtype.itemsize)

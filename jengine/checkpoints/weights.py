@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tqdm.auto import tqdm
 
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
@@ -19,6 +18,7 @@ from jengine.checkpoints.safetensors import Tensor, read_tensors
 from jengine.errors import ModelError, OutOfMemory
 from jengine.models import Model, Params, build
 from jengine.models.pieces import Piece
+from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import with_shardings
 from pallas_kernels.quantized import Quantized, is_quantized
 
@@ -41,7 +41,7 @@ def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
     """
     fill = _from_orbax if is_converted(path) else _from_safetensors
     total = num_bytes(model.params)
-    with tqdm(total=total, desc="weights", unit="B", unit_scale=True, leave=False, disable=not progress) as bar:
+    with progress_bar(total=total, desc="weights", unit="B", unit_scale=True, show=progress) as bar:
         try:
             return fill(path, model, with_shardings(mesh, model.params, model.axes), bar.update)
         except jax.errors.JaxRuntimeError as error:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from jengine import InvalidArgument, ModelError, RequestOutput
-from jengine.commands.batch_files import Answers, Line, count_lines, read_lines
+from jengine.commands.batch_files import STDOUT, Answers, Line, Output, Stdout, count_lines, read_lines
 from jengine.commands.flags import engine_fields, sampling_fields
+from jengine.display import counted
+from jengine.observe.progress import progress_bar
 
 if TYPE_CHECKING:
     from jengine import AsyncLLM
@@ -26,24 +26,23 @@ a line of --input is a JSON object:
   with "id" (or "custom_id"), if wanted, and any sampling parameter by its name, such as "max_tokens".
 a line of --output is its answer; order is that of completion:
   {"line": N, "id": ID, "prompt_tokens": N, "outputs": [{"text": TEXT, "token_ids": [...], "finish_reason": ...}]}
-  or, for a line that cannot be answered, {"line": N, "id": ID, "error": WHY}.
-Run again with the same files after an interruption, it goes on with the lines that have no answer yet; lines are known
-by their ids, and by their numbers where they have none.
+  or, for a line that cannot be answered, {"line": N, "id": ID, "error": REASON}.
+Run again with the same files after an interruption: lines that have an answer are skipped. A line is identified by its
+id, else by its number. The exit code is 1 if any line has failed; --retry-errors answers these lines again.
 """
 
 
 class _Tally:
     """What has been done so far, and its progress bar."""
 
-    def __init__(self, total: int, before: int, quiet: bool) -> None:
-        self.start, self.answered, self.refused, self.tokens = time.monotonic(), 0, 0, 0
-        interval = 0.5 if sys.stderr.isatty() else 30.0  # seconds; a log file should not fill with bars
-        self.bar = tqdm(total=total, initial=before, desc="answering", unit="line", disable=quiet, mininterval=interval)
+    def __init__(self, total: int | None, before: int, quiet: bool) -> None:
+        self.start, self.answered, self.failed, self.tokens = time.monotonic(), 0, 0, 0
+        self.bar = progress_bar(total=total, initial=before, desc="answering", unit="line", show=not quiet, mininterval=0.5)
 
     def count(self, line: Line, record: dict[str, Any]) -> None:
         if "error" in record:
-            self.refused += 1
-            tqdm.write(f"jengine: line {line.number}: {record['error']}", file=sys.stderr)
+            self.failed += 1
+            self.bar.write(f"jengine: line {line.number}: {record['error']}", file=sys.stderr)
         else:
             self.answered += 1
             self.tokens += sum(len(output["token_ids"]) for output in record["outputs"])
@@ -55,29 +54,39 @@ class _Tally:
         return self.tokens / max(time.monotonic() - self.start, 1e-9)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Answer every line of options.input that options.output has no answer to."""
+def run(options: argparse.Namespace) -> int:
+    """Answer every line of options.input that options.output has no answer to. Returns 1 if a line failed, now or before; else 0."""
     defaults, engine_options = sampling_fields(options), engine_fields(options)
     if options.input.exists() and options.output.exists() and options.input.samefile(options.output):
         raise InvalidArgument("output", str(options.output), "must be another file than --input")
+    if options.retry_errors and options.output == STDOUT:
+        raise InvalidArgument("retry_errors", True, "needs --output FILE, which holds the errors")
     total = count_lines(options.input)
-    with Answers(options.output) as answers:
+    with _output(options) as answers:
         open_lines = (line for line in read_lines(options.input, defaults) if line.key not in answers.done)
         first = next(open_lines, None)
         if first is None:
-            _say(options, f"all {total} lines have been answered before")
-            return
+            failed = f", {answers.failed} of them with an error: --retry-errors answers these again" if answers.failed else ""
+            _say(options, f"nothing to do: {counted(len(answers.done), 'line')} answered before{failed}")
+            return 1 if answers.failed else 0
         from jengine import AsyncLLM
 
         llm = AsyncLLM(options.model, progress=not options.quiet, **engine_options)
         tally = _Tally(total, len(answers.done), options.quiet)
         asyncio.run(_answer_all(llm, itertools.chain([first], open_lines), answers, tally))
         tally.bar.close()
-        refused = f", {tally.refused} cannot be" if tally.refused else ""
-        _say(options, f"{tally.answered} of {total} lines answered{refused}; {tally.tokens} tokens, {tally.rate:.0f} tokens/s")
+        if total is None:
+            total = len(answers.done) + tally.answered + tally.failed
+        failed = f", {tally.failed} failed" if tally.failed else ""
+        _say(options, f"{tally.answered} of {counted(total, 'line')} answered{failed}; {tally.tokens} tokens, {tally.rate:.0f} tokens/s")
+        return 1 if answers.failed or tally.failed else 0
 
 
-async def _answer_all(llm: AsyncLLM, lines: Iterable[Line], answers: Answers, tally: _Tally) -> None:
+def _output(options: argparse.Namespace) -> Output:
+    return Stdout() if options.output == STDOUT else Answers(options.output, retry_errors=options.retry_errors)
+
+
+async def _answer_all(llm: AsyncLLM, lines: Iterable[Line], answers: Output, tally: _Tally) -> None:
     """A bounded number at a time: twice what runs at once, so that there is always one waiting."""
     most = 2 * llm.backend.limits.max_num_seqs
     tasks: dict[asyncio.Task[dict[str, Any]], Line] = {}

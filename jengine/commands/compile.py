@@ -38,8 +38,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def add_target(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """--target and --tp."""
-    text = "the GPU: h200, h100, a100 or l4" + ("" if required else "; without it, the device at hand")
-    parser.add_argument("--target", metavar="NAME", required=required, help=f"{text} (needs the extra aot)")
+    text = "the GPU: h200, h100, a100 or l4" + ("" if required else " (needs the extra aot); without it, the device at hand")
+    parser.add_argument("--target", metavar="NAME", required=required, help=text)
     parser.add_argument(
         "--tp", dest="tensor_parallel_size", metavar="N", type=int, default=argparse.SUPPRESS, help="short for --tensor-parallel-size"
     )

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import re
+import sys
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -13,6 +14,10 @@ from jengine import EngineConfig, SamplingParams
 
 # Where commands differ from SamplingParams: long enough to read, varied enough not to loop.
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 256}
+
+METAVARS = {str: "TEXT", float: "NUMBER", int: "N"}
+
+LIBRARY_ONLY = re.compile("; None: [^;.]*")  # a flag cannot give None
 
 # --seed is a request's. The engine's, from which requests without one draw theirs, would change nothing more.
 ENGINE_SKIPS = ("model", "seed")
@@ -50,16 +55,19 @@ def add_fields(group: argparse._ArgumentGroup, of: type, skip: tuple[str, ...] =
     for field in dataclasses.fields(of):
         if field.name in skip:
             continue
-        text = helps[field.name]
+        text = _plain(helps[field.name], of)
         default = (defaults or {}).get(field.name, field.default)
+        flag = _flag(hints[field.name])
+        if flag.get("action") == "append":
+            text += " (repeatable)"
         if default not in (None, ()):
-            text += f" (default: {default})"
+            text += f" (default: {({True: 'on', False: 'off'}[default]) if isinstance(default, bool) else default})"
         group.add_argument(
             "--" + field.name.replace("_", "-"),
             dest=field.name,
             default=argparse.SUPPRESS,  # only what was given is passed on
             help=text.replace("%", "%%"),
-            **_flag(hints[field.name]),
+            **flag,
         )
 
 
@@ -74,7 +82,7 @@ def _flag(hint: Any) -> dict[str, Any]:
     kinds = [kind for kind in (get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)) if kind is not type(None)]
     listed = [get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)]
     if listed:
-        return {"action": "append", "type": listed[0], "metavar": "VALUE"}
+        return {"action": "append", "type": listed[0], "metavar": METAVARS[listed[0]]}
     if get_origin(kinds[0]) is dict or dataclasses.is_dataclass(kinds[0]):
         return {"type": _json_object, "metavar": "JSON"}
     if get_origin(kinds[0]) is Literal:
@@ -82,7 +90,7 @@ def _flag(hint: Any) -> dict[str, Any]:
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
     kind = next(kind for kind in (str, float, int) if kind in kinds)
-    return {"type": kind, "metavar": {str: "TEXT", float: "NUMBER", int: "N"}[kind]}
+    return {"type": kind, "metavar": METAVARS[kind]}
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -90,6 +98,12 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("must be a JSON object")
     return value
+
+
+def _plain(text: str, of: type) -> str:
+    """A field's help for users of the command: without clauses about None, and with the numbers that constants stand for."""
+    constants = vars(sys.modules[of.__module__])
+    return re.sub(r"\bMAX_\w+", lambda name: f"{constants[name[0]]:,}", LIBRARY_ONLY.sub("", text))
 
 
 def _field_helps(of: type) -> dict[str, str]:

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jengine import JengineError, RequestOutput, SamplingParams
+from jengine import InvalidArgument, JengineError, RequestOutput, SamplingParams
 from jengine.commands import batch
+from jengine.commands.batch_files import STDOUT
 from jengine.commands.flags import add_model, add_sampling_and_engine, engine_fields, sampling_fields
 from jengine.commands.follow import follows
 from jengine.commands.terminal import note, write
@@ -24,7 +25,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "generate",
         help="complete a prompt, streaming to the terminal; or a file of prompts",
         description="Complete a prompt, streaming the text to stdout as it comes; progress and statistics go to stderr.\n"
-        "With --input and --output, complete a file of prompts instead.",
+        "With --input, complete a file of prompts instead.",
         epilog=batch.FORMAT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -34,22 +35,30 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--no-stats", action="store_true", help="no closing line of statistics")
     parser.add_argument("--quiet", action="store_true", help="no statistics and no progress bars")
     files = parser.add_argument_group("a file of prompts")
-    files.add_argument("--input", type=Path, metavar="FILE", help="requests, one JSON object a line; sampling flags are their defaults")
-    files.add_argument("--output", type=Path, metavar="FILE", help="answers, appended as they come; those that it holds are not made again")
+    files.add_argument(
+        "--input", type=Path, metavar="FILE", help="requests, one JSON object a line; sampling flags are their defaults. - reads stdin"
+    )
+    files.add_argument(
+        "--output", type=Path, metavar="FILE", help="answers, appended as they come; lines that have one are skipped (default: stdout)"
+    )
+    files.add_argument("--retry-errors", action="store_true", help="answer lines again that failed in an earlier run")
     add_sampling_and_engine(parser)
     parser.set_defaults(run=_generate)
 
 
-def _generate(options: argparse.Namespace) -> None:
+def _generate(options: argparse.Namespace) -> int:
     if follows(options):
-        return
-    files = options.input is not None, options.output is not None
-    if files == (False, False) and options.prompt is not None:
-        _generate_one(options)
-    elif files == (True, True) and options.prompt is None:
-        batch.run(options)
-    else:
-        raise JengineError("give either a PROMPT (- reads it from stdin), or both --input and --output")
+        return 0
+    if (options.prompt is None) == (options.input is None):
+        raise JengineError("give either a PROMPT (- reads it from stdin) or --input FILE")
+    if options.input is not None:
+        options.output = options.output or STDOUT
+        return batch.run(options)
+    for name in ("output", "retry_errors"):
+        if getattr(options, name):
+            raise InvalidArgument(name, getattr(options, name), "needs --input FILE")
+    _generate_one(options)
+    return 0
 
 
 def _generate_one(options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -12,5 +13,9 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A line to stderr, dim where that is a terminal."""
-    print(f"\033[2m{text}\033[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    """A line to stderr, dim where that is a terminal that shows styles."""
+    print(f"\033[2m{text}\033[0m" if _styled() else text, file=sys.stderr, flush=True)
+
+
+def _styled() -> bool:
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -18,10 +18,10 @@ from jengine.errors import OutOfMemory
 from jengine.execution.kv_cache import page_bytes
 from jengine.execution.spec import ExecutionSpec
 from jengine.program_table import SamplerKey, TrunkKey
+from pallas_kernels.devices import skip_cuda_check
 from pallas_kernels.quantized import is_quantized
 
 CPU_DEFAULT = 1 << 30  # bytes
-GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver; the second under WSL
 PROGRAM_SHARE = 20  # one in this many bytes is left to programs: temporaries and code
 MARGIN_SHARE = 50  # one in this many, where temporaries are known: fragmentation
 PAGE_GRID = 64  # pages: a count rounded down to this is likelier to be the same at the next start
@@ -78,8 +78,7 @@ def claim_gpu_memory(share: float) -> None:
     """Let JAX reserve this share of a GPU's memory, if it has not started yet; else say that what it has is used."""
     if not xla_bridge.backends_are_initialized():
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(share))
-        if not any(os.path.exists(node) for node in GPU_NODES):
-            os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # with the extra aot, JAX would print that it misses cuDNN
+        skip_cuda_check()
     elif jax.default_backend() == "gpu" and os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") != str(share):
         warnings.warn(f"JAX has started already: gpu_memory_utilization={share} cannot change what it reserved", stacklevel=2)
 

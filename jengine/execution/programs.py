@@ -13,7 +13,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from tqdm import tqdm
 
 from jengine.execution.cache_folders import folder_name
 from jengine.execution.kernels import prepare
@@ -27,6 +26,7 @@ from jengine.execution.slots import SlotState
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
 from jengine.observe.compiles import retrieval_count
+from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import shard_mapped
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 
@@ -126,9 +126,9 @@ def compile_all(
     keys = sorted(keys, key=lambda key: -spec.table.tokens(key) if isinstance(key, TrunkKey) else 0)
     with ThreadPoolExecutor(threads, "compile") as pool:
         building = [pool.submit(build, key) for key in keys]
+        built = (done.result() for done in as_completed(building))
         try:
-            for done in tqdm(as_completed(building), "compiling", len(keys), unit="program", disable=not progress or not keys, leave=False):
-                yield done.result()
+            yield from progress_bar(built, desc="compiling", total=len(keys), unit="program", show=progress and bool(keys))
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jengine.execution.logits import count_chunks
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.worker import Call, Worker, encode
+from jengine.observe.progress import progress_bar
 from jengine.parallel.link import Link, SingleProcess
 from jengine.program_table import ScoreKey, TrunkKey
 from jengine.scheduling.step_plan import StepPlan, Tile
@@ -118,7 +118,7 @@ class Runner:
     def warm_up(self, *, progress: bool) -> None:
         """Run every program through the real call path with padding alone, and note what each trunk costs."""
         plans = self._padding_plans()
-        for plan in tqdm(plans, "warming up", unit="program", disable=not progress, leave=False):
+        for plan in progress_bar(plans, desc="warming up", unit="program", show=progress):
             self._run(plan)
             if str(plan.trunk) not in self.programs.costs:
                 self.programs.costs[str(plan.trunk)] = min(self._timed(plan) for _ in range(TIMED_RUNS))

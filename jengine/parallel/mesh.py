@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jengine.errors import InvalidArgument
 from jengine.parallel.collectives import AXIS
+from pallas_kernels.devices import visible_devices
 from pallas_kernels.quantized import Quantized, is_quantized
 
 RULES = {"kv_heads": AXIS, "heads": AXIS, "ffn": AXIS, "vocab": AXIS}  # other axes are replicated
@@ -22,7 +23,7 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
     Raises:
         InvalidArgument: there are fewer devices.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = visible_devices() if devices is None else devices
     if not 1 <= tensor_parallel_size <= len(devices):
         raise InvalidArgument("tensor_parallel_size", tensor_parallel_size, f"must be from 1 to {len(devices)}, the devices here")
     return jax.make_mesh((tensor_parallel_size,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size])

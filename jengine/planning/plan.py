@@ -6,17 +6,20 @@ import dataclasses
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
 
-from jengine.ahead_of_time import describe_for, largest, memory_limit
+from jengine.ahead_of_time import check_target, describe_for, describe_on, largest, memory_limit
 from jengine.config import EngineConfig
 from jengine.device_spec import DeviceSpec, device_spec
 from jengine.errors import OutOfMemory
-from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
+from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside, temporaries_bound
 from jengine.execution.programs import Key, compile_all, memory_of, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import QUANTIZATIONS
+from jengine.parallel.collectives import AXIS
 from jengine.planning.roofline import Bound, Formats, bound, decode, kv_token_bytes, prefill
-from jengine.program_table import TrunkKey
+from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 
 CONTEXTS = 1024, 8192  # tokens of a sequence, beside max_model_len
 BATCHES = 1, 8, 32, 128, 512  # sequences, up to max_num_seqs
@@ -49,7 +52,8 @@ class Plan:
     Attributes:
         pages: of the cache, the null page included; 0 where there is no room.
         total_programs: of the whole table.
-        compiled: what XLA says of the programs that the plan comes from, and the seconds that each took to compile.
+        programs: memory of those that take most, as XLA reports it if they were compiled, else an upper estimate.
+        seconds: that each took to compile; empty if none was.
     """
 
     spec: ExecutionSpec
@@ -58,7 +62,8 @@ class Plan:
     memory: DeviceMemory
     pages: int
     total_programs: int
-    compiled: dict[Key, tuple[ProgramMemory, float]]
+    programs: dict[Key, ProgramMemory]
+    seconds: dict[Key, float]
     decode: list[Rate]
     prefill: list[Rate]
 
@@ -71,20 +76,34 @@ class Plan:
         return max(self.pages - 1, 0) / -(-context // self.spec.page_size)
 
 
-def make_plan(config: EngineConfig, target: str, *, progress: bool = True) -> Plan:
-    """Compiles the programs that take most memory, and the decode steps of most and of fewest rows; the rest is arithmetic.
+@dataclass(frozen=True, slots=True)
+class TargetDevice:
+    """Stands in a mesh for a GPU that is not there: enough to describe programs for it, not to compile them."""
+
+    id: int
+    device_kind: str
+    compute_capability: str
+    platform: str = "gpu"
+    process_index: int = 0
+
+
+def make_plan(config: EngineConfig, target: str, *, exact: bool = False, progress: bool = True) -> Plan:
+    """Arithmetic from the model's configuration and the device's data sheet.
+
+    Args:
+        exact: compile the programs that take most memory, and the decode steps of most and of fewest rows, for what XLA says that their
+            temporaries take; this needs the extra aot.
 
     Raises:
         InvalidArgument: an option that this model or target cannot meet.
         ModelError: the model cannot be read, or is not supported.
     """
-    spec, device = describe_for(config, target), device_spec(target)
-    provisional = dataclasses.replace(spec, num_pages=2)  # what programs take does not depend on it
+    check_target(target)
+    device = device_spec(target)
+    spec = describe_for(config, target) if exact else describe_on(config, _mesh(device, config.tensor_parallel_size))
     table = spec.table
-    rows = {TrunkKey(rows, 0, table.page_buckets[-1]) for rows in (table.row_buckets[0], table.max_rows)}
-    built = compile_all(provisional, [*largest(spec), *sorted(rows)], threads=config.compile_threads, progress=progress)
-    compiled = {one.key: (memory_of(one.program), one.seconds) for one in built}
-    memory = DeviceMemory.of(memory_limit(config, spec, target), spec, [used for used, _ in compiled.values()])
+    programs, seconds = _compiled(config, spec, progress) if exact else (_estimated(spec), {})
+    memory = DeviceMemory.of(memory_limit(config, spec, target), spec, programs.values())
     try:
         pages = pages_beside(config, spec, memory)
     except OutOfMemory:
@@ -103,10 +122,30 @@ def make_plan(config: EngineConfig, target: str, *, progress: bool = True) -> Pl
         memory=memory,
         pages=pages,
         total_programs=len(program_keys(spec)),
-        compiled=compiled,
+        programs=programs,
+        seconds=seconds,
         decode=[Rate(n, c, bound(decode(model, formats, n, c), formats, device), n * c <= room) for n in batches for c in contexts],
         prefill=[Rate(n, c, bound(prefill(model, formats, n, c), formats, device)) for n in steps for c in contexts],
     )
+
+
+def _mesh(device: DeviceSpec, count: int) -> Mesh:
+    devices = np.array([TargetDevice(i, device.name, device.capability) for i in range(count)], object)
+    return Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> tuple[dict[Key, ProgramMemory], dict[Key, float]]:
+    provisional = dataclasses.replace(spec, num_pages=2)  # what programs take does not depend on it
+    table = spec.table
+    rows = {TrunkKey(rows, 0, table.page_buckets[-1]) for rows in (table.row_buckets[0], table.max_rows)}
+    built = [*compile_all(provisional, [*largest(spec), *sorted(rows)], threads=config.compile_threads, progress=progress)]
+    return {one.key: memory_of(one.program) for one in built}, {one.key: one.seconds for one in built}
+
+
+def _estimated(spec: ExecutionSpec) -> dict[Key, ProgramMemory]:
+    scorer = SamplerKey(spec.table.tile_size, "full")  # as many logits as a scorer, which makes a tile's at a time
+    bounds = {key: temporaries_bound(spec, scorer if isinstance(key, ScoreKey) else key) for key in largest(spec)}
+    return {key: ProgramMemory(0, 0, 0, bound) for key, bound in bounds.items()}
 
 
 def formats_of(spec: ExecutionSpec) -> Formats:

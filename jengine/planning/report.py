@@ -20,13 +20,14 @@ def report(name: str, plan: Plan) -> str:
     weights = spec.model.quantization or plan.formats.dtype
     dtypes = f"weights {weights}, activations {plan.formats.dtype}, cache {spec.cache_dtype}"
     head = f"{name} on {plan.formats.devices} x {device.name}: {dtypes}"
-    largest = max(plan.compiled, key=lambda key: plan.compiled[key][0].working)
+    largest = max(plan.programs, key=lambda key: plan.programs[key].working)
+    how = "results included" if plan.seconds else "at most: an estimate, which --exact replaces by the compiler's figure"
     cache = plan.pages * memory.page
     used = memory.weights + memory.state + memory.working + memory.margin + cache
     parts = [
         ("weights", memory.weights, ""),
         ("KV cache", cache, f"{plan.pages:,} pages of {spec.page_size} tokens, {memory.page:,} bytes each"),
-        ("temporaries", memory.working, f"of {largest}, results included"),
+        ("temporaries", memory.working, f"of {largest}, {how}"),
         ("slots and counts", memory.state, f"of {spec.max_slots} sequences"),
         ("margin", memory.margin, "fragmentation"),
         ("free", memory.limit - used, "" if used <= memory.limit else "negative: it does not fit"),
@@ -42,8 +43,9 @@ def report(name: str, plan: Plan) -> str:
         sections.append(_table("sequences that the cache holds", ("",), held))
     sections.append(_speeds("decode, sequences", "context", plan.decode))
     sections.append(_speeds("prefill, tokens a step", "prompts", plan.prefill))
-    rows = [(str(key), f"{seconds:.1f}", f"{used.temporaries:,}") for key, (used, seconds) in plan.compiled.items()]
-    sections.append(_table("compiled for this plan", ("seconds", "bytes of temporaries"), rows))
+    if plan.seconds:
+        rows = [(str(key), f"{plan.seconds[key]:.1f}", f"{used.temporaries:,}") for key, used in plan.programs.items()]
+        sections.append(_table("compiled for this plan", ("seconds", "bytes of temporaries"), rows))
     verdict = "It fits." if plan.fits else "It does not fit."
     links = f", {device.link / 1e9:.0f} GB/s to the other devices ({device.link_name})" if plan.formats.devices > 1 else ""
     rate = device.rates.get(plan.formats.product, device.rates[plan.formats.dtype])

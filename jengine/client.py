@@ -1,0 +1,7 @@
+"""Clients of `jengine serve`, blocking and asyncio: `from jengine.client import Client`."""
+
+from __future__ import annotations
+
+from serving.client import AsyncClient, Client, Retries, ServedOutput, ServerError, Usage
+
+__all__ = ["AsyncClient", "Client", "Retries", "ServedOutput", "ServerError", "Usage"]

@@ -1,0 +1,93 @@
+"""What users install: the sdist holds its sources alone, and the wheel made from it works on the newest Python, with the newest versions
+of what it depends on and nothing of the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PYTHONS = "3.14", "3.13", "3.12"  # in order of preference
+PACKAGES = "jengine", "pallas_kernels", "serving"
+TABLE = "--max-num-seqs=1", "--tile-size=16", "--max-num-batched-tokens=17", "--max-model-len=64"  # few programs to compile
+
+pytestmark = pytest.mark.timeout(1200)  # a first installation downloads some hundred megabytes
+
+
+def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command that sees nothing of this environment, of its constraints or of the checkout."""
+    hidden = ("PYTHON", "VIRTUAL_ENV", "JENGINE", "JAX", "XLA", "PIP_CONSTRAINT", "COVERAGE")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)} | variables
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder with a virtual environment of the newest Python at hand in `venv`."""
+    folder: Path = tmp_path_factory.mktemp("package")
+    found = subprocess.run([ROOT / "tools" / "find_python", *PYTHONS], capture_output=True, text=True)
+    run(found.stdout.strip() or sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    return folder
+
+
+def pip(home: Path, *arguments: str | Path) -> None:
+    run(home / "venv" / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments, cwd=home)
+
+
+@pytest.fixture(scope="module")
+def sdist(home: Path) -> Path:
+    pip(home, "install", "hatchling")
+    run(home / "venv" / "bin" / "python", "-m", "hatchling", "build", "--target=sdist", f"--directory={home}", cwd=ROOT)
+    [path] = home.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(home: Path, sdist: Path) -> Path:
+    """Made from the sdist, as installers do."""
+    pip(home, "wheel", "--no-deps", f"--wheel-dir={home}", sdist)
+    [path] = home.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def bin(home: Path, wheel: Path) -> Path:
+    """The folder of the installed commands."""
+    pip(home, "install", "--no-compile", wheel)
+    return home / "venv" / "bin"
+
+
+def test_the_sdist_holds_sources_alone(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tops = {name.partition("/")[0] for name in names}
+    assert tops == {*PACKAGES, "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    assert {"jengine/demo/model.safetensors", "serving/protos/jengine/v1/generate.proto", "pallas_kernels/targets/h200.txtpb"} <= names
+
+
+def test_the_wheel_is_typed_and_described(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        [info] = {name.partition("/")[0] for name in names if ".dist-info/" in name}
+        metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+    assert {name.partition("/")[0] for name in names} == {*PACKAGES, info}
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    classifiers = metadata.get_all("Classifier") or []
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.13"} <= set(classifiers)
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["Keywords"]
+
+
+def test_the_command_generates(bin: Path, home: Path) -> None:
+    done = run(bin / "jengine", "generate", "demo", "def f(", "--max-tokens=8", *TABLE, cwd=home, JENGINE_CACHE_DIR=str(home / "cache"))
+    assert done.stdout.strip()
+    [line] = done.stderr.splitlines()  # the statistics; no warning, no bar
+    assert line.startswith("8 tokens, ")
