@@ -185,12 +185,13 @@ class SharedEngine:
 
     def _step(self) -> None:
         """Step the engine, and pass on what comes of it."""
+        engine = self._engine
         updates: list[Update] = []
         failure: BaseException | None = None
         try:
             with self._step_lock:
-                if self._engine is not None:
-                    updates = self._engine.step()
+                if engine is not None:
+                    updates = engine.step()
         except BaseException as error:
             failure = error
         with self._change():

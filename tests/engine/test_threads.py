@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from jengine import LLM, EngineDead, InvalidArgument, JengineError, SamplingParams
+from jengine import LLM, AsyncLLM, EngineDead, EngineThread, InvalidArgument, SamplingParams
 from jengine.interrupts import uninterrupted
 from tests.engine.running import SMALL
 
@@ -258,24 +259,20 @@ def test_closing(text_model: Path) -> None:
     assert engine() is None
 
 
-def test_a_forked_process_cannot_use_it(llm: LLM) -> None:
-    """It says so instead of waiting for threads that are not there."""
-    stream = llm.stream("the", SamplingParams(max_tokens=5))
-    next(stream)
+def said_by_child(*uses: Callable[[], object]) -> tuple[int, list[str]]:
+    """The id of a forked process, and the errors that these give there."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python and JAX warn of forks beside threads
         child = os.fork()
     if child == 0:
         said = []
-        for use in (lambda: llm.generate("the", use_tqdm=False), lambda: next(stream), lambda: llm.close()):
+        for use in uses:
             try:
                 use()
                 said.append("nothing")
-            except JengineError as error:
-                said.append(str(error))
             except BaseException as error:
-                said.append(repr(error))
+                said.append(f"{type(error).__name__}: {error}")
         os.write(writer, "\n".join(said).encode())
         os._exit(0)
     os.close(writer)
@@ -287,8 +284,23 @@ def test_a_forked_process_cannot_use_it(llm: LLM) -> None:
         os.waitpid(child, 0)
     with open(reader) as pipe:
         said = pipe.read().split("\n")
-    stream.close()
     assert ended, "it hangs"
-    for text in said[:2]:
-        assert f"was loaded in process {os.getpid()} and cannot be used in process {child}, which was forked from it" in text
-    assert said[2:] == ["nothing"], "closing is for those that loaded it"
+    return child, said
+
+
+def test_a_forked_process_cannot_use_it(llm: LLM) -> None:
+    """It says so instead of waiting for threads that are not there."""
+    stream = llm.stream("the", SamplingParams(max_tokens=5))
+    next(stream)
+    child, said = said_by_child(lambda: llm.generate("the", use_tqdm=False), lambda: next(stream), llm.close)
+    stream.close()
+    why = f"JengineError: this model was loaded in process {os.getpid()} and cannot be used in process {child}, which was forked from it"
+    assert said[0].startswith(why) and said[1].startswith(why)
+    assert said[2] == "nothing", "closing is for those that loaded it"
+
+
+def test_nor_an_async_one(llm: LLM) -> None:
+    online = AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer)
+    _, said = said_by_child(lambda: asyncio.run(anext(online.generate("the"))))
+    asyncio.run(online.close())
+    assert said[0].startswith("JengineError: this model was loaded in process ")
