@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import itertools
 import math
+import os
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from jengine.chat import ChatOptions, Conversation, chat_prompt
 from jengine.config import EngineConfig
 from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.outputs import LiveOutputs
+from jengine.process import check_process
 from jengine.prompts import Prompt, make_requests
 from jengine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 from jengine.text.tokenizer import Tokenizer
@@ -55,19 +57,18 @@ class AsyncLLM:
         from jengine.start import start_engine  # an AsyncLLM over an engine elsewhere needs no jax
 
         engine, self.started = start_engine(EngineConfig.of(str(model), options), progress=progress)
-        tokenizer = Tokenizer.load(self.started.tokenizer_folder)
-        engine.add_eos_token(tokenizer.eos_token_id)
-        self._attach(EngineThread(engine), tokenizer)
+        self._attach(EngineThread(engine), self.started.require_tokenizer(), self.started.default_sampling_params)
 
     @classmethod
-    def over(cls, backend: Backend, tokenizer: Tokenizer) -> AsyncLLM:
-        """Around an engine that runs elsewhere."""
+    def over(cls, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams | None = None) -> AsyncLLM:
+        """Around an engine that runs elsewhere. Requests without sampling parameters get the default ones; None is SamplingParams()."""
         llm = cls.__new__(cls)
-        llm._attach(backend, tokenizer)
+        llm._attach(backend, tokenizer, SamplingParams() if default_sampling_params is None else default_sampling_params)
         return llm
 
-    def _attach(self, backend: Backend, tokenizer: Tokenizer) -> None:
-        self.backend, self.tokenizer = backend, tokenizer
+    def _attach(self, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams) -> None:
+        self.backend, self.tokenizer, self._default_params = backend, tokenizer, default_sampling_params
+        self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer)
         self._callers: dict[str, _Caller] = {}  # by request id
         self._ids = itertools.count()
@@ -81,6 +82,14 @@ class AsyncLLM:
     def load(self) -> Load:
         """How busy the engine is, as last heard of it."""
         return self.backend.load
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of requests that bring none: what the model's generation_config.json recommends, unless generation_config is "vllm"."""
+        return self._default_params
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.tokenizer
 
     # --- what users call, in the event loop ------------------------------------------------------
 
@@ -97,6 +106,7 @@ class AsyncLLM:
         """Complete one prompt. Leaving the iteration early aborts the request.
 
         Args:
+            sampling_params: None takes `get_default_sampling_params()`.
             request_id: for `abort`; must not be in use. None makes one.
             priority: lower runs first, under policy="priority".
             timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
@@ -193,6 +203,7 @@ class AsyncLLM:
         kind: OutputKind,
     ) -> _Caller:
         """Check everything, then queue."""
+        check_process(self._pid)
         if self._dead is not None:
             raise EngineDead(f"the engine has stopped: {self._dead!r}") from self._dead
         if self._closing:
@@ -201,8 +212,6 @@ class AsyncLLM:
             raise InvalidArgument("output_kind", kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
         if timeout is not None and not (type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0):
             raise InvalidArgument("timeout", timeout, "must be a finite number of seconds, at least 0")
-        if type(priority) is not int:
-            raise InvalidArgument("priority", priority, "must be a whole number")
         key = f"request-{next(self._ids)}"
         if request_id is None:
             request_id = key
@@ -211,7 +220,7 @@ class AsyncLLM:
         self._bind()
         if request_id in self._callers:
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
-        requests = make_requests(self.tokenizer, prompt, params, key, priority)
+        requests = make_requests(self.tokenizer, prompt, self._default_params if params is None else params, key, priority)
         for request in requests:
             self.backend.limits.validate(request)
         output = self._live.open(requests)

@@ -24,7 +24,7 @@ class ChatOptions(TypedDict, total=False):
         continue_final_message: the model goes on with the last message instead of answering it.
         tools: descriptions of tools, as JSON schemas, for templates that show them.
         chat_template: a Jinja template to take instead of the model's.
-        chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}.
+        chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}; those that it lacks are ignored.
     """
 
     add_generation_prompt: bool | None
@@ -84,7 +84,8 @@ def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conve
 
 
 def checked(messages: object) -> Conversation:
-    """A copy: plain JSON, each content one text, of several parts joined by line ends. Fields that are None are left out.
+    """A copy: plain JSON, each content one text, of several parts joined by line ends, arguments of tool calls parsed. Fields that
+    are None are left out.
 
     Raises:
         InvalidArgument: naming the message's field.
@@ -104,7 +105,22 @@ def _checked(where: str, message: object) -> Message:
         plain["content"] = _text(f"{where}.content", plain["content"])
     elif not (plain["role"] == "assistant" and plain.get("tool_calls")):
         raise InvalidArgument(f"{where}.content", None, "is missing; only an assistant's message with tool_calls needs none")
+    if plain["role"] == "assistant" and isinstance(plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(plain["tool_calls"])]
     return plain
+
+
+def _tool_call(where: str, call: Any) -> Any:
+    """With its arguments as JSON rather than text: that is what templates expect, and text is what clients get and send back."""
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        return call
+    arguments = call["function"].get("arguments")
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise InvalidArgument(f"{where}.function.arguments", arguments, "must be JSON") from None
+    return {**call, "function": {**call["function"], "arguments": arguments or {}}}
 
 
 def _text(where: str, content: object) -> str:

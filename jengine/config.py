@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jengine.errors import InvalidArgument
+from jengine.vllm_options import without_no_ops
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -128,6 +129,8 @@ class EngineConfig:
         model: `demo`, a folder in Hugging Face's layout, or a hub id.
         revision: branch, tag or commit of a model on the hub.
         tokenizer: another model to take the tokenizer from; by default the model's own.
+        generation_config: where sampling parameters come from for requests that bring none. auto: the model's
+            generation_config.json; vllm: SamplingParams' own defaults.
         dtype: number format of weights, activations and cache. auto: the checkpoint's where the device supports it, float16 on a GPU
             without bfloat16; on a CPU float32 instead of a narrower one unless that is measured to be faster.
         quantization: eight-bit weights, quantized on load, with a scale for each output channel. int8: weights alone; w8a8: activations
@@ -161,6 +164,7 @@ class EngineConfig:
     model: str = "demo"
     revision: str | None = None
     tokenizer: str | None = None
+    generation_config: Literal["auto", "vllm"] | None = "auto"
     dtype: Dtype = "auto"
     quantization: Quantization | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
@@ -186,11 +190,12 @@ class EngineConfig:
 
     @classmethod
     def of(cls, model: str, options: dict[str, Any]) -> EngineConfig:
-        """From keyword options.
+        """From keyword options. Those of vLLM that change nothing here are accepted, see vllm_options.
 
         Raises:
             InvalidArgument: an unknown option, or a value out of range.
         """
+        options = without_no_ops(options)
         known = [f.name for f in dataclasses.fields(cls)]
         for name, value in options.items():
             if name not in known:
@@ -220,6 +225,8 @@ class EngineConfig:
             raise InvalidArgument("quantization", self.quantization, f"must be None, {', '.join(get_args(Quantization))}")
         if self.kv_cache_dtype not in ("auto", "int8", "fp8"):
             raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, "must be auto, int8 or fp8")
+        if self.generation_config not in ("auto", "vllm", None):
+            raise InvalidArgument("generation_config", self.generation_config, "must be auto, vllm or None")
         if self.policy not in ("fcfs", "priority"):
             raise InvalidArgument("policy", self.policy, "must be fcfs or priority")
         if self.max_num_batched_tokens < self.max_num_seqs + self.tile_size:

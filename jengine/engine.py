@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +20,7 @@ from jengine.request import FinishReason, Request
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
+from jengine.seeds import prompt_seed
 from jengine.updates import Ended, Load, PromptScores, TokenLogprobs, TokenUpdate, Update
 
 
@@ -100,29 +100,17 @@ class Engine:
             compiles_since_start=self.compiles_since_start,
         )
 
-    def add_eos_token(self, token: int | None) -> None:
-        """End outputs at the tokenizer's end-of-sequence token as well, as vLLM does: a model's own configuration may lack it."""
-        known = self.model.eos_token_ids
-        if token is not None and token < self.model.vocab_size and token not in known:
-            self.model = replace(self.model, eos_token_ids=(token, *known))
-
-    def check(self, request: Request) -> None:
-        """Raises InvalidArgument for what can never be answered, or an id in use."""
-        self.limits.validate(request)
-        self.scheduler.check(request, self.model.eos_token_ids)
-
     def add(self, *requests: Request) -> list[Sequence]:
         """Queue a request, or all of a prompt's, which differ in their sample index and have one seed: where they bring none, they
-        draw one together.
+        draw one together. `limits` has let them pass: what takes requests validates them, once.
 
         Raises:
-            InvalidArgument: one of them can never be answered; says why. Nothing has been queued then.
+            InvalidArgument: an id is in use. Nothing has been queued then.
         """
         for request in requests:
-            self.check(request)
-        seed = requests[0].params.seed
-        if seed is None:
-            seed = self._seeds.getrandbits(64)
+            self.scheduler.check_id(request.request_id)
+        first = requests[0]
+        seed = self._seeds.getrandbits(64) if first.params.seed is None else prompt_seed(first.params.seed, first.prompt_token_ids)
         return [self.scheduler.add(request, seed=seed, eos_token_ids=self.model.eos_token_ids) for request in requests]
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:

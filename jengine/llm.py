@@ -11,17 +11,21 @@ from typing import Any, Unpack
 from jengine.chat import ChatOptions, Conversation, chat_prompt, conversations
 from jengine.config import EngineConfig
 from jengine.display import counted, table_html
-from jengine.errors import InvalidArgument
+from jengine.engine import Engine
+from jengine.errors import EngineDead, InvalidArgument
 from jengine.observe.progress import progress_bar
-from jengine.outputs import LiveOutputs
 from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
+from jengine.shared_engine import Call, SharedEngine
 from jengine.start import start_engine
 from jengine.text.tokenizer import Tokenizer
 
 
 class LLM:
     """A model, loaded and compiled, ready for prompts.
+
+    Any number of threads may call one LLM: their requests share batches, and each call returns when its own have ended. A
+    process that is forked later cannot use it.
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, or a hub id.
@@ -34,19 +38,17 @@ class LLM:
         OutOfMemory: the device is too small.
 
     Example:
-        >>> llm = LLM("demo")
-        >>> llm.generate("def fib(n):", SamplingParams(temperature=0.0))[0].outputs[0].text
+        >>> with LLM("demo") as llm:
+        ...     llm.generate("def fib(n):", SamplingParams(temperature=0.0))[0].outputs[0].text
     """
 
     def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
         config = EngineConfig.of(str(model), options)
         self.model = config.model
-        self.engine, self.started = start_engine(config, progress=progress)
-        started = time.perf_counter()
-        self.tokenizer = Tokenizer.load(self.started.tokenizer_folder)
-        self.engine.add_eos_token(self.tokenizer.eos_token_id)
-        self.started.seconds["tokenizer"] = time.perf_counter() - started
-        self._live = LiveOutputs(self.tokenizer)
+        engine, self.started = start_engine(config, progress=progress)
+        self.tokenizer = self.started.require_tokenizer()
+        self._shared = SharedEngine(engine, self.tokenizer)
+        self._default_params = self.started.default_sampling_params
         self._ids = itertools.count()
 
     def generate(
@@ -55,37 +57,43 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Complete every prompt; results in the order of the prompts.
 
         Args:
-            prompts: text, token ids, {"prompt_token_ids": ids}, or a list of such.
-            sampling_params: one for all prompts, or one each; None is SamplingParams().
+            prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of such.
+            sampling_params: one for all prompts, or one each; None is `get_default_sampling_params()`.
+            priority: one for all prompts, or one each; lower runs first, under policy="priority".
 
         Raises:
             InvalidArgument: a prompt or parameter that can never be answered. Nothing has been run then.
+            EngineDead: the LLM was closed, or a step has failed, perhaps in another thread.
         """
         each = listed(prompts)
-        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(each)
-        if len(params) != len(each):
-            raise InvalidArgument("sampling_params", len(params), f"must be one, or as many as prompts ({len(each)})")
-        work = [self._requests(prompt, p) for prompt, p in zip(each, params, strict=True)]
-        outputs = [self._submit(requests) for requests in work]
+        params = _one_each("sampling_params", sampling_params, len(each))
+        priorities = _one_each("priority", priority, len(each))
+        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, priorities, strict=True)]
+        call = Call()
         try:
+            self._shared.open(call, work)
             with progress_bar(total=len(work), desc="generating", unit="request", show=use_tqdm) as bar:
-                self._finish(outputs, bar)
+                self._finish(call, bar)
         finally:
-            self._abandon(outputs)
-        return outputs
+            self._shared.close(call)
+        return call.outputs
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
         """Complete one prompt, yielding the same output object, grown, after each step that gave it tokens.
 
-        Closing the iterator early aborts the request.
+        The object grows only while the next one is asked for. Closing the iterator early aborts the request.
 
         Raises:
             InvalidArgument: at the call, if the prompt or a parameter can never be answered.
+            EngineDead: as `generate`.
         """
+        if isinstance(prompt, list) and any(not isinstance(item, int) for item in prompt):
+            raise InvalidArgument("prompt", prompt, "must be one prompt: text or a list of token ids; generate takes several")
         return self._follow(self._requests(prompt, sampling_params))
 
     def chat(
@@ -94,13 +102,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer every conversation, by the model's chat template; results in the order of the conversations.
 
         Args:
             messages: dicts with "role" and "content", or a list of such conversations.
-            sampling_params: one for all, or one each; None is SamplingParams().
+            sampling_params, priority: as for `generate`.
             options: how a conversation becomes a prompt; see ChatOptions.
 
         Raises:
@@ -108,16 +117,42 @@ class LLM:
             ModelError: the model has no chat template.
         """
         prompts = [self.chat_prompt(conversation, **options) for conversation in conversations(messages)]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
         """What `chat` completes for one conversation; to be streamed, or counted. Raises as `chat`."""
         return chat_prompt(self.tokenizer, messages, **options)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of requests that bring none: what the model's generation_config.json recommends, unless generation_config is "vllm".
+
+        SamplingParams that are given apply as they are, without these.
+        """
+        return self._default_params
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.tokenizer
+
+    def close(self) -> None:
+        """Let go of weights and cache; calls in other threads end with EngineDead. May be called again."""
+        self._shared.quit()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine beneath, for tests and tools; only for one thread, while no call is running. Raises EngineDead after `close`."""
+        return self._shared.engine
+
     @property
     def max_model_len(self) -> int:
         """Tokens a sequence may have, prompt and output together."""
-        return self.engine.limits.sequence.max_model_len
+        return self._shared.limits.sequence.max_model_len
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -137,7 +172,10 @@ class LLM:
         return table_html(self._facts())
 
     def _facts(self) -> list[tuple[str, str]]:
-        scheduler, started = self.engine.scheduler, self.started
+        try:
+            scheduler, started = self.engine.scheduler, self.started
+        except EngineDead:
+            return [("model", self.model), ("state", "closed")]
         return [
             ("model", self.model),
             ("numbers", started.dtype),
@@ -147,62 +185,41 @@ class LLM:
             ("limits", f"{scheduler.max_num_seqs} sequences at once, {self.max_model_len} tokens each"),
         ]
 
-    def _requests(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
+    def _requests(self, prompt: Prompt, params: SamplingParams | None, priority: int = 0) -> list[Request]:
         """A prompt's requests, checked."""
-        requests = make_requests(self.tokenizer, prompt, params, str(next(self._ids)))
+        self._shared.check()
+        params = self._default_params if params is None else params
+        requests = make_requests(self.tokenizer, prompt, params, str(next(self._ids)), priority)
         for request in requests:
-            self.engine.check(request)
+            self._shared.limits.validate(request)
         return requests
 
-    def _submit(self, requests: list[Request]) -> RequestOutput:
-        self.engine.add(*requests)
-        return self._live.open(requests)
-
-    def _advance(self) -> list[RequestOutput]:
-        """One step of the engine. Returns the outputs that grew."""
-        grown = self._live.take(self.engine.step())
-        self._pass_on()
-        return grown
-
-    def _pass_on(self) -> None:
-        """Tell the engine what has ended."""
-        for ended in self._live.ended:
-            self.engine.end(*ended)
-        self._live.ended.clear()
-
-    def _finish(self, outputs: list[RequestOutput], bar: Any) -> None:
-        """Work until all of these have ended."""
-        mine = {output.request_id for output in outputs}
-        tokens, start = 0, time.perf_counter()
-        while mine:
-            for output in self._advance():
-                if output.finished and output.request_id in mine:
-                    mine.remove(output.request_id)
-                    tokens += _tokens(output)
-                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
-                    bar.update()
+    def _finish(self, call: Call, bar: Any) -> None:
+        """Work until all outputs have ended."""
+        left, tokens, start = len(call.outputs), 0, time.perf_counter()
+        while left:
+            for output in self._shared.take(call):
+                left -= 1
+                tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
+                bar.update()
 
     def _follow(self, requests: list[Request]) -> Generator[RequestOutput]:
-        """Yield a prompt's output whenever it has grown, whoever made it grow: other calls advance it too."""
-        output, seen, ended = self._submit(requests), 0, False
+        """Yield a prompt's output whenever it has grown: other calls advance it too."""
+        call, ended = Call(each_token=True), False
         try:
+            self._shared.open(call, [requests])
             while not ended:
-                if output.finished or _tokens(output) > seen:
-                    seen, ended = _tokens(output), output.finished
+                for output in self._shared.take(call):
+                    ended = output.finished
                     yield output
-                else:
-                    self._advance()
         finally:
-            self._abandon([output])
-
-    def _abandon(self, outputs: list[RequestOutput]) -> None:
-        """What nobody waits for any more is aborted, and what was dispatched for it is read."""
-        for output in outputs:
-            self._live.abort(output.request_id)
-        self._pass_on()
-        while self.engine.has_work and not self.engine.scheduler.has_work:
-            self._advance()
+            self._shared.close(call)
 
 
-def _tokens(output: RequestOutput) -> int:
-    return sum(len(completion.token_ids) for completion in output.outputs)
+def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
+    """One value for each prompt."""
+    values = given if isinstance(given, Sequence) else [given] * count
+    if len(values) != count:
+        raise InvalidArgument(name, len(values), f"must be one, or as many as prompts ({count})")
+    return values

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jengine.request import FinishReason, Request, RequestOutput
+from jengine.request import CompletionOutput, FinishReason, Request, RequestOutput
 from jengine.text.completion import CompletionBuilder
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Ended, PromptScores, TokenUpdate, Update
@@ -114,3 +114,22 @@ def _score(answer: _Answer, update: PromptScores) -> None:
     if update.position == len(output.prompt_logprobs):  # a preempted prompt is scored again
         entries = zip(update.tokens, update.logprobs, strict=True)
         output.prompt_logprobs += [builder.describe(token, *logprobs) for token, logprobs in entries]
+
+
+def blank_copy(output: RequestOutput) -> RequestOutput:
+    """A copy without what has been generated, to be brought up to date by `catch_up`."""
+    outputs = [CompletionOutput(index=completion.index) for completion in output.outputs]
+    return replace(output, outputs=outputs, metrics=replace(output.metrics))
+
+
+def catch_up(copy: RequestOutput, output: RequestOutput) -> None:
+    """Bring a copy of a growing output up to date; costs as much as is new."""
+    for mine, completion in zip(copy.outputs, output.outputs, strict=True):
+        mine.text = completion.text
+        mine.token_ids += completion.token_ids[len(mine.token_ids) :]
+        if completion.logprobs is not None:
+            mine.logprobs = [] if mine.logprobs is None else mine.logprobs
+            mine.logprobs += completion.logprobs[len(mine.logprobs) :]
+        mine.cumulative_logprob = completion.cumulative_logprob
+        mine.finish_reason, mine.stop_reason = completion.finish_reason, completion.stop_reason
+    copy.prompt_logprobs, copy.finished, copy.metrics = output.prompt_logprobs, output.finished, replace(output.metrics)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
-from typing import NotRequired, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from jengine.errors import InvalidArgument
 from jengine.request import Request, SamplingParams, TokenMask
 from jengine.text.tokenizer import Tokenizer
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
 
 
 class TokensPrompt(TypedDict):
@@ -19,7 +25,7 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-Prompt = str | list[int] | TokensPrompt
+Prompt = str | list[int] | TextPrompt | TokensPrompt
 
 
 def make_requests(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0) -> list[Request]:
@@ -31,17 +37,22 @@ def make_requests(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams |
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise InvalidArgument("sampling_params", params, "must be a SamplingParams")
-    text = None
-    if isinstance(prompt, str):
-        text, ids = prompt, tokenizer.encode(prompt) if prompt else []
-    elif isinstance(prompt, dict) and {"prompt_token_ids"} <= set(prompt) <= {"prompt_token_ids", "prompt"}:
-        text, ids = prompt.get("prompt"), prompt["prompt_token_ids"]
+    if type(priority) is not int:
+        raise InvalidArgument("priority", priority, "must be a whole number")
+    given: Any = prompt
+    if isinstance(given, str) or (isinstance(given, dict) and set(given) == {"prompt"}):
+        text = given if isinstance(given, str) else given["prompt"]
+        if not isinstance(text, str):
+            raise InvalidArgument("prompt", text, "must be text")
+        ids = tokenizer.encode(text) if text else []
+    elif isinstance(given, dict) and {"prompt_token_ids"} <= set(given) <= {"prompt_token_ids", "prompt"}:
+        text, ids = given.get("prompt"), given["prompt_token_ids"]
         if text is not None and not isinstance(text, str):
             raise InvalidArgument("prompt", text, "must be text, beside prompt_token_ids")
     else:
-        ids = prompt  # type: ignore[assignment]
+        text, ids = None, given
     if not isinstance(ids, list):
-        raise InvalidArgument("prompt", prompt, 'must be text, a list of token ids, or {"prompt_token_ids": [...]}')
+        raise InvalidArgument("prompt", prompt, 'must be text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}')
     if not ids:
         raise InvalidArgument("prompt", prompt, "must not be empty")
     ids, arrival = list(ids), time.monotonic()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jengine.display import answer_html, counted, short
@@ -18,6 +19,19 @@ MAX_SAMPLES = 64
 MAX_LOGIT_BIAS = 300
 FLOAT32_MAX = 3.4e38
 FinishReason = Literal["stop", "length", "abort", "error"]
+INSTEAD = {  # of parameters that users of other engines and older versions of vLLM know
+    "best_of": "vLLM has removed it; n gives several completions",
+    "guided_decoding": "structured_outputs does this",
+    "guided_grammar": 'structured_outputs={"grammar": ...} does this',
+    "guided_json": 'structured_outputs={"json": ...} does this',
+    "guided_regex": 'structured_outputs={"regex": ...} does this',
+    "logits_processors": "logit_bias, allowed_token_ids, bad_words and structured_outputs are what changes logits",
+    "max_completion_tokens": "max_tokens does this",
+    "max_new_tokens": "max_tokens does this",
+    "response_format": "structured_outputs does this",
+    "truncate_prompt_tokens": "pass prompt_token_ids, cut to what you want",
+    "use_beam_search": "there is no beam search",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +66,14 @@ class SamplingParams:
     """How a request's tokens are chosen and when it ends. Names and meanings follow vLLM.
 
     Args:
-        n: completions of the prompt, at most MAX_SAMPLES, each sampled independently; must be 1 where temperature is 0. Each
+        n: completions of the prompt, at most MAX_SAMPLES, each sampled independently; must be 1 where temperature is 0, as in vLLM. Each
             computes the whole prompt and takes a slot and cache pages like a separate request.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the likeliest tokens until their mass reaches this; in (0, 1].
         min_p: drop tokens less likely than this times the likeliest; in [0, 1].
-        seed: 64-bit; the same seed gives the same tokens, independent of batch composition. By default random.
+        seed: 64-bit; the same seed gives a prompt the same tokens, independent of batch composition, and another prompt other
+            random numbers. By default random.
         max_tokens: tokens generated at most; None: up to the model's length.
         min_tokens: fewest tokens to generate: no end-of-sequence and no stop token comes before.
         ignore_eos: go on after the model's end-of-sequence token.
@@ -106,6 +121,14 @@ class SamplingParams:
     detokenize: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+    if not TYPE_CHECKING:  # type checkers know the fields
+
+        def __new__(cls, *_: object, **fields: object) -> SamplingParams:
+            for name in fields:
+                if name not in cls.__dataclass_fields__:
+                    raise InvalidArgument(name, fields[name], f"there is no such sampling parameter{_hint(name, cls)}")
+            return object.__new__(cls)
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -168,6 +191,13 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise InvalidArgument("bad_words", text, "each must be a string of at least one character")
 
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A copy with these fields changed; raises as the constructor."""
+        for name, value in changes.items():
+            if name not in type(self).__dataclass_fields__:
+                raise InvalidArgument(name, value, f"there is no such sampling parameter{_hint(name, type(self))}")
+        return replace(self, **changes)
+
     @property
     def penalizes(self) -> bool:
         """Whether tokens must be counted."""
@@ -181,6 +211,14 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _hint(name: str, of: type[SamplingParams]) -> str:
+    """What to use instead of a parameter that does not exist."""
+    if name in INSTEAD:
+        return f": {INSTEAD[name]}"
+    similar = difflib.get_close_matches(name, of.__dataclass_fields__, n=1)
+    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 def _structured(fields: dict[str, Any]) -> StructuredOutputs:

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jengine.checkpoints import load, read_config, resolve
-from jengine.config import EngineConfig
+from jengine.checkpoints import load, read_config, read_sampling_defaults, resolve
+from jengine.config import EngineConfig, ModelConfig
 from jengine.engine import Engine
 from jengine.errors import InvalidArgument
 from jengine.execution.cache_folders import cache_limit, cache_root, saved_page_counts
@@ -28,9 +28,11 @@ from jengine.observe.compiles import compile_count
 from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
 from jengine.parallel.mesh import make_mesh
 from jengine.precision import choose_dtype
+from jengine.request import SamplingParams
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.scheduler import Scheduler
 from jengine.shapes import describe
+from jengine.text.tokenizer import Tokenizer, holds_tokenizer
 
 
 @dataclass(slots=True)
@@ -40,6 +42,8 @@ class Started:
     Attributes:
         folder: the model's.
         tokenizer_folder: where its tokenizer is.
+        tokenizer: None where that folder has none.
+        default_sampling_params: of requests that bring none.
         dtype: of weights, activations and cache, where they are not quantized.
         devices: how many of which kind.
         seconds: by part, in order.
@@ -47,15 +51,21 @@ class Started:
 
     folder: Path
     tokenizer_folder: Path
+    tokenizer: Tokenizer | None = None
+    default_sampling_params: SamplingParams = field(default_factory=SamplingParams)
     dtype: str = ""
     devices: str = ""
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def require_tokenizer(self) -> Tokenizer:
+        """Raises ModelError where there is none."""
+        return Tokenizer.load(self.tokenizer_folder) if self.tokenizer is None else self.tokenizer
+
 
 def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine, Started]:
-    """Everything that comes before the first request.
+    """Everything that comes before the first request. The engine ends outputs at the tokenizer's end-of-sequence token as well.
 
     Raises:
         InvalidArgument: an option that this model or device cannot meet.
@@ -86,7 +96,16 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         policy=config.policy,
         costs=StepCosts(runner.trunk_costs()),
     )
-    return Engine(spec.model.config, runner, scheduler, overlap=config.overlap, seed=config.seed), started
+    model = _with_eos_token(spec.model.config, started.tokenizer)
+    return Engine(model, runner, scheduler, overlap=config.overlap, seed=config.seed), started
+
+
+def _with_eos_token(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """With the tokenizer's end-of-sequence token, as in vLLM: a model's own configuration may lack it."""
+    token, known = None if tokenizer is None else tokenizer.eos_token_id, model.eos_token_ids
+    if token is None or token >= model.vocab_size or token in known:
+        return model
+    return dataclasses.replace(model, eos_token_ids=(token, *known))
 
 
 def follow(config: EngineConfig, *, progress: bool = True) -> None:
@@ -135,6 +154,8 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     given = None if config.programs is None else PrebuiltPrograms(Path(config.programs))
     config = config if given is None else given.complete(config)
     model = read_config(started.folder)
+    if config.generation_config == "auto":
+        started.default_sampling_params = read_sampling_defaults(started.folder)
     claim_gpu_memory(config.gpu_memory_utilization)
     mesh = make_mesh(config.tensor_parallel_size)
     started.devices = f"{mesh.devices.size} {mesh.devices.flat[0].device_kind}"
@@ -148,6 +169,9 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     if given is not None:
         given.check(_with_pages(config, shapes, root, link).identity())  # before the weights are read, which may take minutes
     lap("configuration")
+    if config.process_id == 0 and holds_tokenizer(started.tokenizer_folder):
+        started.tokenizer = Tokenizer.load(started.tokenizer_folder)  # before the weights: what is wrong shows early
+    lap("tokenizer")
     params = load(started.folder, shapes.model, mesh, progress=progress)
     lap("weights")
     spec = _with_pages(config, shapes, root, link)

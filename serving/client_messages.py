@@ -89,7 +89,10 @@ def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](request: R, call: Call, 
     params = call.params
     if params is not None and sampling_fields:
         raise InvalidArgument("sampling_params", params, f"excludes its fields as keywords: {', '.join(sampling_fields)}")
-    request.sampling_params.CopyFrom(from_params(SamplingParams(**sampling_fields) if params is None else params))
+    if params is None:  # what is not given is as the server's model has it
+        request.sampling_params.CopyFrom(from_params(SamplingParams(**sampling_fields), sampling_fields))
+    else:
+        request.sampling_params.CopyFrom(from_params(params))
     for name, value in (("request_id", call.request_id), ("priority", call.priority), ("timeout_seconds", call.timeout)):
         if value is not None:
             with sending(name, value):

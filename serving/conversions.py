@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from jengine import CompletionOutput, InvalidArgument, Logprob, RequestOutput, SamplingParams, StructuredOutputs
@@ -23,8 +23,8 @@ DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.field
 # --- sampling parameters --------------------------------------------------------------------------
 
 
-def to_params(proto: pb.SamplingParams) -> SamplingParams:
-    """What is set, the rest by default: an unset field is not a zero.
+def to_params(proto: pb.SamplingParams, default: SamplingParams | None = None) -> SamplingParams:
+    """What is set, the rest as in `default`, or else as in SamplingParams(): an unset field is not a zero.
 
     Raises:
         InvalidArgument: naming the field.
@@ -41,19 +41,20 @@ def to_params(proto: pb.SamplingParams) -> SamplingParams:
         elif not isinstance(value, int | float):
             value = list(value)
         given[name] = value
-    return SamplingParams(**given)
+    return SamplingParams(**given) if default is None else default.clone(**given)
 
 
-def from_params(params: SamplingParams) -> pb.SamplingParams:
-    """The fields that differ from the defaults.
+def from_params(params: SamplingParams, fields: Collection[str] | None = None) -> pb.SamplingParams:
+    """All fields, or those named: the server's model may have other defaults. Left unset are empty lists and None, which no model's
+    defaults replace, and which the protocol has no other form for.
 
     Raises:
         InvalidArgument: a value that its field cannot hold.
     """
     proto = pb.SamplingParams()
-    for name, default in DEFAULTS.items():
+    for name in DEFAULTS if fields is None else fields:
         value = getattr(params, name)
-        if value == default:
+        if value == () or (value is None and name != "max_tokens"):
             continue
         try:
             if name == "structured_outputs":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jengine import EngineConfig, Steps, Tokenizer
-from serving.tokenizers import load_tokenizer
+from jengine import EngineConfig, SamplingParams, Steps, Tokenizer
+from serving.tokenizers import load_tokenizer, prepared
 from serving.wire import EngineInfo
 
 
@@ -28,8 +29,7 @@ def model_engine(**options: Any) -> Made:
 
     config = EngineConfig(**options)
     engine, started = start_engine(config)
-    tokenizer = load_tokenizer(started.tokenizer_folder)
-    engine.add_eos_token(tokenizer.eos_token_id)
+    tokenizer = prepared(started.require_tokenizer())
     info = EngineInfo(
         tokenizer_folder=str(started.tokenizer_folder),
         dtype=started.dtype,
@@ -39,8 +39,15 @@ def model_engine(**options: Any) -> Made:
         programs_compiled=started.programs_compiled,
         programs_loaded=started.programs_loaded,
         seconds=started.seconds,
+        sampling_defaults=_changed(started.default_sampling_params),
     )
     return Made(engine, tokenizer, info)
+
+
+def _changed(params: SamplingParams) -> dict[str, Any]:
+    """The fields that differ from SamplingParams' own defaults."""
+    plain = dataclasses.asdict(SamplingParams())
+    return {name: value for name, value in dataclasses.asdict(params).items() if value != plain[name]}
 
 
 def mock_engine(tokenizer_folder: str | None = None, **options: Any) -> Made:

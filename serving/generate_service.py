@@ -70,9 +70,10 @@ class GenerateService(GenerateServiceServicer):
     def _let_in(self, request: Prompted, context: grpc.aio.ServicerContext) -> tuple[AsyncLLM, SamplingParams]:
         self._admission.stream(context)
         check_model(request.model, self._models)
-        params = conversions.to_params(request.sampling_params)
+        llm = self._models.llm
+        params = conversions.to_params(request.sampling_params, llm.get_default_sampling_params())
         check_texts(params)
-        return self._models.llm, params
+        return llm, params
 
     async def _submit(self, llm: AsyncLLM, request: Prompted, params: SamplingParams, request_id: str, kind: str) -> Outputs:
         """What is wrong with the request shows here, or when outputs are first asked for."""

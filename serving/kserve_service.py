@@ -124,7 +124,7 @@ class KserveService(GRPCInferenceServiceServicer):
     def _read(self, request: pb.ModelInferRequest) -> Asked:
         checked(request)
         self._check_model(request.model_name, request.model_version)
-        asked = read_request(request)
+        asked = read_request(request, self._models.llm.get_default_sampling_params())
         check_texts(asked.params)
         return asked
 

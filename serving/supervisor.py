@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from jengine import AsyncLLM, EngineDead, Tokenizer
+from jengine import AsyncLLM, EngineDead, SamplingParams, Tokenizer
 from serving.engine_process import EngineProcess
 from serving.model_provider import ModelInfo
 from serving.tokenizers import load_tokenizer
@@ -165,7 +165,7 @@ class Supervisor:
             mesh=info.mesh,
             has_chat_template=bool(self._tokenizer.chat_templates),
         )
-        return AsyncLLM.over(engine, self._tokenizer)
+        return AsyncLLM.over(engine, self._tokenizer, SamplingParams(**info.sampling_defaults))
 
     def _set(self, serving: bool) -> None:
         if serving != self._serving:

@@ -43,8 +43,9 @@ class Asked(NamedTuple):
     timeout: float | None  # seconds
 
 
-def read_request(request: pb.ModelInferRequest) -> Asked:
+def read_request(request: pb.ModelInferRequest, default: SamplingParams | None = None) -> Asked:
     """Sampling parameters are request parameters or input tensors of their names, or sampling_parameters: a JSON object of them.
+    The others are as in `default`, or else as in SamplingParams().
 
     Raises:
         InvalidArgument: naming the parameter or tensor.
@@ -67,16 +68,17 @@ def read_request(request: pb.ModelInferRequest) -> Asked:
     if not isinstance(text, str):
         raise InvalidArgument("text_input", text, "must be given, as a BYTES tensor of one element")
     priority, timeout = given.pop("priority", 0), given.pop("timeout", None)
-    return Asked(text, _params(given), priority, None if timeout is None else _seconds(timeout))
+    params = _params(given, SamplingParams() if default is None else default)
+    return Asked(text, params, priority, None if timeout is None else _seconds(timeout))
 
 
-def _params(given: dict[str, Any]) -> SamplingParams:
+def _params(given: dict[str, Any], default: SamplingParams) -> SamplingParams:
     if "sampling_parameters" in given:
         given |= _json_object("sampling_parameters", given.pop("sampling_parameters"), given)
     for name, value in given.items():
         if name not in DEFAULTS:
             raise InvalidArgument(name, value, "there is no such input or parameter")
-    params = SamplingParams(**given)
+    params = default.clone(**given)
     from_params(params)  # JSON knows numbers and texts that no proto, and no engine, can hold
     return params
 

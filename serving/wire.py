@@ -97,6 +97,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = {}
+    sampling_defaults: dict[str, Any] = {}  # of requests that leave them unset, where they are not SamplingParams' own
 
 
 class Ready(Message):

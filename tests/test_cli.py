@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import json
 import os
@@ -102,7 +103,7 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
         "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
         "num_pages": 12, "policy": "priority", "overlap": False, "cache_dir": "somewhere", "cache_max_size": "2GiB", "compile_threads": 3,
         "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 0,  # with 1 it would follow
-        "programs": "compiled", "quantization": "w8a8", "kv_cache_dtype": "int8",
+        "generation_config": "vllm", "programs": "compiled", "quantization": "w8a8", "kv_cache_dtype": "int8",
     }  # fmt: skip
     sampling = {field.name for field in dataclasses.fields(SamplingParams)}
     engine = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "seed"}
@@ -199,6 +200,19 @@ def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run([sys.executable, "-c", STAND_IN], stdout=full, stderr=subprocess.PIPE, timeout=60)
     assert (done.returncode, done.stderr) == (2, b"jengine: error: No space left on device\n")
+
+
+def test_flags_whatever_python_does_to_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.13 takes their indentation, -OO all of them."""
+    for of in (SamplingParams, EngineConfig):
+        helps = flags._field_helps(of)
+        monkeypatch.setattr(of, "__doc__", inspect.cleandoc(of.__doc__ or ""))
+        assert flags._field_helps(of) == helps
+        monkeypatch.setattr(of, "__doc__", None)
+        assert flags._field_helps(of) == {}
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["generate", "--help"])
+    assert exit_.value.code == 0
 
 
 def test_every_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,16 @@ from typing import Any
 from jengine.checkpoints import converted
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import ModelConfig
-from jengine.errors import ModelError
+from jengine.errors import InvalidArgument, ModelError
+from jengine.request import SamplingParams
 
 DEMO = Path(__file__).parent.parent / "demo"
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # weights, configuration, tokenizer
+SAMPLING_DEFAULTS = {  # by their names in generation_config.json; those that vLLM applies
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+TEMPLATES = "additional_chat_templates/*.jinja"
 CONFIG_FILES = ["config.json", "generation_config.json", converted.MARK]  # without weights
 
 
@@ -38,8 +44,14 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
 def _download(model: str, revision: str | None, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and needed for hub ids only
 
+    def fetch(files: list[str], *ignored: str) -> Path:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=[*ignored, "consolidated*"]))
+
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=["*/*", "consolidated*"]))
+        folder = fetch(files, "*/*")
+        if files is HUB_FILES:
+            fetch([TEMPLATES])  # patterns cannot except one folder
+        return folder
     except Exception as error:  # the network's and the hub's failures share no base class
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"there is no such folder, and the hub gave no model: {cause}", file=model) from error
@@ -65,6 +77,21 @@ def read_config(path: Path) -> ModelConfig:
     if not all(type(i) is int and i >= 0 for i in ids):
         raise ModelError(f"eos_token_id={eos!r} is neither a token id nor a list of them", file=generation)
     return dataclasses.replace(config, eos_token_ids=tuple(ids))
+
+
+def read_sampling_defaults(path: Path) -> SamplingParams:
+    """The sampling parameters that a model's generation_config.json recommends, the others by default.
+
+    Raises:
+        ModelError: the file is unreadable, or a value is out of range.
+    """
+    file = path / "generation_config.json"
+    fields = read_json(file) if file.exists() else {}
+    given = {ours: fields[theirs] for theirs, ours in SAMPLING_DEFAULTS.items() if fields.get(theirs) is not None}
+    try:
+        return SamplingParams(**given)
+    except InvalidArgument as wrong:
+        raise ModelError(str(wrong), file=file) from None
 
 
 def read_json(file: Path) -> dict[str, Any]:

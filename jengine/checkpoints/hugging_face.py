@@ -15,13 +15,17 @@ UNLESS_READ: dict[str, object] = {  # the value that asks for nothing, as null d
     "_remove_final_layer_norm": False,
     "add_cross_attention": False,
     "attention_bias": False,
+    "attention_multiplier": None,
     "attn_logit_softcapping": None,
+    "embedding_multiplier": 1.0,
     "final_logit_softcapping": None,
     "layer_norm_elementwise_affine": True,
-    "layer_types": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
+    "residual_multiplier": 1.0,
     "scale_attn_by_inverse_layer_idx": False,
     "sliding_window": None,
     "use_bidirectional_attention": False,
@@ -42,6 +46,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # what transformers takes for absent fi
     "mixtral": {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "opt": {"tie_word_embeddings": True},
     "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+}
+ROPE_OPTIONS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+ROPE_FIELDS = {  # what else a stretched rope may have: read below, or without effect on what is computed
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    *("short_factor", "long_factor", "finetuned"),
 }
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 AT_LEAST_ONE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position")
@@ -88,6 +97,8 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
     except ModelError as refused:
         raise ModelError(refused.reason, file=file) from None
     _check(config, file)
+    if "layer_types" not in hf.seen and hf.get("layer_types") not in (None, _layer_types(config)):
+        raise ModelError(f"layer_types is not supported, unless it says what {family} does: {_layer_types(config)}", file=file)
     for name, neutral in UNLESS_READ.items():
         if name not in hf.seen and hf.get(name) not in (None, neutral):
             raise ModelError(f"{name} is not supported", file=file)
@@ -113,6 +124,11 @@ def _check(config: ModelConfig, file: object) -> None:
         raise ModelError(f"layer_types has {len(config.windows)} layers, num_hidden_layers is {config.num_layers}", file=file)
     if config.expert_layers and not 1 <= config.experts_per_token <= config.num_experts:
         raise ModelError(f"num_experts_per_tok={config.experts_per_token} must be from 1 to {config.num_experts}, the experts", file=file)
+
+
+def _layer_types(config: ModelConfig) -> list[str]:
+    """As config.json would have them."""
+    return ["full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.num_layers)]
 
 
 # What families share.
@@ -148,8 +164,10 @@ def _rope(hf: Content, rope: dict[str, Any]) -> dict[str, Any]:
         raise ModelError(f"rope scaling {kind!r} is not supported; {', '.join(ROPE_KINDS)} are")
     longest = int(hf.get("max_position_embeddings", 2048))
     original = int(hf.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or longest)
-    optional = {"low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
-    given = {name: rope[name] for name in optional if rope.get(name) is not None}
+    given = {name: rope[name] for name in ROPE_OPTIONS if rope.get(name) is not None}
+    for name, value in rope.items():
+        if value is not None and name not in ROPE_FIELDS and name not in ROPE_OPTIONS:
+            raise ModelError(f"rope scaling has {name}={value!r}, which is not supported")
     if kind == "longrope":
         given |= {name: tuple(float(x) for x in rope[name]) for name in ("short_factor", "long_factor")}
         rope = {"factor": longest / original, **rope}

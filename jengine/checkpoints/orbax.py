@@ -36,6 +36,7 @@ def save(folder: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
     """
     from orbax.checkpoint import v1 as ocp  # slow to import
 
+    folder = folder.absolute()  # as Orbax wants it
     context = ocp.Context()
     context.array.saving.use_compression = False
     context.memory.deepcopy_host_arrays = False
@@ -60,6 +61,7 @@ def restore(folder: Path, stored: Any, finish: Callable[[str, jax.Array], Any], 
     """
     from orbax.checkpoint import v1 as ocp
 
+    folder = folder.absolute()
     if not folder.is_dir():
         raise ModelError("is missing", file=folder)
     wanted = by_name(stored)

@@ -28,15 +28,15 @@ class Tensor(NamedTuple):
     array: np.ndarray
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by name, from one file or from the files that an index names.
+def read_tensors(folder: Path, skipped: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by name, from one file or from the files that an index names; none with these endings.
 
     Raises:
         ModelError: a file is missing, truncated or corrupt.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
-        return _read_file(single)
+        return _read_file(single, skipped)
     if not index.exists():
         raise ModelError("has neither model.safetensors nor model.safetensors.index.json; other formats are not read", file=folder)
     places = read_json(index).get("weight_map")
@@ -44,14 +44,16 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         raise ModelError("weight_map is missing or does not map tensors to files", file=index)
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(places.values())):
-        tensors |= _read_file(folder / name)
+        tensors |= _read_file(folder / name, skipped)
     for tensor, name in places.items():
+        if tensor.endswith(skipped):
+            continue
         if tensor not in tensors or tensors[tensor].file.name != name:
             raise ModelError(f"is missing, though {index.name} places it here", file=folder / name, tensor=tensor)
     return tensors
 
 
-def _read_file(file: Path) -> dict[str, Tensor]:
+def _read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
     try:
         data = np.memmap(file, np.uint8, mode="r")
     except FileNotFoundError:
@@ -65,7 +67,7 @@ def _read_file(file: Path) -> dict[str, Tensor]:
         raise ModelError(f"is truncated: the header needs {8 + length} bytes, the file has {data.size}", file=file)
     try:
         header = json.loads(data[8 : 8 + length].tobytes())
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__" and not name.endswith(skipped)}
     except (ValueError, AttributeError):
         raise ModelError("the header is corrupt: it must be a JSON object", file=file) from None
     body = data[8 + length :]

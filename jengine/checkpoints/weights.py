@@ -24,7 +24,8 @@ from pallas_kernels.quantized import Quantized, is_quantized
 
 ALIGNMENT = 64  # bytes; what a CPU device asks of memory that it takes over without a copy
 OUTPUT_HEAD = "lm_head.weight"
-CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # stored by older checkpoints: frequencies, and GPT-2's masks
+# Stored by older checkpoints, perhaps in dtypes that weights do not have: frequencies, and GPT-2's masks.
+CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
@@ -100,7 +101,7 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
     Raises:
         ModelError: as load does.
     """
-    tensors = _named(read_tensors(path), model.prefix)
+    tensors = _named(read_tensors(path, skipped=CONSTANTS), model.prefix)
     pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
     _check(path, tensors, pieces, model.config.tie_embeddings)
     return tensors
@@ -148,5 +149,4 @@ def _check(path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bo
             raise ModelError(f"has shape {list(array.shape)}; the configuration asks for {list(piece.shape)}", file=file, tensor=piece.name)
     harmless = {OUTPUT_HEAD} if tied else set()
     for name in sorted(tensors.keys() - {piece.name for piece in wanted} - harmless):
-        if not name.endswith(CONSTANTS):
-            raise ModelError("is not part of this model", file=tensors[name].file, tensor=name)
+        raise ModelError("is not part of this model", file=tensors[name].file, tensor=name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import re
 import sys
@@ -55,7 +56,7 @@ def add_fields(group: argparse._ArgumentGroup, of: type, skip: tuple[str, ...] =
     for field in dataclasses.fields(of):
         if field.name in skip:
             continue
-        text = _plain(helps[field.name], of)
+        text = _plain(helps.get(field.name, ""), of)
         default = (defaults or {}).get(field.name, field.default)
         flag = _flag(hints[field.name])
         if flag.get("action") == "append":
@@ -107,7 +108,8 @@ def _plain(text: str, of: type) -> str:
 
 
 def _field_helps(of: type) -> dict[str, str]:
-    """The Args section of a docstring: name to text, on one line."""
-    section = re.search(r"\n    Args:\n(.*?)(?:\n\n|\Z)", of.__doc__ or "", re.DOTALL)
-    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12,}.*)*)", section[1] if section else "", re.MULTILINE)
+    """The Args section of a docstring: name to text, on one line. Empty under -OO, where there are no docstrings."""
+    text = inspect.cleandoc(of.__doc__ or "")  # Python 3.13 takes indentation from docstrings
+    section = re.search(r"\nArgs:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL)
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8,}.*)*)", section[1] if section else "", re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

@@ -72,23 +72,19 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self._live)
 
-    def check(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
-        """Refuses what can never be answered.
-
-        Raises:
-            InvalidArgument: the id is in use, or as SequenceLimits.check.
-        """
-        if request.request_id in self._live:
-            raise InvalidArgument("request_id", request.request_id, "a request with this id is not finished yet")
-        self.sequence.validate(request, eos_token_ids)
+    def check_id(self, request_id: str) -> None:
+        """Raises InvalidArgument where an unfinished request has this id."""
+        if request_id in self._live:
+            raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
 
     def add(self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...]) -> Sequence:
-        """Queues a request. max_tokens beyond max_model_len is cut to what fits, as vLLM does.
+        """Queues a request, which SequenceLimits.validate has let pass. max_tokens beyond max_model_len is cut to what fits, as
+        vLLM does.
 
         Raises:
-            InvalidArgument: as `check`; nothing has been queued then.
+            InvalidArgument: as `check_id`; nothing has been queued then.
         """
-        self.check(request, eos_token_ids)
+        self.check_id(request.request_id)
         params = request.params
         suppressed = tuple(dict.fromkeys((*params.stop_token_ids, *eos_token_ids)))
         sequence = Sequence(

@@ -62,16 +62,14 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of an answer.
             continue_final_message: end inside the last message.
             tools: descriptions of tools, as JSON schemas.
-            variables: others that the template knows.
+            variables: others; those that the template does not mention are ignored, as in vLLM: clients send the same ones to all
+                models.
 
         Raises:
-            InvalidArgument: the template refuses or cannot show this conversation, or knows no such variable.
+            InvalidArgument: the template refuses or cannot show this conversation.
         """
         if tools is not None and "tools" not in self.names:
             raise InvalidArgument("tools", tools, "the model's chat template shows no tools")
-        for name, value in (variables or {}).items():
-            if name not in self.names:
-                raise InvalidArgument("chat_template_kwargs", {name: value}, "the model's chat template has no such variable")
         if continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
         known = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **self.special_tokens}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
@@ -16,6 +16,7 @@ from jengine.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDe
 if TYPE_CHECKING:
     from jengine.text.chat_template import ChatTemplate
 
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json", "tekken.json")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -46,6 +47,7 @@ class Tokenizer:
         """
         file = path / "tokenizer.json"
         if not file.is_file():
+            _refuse_tekken(path)
             return cls(*_convert(path), path)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -54,6 +56,7 @@ class Tokenizer:
         # tokenizer.json may carry the limits of its training; a prompt's length is the engine's to judge.
         backend.no_truncation()
         backend.no_padding()
+        _add_tokens(backend, path / "tokenizer_config.json")
         return cls(backend, _special_tokens(path), path)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -106,6 +109,58 @@ class Tokenizer:
         return known
 
 
+def holds_tokenizer(path: Path) -> bool:
+    """Whether a folder has any file of a tokenizer."""
+    return any((path / name).is_file() for name in FILES)
+
+
+def _refuse_tekken(path: Path) -> None:
+    """Mistral's format: what transformers makes of it lacks the special tokens and the chat template."""
+    if (path / "tekken.json").is_file() and not (path / "tokenizer.model").is_file():
+        reason = "Mistral's tekken format is not supported; take a revision with tokenizer.json, or name such a model as `tokenizer`"
+        raise ModelError(reason, file=path / "tekken.json")
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
+    """Add what stands only in tokenizer_config.json's added_tokens_decoder, by ids, which continue the vocabulary.
+
+    Raises:
+        ModelError: a token whose id is taken, or leaves a gap.
+    """
+    if not file.is_file():
+        return
+    listed = _json_object(file).get("added_tokens_decoder") or {}
+    try:
+        tokens = sorted((int(number), tokenizers.AddedToken(**_token_fields(token))) for number, token in listed.items())
+    except (AttributeError, KeyError, TypeError, ValueError) as wrong:
+        raise ModelError(f"added_tokens_decoder is malformed: {wrong!r}", file=file) from None
+    added = backend.get_added_tokens_decoder()
+    for number, token in tokens:
+        known = backend.id_to_token(number)
+        continues = known is None and number == backend.get_vocab_size(with_added_tokens=True)
+        if continues or (known == token.content and number not in added):
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+            known = backend.id_to_token(number)
+        if known != token.content:
+            there = "ids end before it" if known is None else f"it is {known!r}"
+            raise ModelError(f"added_tokens_decoder has {token.content!r} at id {number}, but in tokenizer.json {there}", file=file)
+
+
+def _token_fields(token: dict[str, Any]) -> dict[str, Any]:
+    names = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
+    return {"content": token["content"], **{name: token[name] for name in names if name in token}}
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as wrong:
+        raise ModelError(f"not a JSON object: {wrong}", file=file) from None
+    if not isinstance(content, dict):
+        raise ModelError(f"not a JSON object: {type(content).__name__}", file=file)
+    return content
+
+
 def _special_tokens(path: Path) -> dict[str, str]:
     """From tokenizer_config.json, else special_tokens_map.json: strings, or added tokens' descriptions."""
     found: dict[str, str] = {}
@@ -113,12 +168,8 @@ def _special_tokens(path: Path) -> dict[str, str]:
         file = path / name
         if not file.is_file():
             continue
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            tokens = {kind: content.get(kind) for kind in SPECIAL_TOKENS}
-        except (ValueError, AttributeError) as wrong:
-            raise ModelError(f"not a JSON object: {wrong}", file=file) from None
-        for kind, token in tokens.items():
+        content = _json_object(file)
+        for kind, token in ((kind, content.get(kind)) for kind in SPECIAL_TOKENS):
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
                 found.setdefault(kind, text)

@@ -8,9 +8,12 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 import jengine
-from jengine.checkpoints import read_config, resolve
+from jengine import SamplingParams
+from jengine.checkpoints import read_config, read_sampling_defaults, resolve
+from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import RopeScaling
 from jengine.errors import ModelError
 from tests.golden.weights import VARIANTS
@@ -32,16 +35,21 @@ def test_local_folder(tmp_path: Path) -> None:
 
 
 def test_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {}
+    got: set[str] = set()
 
-    def download(repo: str, **options: Any) -> str:
-        asked.update(options, repo=repo)
+    def download(repo: str, *, revision: str | None, **patterns: Any) -> str:
+        assert (repo, revision) == ("someone/model", "v2")
+        got.update(filter_repo_objects(files, **patterns))
         return str(tmp_path)
 
+    wanted = {"config.json", "model.safetensors", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"}
+    files = [*wanted, "original/consolidated.safetensors", "consolidated.safetensors", "onnx/config.json", "README.md", "pytorch_model.bin"]
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("someone/model", "v2") == tmp_path
-    assert (asked["repo"], asked["revision"]) == ("someone/model", "v2")
-    assert {"*.safetensors", "*.json"} <= set(asked["allow_patterns"])
+    assert got == wanted
+    got.clear()
+    resolve("someone/model", "v2", CONFIG_FILES)
+    assert got == {"config.json"}
 
 
 @pytest.mark.parametrize("failure", [OSError("no route\nto host"), ValueError("bad id"), RuntimeError("")])
@@ -104,6 +112,16 @@ def test_generation_config_with_a_wrong_end_of_sequence(tmp_path: Path, eos: obj
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id=.* is neither a token id nor a list of them"):
         read_config(tmp_path)
+
+
+def test_generation_config_recommends_sampling_parameters(tmp_path: Path) -> None:
+    assert read_sampling_defaults(tmp_path) == SamplingParams()
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"temperature": 0.6, "top_k": 20, "max_new_tokens": 99, "min_p": None, "do_sample": True, "num_beams": 1}))
+    assert read_sampling_defaults(tmp_path) == SamplingParams(temperature=0.6, top_k=20, max_tokens=99)
+    file.write_text(json.dumps({"top_p": 7}))
+    with pytest.raises(ModelError, match=r"generation_config\.json: top_p=7: must be in \(0, 1\]"):
+        read_sampling_defaults(tmp_path)
 
 
 @pytest.mark.parametrize(

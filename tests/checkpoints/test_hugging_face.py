@@ -34,6 +34,16 @@ def test_mistral_has_a_window_unless_it_says_no() -> None:
     assert read("mistral_window", sliding_window=...).windows == (4096, 4096)
 
 
+def test_layer_types_may_say_what_a_family_does() -> None:
+    full, sliding = ["full_attention"] * 2, ["sliding_attention"] * 2
+    assert read("mistral_window", layer_types=sliding) == read("mistral_window")
+    assert read("mistral_window", layer_types=full, sliding_window=None).windows == ()
+    assert read("llama_gqa", layer_types=full) == read("llama_gqa")
+    for variant, types in (("mistral_window", full), ("llama_gqa", sliding)):
+        with pytest.raises(ModelError, match="layer_types is not supported, unless it says what"):
+            read(variant, layer_types=types)
+
+
 def test_qwen2_windows_are_used_when_asked_for() -> None:
     assert read("qwen2_untied", sliding_window=32, max_window_layers=0).windows == ()
     assert read("qwen2_window").windows == (None, 70, 70)
@@ -88,6 +98,12 @@ def test_opt_350m_is_the_odd_one() -> None:
     ("variant", "changes", "match"),
     [
         ("llama_gqa", {"sliding_window": 100}, "sliding_window is not supported"),
+        ("llama_gqa", {"logits_scaling": 8.0}, "logits_scaling is not supported"),
+        (
+            "llama_gqa",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "attn_factor": 0.5}},
+            "rope scaling has attn_factor=0.5",
+        ),
         ("llama_gqa", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
         ("mistral_window", {"attention_bias": True}, "attention_bias is not supported"),
         ("mistral_window", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not supported"),

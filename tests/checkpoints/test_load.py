@@ -147,12 +147,12 @@ def test_known_extras_are_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("variant", "prefix"), [("gpt2", "transformer."), ("opt_350m", "model."), ("llama_mha", "model.")])
 def test_checkpoints_of_the_bare_decoder(tmp_path: Path, variant: str, prefix: str) -> None:
-    """The hub's GPT-2 and OPT have no prefix, and GPT-2 has its causal masks."""
+    """The hub's GPT-2 and OPT have no prefix, and GPT-2 has its causal masks, in a dtype that weights do not have."""
     write_model(tmp_path, variant)
     whole = loaded(tmp_path)
     tensors = {name.removeprefix(prefix): array for name, array in weights(variant).items()}
     if variant == "gpt2":
-        tensors["h.0.attn.bias"], tensors["h.1.attn.masked_bias"] = np.ones((1, 1, 256, 256), np.float32), np.zeros((), np.float32)
+        tensors["h.0.attn.bias"], tensors["h.1.attn.masked_bias"] = np.ones((1, 1, 256, 256), np.uint8), np.zeros((), np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path), whole)
 

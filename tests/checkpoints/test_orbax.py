@@ -85,6 +85,12 @@ def test_round_trip(variant: str, tmp_path: Path) -> None:
         same(loaded(tmp_path / "out", dtype), loaded(model, dtype))
 
 
+def test_relative_paths(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    convert("./model", "out", progress=False)
+    same(loaded(Path("out")), loaded(model))
+
+
 @pytest.mark.parametrize("quantization", ["int8", "w8a8", "fp8"])
 def test_quantization_on_load(quantization: str, model: Path, tmp_path: Path) -> None:
     out = convert(str(model), tmp_path / "out", progress=False)

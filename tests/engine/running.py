@@ -30,7 +30,9 @@ def run(engine: Engine, work: list[tuple[list[int], SamplingParams]]) -> list[An
     """Answers in order. Checks that each ended once, and that every page and slot came back."""
     answers = {}
     for i, (prompt, params) in enumerate(work):
-        [sequence] = engine.add(Request(request_id=str(i), prompt_token_ids=list(prompt), params=params, mask=mask_of(params)))
+        request = Request(request_id=str(i), prompt_token_ids=list(prompt), params=params, mask=mask_of(params))
+        engine.limits.validate(request)
+        [sequence] = engine.add(request)
         answers[sequence.request_id] = Answer(sequence)
     while engine.has_work:
         for update in engine.step():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
+import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import save_file
 
-from jengine import LLM, InvalidArgument, ModelError, RequestOutput, SamplingParams
+from jengine import LLM, EngineConfig, InvalidArgument, ModelError, RequestOutput, SamplingParams
 from jengine.execution.programs import program_keys
 from jengine.request import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_TOKEN_IDS, CompletionOutput
 from tests.engine.running import SMALL
@@ -65,14 +68,14 @@ def complete(llm: LLM, prompt: Any, params: SamplingParams = GREEDY) -> Completi
 
 def test_every_form_of_a_prompt(llm: LLM) -> None:
     ids = llm.tokenizer.encode(TEXT)
-    forms: list[Any] = [TEXT, ids, {"prompt_token_ids": ids}]
+    forms: list[Any] = [TEXT, ids, {"prompt_token_ids": ids}, {"prompt": TEXT}]
     outputs = [llm.generate(form, GREEDY, use_tqdm=False) for form in [*forms, *([form] for form in forms)]]
     outputs.append(llm.generate(forms, GREEDY, use_tqdm=False))
-    assert [len(output) for output in outputs] == [1] * 6 + [3]
+    assert [len(output) for output in outputs] == [1] * 8 + [4]
     flat = [output for several in outputs for output in several]
     assert len({tuple(output.outputs[0].token_ids) for output in flat}) == 1
     assert all(output.prompt_token_ids == ids for output in flat)
-    assert [output.prompt for output in flat] == [TEXT, None, None] * 3
+    assert [output.prompt for output in flat] == [TEXT, None, None, TEXT] * 3
     assert ids == llm.tokenizer.encode(TEXT), "the caller's list was changed"
 
 
@@ -189,6 +192,21 @@ def test_streams_and_generate_at_once(llm: LLM) -> None:
     assert_idle(llm)
 
 
+def test_a_stream_takes_one_prompt(llm: LLM) -> None:
+    for prompts in ([TEXT, "The end"], [[1, 2], [3]]):
+        with pytest.raises(InvalidArgument, match=r"must be one prompt: .*; generate takes several"):
+            llm.stream(prompts)  # type: ignore[arg-type]
+
+
+def test_what_a_stream_showed_grows_only_when_more_is_asked_for(llm: LLM) -> None:
+    stream = llm.stream(TEXT, GREEDY)
+    output = next(stream)
+    complete(llm, "The end")  # which steps the stream's request, too
+    assert len(output.outputs[0].token_ids) == 1
+    assert next(stream) is output and len(output.outputs[0].token_ids) > 2
+    stream.close()
+
+
 # Stop strings.
 
 
@@ -270,8 +288,42 @@ def test_bad_parameters(name: str, value: object) -> None:
 
 
 def test_a_parameter_that_does_not_exist() -> None:
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)  # type: ignore[call-arg]
+    """Named, with what to use instead."""
+    for name, hint in {
+        "best_of": "n gives several",
+        "max_new_tokens": "max_tokens does this",
+        "temprature": "did you mean temperature?",
+    }.items():
+        with pytest.raises(InvalidArgument, match=re.escape(hint)) as refused:
+            SamplingParams(**{name: 2})  # type: ignore[arg-type]
+        assert refused.value.field == name
+        with pytest.raises(InvalidArgument, match=re.escape(hint)):
+            SamplingParams().clone(**{name: 2})
+
+
+def test_a_clone_is_equal_and_may_differ() -> None:
+    params = SamplingParams(temperature=0.5, stop="x", logit_bias={5: 1.0})
+    assert params.clone() == params == copy.deepcopy(params) == pickle.loads(pickle.dumps(params))
+    assert params.clone(temperature=0.7) == SamplingParams(temperature=0.7, stop="x", logit_bias={5: 1.0})
+    with pytest.raises(InvalidArgument, match="temperature=-1"):
+        params.clone(temperature=-1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"trust_remote_code": False}, {"disable_log_stats": True}, {"swap_space": 0}, {"enforce_eager": False}, {"tokenizer_mode": "auto"}],
+)
+def test_options_of_vllm_that_change_nothing(options: dict[str, Any]) -> None:
+    assert EngineConfig.of("demo", {**options, "seed": 3}) == EngineConfig(seed=3)
+
+
+def test_options_of_vllm_that_would_change_something() -> None:
+    for name, value, reason in (("trust_remote_code", True, "never run"), ("swap_space", 4, "not swapped")):
+        with pytest.raises(InvalidArgument, match=reason) as refused:
+            EngineConfig.of("demo", {name: value})
+        assert refused.value.field == name
+    with pytest.warns(UserWarning, match="enforce_eager=True has no effect: programs are always compiled"):
+        EngineConfig.of("demo", {"enforce_eager": True})
 
 
 BAD_PROMPTS: dict[str, tuple[Any, str]] = {
@@ -288,10 +340,11 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "bools": ([True, False], "whole numbers"),
     "a number": (5, "must be a prompt or a list of prompts"),
     "nothing": (None, "must be a prompt or a list of prompts"),
-    "a list of numbers and texts": ([1, "a"], "must be text, a list of token ids, or"),
-    "bytes": ([b"The end"], "must be text, a list of token ids, or"),
-    "ids that are no list": ({"prompt_token_ids": 5}, "must be text, a list of token ids, or"),
-    "another key": ({"prompt": "The end"}, "must be text, a list of token ids, or"),
+    "a list of numbers and texts": ([1, "a"], "must be text, a list of token ids, {"),
+    "bytes": ([b"The end"], "must be text, a list of token ids, {"),
+    "ids that are no list": ({"prompt_token_ids": 5}, "must be text, a list of token ids, {"),
+    "another key": ({"text": "The end"}, "must be text, a list of token ids, {"),
+    "a text prompt without text": ({"prompt": b"The end"}, "must be text"),
     "half a character": ("\ud800", "must be text that UTF-8 can encode"),
 }
 

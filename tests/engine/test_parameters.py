@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jengine import LLM, RequestOutput, SamplingParams
+from jengine.seeds import prompt_seed
 from jengine.text.tokenizer import Tokenizer
 from tests.engine.replay import LANGUAGES, Replay
 from tests.engine.running import SMALL, prompts
@@ -54,8 +55,8 @@ def run(llm: LLM, replay: Replay, work: list[tuple[list[int], SamplingParams]]) 
     """In one batch, each output checked."""
     seeds = copy.deepcopy(llm.engine._seeds)  # from which requests without a seed draw theirs, in order
     outputs = llm.generate([prompt for prompt, _ in work], [params for _, params in work], use_tqdm=False)
-    for output, (_, params) in zip(outputs, work, strict=True):
-        replay.check(output, params, seeds.getrandbits(64) if params.seed is None else params.seed)
+    for output, (prompt, params) in zip(outputs, work, strict=True):
+        replay.check(output, params, seeds.getrandbits(64) if params.seed is None else prompt_seed(params.seed, prompt))
     assert llm.engine.compiles_since_start == 0 and not llm.engine.has_work and llm.engine.scheduler.pool.owned == 0
     return outputs
 

@@ -11,6 +11,7 @@ import pytest
 
 from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, SamplingParams
 from jengine.request import Request
+from jengine.shared_engine import Call
 from jengine.text.masks import make_mask
 from tests.engine.running import SMALL
 from tests.engine.structures import Structure, structures
@@ -153,9 +154,12 @@ class Faulty:
 def test_a_fault_in_a_mask_ends_its_request_alone(calls: int, llm: LLM) -> None:
     ids = llm.tokenizer.encode(PROMPT)
     given = [Request(request_id=f"fault{i}", prompt_token_ids=ids, params=PLAIN, mask=Faulty(calls) if i else None) for i in range(2)]
-    plain, faulty = (llm._submit([request]) for request in given)
+    call = Call()
+    llm._shared.open(call, [[request] for request in given])
+    plain, faulty = call.outputs
     while not (plain.finished and faulty.finished):
-        llm._advance()
+        llm._shared.take(call)
+    llm._shared.close(call)
     tokens = plain.outputs[0].token_ids
     assert tokens == llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].outputs[0].token_ids
     failed = faulty.outputs[0]

@@ -142,6 +142,7 @@ class Loop:
     def add(self, prompt: list[int], priority: int = 0, **params: object) -> Sequence:
         seed = len(self.sequences)
         request = Request(request_id=f"r{seed}", prompt_token_ids=prompt, params=SamplingParams(**params), priority=priority)  # type: ignore[arg-type]
+        self.scheduler.sequence.validate(request, EOS)
         sequence = self.scheduler.add(request, seed=seed, eos_token_ids=EOS)
         self.sequences.append(sequence)
         self.outputs[sequence] = []

@@ -16,7 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from jengine import AsyncLLM, EngineThread, Tokenizer
+from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
 from serving.config import ServerConfig
 from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 from serving.mock_engine import MockEngine
@@ -51,14 +51,16 @@ MakeServer = Callable[..., AbstractContextManager[MockServer]]
 
 
 @contextmanager
-def serve_mock(folder: Path, *, server: dict[str, Any] | None = None, **engine_options: Any) -> Iterator[MockServer]:
-    """Options of ServerConfig, and of MockEngine."""
+def serve_mock(
+    folder: Path, *, server: dict[str, Any] | None = None, defaults: SamplingParams | None = None, **engine_options: Any
+) -> Iterator[MockServer]:
+    """Options of ServerConfig, and of MockEngine; the model's sampling parameters by default."""
     engine = MockEngine(**{"vocab_size": 501, **engine_options})
     info = ModelInfo(name="mock", limits=engine.limits, dtype="float32", devices="1 mock", mesh={"tensor": 1}, has_chat_template=True)
     started, box = threading.Event(), []
 
     async def main() -> None:
-        llm = AsyncLLM.over(EngineThread(engine), Tokenizer.load(folder))
+        llm = AsyncLLM.over(EngineThread(engine), Tokenizer.load(folder), defaults)
         built = await build_server(ServerConfig(port=0, **(server or {})), FixedModel(llm, info))
         await built.server.start()
         for service in ("", *SERVICES):

@@ -89,8 +89,17 @@ def test_parameters_cross(fields: dict[str, Any]) -> None:
         assert back.seed is not None and (back.seed - params.seed) % 2**64 == 0, "all 64 bits count, not the sign"
         params, back = (dataclasses.replace(one, seed=0) for one in (params, back))
     assert back == params
-    given = {field.name for field, _ in proto.ListFields()}
-    assert given == {name for name, value in fields.items() if getattr(DEFAULTS, name) != getattr(SamplingParams(**fields), name)}
+    other = DEFAULTS.clone(temperature=0.25, top_p=0.5, top_k=3, min_p=0.5, repetition_penalty=2.0, max_tokens=3)
+    again = to_params(proto, other)
+    assert again.clone(seed=None) == to_params(proto).clone(seed=None), "what a model recommends replaces nothing that was given"
+
+
+def test_the_models_defaults_fill_what_is_unset() -> None:
+    recommended = SamplingParams(temperature=0.25, top_k=3, max_tokens=9)
+    assert to_params(pb.SamplingParams(), recommended) == recommended
+    assert to_params(pb.SamplingParams(top_k=0, max_tokens=NO_LIMIT), recommended) == SamplingParams(temperature=0.25, max_tokens=None)
+    sent = from_params(SamplingParams(temperature=1.0), {"temperature"})
+    assert to_params(sent, recommended) == recommended.clone(temperature=1.0)
 
 
 def test_unset_is_the_default_and_zero_is_zero() -> None:

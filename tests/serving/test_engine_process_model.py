@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from pathlib import Path
 
 from jengine import LLM, EngineConfig, RequestOutput, SamplingParams, StructuredOutputs
@@ -29,10 +30,12 @@ def shown(output: RequestOutput) -> list[object]:
     return [(c.index, c.text, c.token_ids, c.finish_reason, c.stop_reason) for c in output.outputs]
 
 
-def test_answers_are_those_of_llm(text_model: Path) -> None:
-    llm = LLM(text_model, progress=False, **OPTIONS)
+def test_answers_are_those_of_llm(text_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(text_model, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 7}')
+    llm = LLM(folder, progress=False, **OPTIONS)
     expected = [llm.generate(PROMPT, params, use_tqdm=False)[0] for params in WORK]
-    config = EngineConfig(model=str(text_model), **OPTIONS)
+    config = EngineConfig(model=str(folder), **OPTIONS)
     supervisor = Supervisor("tiny", lambda on_end: EngineProcess.of(config, on_end))
 
     async def ask(params: SamplingParams) -> RequestOutput:
@@ -45,6 +48,7 @@ def test_answers_are_those_of_llm(text_model: Path) -> None:
             process = supervisor.llm.backend
             assert isinstance(process, EngineProcess)
             assert (process.info.programs_compiled, supervisor.llm.load.compiles_since_start) == (0, 0)
+            assert supervisor.llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=7)
             assert (supervisor.info.limits, supervisor.info.dtype) == (llm.engine.limits, llm.started.dtype)
             return got
         finally:

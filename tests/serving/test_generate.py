@@ -10,6 +10,7 @@ import pytest
 import jengine
 from jengine import SamplingParams
 from serving import conversions
+from serving.client import Client
 from serving.generated.jengine.v1 import generate_pb2 as pb
 from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 from tests.serving.conftest import MakeServer, MockServer
@@ -42,6 +43,22 @@ def test_generate(mock_server: MockServer, stub: GenerateServiceStub) -> None:
 def test_token_ids_are_taken_as_they_are(stub: GenerateServiceStub) -> None:
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling_params=pb.SamplingParams(max_tokens=4))
     assert list(stub.Generate(request).completions[0].token_ids) == [5, 6, 7, 5]
+
+
+def test_the_models_defaults_where_nothing_is_set(make_server: MakeServer) -> None:
+    """Of a gRPC request, of the client's, and of one with SamplingParams, which are taken as they are."""
+    with make_server(defaults=SamplingParams(max_tokens=5, logprobs=1)) as server, server.stub() as stub:
+
+        def lengths(params: pb.SamplingParams) -> tuple[int, int]:
+            [completion] = stub.Generate(pb.GenerateRequest(text=TEXT, sampling_params=params)).completions
+            return len(completion.token_ids), len(completion.logprobs)
+
+        assert lengths(pb.SamplingParams()) == (5, 5)
+        assert lengths(pb.SamplingParams(max_tokens=7, logprobs=0)) == (7, 7)
+        with Client(server.address) as client:
+            assert len(client.generate(TEXT).outputs[0].token_ids) == 5
+            assert len(client.generate(TEXT, temperature=0.5).outputs[0].token_ids) == 5
+            assert len(client.generate(TEXT, SamplingParams()).outputs[0].token_ids) == 16
 
 
 def test_a_stream_adds_up(stub: GenerateServiceStub) -> None:

@@ -160,13 +160,32 @@ def test_wrong_messages_are_refused(messages: Any, field: str, limit: str, byte_
     "options, message",
     [
         ({"tools": TOOLS}, "shows no tools"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "has no such variable"),
         ({"tools": [len]}, "must be plain JSON"),
     ],
 )
-def test_nothing_is_ignored(options: dict[str, Any], message: str, byte_level_folder: Path) -> None:
+def test_options_that_are_refused(options: dict[str, Any], message: str, byte_level_folder: Path) -> None:
     with pytest.raises(InvalidArgument, match=message):
         chat_prompt(Tokenizer.load(byte_level_folder), [USER], chat_template=CHATML, **options)
+
+
+def test_variables_that_a_template_lacks_are_ignored(byte_level_folder: Path) -> None:
+    tokenizer = Tokenizer.load(byte_level_folder)
+    plain = chat_prompt(tokenizer, [USER], chat_template=CHATML)
+    assert chat_prompt(tokenizer, [USER], chat_template=CHATML, chat_template_kwargs={"enable_thinking": False}) == plain
+
+
+def test_arguments_of_tool_calls_are_parsed(byte_level_folder: Path) -> None:
+    template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }};{% endfor %}{% endfor %}"
+
+    def shown(arguments: object) -> str:
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+        return chat_prompt(Tokenizer.load(byte_level_folder), messages, chat_template=template)["prompt"]
+
+    assert shown('{"a": 1}') == shown({"a": 1}) == '{"a": 1};'
+    assert shown("") == shown(None) == "{};"
+    with pytest.raises(InvalidArgument, match=r"messages\[1\].tool_calls\[0\].function.arguments='\{a': must be JSON"):
+        shown("{a")
 
 
 def test_parts_of_a_text_are_joined(byte_level_folder: Path) -> None:

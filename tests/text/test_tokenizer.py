@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -86,3 +87,45 @@ def test_loading_imports_neither_transformers_nor_jax(byte_level_folder: Path) -
 def test_text_that_is_no_unicode_is_refused(byte_level_folder: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"prompt='a.*must be text that UTF-8 can encode"):
         Tokenizer.load(byte_level_folder).encode("a\udc80")
+
+
+def with_tokens(source: Path, folder: Path, tokens: dict[str, object]) -> Path:
+    (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "added_tokens_decoder": tokens}))
+    return folder
+
+
+def test_tokens_that_only_the_configuration_has_are_added(byte_level_folder: Path, tmp_path: Path) -> None:
+    plain = Tokenizer.load(byte_level_folder)
+    size = plain.vocab_size
+    tokens = {
+        "0": {"content": "<s>", "special": True},
+        str(size + 1): {"content": "<call>", "special": False, "normalized": False},
+        str(size): {"content": "<end>", "special": True, "lstrip": False},
+    }
+    tokenizer = Tokenizer.load(with_tokens(byte_level_folder, tmp_path, tokens))
+    assert tokenizer.vocab_size == size + 2
+    assert tokenizer.encode("a<end>b<call>", add_special_tokens=False)[1::2] == [size, size + 1]
+    assert size in tokenizer.special_ids and size + 1 not in tokenizer.special_ids
+    assert tokenizer.decode([size, size + 1]) == "<call>"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "match"),
+    [
+        ({"5": {"content": "<end>"}}, r"has '<end>' at id 5, but in tokenizer.json it is '"),
+        ({"99999": {"content": "<end>"}}, r"has '<end>' at id 99999, but in tokenizer.json ids end before it"),
+        ({"many": {"content": "<end>"}}, "malformed"),
+        ({"5": {}}, "malformed"),
+        (["<end>"], "malformed"),
+    ],
+)
+def test_tokens_that_cannot_be_added(tokens: Any, match: str, byte_level_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"tokenizer_config\.json: .*{match}"):
+        Tokenizer.load(with_tokens(byte_level_folder, tmp_path, tokens))
+
+
+def test_tekken_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tekken\.json: Mistral's tekken format is not supported"):
+        Tokenizer.load(tmp_path)

@@ -1,0 +1,16 @@
+"""What a process that was forked cannot use."""
+
+from __future__ import annotations
+
+import os
+
+from jengine.errors import JengineError
+
+
+def check_process(pid: int) -> None:
+    """Raises JengineError in another process than that with this id: threads and devices do not survive os.fork()."""
+    if os.getpid() != pid:
+        raise JengineError(
+            f"this model was loaded in process {pid} and cannot be used in process {os.getpid()}, which was forked from it: "
+            'load it after the fork, or start processes with multiprocessing.get_context("spawn")'
+        )
