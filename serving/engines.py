@@ -39,6 +39,7 @@ def model_engine(**options: Any) -> Made:
         programs_compiled=started.programs_compiled,
         programs_loaded=started.programs_loaded,
         seconds=started.seconds,
+        longest_step=started.longest_step,
     )
     return Made(engine, tokenizer, info)
 

@@ -97,6 +97,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = {}
+    longest_step: float = 0.0
 
 
 class Ready(Message):
