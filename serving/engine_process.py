@@ -249,7 +249,6 @@ class _Child:
         how = f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
         return EngineDead(f"the engine process {how}")
 
-
     def _wait(self) -> int | None:
         for seconds in (EXIT_SECONDS, KILL_SECONDS):
             try:

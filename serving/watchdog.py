@@ -1,7 +1,7 @@
 """Notices an engine process that hangs: one that is stopped, or whose step loop makes no progress.
 
-The process sends a beat at every interval through a pipe. A thread of its own writes the beats, so a missing beat means that the whole process
-stands still. What a beat says comes from the step loop, so a loop that hangs is noticed although beats arrive.
+The process sends beats through a pipe, one at each interval. A thread of its own writes them, so without beats the whole process stands
+still. What they say comes from the step loop, so a loop that hangs is noticed although they arrive.
 """
 
 from __future__ import annotations
@@ -67,14 +67,16 @@ class Heartbeat:
         self._pipe, self._interval = pipe, interval
         self._phase, self._turns, self._longest = STARTING, 0, 0.0
         self._since = 0.0  # when the turn began
+        self._lock = threading.Lock()  # so that beats are written in order
 
     def start(self) -> None:
         if self._interval:
-            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+            threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def ready(self, longest_step: float) -> None:
         """The engine has started. Call before the first turn; longest_step: in seconds, as measured at warm-up, or 0."""
         self._longest, self._phase = longest_step, IDLE
+        self._beat()  # who hears that the engine is ready must not take it for one that starts
 
     def turn(self) -> None:
         """The loop has made progress: a turn is over, and another begins."""
@@ -91,11 +93,14 @@ class Heartbeat:
         yield
         self.turn()
 
-    def _beat(self) -> None:
+    def _run(self) -> None:
         while True:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                os.write(self._pipe, _RECORD.pack(self._phase, self._turns, self._longest))
+            self._beat()
             time.sleep(self._interval)
+
+    def _beat(self) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._pipe, _RECORD.pack(self._phase, self._turns, self._longest))
 
 
 # --- in the server ---------------------------------------------------------------------------------
@@ -115,13 +120,14 @@ class Patience:
 
     def after(self, passed: float, beat: Beat | None) -> str | None:
         """This many seconds have passed, which brought this beat or none. Returns why the process is to be given up, if it is."""
+        self._silent += passed
+        self._stuck += passed
         if beat is None:
-            self._silent += passed
             limit = max(self._seconds, START_SECONDS) if self._last.phase == STARTING else self._seconds
             return f"has not answered for {self._silent:.1f} s" if self._silent > limit else None
         self._silent = 0.0
-        same = beat.phase == WORKING and beat.turns == self._last.turns
-        self._stuck = self._stuck + passed if same else 0.0
+        if beat.phase != WORKING or beat.turns != self._last.turns:
+            self._stuck = 0.0
         self._last = beat
         limit = self._seconds + STEP_FACTOR * beat.longest_step
         return f"has been in one step for {self._stuck:.1f} s" if self._stuck > limit else None
