@@ -47,6 +47,7 @@ class Started:
         dtype: of weights, activations and cache, where they are not quantized.
         devices: how many of which kind.
         seconds: by part, in order.
+        longest_step: the seconds that the most expensive step took when it was measured, on padding.
     """
 
     folder: Path
@@ -58,6 +59,7 @@ class Started:
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    longest_step: float = 0.0
 
     def require_tokenizer(self) -> Tokenizer:
         """Raises ModelError where there is none."""
@@ -86,6 +88,8 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     else:
         runner.check()
     started.seconds["warm-up"] = time.perf_counter() - clock
+    costs = runner.trunk_costs()
+    started.longest_step = max(costs.values(), default=0.0)
     scheduler = Scheduler(
         spec.table,
         page_size=spec.page_size,
@@ -94,7 +98,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=spec.max_model_len,
         policy=config.policy,
-        costs=StepCosts(runner.trunk_costs()),
+        costs=StepCosts(costs),
     )
     model = _with_eos_token(spec.model.config, started.tokenizer)
     return Engine(model, runner, scheduler, overlap=config.overlap, seed=config.seed), started

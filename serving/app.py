@@ -6,18 +6,20 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from serving.config import ServerConfig
-from serving.engine_process import EngineProcess
+from serving.config import PREFIX, ServerConfig
+from serving.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
 from serving.metrics import Metrics, MetricsServer, OutcomeInterceptor, PrometheusMetrics
 from serving.security import ApiKeys, KeyInterceptor, server_credentials, warn_of_plaintext
 from serving.server import SERVICES, Built, build_server
+from serving.service_links import service_links
+from serving.signals import stop_signal
 from serving.supervisor import OnEnd, Supervisor
 
 FLUSH_SECONDS = 1.0  # for last messages, after the last request has ended
@@ -25,8 +27,14 @@ FLUSH_SECONDS = 1.0  # for last messages, after the last request has ended
 log = logging.getLogger("serving")
 
 
+def longest_stop(config: ServerConfig) -> float:
+    """Seconds from SIGTERM to the process's end, at most."""
+    lame_duck = config.lame_duck_seconds if config.drain_seconds else 0.0
+    return lame_duck + config.drain_seconds + QUIT_SECONDS + 2 * EXIT_SECONDS + FLUSH_SECONDS
+
+
 def run(config: ServerConfig, model: str, make_engine: Callable[[OnEnd], EngineProcess]) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. A second SIGINT ends the process at once, with exit code 130.
+    """Serve until SIGTERM or SIGINT, then drain. A second SIGINT ends the process at once, with exit code 130. SIGHUP reloads.
 
     Args:
         model: its name, unless config has another.
@@ -38,14 +46,21 @@ def run(config: ServerConfig, model: str, make_engine: Callable[[OnEnd], EngineP
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     log.setLevel(config.log_level.upper())
+    if links := service_links(os.environ, PREFIX):
+        log.info("these variables are Kubernetes' service links, not options, and are ignored: %s", ", ".join(links))
     asyncio.run(ServerApp(config, config.served_model_name or model, make_engine).live())
 
 
 class ServerApp:
-    """One server's. The arguments are those of `run`."""
+    """One server's. The arguments are those of `run`.
+
+    Attributes:
+        reloads: called one after the other on SIGHUP.
+    """
 
     def __init__(self, config: ServerConfig, name: str, make_engine: Callable[[OnEnd], EngineProcess]) -> None:
         self._config, self._name, self._make_engine = config, name, make_engine
+        self.reloads: list[Callable[[], None]] = []
         self._begun, self._ready = time.monotonic(), False
         self._engine: EngineProcess
         self._built: Built
@@ -76,18 +91,33 @@ class ServerApp:
 
     async def _serve(self, exporter: MetricsServer | None) -> None:
         """Until a signal comes, and everything has ended."""
-        stop = _stop_signal()
+        stop = stop_signal(self._reload)
         starting = asyncio.create_task(self._supervisor.start())
-        waiting = asyncio.create_task(stop.wait())
-        await asyncio.wait([starting, waiting], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [starting, stop]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
             self._say_ready(exporter)
-            await waiting
+            if await stop == signal.SIGTERM:
+                await self._lame_duck()
         else:
             starting.cancel()
             await asyncio.wait([starting])
         await self._drain()
+
+    async def _lame_duck(self) -> None:
+        """Health says NOT_SERVING, but all requests are answered: load balancers take a while to notice."""
+        seconds = self._config.lame_duck_seconds
+        if self._supervisor.serving and self._config.drain_seconds and seconds:
+            log.info("stopping: not serving, but accepting requests for %g s more", seconds)
+            self._supervisor.retire()
+            await asyncio.sleep(seconds)
+
+    def _reload(self) -> None:
+        if not self.reloads:
+            log.info("SIGHUP: there is nothing to reload")
+        for reload in self.reloads:
+            reload()
 
     async def _drain(self) -> None:
         """No new requests; time for those that run; then they are aborted, and told so."""
@@ -138,24 +168,3 @@ class ServerApp:
         if exporter is not None:
             parts.append(f"metrics on http://{host}:{exporter.port}/metrics")
         print(f"jengine: serving {info.name} on {host}:{self._built.port}; {'; '.join(parts)}", flush=True)
-
-
-def _stop_signal() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def asked(number: int) -> None:
-        stop.set()
-        if number == signal.SIGINT:
-            loop.remove_signal_handler(signal.SIGINT)
-            signal.signal(signal.SIGINT, _leave)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked, number)
-    return stop
-
-
-def _leave(*_: object) -> None:
-    """At once: whatever is in flight is cut off, and the engine process ends when this one is gone."""
-    os.write(sys.stderr.fileno(), b"\n")
-    os._exit(130)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jengine import EngineConfig, InvalidArgument
+from serving.service_links import is_service_link
 
 PREFIX = "JENGINE_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -33,7 +34,12 @@ class ServerConfig:
         client_chat_templates: clients may send chat templates of their own. A template is a program: one that loops for hours keeps the
             server busy for hours.
         write_timeout: seconds that a client may leave a finished message unread before its request is ended.
-        drain_seconds: time for requests in flight at the end; then they are aborted.
+        lame_duck_seconds: after SIGTERM health says NOT_SERVING, but requests are still accepted for this long, so that load balancers
+            can leave; then the drain begins. Without a drain there is none.
+        drain_seconds: time for requests in flight at the end; then they are aborted. By default a stop takes at most 28 s; Kubernetes
+            kills after 30: raise terminationGracePeriodSeconds with this.
+        watchdog_seconds: without a sign of life after which the engine process is killed and replaced; a step may take five times the
+            longest one known beside that. 0 waits for ever.
         tls_cert: PEM file of the server's certificate chain; turns TLS on.
         tls_key: PEM file of its private key.
         tls_client_ca: PEM file of the authorities whose client certificates are required (mutual TLS).
@@ -50,7 +56,9 @@ class ServerConfig:
     max_message_bytes: int = 4 * 2**20
     client_chat_templates: bool = False
     write_timeout: float = 10.0
-    drain_seconds: float = 30.0
+    lame_duck_seconds: float = 2.0
+    drain_seconds: float = 20.0
+    watchdog_seconds: float = 10.0
     tls_cert: str | Path | None = None
     tls_key: str | Path | None = None
     tls_client_ca: str | Path | None = None
@@ -66,7 +74,12 @@ class ServerConfig:
         _whole("max_message_bytes", self.max_message_bytes, 1024, 2**31 - 1)
         if not isinstance(self.client_chat_templates, bool):
             raise InvalidArgument("client_chat_templates", self.client_chat_templates, "must be True or False")
-        for name, above in (("write_timeout", True), ("drain_seconds", False)):
+        for name, above in (
+            ("write_timeout", True),
+            ("lame_duck_seconds", False),
+            ("drain_seconds", False),
+            ("watchdog_seconds", False),
+        ):
             value = getattr(self, name)
             if type(value) not in (int, float) or not math.isfinite(value) or value < 0 or (above and value == 0):
                 raise InvalidArgument(name, value, f"must be a number of seconds, {'above' if above else 'at least'} 0")
@@ -103,7 +116,7 @@ def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.env
 
     Args:
         flags: those that were given, by option; `config` is the path of the TOML file.
-        environ: JENGINE_PORT is `port`, and so on; JENGINE_CONFIG is the file.
+        environ: JENGINE_PORT is `port`, and so on; JENGINE_CONFIG is the file. Kubernetes' service links are ignored.
 
     Raises:
         InvalidArgument: an unknown name or a bad value; says where it was given.
@@ -127,7 +140,7 @@ def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.env
 def _from_environ(environ: Mapping[str, str]) -> Sourced:
     given: Sourced = {}
     for variable, text in environ.items():
-        if not variable.startswith(PREFIX):
+        if not variable.startswith(PREFIX) or is_service_link(variable, text):
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name != "config" and name not in KINDS:

@@ -7,28 +7,26 @@ no step up, and so that the server's death is noticed during a long compilation,
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import json
 import os
 import queue
-import signal
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable
 from importlib import import_module
 
 from jengine import Ended, InvalidArgument, JengineError, PromptScores, Request, Steps, Tokenizer, TokenUpdate, Updates, run_engine
+from serving.watchdog import Heartbeat
 from serving.wire import RECEIVE, Add, Batch, Configure, End, Frames, Message, Order, Quit, Ready, failed, frame, requests_of
 
 
 class EngineChild:
     """An engine that takes its orders from a socket."""
 
-    def __init__(self, server: socket.socket) -> None:
-        self._server = server
+    def __init__(self, server: socket.socket, heartbeat: Heartbeat) -> None:
+        self._server, self._heartbeat = server, heartbeat
         self._frames: Frames[Configure | Add | End | Quit] = Frames(Order)
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # what the loop shall do; None ends it
         self._configured: queue.SimpleQueue[Configure] = queue.SimpleQueue()
@@ -45,6 +43,7 @@ class EngineChild:
         gc.collect()
         gc.freeze()  # what the start has made stays: no collection need look at it again
         self._told = self._engine.load
+        self._heartbeat.ready(info.longest_step)
         self._say(Ready(self._engine.limits, self._engine.load, info))
         run_engine(self._engine, self._take_orders, self._deliver)
 
@@ -52,12 +51,14 @@ class EngineChild:
 
     def _take_orders(self, wait: bool) -> bool:
         while True:
+            self._heartbeat.turn()
             if self._inbox.empty():
                 if self._engine.load != self._told:  # a request was taken out, or waits: no tokens tell of it
                     self._deliver(())
                 if not wait:
                     return True
-            order = self._inbox.get()
+            with self._heartbeat.idle():
+                order = self._inbox.get()
             if order is None:
                 return False
             order()
@@ -116,18 +117,11 @@ class EngineChild:
         return lambda: self._add(requests)
 
 
-def main() -> int:
-    """`python -m serving.engine_child FD`: returns the exit code."""
-    # The server drains before it lets the engine go, whatever signal its process group or its service manager's gets;
-    # if it dies, the socket tells.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    faulthandler.enable()
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notices and warnings; errors still show. Before jax is imported
-    server = socket.socket(fileno=int(sys.argv[1]))  # never closed: its end shall tell the server of the process's
-    server.set_inheritable(False)
+def run(server: socket.socket, heartbeat: Heartbeat) -> int:
+    """An engine process's life, from engine_main on. Returns the exit code. The socket is never closed: its end tells the server that
+    this process has ended."""
     try:
-        EngineChild(server).run()
+        EngineChild(server, heartbeat).run()
         return 0
     except ConnectionError:  # the server is gone
         return 0
@@ -137,7 +131,3 @@ def main() -> int:
         with contextlib.suppress(ConnectionError):
             server.sendall(frame(failed(error)))
         return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import queue
 import signal
@@ -17,13 +18,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from jengine import Ended, EngineConfig, EngineDead, FinishReason, Limits, Load, Request, Updates
+from serving.watchdog import Watchdog
 from serving.wire import RECEIVE, Add, Batch, Configure, End, EngineInfo, Failed, Frames, Quit, Ready, Report, add_order, error_of, frame
 
-QUIT_SECONDS = 10.0  # until a child that shall quit is killed: it may be in the middle of a step
+QUIT_SECONDS = 3.0  # until a child that shall quit is killed: it may be in the middle of a step
 EXIT_SECONDS = 1.0  # until one is killed that has hung up
+KILL_SECONDS = 5.0  # until one that was killed is left behind: it may be stuck in a driver
+WATCHDOG_SECONDS = 10.0
+
+log = logging.getLogger("serving")
 
 
 class EngineProcess:
@@ -31,8 +38,9 @@ class EngineProcess:
 
     Args:
         engine, options: a function that makes an engine, "module:function", and its keyword arguments; see serving/engines.py.
-        on_end: called once, in whatever thread, when a connected child has gone and nothing of it is left: with the error that
-            its callers got, or None where it was asked to quit.
+        on_end: called once, in whatever thread, when a connected child has gone and nothing of it is left, or when it hangs: with the
+            error that its callers got, or None where it was asked to quit. After a hang, `quit` waits until nothing of it is left.
+        watchdog_seconds: without a sign of life after which the child is killed; 0 waits for ever. See watchdog.Patience.
 
     Attributes:
         limits, load, info: known when `start` has returned.
@@ -42,9 +50,15 @@ class EngineProcess:
     load: Load
     info: EngineInfo
 
-    def __init__(self, engine: str, options: dict[str, Any], on_end: Callable[[EngineDead | None], None] | None = None) -> None:
+    def __init__(
+        self,
+        engine: str,
+        options: dict[str, Any],
+        on_end: Callable[[EngineDead | None], None] | None = None,
+        watchdog_seconds: float = WATCHDOG_SECONDS,
+    ) -> None:
         self._configure = Configure(engine, json.dumps(options, default=str))
-        self._on_end = on_end
+        self._on_end, self._watchdog_seconds = on_end, watchdog_seconds
         self._outbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()  # what the writer shall send; None ends it
         self._lock = threading.RLock()  # of what follows
         self._child: _Child | None = None
@@ -52,9 +66,14 @@ class EngineProcess:
         self._gone = threading.Event()
 
     @classmethod
-    def of(cls, config: EngineConfig, on_end: Callable[[EngineDead | None], None] | None = None) -> EngineProcess:
+    def of(
+        cls,
+        config: EngineConfig,
+        on_end: Callable[[EngineDead | None], None] | None = None,
+        watchdog_seconds: float = WATCHDOG_SECONDS,
+    ) -> EngineProcess:
         """One that runs a model."""
-        return cls("serving.engines:model_engine", dataclasses.asdict(config), on_end)
+        return cls("serving.engines:model_engine", dataclasses.asdict(config), on_end, watchdog_seconds)
 
     @property
     def pid(self) -> int | None:
@@ -71,7 +90,7 @@ class EngineProcess:
         with self._lock:
             if self._quitting:
                 raise EngineDead("the engine process was told to quit before it was started")
-            child = self._child = _Child()
+            child = self._child = _Child(self._watchdog_seconds)
         try:
             child.send(frame(self._configure))
             ready = next(child.messages(), [None])[0]
@@ -79,7 +98,7 @@ class EngineProcess:
                 raise error_of(ready)
             with self._lock:
                 if not isinstance(ready, Ready) or self._quitting:
-                    raise child.end()
+                    raise child.hung or child.end()
                 self.limits, self.load, self.info = ready.limits, ready.load, ready.info
                 self._ready = True
         except BaseException:
@@ -137,14 +156,19 @@ class EngineProcess:
             error = EngineDead(f"the engine process is not understood: {wrong}")
             child.process.kill()
         self._outbox.put(None)
-        how = child.end(writer)
+        hung = child.hung  # then callers are told first: the end of a child that is stuck in a driver may be long in coming
+        how = hung or child.end(writer)
         with self._lock:
-            self._gone.set()
-            error = None if self._quitting else error or how
+            if not hung:
+                self._gone.set()
+            error = None if self._quitting else hung or error or how
         if error is not None:
             fail(error)
         if self._on_end is not None:
             self._on_end(error)
+        if hung:
+            child.end(writer)
+            self._gone.set()
 
     def _read(self, child: _Child, deliver: Callable[[Updates], None]) -> EngineDead | None:
         """Until the child hangs up. Returns the error that it told of."""
@@ -173,14 +197,20 @@ class EngineProcess:
 
 
 class _Child:
-    """The process and this end of the socket."""
+    """The process and this end of the socket.
 
-    def __init__(self) -> None:
+    Attributes:
+        hung: the error of one that the watchdog has given up.
+    """
+
+    def __init__(self, watchdog_seconds: float) -> None:
+        self.hung: EngineDead | None = None
         self._frames: Frames[Ready | Batch | Failed] = Frames(Report)
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
-                self.process = _spawn(theirs)
+                self._watchdog = Watchdog(watchdog_seconds, partial(_spawn, theirs), self._give_up)
+                self.process = self._watchdog.process
         except BaseException:
             self._socket.close()
             raise
@@ -200,26 +230,41 @@ class _Child:
                 if messages := self._frames.take(data):
                     yield messages
 
+    def _give_up(self, why: str) -> None:
+        """In the watchdog's thread: who reads or writes need not wait until the process has really ended."""
+        self.hung = EngineDead(f"the engine process {why}")
+        with contextlib.suppress(OSError):  # closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def end(self, writer: threading.Thread | None = None) -> EngineDead:
         """Wait for its end, and give back what it took. Says how it ended."""
-        try:
-            code = self.process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
+        code = self._wait()
         if writer is not None:
             writer.join()  # what it is sending fails by now
+        self._watchdog.join(EXIT_SECONDS)
         self._socket.close()
+        if code is None:
+            log.error("the engine process %d cannot be killed, and is left behind", self.process.pid)
+            return EngineDead("the engine process cannot be killed")
         how = f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
         return EngineDead(f"the engine process {how}")
 
+    def _wait(self) -> int | None:
+        for seconds in (EXIT_SECONDS, KILL_SECONDS):
+            try:
+                return self.process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return None
 
-def _spawn(its_end: socket.socket) -> subprocess.Popen[bytes]:
+
+def _spawn(its_end: socket.socket, beats: int, interval: float) -> subprocess.Popen[bytes]:
+    ours = [its_end.fileno(), beats]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "serving.engine_child", str(its_end.fileno())],
+        [sys.executable, "-P", "-m", "serving.engine_main", *map(str, (*ours, interval, os.getpid()))],
         stdin=subprocess.DEVNULL,
         stdout=2,  # what libraries print is not for those who read this process's output
-        pass_fds=[its_end.fileno()],
+        pass_fds=ours,
         start_new_session=True,  # a terminal's Ctrl-C is the server's, also before the child ignores it
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},  # as here, wherever that came from
     )

@@ -40,6 +40,7 @@ def model_engine(**options: Any) -> Made:
         programs_loaded=started.programs_loaded,
         seconds=started.seconds,
         sampling_defaults=_changed(started.default_sampling_params),
+        longest_step=started.longest_step,
     )
     return Made(engine, tokenizer, info)
 

@@ -17,12 +17,11 @@ from google.rpc.error_details_pb2 import BadRequest, ResourceInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead, InvalidArgument, ModelError, SamplingParams
-from serving.model_provider import ModelProvider
+from serving.model_provider import RESTART_SECONDS, ModelProvider
 
 log = logging.getLogger("serving")
 
 DETAILS_KEY = "grpc-status-details-bin"
-RESTART_SECONDS = 2.0  # when to come again while no engine runs: a start from saved programs takes about as long
 LONGEST_MESSAGE = 500  # characters: a status travels as headers, and these are limited
 
 # Where a field of jengine's errors is in a request; the others are at the same place, or in sampling_params.
@@ -81,8 +80,8 @@ def check_model(name: str, models: ModelProvider) -> None:
         raise not_found("model", name, f"this server has one model: {served}")
 
 
-def refusal(error: Exception) -> Refusal:
-    """The client's status for an error. Unexpected errors reveal nothing: they may quote a prompt."""
+def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal:
+    """The client's status for an error. Unexpected errors reveal nothing: they may quote a prompt. retry_seconds: see ModelProvider."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, InvalidArgument):
@@ -90,7 +89,7 @@ def refusal(error: Exception) -> Refusal:
     if isinstance(error, ModelError):
         return Refusal(grpc.StatusCode.FAILED_PRECONDITION, error.reason)
     if isinstance(error, EngineDead):
-        return Refusal(grpc.StatusCode.UNAVAILABLE, "the engine is not running; come again", _retry(RESTART_SECONDS))
+        return Refusal(grpc.StatusCode.UNAVAILABLE, "the engine is not running; come again", _retry(retry_seconds))
     return Refusal(grpc.StatusCode.INTERNAL, f"internal server error ({type(error).__name__}); see its log")
 
 
@@ -107,7 +106,7 @@ def status_metadata(refused: Refusal) -> tuple[tuple[str, bytes], ...]:
 
 
 def reported(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A service's method whose errors become statuses."""
+    """A service's method whose errors become statuses. The service has a ModelProvider, `_models`."""
 
     @functools.wraps(handler)
     async def method(service: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -117,7 +116,7 @@ def reported(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
             except grpc.aio.BaseError:
                 raise
             except Exception as error:
-                refused = refusal(error)
+                refused = refusal(error, service._models.retry_seconds)
                 if refused.code is grpc.StatusCode.INTERNAL:  # without its message, which may quote a prompt
                     log.error("%s in %s:\n%s", type(error).__name__, handler.__name__, "".join(traceback.format_tb(error.__traceback__)))
                 await context.abort(refused.code, refused.message, status_metadata(refused))

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from jengine import AsyncLLM, Limits
 
+RESTART_SECONDS = 2.0  # that a start from saved programs takes, where none has been seen
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
@@ -43,6 +45,10 @@ class ModelProvider(Protocol):
     def info(self) -> ModelInfo:
         """Raises EngineDead before the first one runs: they are not known yet."""
 
+    @property
+    def retry_seconds(self) -> float:
+        """When a request that found no engine may come again."""
+
 
 @dataclass(frozen=True, slots=True)
 class FixedModel:
@@ -50,3 +56,4 @@ class FixedModel:
 
     llm: AsyncLLM
     info: ModelInfo
+    retry_seconds: float = RESTART_SECONDS

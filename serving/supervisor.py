@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from jengine import AsyncLLM, EngineDead, SamplingParams, Tokenizer
 from serving.engine_process import EngineProcess
-from serving.model_provider import ModelInfo
+from serving.model_provider import RESTART_SECONDS, ModelInfo
 from serving.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 OnEnd = Callable[[EngineDead | None], None]
+SHORTEST_RETRY, LONGEST_OVERDUE = 1.0, 30.0  # seconds
 
 
 class BackOff:
@@ -25,9 +27,13 @@ class BackOff:
         self.first, self.longest, self.healthy = first, longest, healthy
         self._next = first
 
+    def next(self, lived: float) -> float:
+        """What `after` would return."""
+        return self.first if lived >= self.healthy else self._next
+
     def after(self, lived: float) -> float:
         """The wait after an engine that has lived for this many seconds; 0 is one that did not start."""
-        seconds = self.first if lived >= self.healthy else self._next
+        seconds = self.next(lived)
         self._next = min(2 * seconds, self.longest)
         return seconds
 
@@ -59,7 +65,10 @@ class Supervisor:
         self._tokenizer: Tokenizer | None = None
         self._facts: ModelInfo | None = None
         self._llm: AsyncLLM | None = None
-        self._serving = False
+        self._serving = self._retired = False
+        self._since = time.monotonic()  # when the engine that answers was ready
+        self._expected: float | None = None  # when the next one should be, where none answers
+        self._start_seconds = RESTART_SECONDS  # of late
         self._keeper: asyncio.Task[None] | None = None
 
     @property
@@ -86,8 +95,22 @@ class Supervisor:
 
     @property
     def serving(self) -> bool:
-        """Whether the model answers: not before the start, while a new engine starts, or from `close` on."""
+        """Whether clients should come: not before the start, while a new engine starts, or from `retire` or `close` on."""
         return self._serving
+
+    @property
+    def retry_seconds(self) -> float:
+        """Until the next engine should be ready: what is left of the back-off, and a start. The longer it is overdue, the longer."""
+        now = time.monotonic()
+        if self._expected is None:  # the engine has just died, or the server is closing
+            return self._back_off.next(now - self._since) + self._start_seconds
+        left = self._expected - now
+        return max(left, min(-left / 2, LONGEST_OVERDUE), SHORTEST_RETRY)
+
+    def retire(self) -> None:
+        """From now on the model counts as not serving, though it still answers."""
+        self._retired = True
+        self._set(False)
 
     async def start(self) -> None:
         """Start the first engine. Cancelling this ends it.
@@ -124,6 +147,7 @@ class Supervisor:
     async def _restart(self, error: BaseException | None, lived: float) -> asyncio.Future[EngineDead | None]:
         while True:
             seconds = self._back_off.after(lived)
+            self._expected = time.monotonic() + seconds + self._start_seconds
             logger.error("%s; starting another in %.1f s", error or "the engine was ended by a fault in making text", seconds)
             await asyncio.sleep(seconds)
             try:
@@ -140,12 +164,16 @@ class Supervisor:
             with contextlib.suppress(RuntimeError):  # the event loop has been closed
                 loop.call_soon_threadsafe(_resolve, ended, error)
 
-        engine = self._make(on_end)
+        engine, begun = self._make(on_end), time.monotonic()
+        self._expected = begun + self._start_seconds
         try:
             self._llm = await asyncio.to_thread(self._start, engine)
         except BaseException:
             await asyncio.to_thread(engine.quit)
             raise
+        self._since, self._expected = time.monotonic(), None
+        if not engine.info.programs_compiled:  # as the next start will not compile either
+            self._start_seconds = self._since - begun
         self._set(True)
         return ended
 
@@ -168,6 +196,7 @@ class Supervisor:
         return AsyncLLM.over(engine, self._tokenizer, SamplingParams(**info.sampling_defaults))
 
     def _set(self, serving: bool) -> None:
+        serving = serving and not self._retired
         if serving != self._serving:
             self._serving = serving
             self._on_state(serving)

@@ -98,6 +98,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     programs_loaded: int = 0
     seconds: dict[str, float] = {}
     sampling_defaults: dict[str, Any] = {}  # of requests that leave them unset, where they are not SamplingParams' own
+    longest_step: float = 0.0
 
 
 class Ready(Message):

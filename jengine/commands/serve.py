@@ -12,7 +12,8 @@ EPILOG = """\
 Each option may also be given as an environment variable (JENGINE_PORT=8000) or in a TOML file (port = 8000), whose path is --config or
 JENGINE_CONFIG; MODEL too, as `model`. A flag is stronger than a variable, a variable than the file.
 
-SIGTERM or Ctrl-C: nothing new is accepted, requests in flight have --drain-seconds, then they are aborted. A second Ctrl-C ends it at once.
+SIGTERM: health says NOT_SERVING, and requests are accepted for --lame-duck-seconds more. Then, or at Ctrl-C: nothing new is accepted,
+requests in flight have --drain-seconds, then they are aborted. A second Ctrl-C ends it at once.
 """
 
 
@@ -50,7 +51,7 @@ def _serve(options: argparse.Namespace) -> None:
     from serving.engine_process import EngineProcess
 
     try:
-        app.run(server, engine.model, lambda on_end: EngineProcess.of(engine, on_end))
+        app.run(server, engine.model, lambda on_end: EngineProcess.of(engine, on_end, server.watchdog_seconds))
     except JengineError as error:  # not of what was typed, but of what was found: the port is taken, the model cannot be read
         print(f"jengine: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None

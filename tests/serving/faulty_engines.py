@@ -65,3 +65,15 @@ class NoVocabulary(Tokenizer):
 def cannot_mask(tokenizer_folder: str, **options: Any) -> Made:
     made = mock_engine(tokenizer_folder, **options)
     return made._replace(tokenizer=NoVocabulary.load(Path(tokenizer_folder)))
+
+
+def starts_late(seconds: float) -> Made:
+    """The mock engine, after this time."""
+    time.sleep(seconds)
+    return mock_engine()
+
+
+def slow_but_known(seconds: float) -> Made:
+    """Its warm-up has shown how long a step takes."""
+    made = mock_engine(seconds=seconds)
+    return made._replace(info=EngineInfo(tokenizer_folder=None, dtype="", devices="", longest_step=seconds))

@@ -28,7 +28,8 @@ from serving import app
 from serving.config import ServerConfig
 from serving.engine_process import EngineProcess
 server, engine, options = json.loads(sys.argv[1])
-app.run(ServerConfig(**server), "mock", lambda on_end: EngineProcess(engine, options, on_end))
+config = ServerConfig(**server)
+app.run(config, "mock", lambda on_end: EngineProcess(engine, options, on_end, config.watchdog_seconds))
 """
 READY = re.compile(
     r"jengine: serving (\S+) on (\S+); \d+ tokens a sequence, \d+ sequences at once; "
@@ -101,10 +102,10 @@ def process(command: list[str]) -> Iterator[ServerProcess]:
 def mock_process(
     folder: Path, *, engine: str = "serving.engines:mock_engine", server: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[ServerProcess]:
-    """Over a mock engine with these options; `server` are ServerConfig's."""
+    """Over a mock engine with these options; `server` are ServerConfig's, by default without a lame-duck period."""
     if engine.endswith(":mock_engine"):
         options = {"tokenizer_folder": str(folder), "vocab_size": 501, **options}
-    arguments = json.dumps([{"port": 0, **(server or {})}, engine, options])
+    arguments = json.dumps([{"port": 0, "lame_duck_seconds": 0, **(server or {})}, engine, options])
     with process([sys.executable, "-c", CODE, arguments]) as made:
         yield made
 

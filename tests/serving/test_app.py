@@ -6,50 +6,23 @@ import os
 import signal
 import socket
 import sys
-import threading
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from jengine import JengineError
-from serving.client import Client, Retries, ServedOutput, ServerError
+from serving.client import Client, Retries, ServerError
 from serving.security import hash_line
 from tests.serving.certificates import Authority
 from tests.serving.leaks import alive, wait_until
 from tests.serving.processes import HealthWatch, free_port, mock_process, process, wait_for_server
+from tests.serving.streams import Stream
 
 ONCE = Retries(attempts=1)
 KEY = "k" * 32
-
-
-class Stream:
-    """A request, in a thread."""
-
-    def __init__(self, client: Client, **options: Any) -> None:
-        self.outputs: list[ServedOutput] = []
-        self.error: JengineError | None = None
-        self.thread = threading.Thread(target=self._follow, args=(client.stream([1, 2, 3], **options),))
-        self.thread.start()
-        wait_until(lambda: bool(self.outputs))
-
-    def _follow(self, outputs: Iterator[ServedOutput]) -> None:
-        try:
-            self.outputs.extend(outputs)
-        except JengineError as error:
-            self.error = error
-
-    def end(self) -> tuple[int, object, object]:
-        """How many tokens there were, and why there were no more."""
-        self.thread.join(30)
-        assert self.error is None and self.outputs[-1].finished
-        last = self.outputs[-1].outputs[0]
-        return sum(len(output.outputs[0].token_ids) for output in self.outputs), last.finish_reason, last.stop_reason
 
 
 def test_one_line_when_ready_and_none_at_the_end(tokenizer_folder: Path) -> None:

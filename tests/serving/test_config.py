@@ -15,8 +15,8 @@ from serving.config import ServerConfig, resolve_config
 
 OTHER: dict[str, Any] = {
     "host": "::1", "port": 1, "metrics_port": 2, "served_model_name": "m", "max_waiting": 3, "max_streams_per_client": 4,
-    "max_message_bytes": 5000, "client_chat_templates": True, "write_timeout": 1.5, "drain_seconds": 0.5, "tls_cert": "c", "tls_key": "k",
-    "tls_client_ca": "a", "api_keys": "keys", "log_level": "debug",
+    "max_message_bytes": 5000, "client_chat_templates": True, "write_timeout": 1.5, "drain_seconds": 0.5, "lame_duck_seconds": 0.25,
+    "watchdog_seconds": 7.5, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "api_keys": "keys", "log_level": "debug",
     "model": "some/model", "revision": "main", "tokenizer": "other", "dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8",
     "max_model_len": 99, "max_num_seqs": 4,
     "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
@@ -113,6 +113,7 @@ def test_what_is_wrong_is_refused_by_where_it_was_given(
     [
         ("host", ""), ("host", None), ("metrics_port", -1), ("served_model_name", ""), ("max_waiting", -1), ("max_waiting", 1.0),
         ("max_streams_per_client", 0), ("max_message_bytes", 0), ("write_timeout", 0), ("drain_seconds", -1), ("drain_seconds", True),
+        ("lame_duck_seconds", -1), ("watchdog_seconds", float("inf")),
         ("api_keys", 5), ("log_level", "loud"),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -184,12 +185,14 @@ def test_get_model(mock_server: MockServer, stub: GenerateServiceStub) -> None:
 
 
 def test_get_load(make_server: MakeServer) -> None:
-    with make_server(max_num_seqs=1, seconds=0.005) as server, server.stub() as stub:
+    with make_server(max_num_seqs=1, seconds=0.02) as server, server.stub() as stub:
         assert stub.GetLoad(pb.GetLoadRequest()) == pb.GetLoadResponse(free_pages=1024, pages=1024)
         streams = [stub.GenerateStream(pb.GenerateRequest(text=TEXT, sampling_params=pb.SamplingParams(max_tokens=500))) for _ in range(2)]
         assert kinds(next(stream) for stream in streams) == ["started", "started"]
         next(streams[0])  # a delta: it runs
-        load = stub.GetLoad(pb.GetLoadRequest())
+        until = time.monotonic() + 10
+        while (load := stub.GetLoad(pb.GetLoadRequest())).waiting == 0:  # "started" was written before the engine has heard of it
+            assert load.running == 1 and time.monotonic() < until
         assert (load.running, load.waiting) == (1, 1) and load.free_pages < load.pages
         for stream in streams:
             stream.cancel()

@@ -31,7 +31,7 @@ def expected() -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(expected: list[str]) -> Iterator[ServerProcess]:
-    with process([sys.executable, "-m", "jengine.cli", "serve", "demo", "--port=0", "--metrics-port=0"]) as server:
+    with process([sys.executable, "-m", "jengine.cli", "serve", "demo", "--port=0", "--metrics-port=0", "--lame-duck-seconds=0"]) as server:
         assert server.wait_until_ready().group(1, 3) == ("demo", "0")
         yield server
 

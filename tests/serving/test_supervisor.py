@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,41 @@ def test_back_off() -> None:
     back_off = BackOff(first=0.5, longest=3, healthy=60)
     assert [back_off.after(lived) for lived in (10, 0, 0, 0, 59)] == [0.5, 1, 2, 3, 3]
     assert [back_off.after(lived) for lived in (60, 0, 1000)] == [0.5, 1, 0.5]
+
+
+def test_when_to_come_again_follows_the_back_off(tokenizer_folder: Path) -> None:
+    watched = Watched(tokenizer_folder, back_off=BackOff(first=1000, longest=4000))
+    supervisor = watched.supervisor
+
+    async def main() -> None:
+        await supervisor.start()
+        assert 1000 < supervisor.retry_seconds < 1100, "as it would be if the engine died now: its streams end before the supervisor knows"
+        watched.kill()
+        await watched.until_state(False)
+        assert 900 < supervisor.retry_seconds < 1100
+        supervisor._expected = time.monotonic() - 20
+        assert 9 < supervisor.retry_seconds < 30, "a start that is overdue"
+        await supervisor.close()
+
+    run(main)
+
+
+def test_a_retired_model_answers_but_counts_as_not_serving(tokenizer_folder: Path) -> None:
+    watched = Watched(tokenizer_folder)
+
+    async def main() -> None:
+        await watched.supervisor.start()
+        watched.supervisor.retire()
+        assert not watched.supervisor.serving and (await watched.ask()).finished
+        watched.kill()
+        async with asyncio.timeout(10):
+            while not watched.supervisor.restarts:
+                await asyncio.sleep(0.002)
+        assert not watched.supervisor.serving and (await watched.ask()).finished
+        await watched.supervisor.close()
+
+    run(main)
+    assert watched.states == [True, False]
 
 
 def test_streams_of_a_killed_engine_end_and_another_takes_over(tokenizer_folder: Path) -> None:

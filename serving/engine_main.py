@@ -1,0 +1,41 @@
+"""The engine process's first lines, `python -m serving.engine_main`: what has to hold before anything slow is imported."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+
+from serving.parent_death import die_with_parent
+from serving.watchdog import Heartbeat
+
+
+def main(server: int, beats: int, interval: float, parent: int) -> int:
+    """Returns the exit code.
+
+    Args:
+        server: descriptor of the socket to the server.
+        beats, interval: as for Heartbeat.
+        parent: the server's process id.
+    """
+    die_with_parent(parent)
+    # The server drains before it lets the engine go, whatever signal its process group's or its service manager's gets.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # writes all threads' stacks to stderr
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notices and warnings; errors still show. Before jax is imported
+    for descriptor in (server, beats):
+        os.set_inheritable(descriptor, False)
+    heartbeat = Heartbeat(beats, interval)
+    heartbeat.start()
+
+    from serving.engine_child import run
+
+    return run(socket.socket(fileno=server), heartbeat)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])))
