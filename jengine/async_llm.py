@@ -165,6 +165,11 @@ class AsyncLLM:
         prompt = chat_prompt(self.tokenizer, messages, **options)
         return self.generate(prompt, sampling_params, request_id=request_id, priority=priority, timeout=timeout, output_kind=output_kind)
 
+    def find(self, request_id: str) -> RequestOutput | None:
+        """The output of a request that somebody iterates over, as far as it has come: it grows. None where it is unknown or over."""
+        caller = self._callers.get(request_id)
+        return None if caller is None else caller.output
+
     async def abort(self, request_id: str) -> bool:
         """End a request; its iteration gets a last output with finish_reason "abort". False where it is unknown or has ended."""
         caller = self._callers.get(request_id)
@@ -305,6 +310,10 @@ def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> Reque
         prompt_logprobs=None if shown else output.prompt_logprobs,  # they were all there before the first token
         finished=output.finished,
         metrics=RequestMetrics(
-            arrival=times.arrival, first_token=times.first_token, finished=times.finished, preemptions=times.preemptions
+            arrival=times.arrival,
+            scheduled=times.scheduled,
+            first_token=times.first_token,
+            finished=times.finished,
+            preemptions=times.preemptions,
         ),
     )

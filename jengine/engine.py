@@ -172,7 +172,10 @@ class Engine:
         collected = self.scheduler.collect(step.plan, result.tokens)
         got = result.logprobs
         if got is None:
-            return [TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, None, s.num_preemptions) for s, token in collected]
+            return [
+                TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, None, s.num_preemptions, s.scheduled)
+                for s, token in collected
+            ]
         rows = {sequence: row for row, sequence in step.plan.sampled}
         updates = []
         for s, token in collected:
@@ -183,7 +186,7 @@ class Engine:
                     s.request.mask.accept(token)
                 except Exception as error:  # this request's alone
                     self._fail(s, error)
-            updates.append(TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, logprobs, s.num_preemptions))
+            updates.append(TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, logprobs, s.num_preemptions, s.scheduled))
         return updates
 
 

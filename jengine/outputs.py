@@ -83,7 +83,7 @@ class LiveOutputs:
     def _grow(self, answer: _Answer, update: TokenUpdate) -> None:
         request_id, metrics = update.request_id, answer.output.metrics
         if metrics.first_token is None:
-            metrics.first_token = time.monotonic()
+            metrics.first_token, metrics.scheduled = time.monotonic(), update.scheduled or None
         metrics.preemptions += update.preemptions - answer.preemptions[request_id]
         answer.preemptions[request_id] = update.preemptions
         builder = answer.builders[request_id]

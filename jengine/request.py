@@ -305,6 +305,7 @@ class RequestMetrics:
     """When things happened, in seconds of time.monotonic(), and how often the request was interrupted."""
 
     arrival: float = 0.0
+    scheduled: float | None = None  # first; known with the first token
     first_token: float | None = None  # of any completion
     finished: float | None = None  # the last of them
     preemptions: int = 0  # of all of them together

@@ -16,7 +16,8 @@ class TokenLogprobs(NamedTuple):
 
 
 class TokenUpdate(NamedTuple):
-    """A request's next token, and why it is the last one, if it is."""
+    """A request's next token, and why it is the last one, if it is. `scheduled` is when the request first ran, in seconds, monotonic;
+    0 where that is not known."""
 
     request_id: str
     token: int
@@ -24,6 +25,7 @@ class TokenUpdate(NamedTuple):
     stop_reason: int | str | None = None
     logprobs: TokenLogprobs | None = None
     preemptions: int = 0
+    scheduled: float = 0.0
 
 
 class PromptScores(NamedTuple):

@@ -12,7 +12,8 @@ from jengine import InvalidArgument, SamplingParams, StructuredOutputs
 from serving.config import ServerConfig
 from serving.errors import busy
 from serving.model_provider import ModelProvider
-from serving.security import key_name
+from serving.security import current_key
+from serving.token_bucket import TokenBucket
 
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
 # Stop strings become an automaton, bad words and structured outputs masks: that takes time and memory by their length, and others wait.
@@ -20,7 +21,7 @@ MOST_TEXTS, LONGEST_TEXTS, LONGEST_STRUCTURE = 256, 10_000, 100_000  # texts, th
 
 
 class Admission:
-    """Counts the completions that run or wait, and each client's streams.
+    """Counts the completions that run or wait, in all and by client, each client's streams, and its tokens a minute.
 
     Attributes:
         taken: completions that run or wait.
@@ -30,6 +31,8 @@ class Admission:
         self._models, self._waiting, self._per_client = models, config.max_waiting, config.max_streams_per_client
         self.taken = 0
         self._streams: Counter[str] = Counter()  # by client
+        self._completions: Counter[str] = Counter()
+        self._buckets: dict[str, TokenBucket] = {}  # of keys with a limit
         self._seconds = SHORTEST_RETRY  # that a completion takes, of late
 
     @property
@@ -42,36 +45,57 @@ class Admission:
         Raises:
             Refusal: it has too many.
         """
-        client = client_of(context)
-        if self._streams[client] >= self._per_client:
-            raise busy(f"this client has {self._per_client} streams; it may have no more at once", self._retry_seconds())
+        client, limit = client_of(context), self._client_limit()
+        if self._streams.get(client, 0) >= limit:
+            raise busy(f"this client has {limit} streams; it may have no more at once", self._retry_seconds(), "client_streams")
         self._streams[client] += 1
-        context.add_done_callback(lambda _: self._over(client))
+        context.add_done_callback(lambda _: _take(self._streams, client, 1))
 
-    def place(self, n: int) -> Place:
+    def place(self, n: int, context: grpc.aio.ServicerContext) -> Place:
         """Places for a prompt's completions.
 
         Raises:
-            Refusal: too many wait already.
+            Refusal: too many wait already, the client has too many, or its tokens of this minute are used up.
             InvalidArgument: there will never be as many.
         """
-        places = self._running + self._waiting
+        places, client, limit = self._running + self._waiting, client_of(context), self._client_limit()
+        if n > limit:
+            raise InvalidArgument("n", n, f"at most {limit}, since a client may have no more completions at once")
         if n > places:
             raise InvalidArgument("n", n, f"at most {places}, since {self._running} run and {self._waiting} wait at once")
+        bucket = self._bucket(client)
+        if bucket is not None and (seconds := bucket.seconds_until_ready(time.monotonic())):
+            limited = f"this client may use {bucket.per_minute} tokens a minute, and has used them; come again in {seconds:.1f} s"
+            raise busy(limited, seconds, "tokens_per_minute")
+        if self._completions.get(client, 0) + n > limit:
+            has = f"this client has {self._completions[client]} completions; it may have no more than {limit} at once"
+            raise busy(has, self._retry_seconds(), "client_streams")
         if self.taken + n > places:
-            raise busy(f"{self._waiting} requests are waiting; the queue is full", self._retry_seconds())
+            raise busy(f"{self._waiting} requests are waiting; the queue is full", self._retry_seconds(), "queue_full")
         self.taken += n
-        return Place(self, n)
+        self._completions[client] += n
+        return Place(self, client, n, bucket)
 
-    def leave(self, n: int, seconds: float) -> None:
-        """Completions have ended that took this long."""
+    def leave(self, client: str, n: int, seconds: float) -> None:
+        """A client's completions have ended that took this long."""
         self.taken -= n
+        _take(self._completions, client, n)
         self._seconds += 0.1 * (seconds - self._seconds)
 
-    def _over(self, client: str) -> None:
-        self._streams[client] -= 1
-        if not self._streams[client]:
-            del self._streams[client]
+    def _client_limit(self) -> int:
+        """Streams, and completions, that the calling client may have."""
+        key = current_key.get()
+        return self._per_client if key is None or key.max_streams is None else key.max_streams
+
+    def _bucket(self, client: str) -> TokenBucket | None:
+        key, now = current_key.get(), time.monotonic()
+        if key is None or key.tokens_per_minute is None:
+            self._buckets.pop(client, None)
+            return None
+        bucket = self._buckets.setdefault(client, TokenBucket(key.tokens_per_minute, now))
+        if bucket.per_minute != key.tokens_per_minute:  # the keys were reloaded
+            bucket.resize(key.tokens_per_minute, now)
+        return bucket
 
     def _retry_seconds(self) -> float:
         """In which the half of what waits will have begun, so that not all who were refused find the queue full again."""
@@ -82,19 +106,38 @@ class Admission:
 class Place:
     """What `Admission.place` gives; to be released, once or more often."""
 
-    def __init__(self, admission: Admission, n: int) -> None:
-        self._admission, self._n, self._since = admission, n, time.monotonic()
+    def __init__(self, admission: Admission, client: str, n: int, bucket: TokenBucket | None) -> None:
+        self._admission, self._client, self._n, self._since = admission, client, n, time.monotonic()
+        self._bucket, self._charged = bucket, 0
+
+    @property
+    def limited(self) -> bool:
+        """Whether tokens are charged."""
+        return self._bucket is not None
+
+    def charge(self, tokens: int) -> None:
+        """The request has used this many tokens so far, the prompt's included."""
+        if self._bucket is not None and tokens > self._charged:
+            self._bucket.charge(tokens - self._charged, time.monotonic())
+            self._charged = tokens
 
     def release(self) -> None:
         if self._n:
             n, self._n = self._n, 0
-            self._admission.leave(n, time.monotonic() - self._since)
+            self._admission.leave(self._client, n, time.monotonic() - self._since)
 
     def __enter__(self) -> Place:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _take(counts: Counter[str], client: str, n: int) -> None:
+    """Counters forget clients that have nothing."""
+    counts[client] -= n
+    if not counts[client]:
+        del counts[client]
 
 
 def check_texts(params: SamplingParams) -> None:
@@ -113,5 +156,5 @@ def check_texts(params: SamplingParams) -> None:
 
 def client_of(context: grpc.aio.ServicerContext) -> str:
     """The name of the client's key, or else its address without the port."""
-    name = key_name.get()
-    return f"key {name}" if name is not None else str(context.peer()).rpartition(":")[0]
+    key = current_key.get()
+    return f"key {key.name}" if key is not None else str(context.peer()).rpartition(":")[0]

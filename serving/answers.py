@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import grpc
 
-from jengine import AsyncLLM, RequestOutput
+from jengine import AsyncLLM, InvalidArgument, RequestOutput
 from serving.admission import Place
 from serving.errors import Refusal
-from serving.metrics import Metrics
+from serving.tracking import TrackedRequest
+
+log = logging.getLogger("serving")
 
 LONG_TEXT = 10_000  # bytes from which work on text is left to a thread: it takes some 10 ms, and everybody else would wait
 
@@ -23,12 +26,15 @@ _aborts: set[asyncio.Task[bool]] = set()  # on their way; the event loop alone w
 class Answer:
     """A request's outputs. Entered when it has been checked and queued; left, it has ended, or is aborted.
 
+    Args:
+        request_id: as the engine knows it; clients see the tracked request's.
+
     Raises:
         InvalidArgument, EngineDead: on entering, as AsyncLLM.generate.
     """
 
-    def __init__(self, outputs: Outputs, metrics: Metrics) -> None:
-        self._outputs, self._metrics = outputs, metrics
+    def __init__(self, llm: AsyncLLM, request_id: str, outputs: Outputs, request: TrackedRequest) -> None:
+        self._llm, self._request_id, self._outputs, self._request = llm, request_id, outputs, request
 
     async def __aenter__(self) -> Answer:
         self._first = asyncio.ensure_future(anext(self._outputs))
@@ -36,15 +42,19 @@ class Answer:
             await asyncio.sleep(0)  # in this turn of the event loop it is queued, or refused
             if self._first.done():
                 self._first.result()
+        except InvalidArgument as wrong:
+            await self._close()
+            raise wrong if wrong.field != "request_id" else InvalidArgument(wrong.field, self._request.request_id, wrong.limit) from None
         except BaseException:
             await self._close()
             raise
-        self._taken, self._watch = False, self._metrics.request_started()
+        self._taken = False
+        self._request.queued(self._llm.find(self._request_id))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._close()
-        self._watch.ended()
+        self._request.over()
 
     async def next(self) -> RequestOutput:
         """The next output; after one that is finished there is none.
@@ -56,7 +66,8 @@ class Answer:
             output = await anext(self._outputs)
         else:
             output, self._taken = await self._first, True
-        self._watch.tokens(output)
+        output.request_id = self._request.request_id
+        self._request.tokens(output)
         return output
 
     async def _close(self) -> None:
@@ -75,7 +86,7 @@ class PatientWriter:
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, seconds: float, give_up: Callable[[], object]) -> None:
-        self._write, self._seconds, self._give_up = context.write, seconds, give_up
+        self._write, self._peer, self._seconds, self._give_up = context.write, context.peer, seconds, give_up
         self._call_later = asyncio.get_running_loop().call_later
         self._stalled = False
 
@@ -87,10 +98,13 @@ class PatientWriter:
         finally:
             timer.cancel()
         if self._stalled:
-            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, f"slow reader: a message was not read within {self._seconds} s")
+            raise Refusal(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"slow reader: a message was not read within {self._seconds} s", cause="slow_reader"
+            )
 
     def _stall(self) -> None:
         self._stalled = True
+        log.warning("slow reader: %s left a message unread for %g s; what it had asked for is aborted", self._peer(), self._seconds)
         self._give_up()
 
 

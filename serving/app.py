@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -13,10 +14,12 @@ from typing import Any
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
+from serving.access import Access
 from serving.config import PREFIX, ServerConfig
 from serving.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
-from serving.metrics import Metrics, MetricsServer, OutcomeInterceptor, PrometheusMetrics
-from serving.security import ApiKeys, KeyInterceptor, server_credentials, warn_of_plaintext
+from serving.http_server import HttpServer, pages_of
+from serving.metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
+from serving.request_log import RequestLog
 from serving.server import SERVICES, Built, build_server
 from serving.service_links import service_links
 from serving.signals import stop_signal
@@ -61,7 +64,7 @@ class ServerApp:
     def __init__(self, config: ServerConfig, name: str, make_engine: Callable[[OnEnd], EngineProcess]) -> None:
         self._config, self._name, self._make_engine = config, name, make_engine
         self.reloads: list[Callable[[], None]] = []
-        self._begun, self._ready = time.monotonic(), False
+        self._begun, self._ready, self._stopping = time.monotonic(), False, False
         self._engine: EngineProcess
         self._built: Built
         self._supervisor = Supervisor(name, self._make, on_state=self._changed)
@@ -70,26 +73,34 @@ class ServerApp:
     async def live(self) -> None:
         """From the first to the last."""
         config = self._config
-        credentials = server_credentials(config)
-        keys = None if config.api_keys is None else ApiKeys.load(config.api_keys)
-        warn_of_plaintext(config)
         metrics = self._metrics()
+        access = Access(config, metrics)
+        self.reloads.append(access.reload)
         interceptors: list[grpc.aio.ServerInterceptor] = [OutcomeInterceptor(metrics)] if isinstance(metrics, PrometheusMetrics) else []
-        interceptors += [] if keys is None else [KeyInterceptor(keys)]
-        exporter = None
-        self._built = await build_server(config, self._supervisor, metrics=metrics, credentials=credentials, interceptors=interceptors)
-        try:
+        interceptors += access.interceptors
+        request_log = None if config.request_log is None else RequestLog(config.request_log)
+        self._built = await build_server(
+            config,
+            self._supervisor,
+            metrics=metrics,
+            request_log=request_log,
+            credentials=access.credentials,
+            interceptors=interceptors,
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            if request_log is not None:
+                stack.callback(request_log.close)
+            stack.push_async_callback(self._built.server.stop, None)
+            exporter = None
             if isinstance(metrics, PrometheusMetrics):
                 assert config.metrics_port is not None
-                exporter = MetricsServer(metrics, config.host, config.metrics_port)
+                exporter = HttpServer(pages_of(metrics, self._why_not_ready))
+                await exporter.start(config.host, config.metrics_port)
+                stack.push_async_callback(exporter.close)
             await self._built.server.start()
             await self._serve(exporter)
-        finally:
-            await self._built.server.stop(None)
-            if exporter is not None:
-                await asyncio.to_thread(exporter.close)
 
-    async def _serve(self, exporter: MetricsServer | None) -> None:
+    async def _serve(self, exporter: HttpServer | None) -> None:
         """Until a signal comes, and everything has ended."""
         stop = stop_signal(self._reload)
         starting = asyncio.create_task(self._supervisor.start())
@@ -107,7 +118,7 @@ class ServerApp:
 
     async def _lame_duck(self) -> None:
         """Health says NOT_SERVING, but all requests are answered: load balancers take a while to notice."""
-        seconds = self._config.lame_duck_seconds
+        self._stopping, seconds = True, self._config.lame_duck_seconds
         if self._supervisor.serving and self._config.drain_seconds and seconds:
             log.info("stopping: not serving, but accepting requests for %g s more", seconds)
             self._supervisor.retire()
@@ -121,6 +132,7 @@ class ServerApp:
 
     async def _drain(self) -> None:
         """No new requests; time for those that run; then they are aborted, and told so."""
+        self._stopping = True
         seconds = self._config.drain_seconds
         log.info("stopping: requests in flight have %g s", seconds)
         stopping = asyncio.create_task(self._built.server.stop(seconds + 2 * FLUSH_SECONDS))  # accepts nothing from now on
@@ -154,7 +166,15 @@ class ServerApp:
         for service in ("", *SERVICES):
             await self._built.health.set(service, status)
 
-    def _say_ready(self, exporter: MetricsServer | None) -> None:
+    def _why_not_ready(self) -> str | None:
+        """For /readyz; None where the model answers."""
+        if self._stopping:
+            return "stopping: requests in flight are finished, new ones are not accepted"
+        if self._supervisor.serving:
+            return None
+        return "the engine has ended; another one is starting" if self._ready else "starting: the engine is not ready yet"
+
+    def _say_ready(self, exporter: HttpServer | None) -> None:
         """One line, the only one on stdout."""
         self._ready = True
         config, info, engine = self._config, self._supervisor.info, self._engine.info

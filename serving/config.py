@@ -29,7 +29,12 @@ class ServerConfig:
             default there are no metrics.
         served_model_name: name that clients see and may ask for; by default the model's.
         max_waiting: requests that may wait beside the running ones; more are refused with RESOURCE_EXHAUSTED.
-        max_streams_per_client: requests that one client (an API key, or else an address) may have at once.
+        max_streams_per_client: completions that one client (the name of an API key, or else an address) may have at once; a request
+            with n counts n times. The keys file may give a key another number.
+        max_calls_per_client: calls of every kind that one client may have at once: requests, aborts, questions, watched health; at least as
+            many as streams.
+        max_tokens_limit: the largest max_tokens that a request may ask for; one that asks for no limit gets this one.
+        max_request_seconds: the longest timeout that a request may ask for, and that of requests without one.
         max_message_bytes: of one request.
         client_chat_templates: clients may send chat templates of their own. A template is a program: one that loops for hours keeps the
             server busy for hours.
@@ -43,7 +48,9 @@ class ServerConfig:
         tls_cert: PEM file of the server's certificate chain; turns TLS on.
         tls_key: PEM file of its private key.
         tls_client_ca: PEM file of the authorities whose client certificates are required (mutual TLS).
-        api_keys: file of the keys' hashes, as `python -m serving.security` writes them; a request needs one of the keys.
+        api_keys: file of the keys' hashes, as `python -m serving.security` writes them; a request needs one of the keys. Request ids,
+            aborts and limits are a key's own.
+        request_log: file to which a line of JSON is appended for each request, without its texts; - is stdout.
         log_level: of the server's log on stderr. Prompts and outputs are never logged.
     """
 
@@ -53,6 +60,9 @@ class ServerConfig:
     served_model_name: str | None = None
     max_waiting: int = 256
     max_streams_per_client: int = 256
+    max_calls_per_client: int = 512
+    max_tokens_limit: int | None = None
+    max_request_seconds: float | None = None
     max_message_bytes: int = 4 * 2**20
     client_chat_templates: bool = False
     write_timeout: float = 10.0
@@ -63,6 +73,7 @@ class ServerConfig:
     tls_key: str | Path | None = None
     tls_client_ca: str | Path | None = None
     api_keys: str | Path | None = None
+    request_log: str | Path | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
@@ -71,6 +82,9 @@ class ServerConfig:
             _whole("metrics_port", self.metrics_port, 0, 65535)
         _whole("max_waiting", self.max_waiting, 0, None)
         _whole("max_streams_per_client", self.max_streams_per_client, 1, None)
+        _whole("max_calls_per_client", self.max_calls_per_client, 1, None)
+        if self.max_tokens_limit is not None:
+            _whole("max_tokens_limit", self.max_tokens_limit, 1, None)
         _whole("max_message_bytes", self.max_message_bytes, 1024, 2**31 - 1)
         if not isinstance(self.client_chat_templates, bool):
             raise InvalidArgument("client_chat_templates", self.client_chat_templates, "must be True or False")
@@ -79,15 +93,18 @@ class ServerConfig:
             ("lame_duck_seconds", False),
             ("drain_seconds", False),
             ("watchdog_seconds", False),
+            ("max_request_seconds", True),
         ):
             value = getattr(self, name)
+            if value is None and name == "max_request_seconds":
+                continue
             if type(value) not in (int, float) or not math.isfinite(value) or value < 0 or (above and value == 0):
                 raise InvalidArgument(name, value, f"must be a number of seconds, {'above' if above else 'at least'} 0")
         if not isinstance(self.host, str) or not self.host:
             raise InvalidArgument("host", self.host, "must be an address or a name")
         if not isinstance(self.served_model_name, str | None) or self.served_model_name == "":
             raise InvalidArgument("served_model_name", self.served_model_name, "must be text")
-        for name in ("tls_cert", "tls_key", "tls_client_ca", "api_keys"):
+        for name in ("tls_cert", "tls_key", "tls_client_ca", "api_keys", "request_log"):
             if not isinstance(getattr(self, name), str | Path | None) or getattr(self, name) == "":
                 raise InvalidArgument(name, getattr(self, name), "must be a file's path")
         if (self.tls_cert is None) != (self.tls_key is None):

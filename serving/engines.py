@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ class Made(NamedTuple):
 
 
 def model_engine(**options: Any) -> Made:
-    """A model's; the options are EngineConfig's. Progress goes to stderr.
+    """A model's; the options are EngineConfig's. Progress goes to stderr where that is a terminal: bars have no place in a log.
 
     Raises:
         InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine.
@@ -28,7 +29,7 @@ def model_engine(**options: Any) -> Made:
     from jengine import start_engine  # brings jax, which the mock does without
 
     config = EngineConfig(**options)
-    engine, started = start_engine(config)
+    engine, started = start_engine(config, progress=sys.stderr.isatty())
     tokenizer = prepared(started.require_tokenizer())
     info = EngineInfo(
         tokenizer_folder=str(started.tokenizer_folder),

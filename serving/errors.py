@@ -37,16 +37,21 @@ PATHS = {
 
 
 class Refusal(Exception):
-    """Why a request is not answered, as a gRPC status."""
+    """Why a request is not answered, as a gRPC status.
 
-    def __init__(self, code: grpc.StatusCode, message: str, *details: Any) -> None:
+    Attributes:
+        cause: for logs and metrics: one word of a few; by default the code's name.
+    """
+
+    def __init__(self, code: grpc.StatusCode, message: str, *details: Any, cause: str = "") -> None:
         super().__init__(message)
         self.code, self.message, self.details = code, message[:LONGEST_MESSAGE], details
+        self.cause = cause or code.name.lower()
 
 
-def busy(message: str, retry_seconds: float) -> Refusal:
+def busy(message: str, retry_seconds: float, cause: str = "") -> Refusal:
     """There is too much to do; come again in this time."""
-    return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message, _retry(retry_seconds))
+    return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message, _retry(retry_seconds), cause=cause)
 
 
 def not_found(kind: str, name: str, message: str) -> Refusal:

@@ -11,11 +11,13 @@ from jengine import AsyncLLM, InvalidArgument, SamplingParams, __version__
 from serving import conversions
 from serving.admission import Admission, check_texts
 from serving.answers import Answer, Outputs, PatientWriter, give_up, in_thread_if_long, new_id, tokenized
+from serving.bounds import RequestBounds, check_priority
 from serving.errors import check_model, reported
 from serving.generated.jengine.v1 import generate_pb2 as pb
 from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
-from serving.metrics import Metrics
 from serving.model_provider import ModelProvider
+from serving.security import scoped
+from serving.tracking import RequestTracker, TrackedRequest
 
 Prompted = pb.GenerateRequest | pb.ChatRequest
 
@@ -29,30 +31,45 @@ class GenerateService(GenerateServiceServicer):
     """
 
     def __init__(
-        self, models: ModelProvider, admission: Admission, metrics: Metrics, write_timeout: float, client_chat_templates: bool
+        self,
+        models: ModelProvider,
+        admission: Admission,
+        tracker: RequestTracker,
+        bounds: RequestBounds,
+        write_timeout: float,
+        client_chat_templates: bool,
     ) -> None:
-        self._models, self._admission, self._metrics, self._write_timeout = models, admission, metrics, write_timeout
-        self._client_chat_templates = client_chat_templates
+        self._models, self._admission, self._tracker, self._bounds = models, admission, tracker, bounds
+        self._write_timeout, self._client_chat_templates = write_timeout, client_chat_templates
 
     # --- generation -------------------------------------------------------------------------------
 
     @reported
     async def Generate(self, request: Prompted, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
-        llm, params = self._let_in(request, context)
-        with self._admission.place(params.n):
-            outputs = await self._submit(llm, request, params, request.request_id or new_id(), "final")
-            async with Answer(outputs, self._metrics) as answer:
-                return conversions.response(await answer.next(), self._models.info.name)
+        with self._tracker.track(_method(request, ""), request.request_id or new_id(), context) as tracked:
+            return await self._whole(request, context, tracked)
 
     @reported
     async def GenerateStream(self, request: Prompted, context: grpc.aio.ServicerContext) -> None:
+        with self._tracker.track(_method(request, "Stream"), request.request_id or new_id(), context) as tracked:
+            await self._streamed(request, context, tracked)
+
+    async def _whole(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> pb.GenerateResponse:
         llm, params = self._let_in(request, context)
-        with self._admission.place(params.n) as place:
-            request_id = request.request_id or new_id()
+        with self._admission.place(params.n, context) as tracked.place:
+            request_id = scoped(tracked.request_id)
+            outputs = await self._submit(llm, request, params, request_id, "final")
+            async with Answer(llm, request_id, outputs, tracked) as answer:
+                return conversions.response(await answer.next(), self._models.info.name)
+
+    async def _streamed(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> None:
+        llm, params = self._let_in(request, context)
+        with self._admission.place(params.n, context) as tracked.place:
+            request_id = scoped(tracked.request_id)
             outputs = await self._submit(llm, request, params, request_id, "delta")
-            async with Answer(outputs, self._metrics) as answer:
-                write = PatientWriter(context, self._write_timeout, partial(give_up, llm, request_id, place)).write
-                await write(conversions.started(request_id, self._models.info.name))
+            async with Answer(llm, request_id, outputs, tracked) as answer:
+                write = PatientWriter(context, self._write_timeout, partial(give_up, llm, request_id, tracked.place)).write
+                await write(conversions.started(tracked.request_id, self._models.info.name))
                 output = await answer.next()
                 prompt_logprobs, tokens = output.prompt_logprobs, 0
                 while True:
@@ -71,8 +88,9 @@ class GenerateService(GenerateServiceServicer):
         self._admission.stream(context)
         check_model(request.model, self._models)
         llm = self._models.llm
-        params = conversions.to_params(request.sampling_params, llm.get_default_sampling_params())
+        params = self._bounds.params(conversions.to_params(request.sampling_params, llm.get_default_sampling_params()))
         check_texts(params)
+        check_priority(request.priority)
         return llm, params
 
     async def _submit(self, llm: AsyncLLM, request: Prompted, params: SamplingParams, request_id: str, kind: str) -> Outputs:
@@ -80,7 +98,7 @@ class GenerateService(GenerateServiceServicer):
         options: dict[str, Any] = {
             "request_id": request_id,
             "priority": request.priority,
-            "timeout": request.timeout_seconds if request.HasField("timeout_seconds") else None,
+            "timeout": self._bounds.timeout(request.timeout_seconds if request.HasField("timeout_seconds") else None),
             "output_kind": kind,
         }
         if isinstance(request, pb.ChatRequest):
@@ -96,7 +114,7 @@ class GenerateService(GenerateServiceServicer):
 
     @reported
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        return pb.AbortResponse(found=await self._models.llm.abort(request.request_id))
+        return pb.AbortResponse(found=await self._models.llm.abort(scoped(request.request_id)))
 
     @reported
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
@@ -140,3 +158,8 @@ class GenerateService(GenerateServiceServicer):
         return pb.GetLoadResponse(
             running=load.running, waiting=load.waiting, free_pages=load.free_pages, pages=load.pages, preemptions=load.preemptions
         )
+
+
+def _method(request: Prompted, stream: str) -> str:
+    """The RPC's name: Chat and Generate have one handler."""
+    return ("Chat" if isinstance(request, pb.ChatRequest) else "Generate") + stream

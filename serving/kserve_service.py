@@ -15,12 +15,14 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from jengine import AsyncLLM, JengineError, RequestOutput, __version__
 from serving.admission import Admission, check_texts
 from serving.answers import Answer, PatientWriter, give_up, new_id, tokenized
+from serving.bounds import RequestBounds, check_priority
 from serving.errors import Refusal, check_model, checked, not_found, refusal, reported
 from serving.generated.inference import grpc_service_pb2 as pb
 from serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
-from serving.metrics import Metrics
 from serving.model_provider import ModelProvider
+from serving.security import scoped
 from serving.tensors import OUTPUTS, Asked, read_request, write_texts
+from serving.tracking import RequestTracker, TrackedRequest
 
 VERSION = "1"
 MOST_AT_ONCE = 64  # requests of one stream that are worked on; the next is read when one of them has ended
@@ -34,10 +36,16 @@ class KserveService(GRPCInferenceServiceServicer):
     """
 
     def __init__(
-        self, models: ModelProvider, admission: Admission, metrics: Metrics, write_timeout: float, health: health.aio.HealthServicer
+        self,
+        models: ModelProvider,
+        admission: Admission,
+        tracker: RequestTracker,
+        bounds: RequestBounds,
+        write_timeout: float,
+        health: health.aio.HealthServicer,
     ) -> None:
-        self._models, self._admission, self._metrics, self._write_timeout = models, admission, metrics, write_timeout
-        self._health = health
+        self._models, self._admission, self._tracker, self._bounds = models, admission, tracker, bounds
+        self._write_timeout, self._health = write_timeout, health
 
     # --- what is here -----------------------------------------------------------------------------
 
@@ -74,13 +82,14 @@ class KserveService(GRPCInferenceServiceServicer):
 
     @reported
     async def ModelInfer(self, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext) -> pb.ModelInferResponse:
-        self._admission.stream(context)
-        asked = self._read(request)
-        llm = self._models.llm
-        with self._admission.place(asked.params.n):
-            async with await self._answer(llm, asked, new_id(), "final") as answer:
-                output = await answer.next()
-                return self._response(request, output, sum(len(completion.token_ids) for completion in output.outputs))
+        with self._tracker.track("ModelInfer", request.id or new_id(), context) as tracked:
+            self._admission.stream(context)
+            asked = self._read(request)
+            llm = self._models.llm
+            with self._admission.place(asked.params.n, context) as tracked.place:
+                async with await self._answer(llm, asked, scoped(new_id()), "final", tracked) as answer:
+                    output = await answer.next()
+                    return self._response(request, output, sum(len(completion.token_ids) for completion in output.outputs))
 
     @reported
     async def ModelStreamInfer(self, requests: AsyncIterator[pb.ModelInferRequest], context: grpc.aio.ServicerContext) -> None:
@@ -90,43 +99,52 @@ class KserveService(GRPCInferenceServiceServicer):
             async with asyncio.TaskGroup() as tasks:
                 async for request in requests:
                     await stream.sequence.acquire()
-                    tasks.create_task(self._answer_in(stream, request))
+                    tasks.create_task(self._answer_in(stream, request, context))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _answer_in(self, stream: _Stream, request: pb.ModelInferRequest) -> None:
+    async def _answer_in(self, stream: _Stream, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext) -> None:
         """Request errors are reported in the stream, which continues."""
+        request_id = new_id()
+        shown_id = "" if isinstance(request, bytes) else request.id
         try:
-            asked, llm, request_id = self._read(request), self._models.llm, new_id()
-            with self._admission.place(asked.params.n) as place, stream.freeing(request_id, partial(give_up, llm, request_id, place)):
-                async with await self._answer(llm, asked, request_id, "delta") as answer:
-                    ended, tokens = False, 0
-                    while not ended:
-                        output = await answer.next()
-                        ended, tokens = output.finished, tokens + sum(len(completion.token_ids) for completion in output.outputs)
-                        if ended or any(completion.text for completion in output.outputs):
-                            await stream.write(infer_response=self._response(request, output, tokens))
+            with self._tracker.track("ModelStreamInfer", shown_id or request_id, context) as tracked:
+                await self._stream_one(stream, request, scoped(request_id), context, tracked)
         except (JengineError, Refusal) as error:
             if stream.stalled:
                 raise
-            which = "" if isinstance(request, bytes) else request.id
-            await stream.write(error_message=refusal(error).message, infer_response=pb.ModelInferResponse(id=which))
+            await stream.write(error_message=refusal(error).message, infer_response=pb.ModelInferResponse(id=shown_id))
         finally:
             stream.sequence.release()
 
-    async def _answer(self, llm: AsyncLLM, asked: Asked, request_id: str, kind: Any) -> Answer:
-        prompt = await tokenized(llm, asked.text)
-        outputs = llm.generate(
-            prompt, asked.params, request_id=request_id, priority=asked.priority, timeout=asked.timeout, output_kind=kind
-        )
-        return Answer(outputs, self._metrics)
+    async def _stream_one(
+        self, stream: _Stream, request: pb.ModelInferRequest, request_id: str, context: grpc.aio.ServicerContext, tracked: TrackedRequest
+    ) -> None:
+        asked, llm = self._read(request), self._models.llm
+        with (
+            self._admission.place(asked.params.n, context) as tracked.place,
+            stream.freeing(request_id, partial(give_up, llm, request_id, tracked.place)),
+        ):
+            async with await self._answer(llm, asked, request_id, "delta", tracked) as answer:
+                ended, tokens = False, 0
+                while not ended:
+                    output = await answer.next()
+                    ended, tokens = output.finished, tokens + sum(len(completion.token_ids) for completion in output.outputs)
+                    if ended or any(completion.text for completion in output.outputs):
+                        await stream.write(infer_response=self._response(request, output, tokens))
+
+    async def _answer(self, llm: AsyncLLM, asked: Asked, request_id: str, kind: Any, tracked: TrackedRequest) -> Answer:
+        prompt, timeout = await tokenized(llm, asked.text), self._bounds.timeout(asked.timeout)
+        outputs = llm.generate(prompt, asked.params, request_id=request_id, priority=asked.priority, timeout=timeout, output_kind=kind)
+        return Answer(llm, request_id, outputs, tracked)
 
     def _read(self, request: pb.ModelInferRequest) -> Asked:
         checked(request)
         self._check_model(request.model_name, request.model_version)
         asked = read_request(request, self._models.llm.get_default_sampling_params())
         check_texts(asked.params)
-        return asked
+        check_priority(asked.priority)
+        return asked._replace(params=self._bounds.params(asked.params))
 
     def _response(self, request: pb.ModelInferRequest, output: RequestOutput, tokens: int) -> pb.ModelInferResponse:
         """What this output has; `tokens` were generated so far."""

@@ -11,18 +11,19 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from inspect import isasyncgenfunction, iscoroutinefunction
 from typing import Any
 
 import grpc
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jengine import EngineDead, InvalidArgument, Load, RequestOutput
+from jengine import EngineDead, Load, RequestOutput
 
 PREFIX = "jengine:"
 SECONDS = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1, 2.5, 5))  # a millisecond to eight minutes
+TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))  # one to half a million
 UNFINISHED = "abort"  # why a request ended that nobody waited for
 
 
@@ -45,6 +46,15 @@ class Histogram:
         return out
 
 
+@dataclass(slots=True)
+class KeyUse:
+    """What one API key has used."""
+
+    requests: Counter[str] = field(default_factory=Counter)  # by gRPC status
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
 class RequestWatch:
     """One request's way, as its service sees it. This one is blind: for servers without metrics."""
 
@@ -56,13 +66,25 @@ class RequestWatch:
 
 
 class Metrics:
-    """What services tell, and nothing kept of it: for servers without metrics."""
+    """What services tell, and nothing kept of it: for servers without metrics.
+
+    Attributes:
+        certificate_expiry: when the server's certificate expires, in seconds since 1970; None without TLS.
+    """
+
+    certificate_expiry: Callable[[], float | None] = staticmethod(lambda: None)
 
     def request_started(self) -> RequestWatch:
         return _BLIND
 
     def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
         """An RPC (`/package.Service/Method`) has ended; of those that no service has, only the number is kept, under `unknown`."""
+
+    def rejected(self, cause: str, key: str = "") -> None:
+        """A call was refused before it was queued. `cause` is one of a few words, `key` a known key's name."""
+
+    def request_over(self, key: str, status: str, prompt_tokens: int, output_tokens: int) -> None:
+        """A request has ended: with this status, having used these tokens."""
 
 
 _BLIND = RequestWatch()
@@ -84,6 +106,9 @@ class PrometheusMetrics(Metrics, Collector):
         self.finished: Counter[str] = Counter()  # completions by why they ended
         self.prompt_tokens = self.generation_tokens = 0
         self.first_token, self.inter_token, self.end_to_end = Histogram(), Histogram(), Histogram()
+        self.queue_time, self.prompt_lengths = Histogram(), Histogram(TOKENS)
+        self.rejections: Counter[tuple[str, str]] = Counter()  # by cause and key
+        self.by_key: dict[str, KeyUse] = {}
 
     def request_started(self) -> RequestWatch:
         return _Watch(self)
@@ -91,10 +116,22 @@ class PrometheusMetrics(Metrics, Collector):
     def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
         self.rpcs[method, code.name] += 1
 
+    def rejected(self, cause: str, key: str = "") -> None:
+        self.rejections[cause, key] += 1
+
+    def request_over(self, key: str, status: str, prompt_tokens: int, output_tokens: int) -> None:
+        if key:  # of the keys file: a bounded number
+            use = self.by_key.setdefault(key, KeyUse())
+            use.requests[status] += 1
+            use.prompt_tokens += prompt_tokens
+            use.generation_tokens += output_tokens
+
     def collect(self) -> Iterator[Metric]:
         """In Prometheus's form."""
         yield from self._engine()
         yield self._counter("engine_restarts", "Engines started again after one had died", self.restarts())
+        if (expiry := self.certificate_expiry()) is not None:
+            yield self._gauge("certificate_expiry_timestamp_seconds", "When the server's certificate expires", expiry)
         yield self._counter("prompt_tokens", "Prompt tokens of answered requests", self.prompt_tokens)
         yield self._counter("generation_tokens", "Generated tokens", self.generation_tokens)
         ends = CounterMetricFamily(PREFIX + "request_success", "Completions by why they ended", labels=("model_name", "finished_reason"))
@@ -106,6 +143,15 @@ class PrometheusMetrics(Metrics, Collector):
             service, _, name = method.strip("/").rpartition("/")
             rpcs.add_metric((service, name, code), count)
         yield rpcs
+        rejections = CounterMetricFamily(
+            PREFIX + "request_rejections", "Calls refused before they were queued", labels=("model_name", "cause", "api_key")
+        )
+        for (cause, key), count in list(self.rejections.items()):
+            rejections.add_metric((self.model, cause, key), count)
+        yield rejections
+        yield from self._keys()
+        yield self._histogram("request_queue_time_seconds", "From a request's arrival to its first step", self.queue_time)
+        yield self._histogram("request_prompt_tokens", "Prompt tokens of a request", self.prompt_lengths)
         yield self._histogram("time_to_first_token_seconds", "From a request's arrival to its first token", self.first_token)
         yield self._histogram("inter_token_latency_seconds", "Between a completion's tokens", self.inter_token)
         yield self._histogram("e2e_request_latency_seconds", "From a request's arrival to its end", self.end_to_end)
@@ -124,6 +170,19 @@ class PrometheusMetrics(Metrics, Collector):
         yield self._gauge("kv_cache_free_pages", "Pages of the cache that are free", load.free_pages)
         yield self._counter("num_preemptions", "Times that a running request lost its place", load.preemptions)
         yield self._counter("compiles_since_start", "Compilations since warm-up; each is a bug", load.compiles_since_start)
+
+    def _keys(self) -> Iterator[Metric]:
+        """By API key."""
+        labels = ("model_name", "api_key")
+        requests = CounterMetricFamily(PREFIX + "api_key_requests", "Requests by key and gRPC status", labels=(*labels, "grpc_code"))
+        prompts = CounterMetricFamily(PREFIX + "api_key_prompt_tokens", "Prompt tokens by key", labels=labels)
+        generated = CounterMetricFamily(PREFIX + "api_key_generation_tokens", "Generated tokens by key", labels=labels)
+        for key, use in list(self.by_key.items()):
+            for status, count in list(use.requests.items()):
+                requests.add_metric((self.model, key, status), count)
+            prompts.add_metric((self.model, key), use.prompt_tokens)
+            generated.add_metric((self.model, key), use.generation_tokens)
+        yield from (requests, prompts, generated)
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, help, labels=("model_name",))
@@ -169,6 +228,9 @@ class _Watch(RequestWatch):
         times, metrics = output.metrics, self.metrics
         metrics.prompt_tokens += len(output.prompt_token_ids)
         first = times.first_token or now
+        metrics.prompt_lengths.add(len(output.prompt_token_ids))
+        if times.scheduled is not None:
+            metrics.queue_time.add(times.scheduled - times.arrival)
         metrics.first_token.add(first - times.arrival)
         return first
 
@@ -234,32 +296,3 @@ class OutcomeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
 def _code_of(context: grpc.aio.ServicerContext) -> grpc.StatusCode | None:
     return context.code() or None  # 0 where none was set
-
-
-# --- /metrics -------------------------------------------------------------------------------------
-
-
-class MetricsServer:
-    """Serves /metrics until it is closed.
-
-    Attributes:
-        port: where it listens.
-
-    Raises:
-        InvalidArgument: the port is taken, or the address is not this machine's.
-    """
-
-    def __init__(self, metrics: PrometheusMetrics, host: str, port: int) -> None:
-        registry = CollectorRegistry()
-        registry.register(metrics)
-        ProcessCollector(registry=registry)
-        try:
-            self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as wrong:
-            raise InvalidArgument("metrics_port", port, f"cannot listen on {host}: {wrong.strerror}") from None
-        self.port: int = self._server.server_port
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

@@ -15,6 +15,7 @@ class _Sequence:
     max_len: int
     pages: int  # owned
     generated: int = 0
+    scheduled: float = 0.0  # seconds, monotonic
 
 
 class MockEngine:
@@ -103,6 +104,7 @@ class MockEngine:
             sequence = self._waiting.popleft()
             request = sequence.request
             self._running[request.request_id] = sequence
+            sequence.scheduled = time.monotonic()
             self._free_pages -= sequence.pages
             if (count := request.params.prompt_logprobs) is not None and len(request.prompt_token_ids) > 1:
                 tokens = request.prompt_token_ids[1:]
@@ -123,7 +125,7 @@ class MockEngine:
         if reason is None and len(prompt) + sequence.generated >= sequence.max_len:
             reason = "length"
         logprobs = None if params.logprobs is None else _logprobs(token, params.logprobs)
-        return TokenUpdate(request_id, token, reason, stop_reason, logprobs)  # type: ignore[arg-type]
+        return TokenUpdate(request_id, token, reason, stop_reason, logprobs, 0, sequence.scheduled)  # type: ignore[arg-type]
 
 
 def _logprobs(token: int, count: int) -> TokenLogprobs:

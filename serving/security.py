@@ -1,4 +1,4 @@
-"""Who may ask: TLS from files, and API keys known by their hashes. `python -m serving.security NAME` makes a line of a key file."""
+"""Who may call: API keys, known by their hashes. `python -m serving.security NAME` prints a line of a keys file."""
 
 from __future__ import annotations
 
@@ -6,143 +6,180 @@ import argparse
 import getpass
 import hashlib
 import hmac
-import ipaddress
 import logging
 import re
-import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from jengine import InvalidArgument
-from serving.config import ServerConfig
+from serving.metrics import Metrics
+from serving.sparse_log import SparseLog
 
 MIN_KEY_LENGTH = 20
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)  # what an orchestrator asks before it knows any key
 
-# The name of the key that the request being handled came with; None where no keys are asked for.
-key_name: ContextVar[str | None] = ContextVar("key_name", default=None)
-
 log = logging.getLogger("serving")
 
 
-# --- TLS ------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a key allows. Keys of one name, such as an old one and its successor, are one client.
 
-
-def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
-    """For TLS, or mutual TLS; None where it is off.
-
-    Raises:
-        InvalidArgument: a file that cannot be read, is no PEM of its kind, or a key that is not the certificate's.
+    Attributes:
+        name: in logs and metrics; printable.
+        max_streams: completions that the client may have at once; None is the server's max_streams_per_client.
+        tokens_per_minute: prompt and generated tokens together; None is unlimited.
+        min_priority: the lowest priority that its requests may ask for. Lower runs first.
     """
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    cert, key = _read("tls_cert", config.tls_cert), _read("tls_key", config.tls_key)
-    ca = None if config.tls_client_ca is None else _read("tls_client_ca", config.tls_client_ca)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)  # reads as gRPC will, but says at once what is wrong
-    try:
-        context.load_cert_chain(config.tls_cert, config.tls_key, password="")  # an encrypted key is refused, not asked for on a terminal
-    except (ssl.SSLError, ValueError) as wrong:
-        raise InvalidArgument("tls_key", str(config.tls_key), f"no PEM pair with tls_cert={str(config.tls_cert)!r}: {wrong}") from None
-    if ca is not None:
-        try:
-            context.load_verify_locations(cadata=ca.decode("ascii"))
-        except (ssl.SSLError, ValueError) as wrong:
-            raise InvalidArgument("tls_client_ca", str(config.tls_client_ca), f"no PEM certificates: {wrong}") from None
-    return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+
+    name: str
+    max_streams: int | None = None
+    tokens_per_minute: int | None = None
+    min_priority: int = 0
 
 
-def warn_of_plaintext(config: ServerConfig) -> None:
-    """Once, at the start: what is served without TLS beyond this machine."""
-    if config.tls_cert is None and not _is_loopback(config.host):
-        what = "requests and answers" if config.api_keys is None else "API keys, requests and answers"
-        log.warning("serving plaintext on %s: the network can read %s; set tls_cert and tls_key to turn TLS on", config.host, what)
+SETTINGS = tuple(field.name for field in fields(Key) if field.name != "name")
+
+# The key that the call being handled came with; None where no keys are asked for.
+current_key: ContextVar[Key | None] = ContextVar("current_key", default=None)
+
+# --- request ids ------------------------------------------------------------------------------------
+
+_SEPARATOR = "\0"  # not printable, so in no key's name: two keys' ids never meet
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+def scoped(request_id: str) -> str:
+    """The id that the engine knows a client's request by. Each key has ids of its own; without keys, all clients share theirs."""
+    key = current_key.get()
+    return request_id if key is None else f"{key.name}{_SEPARATOR}{request_id}"
 
 
-def _read(field: str, path: str | Path) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as wrong:
-        raise InvalidArgument(field, str(path), f"cannot be read: {wrong.strerror}") from None
-
-
-# --- API keys -------------------------------------------------------------------------------------
+# --- the keys file ----------------------------------------------------------------------------------
 
 
 class ApiKeys:
     """The keys that are let in, by their SHA-256.
 
-    A plain, fast hash is right here: keys are long and random, so nobody can guess his way back from a hash, which is what slow
-    hashes are for with passwords; and one is computed for every request. `hash_line` refuses short keys for that reason.
+    A plain, fast hash is right here: keys are long and random, so no guessing leads back from a hash, which is what slow
+    hashes are for with passwords; and one is computed for every call. `hash_line` refuses short keys for that reason.
     """
 
-    def __init__(self, names: dict[bytes, str]) -> None:
-        self._names = names  # by digest
+    def __init__(self, keys: dict[bytes, Key]) -> None:
+        self._keys = keys  # by digest
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     @classmethod
     def load(cls, path: str | Path) -> ApiKeys:
-        """From a file: on each line a hash in hexadecimal digits and, after a space, the key's name; # begins a comment.
+        """From a file with a key on each line: its hash in hexadecimal digits, its name, and settings; # begins a comment.
+
+            5e88...1542 anna b  max_streams=8 tokens_per_minute=20000 min_priority=-1
+
+        Name and settings may be left out; the name may contain spaces. The settings are Key's.
 
         Raises:
             InvalidArgument: the file cannot be read, has another kind of line, or no key.
         """
-        try:
-            lines = _read("api_keys", path).decode().splitlines()
-        except UnicodeDecodeError:
-            raise InvalidArgument("api_keys", str(path), "is no UTF-8 text") from None
-        names: dict[bytes, str] = {}
-        for number, line in enumerate(lines, 1):
-            entry = line.partition("#")[0].split(maxsplit=1)
-            if not entry:
-                continue
-            if not re.fullmatch(r"[0-9a-fA-F]{64}", entry[0]):
-                limit = (
-                    f"line {number} does not begin with a SHA-256 in hexadecimal digits (not the key itself: python -m serving.security)"
-                )
-                raise InvalidArgument("api_keys", str(path), limit)
-            names[bytes.fromhex(entry[0])] = entry[1].strip() if len(entry) == 2 else f"line {number}"
-        if not names:
-            raise InvalidArgument("api_keys", str(path), "holds no key: every request would be rejected")
-        return cls(names)
 
-    def name_of(self, key: str) -> str | None:
-        """The key's name; None for an unknown key. Takes the same time wherever in the file the key is."""
-        presented = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        def wrong(limit: str) -> InvalidArgument:
+            return InvalidArgument("api_keys", str(path), limit)
+
+        try:
+            lines = Path(path).read_bytes().decode().splitlines()
+        except OSError as error:
+            raise wrong(f"cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise wrong("is no UTF-8 text") from None
+        keys: dict[bytes, Key] = {}
+        by_name: dict[str, Key] = {}
+        for number, line in enumerate(lines, 1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            if not re.fullmatch(r"[0-9a-fA-F]{64}", words[0]):  # never quoted: it may be a key
+                raise wrong(
+                    f"line {number} does not begin with a SHA-256 in hexadecimal digits; if it is the key itself, replace it by what "
+                    "`python -m serving.security NAME` prints, which reads the key from stdin"
+                )
+            try:
+                key = _key_of(words[1:], f"sha256-{words[0][:8].lower()}")
+            except ValueError as error:
+                raise wrong(f"line {number}: {error}") from None
+            if by_name.setdefault(key.name, key) != key:
+                raise wrong(f"line {number}: {key.name!r} has other settings on an earlier line; keys of one name are one client")
+            keys[bytes.fromhex(words[0])] = key
+        if not keys:
+            raise wrong("holds no key: every request would be rejected")
+        return cls(keys)
+
+    def find(self, presented: str) -> Key | None:
+        """None for an unknown key. Takes the same time wherever in the file the key is."""
+        digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
         found = None
-        for digest, name in self._names.items():
-            if hmac.compare_digest(digest, presented):
-                found = name
+        for known, key in self._keys.items():
+            if hmac.compare_digest(known, digest):
+                found = key
         return found
 
+    def stored_raw(self, presented: str) -> Key | None:
+        """The key whose line has this key itself, where its hash belongs: `openssl rand -hex 32` looks like a hash."""
+        return self._keys.get(bytes.fromhex(presented)) if re.fullmatch(r"[0-9a-fA-F]{64}", presented) else None
 
-def hash_line(key: str, name: str = "") -> str:
-    """The line of a key file for this key.
+
+def _key_of(words: list[str], default_name: str) -> Key:
+    """Of what follows a hash: a name, then settings. Raises ValueError."""
+    settings: dict[str, int] = {}
+    while words and "=" in words[-1]:
+        name, _, value = words.pop().partition("=")
+        if name not in SETTINGS or name in settings:
+            raise ValueError(f"{name!r} is given twice" if name in settings else f"no setting {name!r}; there are {', '.join(SETTINGS)}")
+        if not re.fullmatch(r"-?\d{1,18}", value) or (int(value) < 1 and name != "min_priority"):
+            raise ValueError(f"{name}={value}: must be a whole number{'' if name == 'min_priority' else ', at least 1'}")
+        settings[name] = int(value)
+    name = " ".join(words) or default_name
+    if not name.isprintable():
+        raise ValueError(f"the name {name!r} is not printable")
+    return Key(name, **settings)
+
+
+def hash_line(key: str, *words: str) -> str:
+    """The line of a keys file for this key, with a name and settings.
 
     Raises:
-        InvalidArgument: a key that is too short to be random.
+        InvalidArgument: a key that is too short to be random, or a setting that there is not.
     """
     if len(key) < MIN_KEY_LENGTH:
-        limit = f"at least {MIN_KEY_LENGTH} characters, made at random: openssl rand -hex 32"
+        limit = f"at least {MIN_KEY_LENGTH} characters, made at random: openssl rand -base64 32"
         raise InvalidArgument("key", f"({len(key)} characters)", limit)
-    return f"{hashlib.sha256(key.encode()).hexdigest()} {name}".rstrip()
+    try:
+        _key_of(" ".join(words).split(), "")
+    except ValueError as error:
+        raise InvalidArgument("key", " ".join(words), str(error)) from None
+    return " ".join([hashlib.sha256(key.encode()).hexdigest(), *filter(None, words)])
+
+
+# --- calls --------------------------------------------------------------------------------------------
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
-    """Lets no request pass without a known key in its `authorization: Bearer KEY` metadata, but for health checks."""
+    """Lets no call pass without a known key in its `authorization: Bearer KEY` metadata, but for health checks.
 
-    def __init__(self, keys: ApiKeys) -> None:
-        self.keys = keys
+    Attributes:
+        keys: may be replaced at any time; calls that have begun go on.
+    """
+
+    def __init__(self, keys: ApiKeys, metrics: Metrics | None = None) -> None:
+        self.keys, self._metrics = keys, metrics or Metrics()
+        self._rejections, self._raw = SparseLog(log.warning), SparseLog(log.error)
+        self._reject_missing = self._rejecter("missing_key", "an API key is needed, as metadata: authorization: Bearer KEY")
+        self._reject_wrong = self._rejecter("wrong_key", "the API key is not known")
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], call: grpc.HandlerCallDetails
@@ -150,12 +187,29 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         handler = await continuation(call)
         if handler is None or call.method.startswith(OPEN_SERVICES):
             return handler  # of methods that do not exist gRPC says so: which ones do is no secret
-        key = _bearer(call.invocation_metadata)
-        name = None if key is None else self.keys.name_of(key)
-        if name is None:
-            return _refuse_missing if key is None else _refuse_wrong
-        key_name.set(name)
+        presented = _bearer(call.invocation_metadata)
+        if presented is None:
+            return self._reject_missing
+        key = self.keys.find(presented)
+        if key is None:
+            if (raw := self.keys.stored_raw(presented)) is not None:
+                self._raw(
+                    "the line of %r in the keys file is the key itself, not its hash: replace both, since the file shows it "
+                    "(python -m serving.security NAME)",
+                    raw.name,
+                )
+            return self._reject_wrong
+        current_key.set(key)
         return handler
+
+    def _rejecter(self, cause: str, message: str) -> grpc.RpcMethodHandler:
+        async def reject(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            self._metrics.rejected(cause)
+            self._rejections("rejected a call from %s: %s", context.peer(), message)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
+
+        # As a streaming method, whatever was called: it answers before it has read, or parsed, any message.
+        return grpc.stream_stream_rpc_method_handler(reject)
 
 
 def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
@@ -166,28 +220,17 @@ def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
     return None
 
 
-def _refuser(message: str) -> grpc.RpcMethodHandler:
-    async def refuse(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
-
-    # As a streaming method, whatever was called: it answers before it has read, or parsed, any message.
-    return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-_refuse_missing = _refuser("an API key is needed, as metadata: authorization: Bearer KEY")
-_refuse_wrong = _refuser("the API key is not known")
-
-
 def main() -> int:
     """Read a key from stdin, print its line."""
     parser = argparse.ArgumentParser(
-        prog="python -m serving.security", description="Read an API key from stdin and print its line for the api_keys file."
+        prog="python -m serving.security", description="Read an API key from stdin and print its line for the keys file (--api-keys)."
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="whose key it is")
+    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="of the client, for logs and metrics")
+    parser.add_argument("settings", metavar="SETTING=N", nargs="*", help=f"of {', '.join(SETTINGS)}")
     options = parser.parse_args()
     key = getpass.getpass("key: ") if sys.stdin.isatty() else sys.stdin.readline()
     try:
-        print(hash_line(key.strip(), options.name))
+        print(hash_line(key.strip(), options.name, *options.settings))
     except InvalidArgument as wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 2

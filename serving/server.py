@@ -14,6 +14,8 @@ from grpc_reflection.v1alpha import reflection
 
 from jengine import InvalidArgument
 from serving.admission import Admission
+from serving.bounds import RequestBounds
+from serving.client_calls import ClientCalls
 from serving.config import ServerConfig
 from serving.errors import parser
 from serving.generate_service import GenerateService
@@ -22,6 +24,8 @@ from serving.generated.jengine.v1 import generate_pb2
 from serving.kserve_service import KserveService
 from serving.metrics import Metrics
 from serving.model_provider import ModelProvider
+from serving.request_log import RequestLog
+from serving.tracking import RequestTracker
 
 DESCRIPTORS = (
     generate_pb2.DESCRIPTOR.services_by_name["GenerateService"],
@@ -43,6 +47,7 @@ async def build_server(
     models: ModelProvider,
     *,
     metrics: Metrics | None = None,
+    request_log: RequestLog | None = None,
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> Built:
@@ -51,12 +56,14 @@ async def build_server(
     Raises:
         InvalidArgument: the address cannot be had.
     """
-    server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+    metrics = metrics or Metrics()
+    calls = max(config.max_calls_per_client, config.max_streams_per_client)
+    server = grpc.aio.server(interceptors=[*interceptors, ClientCalls(calls, metrics)], options=_options(config, calls))
     admission = Admission(config, models)
     state = health.aio.HealthServicer()
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-    shared = (models, admission, metrics or Metrics(), config.write_timeout)
+    shared = (models, admission, RequestTracker(metrics, request_log), RequestBounds.of(config), config.write_timeout)
     for service, servicer in zip(
         DESCRIPTORS, (GenerateService(*shared, config.client_chat_templates), KserveService(*shared, state)), strict=True
     ):
@@ -102,11 +109,11 @@ def _why_not(config: ServerConfig) -> str:
     return "gRPC does not say why"
 
 
-def _options(config: ServerConfig) -> list[tuple[str, int]]:
+def _options(config: ServerConfig, calls: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),  # what was computed is sent
-        ("grpc.max_concurrent_streams", 2 * config.max_streams_per_client),  # of a connection; health's watchers are not counted otherwise
+        ("grpc.max_concurrent_streams", 2 * calls),  # of a connection; a client's calls above `calls` are told so
         ("grpc.so_reuseport", 0),  # a second server on this port is an error, not a silent half
         # Clients that vanished are found by pings; those that ping, to keep idle streams alive through whatever lies between, may.
         ("grpc.keepalive_time_ms", 60_000),

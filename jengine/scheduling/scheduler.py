@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from jengine.errors import InvalidArgument
 from jengine.program_table import VARIANTS, ProgramTable
 from jengine.request import FinishReason, Request
@@ -261,6 +263,7 @@ class Scheduler:
         self._waiting.remove(sequence)
         self._running[sequence] = None
         sequence.state = State.PREFILLING
+        sequence.scheduled = sequence.scheduled or time.monotonic()
         sequence.slot = self._free_slots.pop()
         sequence.pages = self.pool.allocate(self.sequence.pages_of(len(sequence.tokens)))
         return SlotReset(

@@ -40,6 +40,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     state: State = State.WAITING
     num_preemptions: int = 0
+    scheduled: float = 0.0  # when it was first admitted: seconds, monotonic
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

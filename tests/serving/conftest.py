@@ -17,10 +17,13 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
+from serving.access import Access
 from serving.config import ServerConfig
 from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from serving.metrics import PrometheusMetrics
 from serving.mock_engine import MockEngine
 from serving.model_provider import FixedModel, ModelInfo
+from serving.request_log import RequestLog
 from serving.server import SERVICES, build_server
 from tests.text.conftest import byte_level, write
 
@@ -33,11 +36,13 @@ class MockServer:
     llm: AsyncLLM
     engine: MockEngine
     run: Callable[..., Any]  # a coroutine, in the server's event loop
+    metrics: PrometheusMetrics
 
     @contextmanager
-    def stub(self) -> Iterator[GenerateServiceStub]:
+    def stub(self, key: str | None = None) -> Iterator[GenerateServiceStub]:
+        """With an API key, or without."""
         with grpc.insecure_channel(self.address) as channel:
-            yield GenerateServiceStub(channel)
+            yield GenerateServiceStub(channel if key is None else with_key(channel, key))
 
     def wait_until_idle(self) -> None:
         """Nothing runs, nothing waits, nobody is remembered, and every page is back."""
@@ -45,6 +50,20 @@ class MockServer:
         while self.engine.has_work or self.llm._callers or self.engine.load.free_pages != self.engine.load.pages:
             assert time.monotonic() < until, self.engine.load
             time.sleep(0.002)
+
+
+class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamStreamClientInterceptor):  # type: ignore[misc]
+    def __init__(self, key: str) -> None:
+        self._metadata = [("authorization", f"Bearer {key}")]
+
+    def _call(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(details._replace(metadata=[*(details.metadata or ()), *self._metadata]), request)
+
+    intercept_unary_unary = intercept_unary_stream = intercept_stream_stream = _call
+
+
+def with_key(channel: grpc.Channel, key: str) -> grpc.Channel:
+    return grpc.intercept_channel(channel, _WithKey(key))
 
 
 MakeServer = Callable[..., AbstractContextManager[MockServer]]
@@ -57,11 +76,17 @@ def serve_mock(
     """Options of ServerConfig, and of MockEngine; the model's sampling parameters by default."""
     engine = MockEngine(**{"vocab_size": 501, **engine_options})
     info = ModelInfo(name="mock", limits=engine.limits, dtype="float32", devices="1 mock", mesh={"tensor": 1}, has_chat_template=True)
+    metrics = PrometheusMetrics("mock", lambda: engine.load, lambda: 0)
     started, box = threading.Event(), []
 
     async def main() -> None:
         llm = AsyncLLM.over(EngineThread(engine), Tokenizer.load(folder), defaults)
-        built = await build_server(ServerConfig(port=0, **(server or {})), FixedModel(llm, info))
+        config = ServerConfig(port=0, **(server or {}))
+        access = Access(config, metrics)
+        request_log = None if config.request_log is None else RequestLog(config.request_log)
+        built = await build_server(
+            config, FixedModel(llm, info), metrics=metrics, request_log=request_log, interceptors=access.interceptors
+        )
         await built.server.start()
         for service in ("", *SERVICES):
             await built.health.set(service, HealthCheckResponse.SERVING)
@@ -71,13 +96,17 @@ def serve_mock(
         await stop.wait()
         await llm.close()
         await built.server.stop(None)
+        if request_log is not None:
+            request_log.close()
 
     thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()
     assert started.wait(10), "no server"
     loop, llm, port, stop = box
     try:
-        yield MockServer(f"127.0.0.1:{port}", llm, engine, lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(10))
+        yield MockServer(
+            f"127.0.0.1:{port}", llm, engine, lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(10), metrics
+        )
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,9 @@ from serving.config import ServerConfig
 from serving.errors import Refusal
 from serving.mock_engine import MockEngine
 from serving.model_provider import FixedModel, ModelInfo
-from serving.security import key_name
+from serving.security import Key, current_key
 
-RUNNING, WAITING, PER_CLIENT = 3, 4, 2
+RUNNING, WAITING, PER_CLIENT = 3, 4, 5
 
 
 @dataclass
@@ -36,9 +37,14 @@ class Context:
         self.callbacks.append(callback)
 
 
-def admission() -> Admission:
+def of(client: int = 0, port: int = 1) -> Any:
+    """A call of this client's."""
+    return Context(f"ipv4:10.0.0.{client}:{port}")
+
+
+def admission(per_client: int = PER_CLIENT) -> Admission:
     info = ModelInfo(name="m", limits=MockEngine(max_num_seqs=RUNNING).limits, dtype="x")
-    config = ServerConfig(max_waiting=WAITING, max_streams_per_client=PER_CLIENT)
+    config = ServerConfig(max_waiting=WAITING, max_streams_per_client=per_client)
     return Admission(config, FixedModel(None, info))  # type: ignore[arg-type]
 
 
@@ -47,11 +53,11 @@ class Door(RuleBasedStateMachine):
         super().__init__()
         self.admission = admission()
         self.streams: list[Context] = []
-        self.places: list[tuple[Place, int]] = []
+        self.places: list[tuple[Place, int, int]] = []  # of the admission: completions, client
 
     @rule(client=st.integers(0, 2), port=st.integers(1, 9))
     def come(self, client: int, port: int) -> None:
-        context = Context(f"ipv4:10.0.0.{client}:{port}")
+        context = of(client, port)
         mine = sum(client_of(other) == client_of(context) for other in self.streams)  # type: ignore[arg-type]
         try:
             self.admission.stream(context)  # type: ignore[arg-type]
@@ -68,29 +74,30 @@ class Door(RuleBasedStateMachine):
             for callback in context.callbacks:
                 callback(context)
 
-    @rule(n=st.integers(1, RUNNING + WAITING + 2))
-    def sit(self, n: int) -> None:
-        taken = self.admission.taken
+    @rule(client=st.integers(0, 2), n=st.integers(1, PER_CLIENT + 2))
+    def sit(self, client: int, n: int) -> None:
+        taken, mine = self.admission.taken, sum(n for _, n, whose in self.places if whose == client)
         try:
-            self.places.append((self.admission.place(n), n))
-            assert taken + n <= RUNNING + WAITING
+            self.places.append((self.admission.place(n, of(client)), n, client))
+            assert taken + n <= RUNNING + WAITING and mine + n <= PER_CLIENT
         except InvalidArgument as wrong:
-            assert wrong.field == "n" and n > RUNNING + WAITING
+            assert wrong.field == "n" and n > PER_CLIENT
         except Refusal as refused:
-            assert taken + n > RUNNING + WAITING >= n
+            assert taken + n > RUNNING + WAITING or mine + n > PER_CLIENT >= n
             check_retry(refused)
 
     @rule(which=st.integers(0, 100), times=st.integers(1, 3))
     def rise(self, which: int, times: int) -> None:
         if self.places:
-            place, _ = self.places.pop(which % len(self.places))
+            place, *_ = self.places.pop(which % len(self.places))
             with place:
                 for _ in range(times - 1):
                     place.release()
 
     @invariant()
     def counts(self) -> None:
-        assert self.admission.taken == sum(n for _, n in self.places)
+        assert self.admission.taken == sum(n for _, n, _ in self.places) == sum(self.admission._completions.values())
+        assert 0 not in self.admission._completions.values()
         assert sum(self.admission._streams.values()) == len(self.streams)
         assert 0 not in self.admission._streams.values(), "clients that have gone are forgotten"
 
@@ -107,24 +114,77 @@ TestDoor = Door.TestCase
 def test_a_client_is_its_key_or_its_address() -> None:
     here = Context("ipv6:%5B::1%5D:5000")
     assert client_of(here) == client_of(Context("ipv6:%5B::1%5D:5001")) == "ipv6:%5B::1%5D"  # type: ignore[arg-type]
-    token = key_name.set("alice")
+    token = current_key.set(Key("alice"))
     try:
         assert client_of(here) == client_of(Context("ipv4:10.0.0.1:7")) == "key alice"  # type: ignore[arg-type]
     finally:
-        key_name.reset(token)
+        current_key.reset(token)
 
 
 def test_the_fuller_the_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    door, clock = admission(), [0.0]
+    door, clock = admission(100), [0.0]
     monkeypatch.setattr("serving.admission.time.monotonic", lambda: clock[0])
     for _ in range(50):  # it learns that a completion takes six seconds
-        place = door.place(1)
+        place = door.place(1, of())
         clock[0] += 6.0
         place.release()
-    places = [door.place(1) for _ in range(RUNNING + WAITING)]
+    places = [door.place(1, of()) for _ in range(RUNNING + WAITING)]
     with pytest.raises(Refusal) as refused:
-        door.place(1)
+        door.place(1, of())
     [info] = refused.value.details
     assert 3.5 < info.retry_delay.ToNanoseconds() / 1e9 < 4.5, "half of four, three at a time, each six seconds"
     for place in places:
         place.release()
+
+
+@contextmanager
+def calling_with(key: Key) -> Iterator[None]:
+    token = current_key.set(key)
+    try:
+        yield
+    finally:
+        current_key.reset(token)
+
+
+def test_n_never_fits_a_client() -> None:
+    with pytest.raises(InvalidArgument, match=r"n=6: at most 5, since a client may have no more"):
+        admission().place(6, of())
+
+
+def test_a_key_has_a_limit_of_its_own() -> None:
+    door = admission()
+    with calling_with(Key("small", max_streams=1)):
+        door.place(1, of())
+        with pytest.raises(Refusal, match="no more than 1 at once") as refused:
+            door.place(1, of(client=2))  # wherever it calls from
+        assert refused.value.cause == "client_streams"
+    with calling_with(Key("large", max_streams=6)):
+        door.place(6, of())
+
+
+def test_tokens_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    door, clock = admission(), [0.0]
+    monkeypatch.setattr("serving.admission.time.monotonic", lambda: clock[0])
+    with calling_with(Key("anna", tokens_per_minute=60)):
+        with door.place(1, of()) as place:
+            place.charge(40)
+            place.charge(40)  # so far
+            place.charge(89)
+        with pytest.raises(Refusal, match="60 tokens a minute") as refused:
+            door.place(1, of())
+        [info] = refused.value.details
+        assert (refused.value.cause, info.retry_delay.ToMilliseconds()) == ("tokens_per_minute", 30_000)
+        clock[0] = 29.9
+        with pytest.raises(Refusal):
+            door.place(1, of())
+        clock[0] = 30.0
+        door.place(1, of()).release()
+    with calling_with(Key("berta", tokens_per_minute=60)):
+        door.place(1, of()).release()  # others have their own
+    with calling_with(Key("anna", tokens_per_minute=6)):  # after the keys were reloaded
+        door.place(1, of()).charge(1)
+        with pytest.raises(Refusal, match="6 tokens a minute"):
+            door.place(1, of())
+    with calling_with(Key("anna")):
+        door.place(1, of())
+    assert not door._buckets.keys() & {"key anna"}

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
-import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from jengine import CompletionOutput, EngineDead, InvalidArgument, Load, RequestOutput
-from serving.metrics import Histogram, Metrics, MetricsServer, OutcomeInterceptor, PrometheusMetrics
+from jengine import CompletionOutput, EngineDead, Load, RequestOutput
+from serving.http_server import pages_of
+from serving.metrics import Histogram, Metrics, OutcomeInterceptor, PrometheusMetrics
 from serving.security import ApiKeys, KeyInterceptor, hash_line
 
 LOAD = Load(running=3, waiting=2, free_pages=30, pages=40, preemptions=5, compiles_since_start=1)
@@ -35,8 +32,8 @@ def make(load: Load | None = LOAD) -> PrometheusMetrics:
 
 def scraped(metrics: PrometheusMetrics) -> dict[tuple[Any, ...], float]:
     """By the name, and the labels' values, by the labels' names but for the model's."""
-    with closing(MetricsServer(metrics, "127.0.0.1", 0)) as server:
-        text = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=20).read().decode()
+    page = asyncio.run(pages_of(metrics, lambda: None)["/metrics"](""))  # type: ignore[arg-type]
+    text = page.body.decode()
     out = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -53,6 +50,7 @@ def output(arrival: float, first: float | None, end: float | None, *completions:
         prompt_token_ids=[1] * prompt,
         outputs=[CompletionOutput(index=i, token_ids=[1] * n, finish_reason=why) for i, (n, why) in enumerate(completions)],  # type: ignore[arg-type]
     )
+    made.metrics.scheduled = None if first is None else arrival + 0.25
     made.metrics.arrival, made.metrics.first_token, made.metrics.finished = arrival, first, end
     return made
 
@@ -107,11 +105,36 @@ def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> 
         "time_to_first_token_seconds": (3, 0.5 + 1 + 1),
         "inter_token_latency_seconds": (3 + 6, 0.2 + 0.3 + 6 * 1.0),
         "e2e_request_latency_seconds": (2, 1 + 5),
+        "request_queue_time_seconds": (3, 3 * 0.25),
+        "request_prompt_tokens": (3, 4 + 6 + 4),
     }
     assert got[("time_to_first_token_seconds_bucket", "0.25")] == 0 and got[("time_to_first_token_seconds_bucket", "0.5")] == 1
 
 
-LATENCIES = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
+LATENCIES = (
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prompt_tokens",
+)
+
+
+def test_by_key_and_cause() -> None:
+    metrics = make()
+    metrics.certificate_expiry = lambda: 1.5e9
+    metrics.rejected("queue_full")
+    metrics.rejected("priority", "anna")
+    metrics.request_over("anna", "OK", 5, 7)
+    metrics.request_over("anna", "CANCELLED", 1, 2)
+    metrics.request_over("", "OK", 5, 7)
+    got = scraped(metrics)
+    assert {key[1:]: value for key, value in got.items() if key[0] == "request_rejections_total"} == {
+        ("", "queue_full"): 1, ("anna", "priority"): 1,
+    }  # fmt: skip
+    assert got[("api_key_requests_total", "anna", "OK")] == got[("api_key_requests_total", "anna", "CANCELLED")] == 1
+    assert (got[("api_key_prompt_tokens_total", "anna")], got[("api_key_generation_tokens_total", "anna")]) == (6, 9)
+    assert got[("certificate_expiry_timestamp_seconds",)] == 1.5e9 and ("certificate_expiry_timestamp_seconds",) not in scraped(make())
 
 
 async def _answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -212,27 +235,12 @@ def test_rpcs_by_outcome(caplog: pytest.LogCaptureFixture) -> None:
     }
 
 
-@pytest.fixture
-def taken_port() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        yield taken.getsockname()[1]
-
-
-def test_a_taken_port_is_told(taken_port: int) -> None:
-    with pytest.raises(InvalidArgument, match=f"metrics_port={taken_port}: cannot listen on 127.0.0.1: Address already in use"):
-        MetricsServer(make(), "127.0.0.1", taken_port)
-
-
-def test_closing_leaves_no_thread() -> None:
-    before = set(threading.enumerate())  # of which an earlier test's may end meanwhile
-    scraped(make())
-    assert not set(threading.enumerate()) - before
-
-
 def test_without_metrics_nothing_is_kept() -> None:
     metrics = Metrics()
     watch = metrics.request_started()
     watch.tokens(output(0.0, 1.0, 1.0, (1, "stop")))
     watch.ended()
     metrics.rpc_ended("/a/b", grpc.StatusCode.OK)
+    metrics.rejected("wrong_key")
+    metrics.request_over("anna", "OK", 1, 1)
     assert watch is metrics.request_started() and not vars(metrics)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ import pytest
 
 from jengine import InvalidArgument
 from serving.config import ServerConfig
-from serving.security import ApiKeys, KeyInterceptor, hash_line, key_name, server_credentials, warn_of_plaintext
+from serving.security import ApiKeys, Key, KeyInterceptor, current_key, hash_line
+from serving.tls import Tls, warn_of_plaintext
 from tests.serving.certificates import Authority
 
 KEY, OTHER = "k" * 32, "o" * 32
+DIGEST = hash_line(KEY)
+OTHER_NAME = f"sha256-{hash_line(OTHER)[:8]}"  # it has none in the file
 WHO, HEALTH = "/test.Service/Who", "/grpc.health.v1.Health/Check"
 
 
@@ -35,14 +38,8 @@ def keys(tmp_path: Path) -> Path:
 
 def test_names_of_keys(keys: Path) -> None:
     known = ApiKeys.load(keys)
-    assert [known.name_of(key) for key in (KEY, OTHER, "", KEY + " ", KEY[:-1], "\udcff" * 32)] == [
-        "anna b",
-        "line 4",
-        None,
-        None,
-        None,
-        None,
-    ]
+    assert known.find(KEY) == Key("anna b") and known.find(OTHER) == Key(OTHER_NAME)
+    assert [known.find(key) for key in ("", KEY + " ", KEY[:-1], "\udcff" * 32)] == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -52,6 +49,13 @@ def test_names_of_keys(keys: Path) -> None:
         (b"", "holds no key"),
         (b"\n" + KEY.encode(), "line 2 does not begin with a SHA-256 in hexadecimal digits"),
         (b"\xff", "is no UTF-8 text"),
+        (f"{KEY} anna".encode(), "if it is the key itself, replace it by what `python -m serving.security NAME` prints"),
+        (f"{DIGEST} anna max_stream=3".encode(), "line 1: no setting 'max_stream'; there are max_streams, tokens_per_minute, min_priority"),
+        (f"{DIGEST} anna max_streams=0".encode(), "line 1: max_streams=0: must be a whole number, at least 1"),
+        (f"{DIGEST} anna min_priority=low".encode(), "line 1: min_priority=low: must be a whole number"),
+        (f"{DIGEST} max_streams=1 max_streams=2".encode(), "'max_streams' is given twice"),
+        (f"{DIGEST} an\0na".encode(), "is not printable"),
+        (f"{DIGEST} anna\n{'0' * 64} anna max_streams=1".encode(), "line 2: 'anna' has other settings on an earlier line"),
         (None, "cannot be read: No such file or directory"),
     ],
 )
@@ -62,6 +66,32 @@ def test_key_files_that_would_let_nobody_or_anybody_in(tmp_path: Path, content: 
     with pytest.raises(InvalidArgument, match=limit) as refused:
         ApiKeys.load(file)
     assert refused.value.field == "api_keys" and KEY not in str(refused.value)
+
+
+def test_settings_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    settings = ("max_streams=8", "tokens_per_minute=20000", "min_priority=-3")
+    file.write_text(f"{hash_line(KEY, 'anna b', *settings)}  # a comment\n{hash_line(OTHER, '', 'max_streams=1')}\n")
+    known = ApiKeys.load(file)
+    assert known.find(KEY) == Key("anna b", max_streams=8, tokens_per_minute=20000, min_priority=-3)
+    assert known.find(OTHER) == Key(OTHER_NAME, max_streams=1)
+    with pytest.raises(InvalidArgument, match="no setting 'max_stream'"):
+        hash_line(KEY, "anna", "max_stream=1")
+
+
+def test_two_keys_of_one_name_are_one_client(tmp_path: Path) -> None:
+    """So that a key can be replaced without an interruption."""
+    file = tmp_path / "keys"
+    file.write_text(f"{hash_line(KEY, 'anna', 'max_streams=1')}\n{hash_line(OTHER, 'anna', 'max_streams=1')}\n")
+    known = ApiKeys.load(file)
+    assert known.find(KEY) == known.find(OTHER) == Key("anna", max_streams=1)
+
+
+def test_a_key_that_was_not_hashed_is_recognized(tmp_path: Path) -> None:
+    raw = "0123456789abcdef" * 4  # as `openssl rand -hex 32` makes them
+    (tmp_path / "keys").write_text(f"{raw} anna\n")
+    known = ApiKeys.load(tmp_path / "keys")
+    assert known.find(raw) is None and known.stored_raw(raw) == Key("anna") and known.stored_raw(KEY) is None
 
 
 def test_lines_are_made_from_stdin() -> None:
@@ -75,18 +105,27 @@ def test_lines_are_made_from_stdin() -> None:
 # --- over sockets ---------------------------------------------------------------------------------
 
 
+def _name() -> str:
+    key = current_key.get()
+    return "None" if key is None else key.name
+
+
 async def _who(request: bytes, context: Any) -> bytes:
-    return str(key_name.get()).encode()
+    return _name().encode()
 
 
 async def _whos(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-    yield str(key_name.get()).encode()
+    yield _name().encode()
 
 
 @asynccontextmanager
-async def serving(keys: Path | None = None, credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[str]:
+async def serving(
+    keys: Path | None = None,
+    credentials: grpc.ServerCredentials | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> AsyncIterator[str]:
     """The address of a server whose methods answer with the name of the key that they were called with."""
-    server = grpc.aio.server(interceptors=[] if keys is None else [KeyInterceptor(ApiKeys.load(keys))])
+    server = grpc.aio.server(interceptors=interceptors if keys is None else [KeyInterceptor(ApiKeys.load(keys))])
     unary = {"Who": grpc.unary_unary_rpc_method_handler(_who), "Whos": grpc.stream_stream_rpc_method_handler(_whos)}
     server.add_generic_rpc_handlers(
         [
@@ -116,7 +155,7 @@ def test_only_known_keys_pass(keys: Path) -> None:
     async def run() -> None:
         async with serving(keys) as address, grpc.aio.insecure_channel(address) as channel:
             assert await ask(channel, WHO, ("authorization", f"Bearer {KEY}")) == "anna b"
-            assert await ask(channel, WHO, ("authorization", f"bearer  {OTHER}")) == "line 4"
+            assert await ask(channel, WHO, ("authorization", f"bearer  {OTHER}")) == OTHER_NAME
             for wrong in (KEY[:-1], "", f"Bearer {KEY}x", "Bearer ", f"Basic {KEY}", KEY):
                 assert await ask(channel, WHO, ("authorization", wrong)) == "UNAUTHENTICATED"
             assert await ask(channel) == "UNAUTHENTICATED"
@@ -137,7 +176,7 @@ def test_tls(tmp_path: Path) -> None:
     pair, stranger = ours.sign("server"), others.sign("stranger")
 
     async def run() -> None:
-        async with serving(credentials=server_credentials(ServerConfig(tls_cert=pair.cert, tls_key=pair.key))) as address:
+        async with serving(credentials=Tls(ServerConfig(tls_cert=pair.cert, tls_key=pair.key)).credentials) as address:
             for ca, expected in ((ours, "None"), (others, "UNAVAILABLE")):
                 async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca.cert.read_bytes())) as channel:
                     assert await ask(channel) == expected
@@ -146,7 +185,7 @@ def test_tls(tmp_path: Path) -> None:
 
         config = ServerConfig(tls_cert=pair.cert, tls_key=pair.key, tls_client_ca=ours.cert)
         client = ours.sign("client")
-        async with serving(credentials=server_credentials(config)) as address:
+        async with serving(credentials=Tls(config).credentials) as address:
             for mine, expected in ((client, "None"), (stranger, "UNAVAILABLE"), (None, "UNAVAILABLE")):
                 own = () if mine is None else (mine.key.read_bytes(), mine.cert.read_bytes())
                 async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ours.cert.read_bytes(), *own)) as channel:
@@ -166,12 +205,11 @@ def test_tls_files_are_checked_before_anything_is_served(tmp_path: Path) -> None
         "tls_client_ca": {"tls_cert": pair.cert, "tls_key": pair.key, "tls_client_ca": nothing},
     }.items():
         with pytest.raises(InvalidArgument) as refused:
-            server_credentials(ServerConfig(**files))  # type: ignore[arg-type]
+            Tls(ServerConfig(**files))  # type: ignore[arg-type]
         assert refused.value.field == field
     for files in ({"tls_cert": nothing, "tls_key": pair.key}, {"tls_cert": sealed.cert, "tls_key": sealed.key}):
         with pytest.raises(InvalidArgument, match="no PEM pair with tls_cert"):
-            server_credentials(ServerConfig(**files))  # type: ignore[arg-type]
-    assert server_credentials(ServerConfig()) is None
+            Tls(ServerConfig(**files))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

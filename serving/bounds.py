@@ -1,0 +1,63 @@
+"""What a request may ask for on this server, and with this key."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import grpc
+
+from jengine import InvalidArgument, SamplingParams
+from serving.config import ServerConfig
+from serving.errors import Refusal
+from serving.security import current_key
+
+
+class RequestBounds(NamedTuple):
+    """The server's maxima; None is no limit.
+
+    Attributes:
+        max_tokens: of each completion.
+        seconds: from a request's arrival to its end.
+    """
+
+    max_tokens: int | None
+    seconds: float | None
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> RequestBounds:
+        return cls(config.max_tokens_limit, config.max_request_seconds)
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """The parameters, with as many tokens as there may be where they set no limit.
+
+        Raises:
+            InvalidArgument: they ask for more.
+        """
+        if self.max_tokens is None:
+            return params
+        if params.max_tokens is None:
+            return dataclasses.replace(params, max_tokens=self.max_tokens)
+        if params.max_tokens > self.max_tokens:
+            raise InvalidArgument("max_tokens", params.max_tokens, f"at most {self.max_tokens} on this server (max_tokens_limit)")
+        return params
+
+    def timeout(self, seconds: float | None) -> float | None:
+        """The request's timeout, or the server's.
+
+        Raises:
+            InvalidArgument: it is longer than the server's.
+        """
+        if self.seconds is None or seconds is None:
+            return self.seconds if seconds is None else seconds
+        if seconds > self.seconds:
+            raise InvalidArgument("timeout", seconds, f"at most {self.seconds:g} seconds on this server (max_request_seconds)")
+        return seconds
+
+
+def check_priority(priority: int) -> None:
+    """Raises Refusal where the key does not allow this priority. Without keys, every priority is allowed."""
+    key = current_key.get()
+    if key is not None and type(priority) is int and priority < key.min_priority:
+        message = f"priority={priority}: at least {key.min_priority} with this key (its min_priority; lower runs first)"
+        raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message, cause="priority")

@@ -1,0 +1,151 @@
+"""Plain HTTP beside gRPC: /metrics for Prometheus, /healthz and /readyz for orchestrators. Bounded in connections, bytes and seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from jengine import InvalidArgument
+from serving.metrics import PrometheusMetrics
+
+MOST_CONNECTIONS = 64
+LONGEST_HEAD = 8192  # bytes
+SECONDS = 5.0  # for a request to come, and for its answer to be taken
+
+log = logging.getLogger("serving")
+
+
+class Page(NamedTuple):
+    """What a path answers."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+
+
+# Of a request's Accept header.
+Pages = Mapping[str, Callable[[str], Awaitable[Page]]]
+
+
+class HttpServer:
+    """Serves pages by their paths, GET and HEAD, until it is closed. Belongs to the event loop that it is started in.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._connections: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server
+        self.port = 0
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises InvalidArgument where the port is taken, or the address is not this machine's."""
+        try:
+            listening = _listen(host.strip("[]"), port)
+        except OSError as wrong:
+            raise InvalidArgument("metrics_port", port, f"cannot listen on {host}: {wrong.strerror}") from None
+        self._server = await asyncio.start_server(self._connected, sock=listening, limit=LONGEST_HEAD)
+        self.port = listening.getsockname()[1]
+
+    async def close(self) -> None:
+        self._server.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            if len(self._connections) <= MOST_CONNECTIONS:
+                async with asyncio.timeout(SECONDS):
+                    await self._answer(reader, writer)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # it was slow, or left, or this server ends
+        finally:
+            self._connections.discard(task)
+            writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request; then the connection is closed."""
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        except asyncio.LimitOverrunError:
+            await _send(writer, Page(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b"the request's head is too large\n"))
+            return
+        method, _, rest = head[0].partition(" ")
+        target, _, version = rest.rpartition(" ")
+        if not version.startswith("HTTP/1."):
+            page = Page(HTTPStatus.BAD_REQUEST, b"this port speaks HTTP/1.1\n")
+        elif (handler := self._pages.get(target.partition("?")[0])) is None:
+            page = Page(HTTPStatus.NOT_FOUND, f"there are {', '.join(self._pages)}\n".encode())
+        elif method not in ("GET", "HEAD"):
+            page = Page(HTTPStatus.METHOD_NOT_ALLOWED, b"GET or HEAD\n")
+        else:
+            accept = [line.partition(":")[2].strip() for line in head[1:] if line.lower().startswith("accept:")]
+            page = await _made(handler, ", ".join(accept))
+        await _send(writer, page, body=method != "HEAD")
+
+
+async def _made(handler: Callable[[str], Awaitable[Page]], accept: str) -> Page:
+    try:
+        return await handler(accept)
+    except Exception:
+        log.exception("a page could not be made")
+        return Page(HTTPStatus.INTERNAL_SERVER_ERROR, b"internal server error; see the log\n")
+
+
+async def _send(writer: asyncio.StreamWriter, page: Page, body: bool = True) -> None:
+    head = (
+        f"HTTP/1.1 {page.status.value} {page.status.phrase}\r\nContent-Type: {page.content_type}\r\n"
+        f"Content-Length: {len(page.body)}\r\nConnection: close\r\n\r\n"
+    )
+    writer.write(head.encode() + (page.body if body else b""))
+    await writer.drain()
+    with contextlib.suppress(NotImplementedError):
+        writer.write_eof()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """On the first address of this name, as gRPC does on :: for both families."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    both = family is socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(address[:2], family=family, dualstack_ipv6=both)
+
+
+# --- pages ------------------------------------------------------------------------------------------
+
+
+def pages_of(metrics: PrometheusMetrics, why_not_ready: Callable[[], str | None]) -> Pages:
+    """Of a server.
+
+    Args:
+        why_not_ready: None where the model answers.
+    """
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    ProcessCollector(registry=registry)
+
+    async def healthz(accept: str) -> Page:
+        return Page(HTTPStatus.OK, b"ok\n")  # the event loop runs
+
+    async def readyz(accept: str) -> Page:
+        why = why_not_ready()
+        return Page(HTTPStatus.OK, b"ok\n") if why is None else Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{why}\n".encode())
+
+    async def prometheus(accept: str) -> Page:
+        encode, content_type = choose_encoder(accept)
+        return Page(HTTPStatus.OK, await asyncio.to_thread(encode, registry), content_type)
+
+    return {"/metrics": prometheus, "/healthz": healthz, "/readyz": readyz}

@@ -1,0 +1,65 @@
+"""The request log: a line of JSON for each request, written by a thread, so that a full disk or pipe delays no one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import sys
+import threading
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
+from typing import Any
+
+from jengine import InvalidArgument
+from serving.sparse_log import SparseLog
+
+MOST_WAITING = 10_000  # lines; more are dropped
+
+log = logging.getLogger("serving")
+
+
+class RequestLog:
+    """Appends to a file, which may be renamed at any time (log rotation): the next line begins a new one.
+
+    Args:
+        path: the file's; "-" is stdout.
+
+    Raises:
+        InvalidArgument: the file cannot be opened.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self._handler = logging.StreamHandler(sys.stdout) if str(path) == "-" else WatchedFileHandler(path, encoding="utf-8")
+        except OSError as wrong:
+            raise InvalidArgument("request_log", str(path), f"cannot be written: {wrong.strerror}") from None
+        self._handler.handleError = self._failed  # type: ignore[method-assign]
+        self._lines: queue.Queue[str | None] = queue.Queue(MOST_WAITING)
+        self._lost = SparseLog(log.error)
+        self._thread = threading.Thread(target=self._write, name="request-log", daemon=True)
+        self._thread.start()
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Returns at once."""
+        try:
+            self._lines.put_nowait(json.dumps(entry, ensure_ascii=False))
+        except queue.Full:
+            self._lost("the request log cannot be written fast enough; lines are lost")
+
+    def close(self, seconds: float = 2.0) -> None:
+        """Write what waits, unless that takes longer than this."""
+        try:
+            self._lines.put(None, timeout=seconds)
+        except queue.Full:
+            return
+        self._thread.join(seconds)
+        if not self._thread.is_alive() and isinstance(self._handler, WatchedFileHandler):
+            self._handler.close()
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._handler.handle(logging.makeLogRecord({"msg": line}))
+
+    def _failed(self, record: logging.LogRecord) -> None:
+        self._lost("the request log cannot be written: %s", sys.exception())

@@ -1,0 +1,131 @@
+"""TLS from PEM files, checked before they are used, and read again on request."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import logging
+import ssl
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+from cryptography import x509
+
+from jengine import InvalidArgument
+from serving.config import ServerConfig
+
+SOON = datetime.timedelta(days=14)  # before a certificate's end
+
+log = logging.getLogger("serving")
+
+
+class TlsFiles(NamedTuple):
+    """What the files hold, for gRPC.
+
+    Attributes:
+        expires: when the first certificate of the chain does.
+    """
+
+    configuration: grpc.ServerCertificateConfiguration
+    expires: datetime.datetime
+
+
+class Tls:
+    """A server's TLS, or mutual TLS. `reload` reads the files again: new connections get what they hold then.
+
+    Attributes:
+        credentials: for the server's port.
+        files: in use.
+
+    Raises:
+        InvalidArgument: as `read`.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config, self.files = config, read(config)
+        self._changed: grpc.ServerCertificateConfiguration | None = None
+        mutual = config.tls_client_ca is not None
+        self.credentials = grpc.dynamic_ssl_server_credentials(self.files.configuration, self._fetch, mutual)
+
+    def reload(self) -> None:
+        """Raises InvalidArgument where the files cannot be used; then nothing changes."""
+        self.files = read(self._config)
+        self._changed = self.files.configuration
+
+    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """For each new connection, in a thread of gRPC's; None is as before."""
+        changed, self._changed = self._changed, None
+        return changed
+
+
+def read(config: ServerConfig) -> TlsFiles:
+    """Read and check the files; a certificate that ends soon, and a private key that others may read, are warned of.
+
+    Raises:
+        InvalidArgument: a file cannot be read or is no PEM of its kind, the key is not the certificate's, or a certificate is not
+            valid now.
+    """
+    assert config.tls_cert is not None and config.tls_key is not None
+    cert, key = _bytes("tls_cert", config.tls_cert), _bytes("tls_key", config.tls_key)
+    ca = None if config.tls_client_ca is None else _bytes("tls_client_ca", config.tls_client_ca)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)  # reads as gRPC will, but says at once what is wrong
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key, password="")  # an encrypted key is refused, not asked for on a terminal
+    except (ssl.SSLError, ValueError) as wrong:
+        raise InvalidArgument("tls_key", str(config.tls_key), f"no PEM pair with tls_cert={str(config.tls_cert)!r}: {wrong}") from None
+    expires = _check_dates("tls_cert", config.tls_cert, cert)
+    if ca is not None and config.tls_client_ca is not None:
+        _check_dates("tls_client_ca", config.tls_client_ca, ca)
+    warn_of_access("tls_key", config.tls_key, 0o027)
+    pairs = [(key, cert)]
+    return TlsFiles(grpc.ssl_server_certificate_configuration(pairs, ca), expires)
+
+
+def _check_dates(field: str, path: str | Path, pem: bytes) -> datetime.datetime:
+    """The first end of these certificates."""
+    try:
+        certificates = x509.load_pem_x509_certificates(pem)
+    except ValueError as wrong:
+        raise InvalidArgument(field, str(path), f"no PEM certificates: {wrong}") from None
+    now = datetime.datetime.now(datetime.UTC)
+    for certificate in certificates:
+        begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        subject = certificate.subject.rfc4514_string()
+        if now > ends:
+            raise InvalidArgument(field, str(path), f"the certificate of {subject} expired on {ends:%Y-%m-%d %H:%M} UTC")
+        if now < begins:
+            raise InvalidArgument(field, str(path), f"the certificate of {subject} is not valid before {begins:%Y-%m-%d %H:%M} UTC")
+        if ends - now < SOON:
+            log.warning("%s=%s: the certificate of %s expires on %s UTC", field, path, subject, f"{ends:%Y-%m-%d %H:%M}")
+    return min(certificate.not_valid_after_utc for certificate in certificates)
+
+
+def warn_of_access(field: str, path: str | Path, mode: int) -> None:
+    """Where the file's permissions have one of these bits, which let others in."""
+    allowed = Path(path).stat().st_mode & 0o777
+    if allowed & mode:
+        log.warning(
+            "%s=%s: other users may %s it (mode %03o): chmod 600", field, path, "write" if allowed & mode & 0o022 else "read", allowed
+        )
+
+
+def warn_of_plaintext(config: ServerConfig) -> None:
+    """Once, at the start: what is served without TLS beyond this machine."""
+    if config.tls_cert is None and not _is_loopback(config.host):
+        what = "requests and answers" if config.api_keys is None else "API keys, requests and answers"
+        log.warning("serving plaintext on %s: the network can read %s; set tls_cert and tls_key to turn TLS on", config.host, what)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _bytes(field: str, path: str | Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as wrong:
+        raise InvalidArgument(field, str(path), f"cannot be read: {wrong.strerror}") from None

@@ -1,0 +1,118 @@
+"""Each request from its arrival to its end: for the metrics, the request log and the client's rate limit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import grpc
+
+from jengine import RequestOutput
+from serving.admission import Place
+from serving.errors import Refusal, refusal
+from serving.metrics import Metrics, RequestWatch
+from serving.request_log import RequestLog
+from serving.security import current_key
+
+
+class TrackedRequest:
+    """One request.
+
+    Attributes:
+        request_id: the client's.
+        place: once it has one.
+        output: once it is queued: the live one.
+    """
+
+    def __init__(self, method: str, request_id: str, metrics: Metrics) -> None:
+        key = current_key.get()
+        self.method, self.request_id, self.key = method, request_id, "" if key is None else key.name
+        self.place: Place | None = None
+        self.output: RequestOutput | None = None
+        self.began, self.arrived = time.monotonic(), datetime.now(UTC)
+        self._metrics = metrics
+        self._watch: RequestWatch | None = None
+
+    def queued(self, output: RequestOutput | None) -> None:
+        """It has been checked, and waits or runs. Without an output, it is over already."""
+        self.output, self._watch = output, self._metrics.request_started()
+        self._charge()
+
+    def tokens(self, news: RequestOutput) -> None:
+        """An output in which only what is new is there (output_kind delta or final)."""
+        assert self._watch is not None
+        self._watch.tokens(news)
+        self._charge()
+
+    def over(self) -> None:
+        """It has ended, or was aborted."""
+        if self._watch is not None:
+            self._charge()
+            self._watch.ended()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return 0 if self.output is None else len(self.output.prompt_token_ids)
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all completions, as many as were generated so far."""
+        return 0 if self.output is None else sum(len(completion.token_ids) for completion in self.output.outputs)
+
+    def _charge(self) -> None:
+        if self.place is not None and self.place.limited:
+            self.place.charge(self.prompt_tokens + self.output_tokens)
+
+    def entry(self, refused: Refusal | None, status: str) -> dict[str, Any]:
+        """Its line in the request log; seconds count from its arrival."""
+        output = self.output
+        times = None if output is None else output.metrics
+        entry: dict[str, Any] = {
+            "time": self.arrived.isoformat(timespec="milliseconds"),
+            "id": self.request_id,
+            "key": self.key or None,
+            "method": self.method,
+            "status": status,
+            "cause": None if refused is None else refused.cause,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "queue_seconds": None if times is None or times.scheduled is None else round(times.scheduled - self.began, 6),
+            "first_token_seconds": None if times is None or times.first_token is None else round(times.first_token - self.began, 6),
+            "total_seconds": round(time.monotonic() - self.began, 6),
+            "finish_reasons": [] if output is None else [completion.finish_reason for completion in output.outputs],
+        }
+        return entry
+
+
+class RequestTracker:
+    """Where requests are reported to."""
+
+    def __init__(self, metrics: Metrics, request_log: RequestLog | None) -> None:
+        self._metrics, self._request_log = metrics, request_log
+
+    @contextmanager
+    def track(self, method: str, request_id: str, context: grpc.aio.ServicerContext) -> Iterator[TrackedRequest]:
+        """A request is answered within this; what is raised is how it failed."""
+        request = TrackedRequest(method, request_id, self._metrics)
+        refused: Refusal | None = None
+        status = "OK"
+        try:
+            yield request
+        except (asyncio.CancelledError, grpc.aio.BaseError):
+            left = context.time_remaining()
+            status = "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
+            raise
+        except Exception as error:
+            refused = refusal(error)
+            status = refused.code.name
+            raise
+        finally:
+            if refused is not None and request.output is None:
+                self._metrics.rejected(refused.cause, request.key)
+            self._metrics.request_over(request.key, status, request.prompt_tokens, request.output_tokens)
+            if self._request_log is not None:
+                self._request_log.write(request.entry(refused, status))
