@@ -211,7 +211,7 @@ class AsyncLLM:
         self._bind()
         if request_id in self._callers:
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
-        requests = make_requests(self.tokenizer, prompt, params, key, priority)
+        requests = make_requests(self.tokenizer, prompt, params, key, priority, masks=not self.backend.makes_masks)
         for request in requests:
             self.backend.limits.validate(request)
         output = self._live.open(requests)

@@ -71,6 +71,7 @@ class ServerApp:
             await self._serve(exporter)
         finally:
             await self._built.server.stop(None)
+            await asyncio.to_thread(self._built.sandbox.close)
             if exporter is not None:
                 await asyncio.to_thread(exporter.close)
 

@@ -30,8 +30,8 @@ class ServerConfig:
         max_waiting: requests that may wait beside the running ones; more are refused with RESOURCE_EXHAUSTED.
         max_streams_per_client: requests that one client (an API key, or else an address) may have at once.
         max_message_bytes: of one request.
-        client_chat_templates: clients may send chat templates of their own. A template is a program: one that loops for hours keeps the
-            server busy for hours.
+        client_chat_templates: clients may send chat templates of their own. A template is a program: it runs in a process of its own,
+            which is ended when it takes too much time or memory.
         write_timeout: seconds that a client may leave a finished message unread before its request is ended.
         drain_seconds: time for requests in flight at the end; then they are aborted.
         tls_cert: PEM file of the server's certificate chain; turns TLS on.

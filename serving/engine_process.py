@@ -41,6 +41,7 @@ class EngineProcess:
     limits: Limits
     load: Load
     info: EngineInfo
+    makes_masks = True  # a grammar that the server has not checked may end the child
 
     def __init__(self, engine: str, options: dict[str, Any], on_end: Callable[[EngineDead | None], None] | None = None) -> None:
         self._configure = Configure(engine, json.dumps(options, default=str))

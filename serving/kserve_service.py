@@ -13,13 +13,14 @@ from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from jengine import AsyncLLM, JengineError, RequestOutput, __version__
-from serving.admission import Admission, check_texts
+from serving.admission import Admission, check_texts, client_of
 from serving.answers import Answer, PatientWriter, give_up, new_id, tokenized
 from serving.errors import Refusal, check_model, checked, not_found, refusal, reported
 from serving.generated.inference import grpc_service_pb2 as pb
 from serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
 from serving.metrics import Metrics
 from serving.model_provider import ModelProvider
+from serving.sandbox import Sandbox
 from serving.tensors import OUTPUTS, Asked, read_request, write_texts
 
 VERSION = "1"
@@ -30,14 +31,21 @@ class KserveService(GRPCInferenceServiceServicer):
     """Every method may refuse with the statuses of serving.errors.
 
     Args:
+        sandbox: where grammars are checked.
         write_timeout: seconds in which a client must take each message of a stream.
     """
 
     def __init__(
-        self, models: ModelProvider, admission: Admission, metrics: Metrics, write_timeout: float, health: health.aio.HealthServicer
+        self,
+        models: ModelProvider,
+        admission: Admission,
+        metrics: Metrics,
+        sandbox: Sandbox,
+        write_timeout: float,
+        health: health.aio.HealthServicer,
     ) -> None:
         self._models, self._admission, self._metrics, self._write_timeout = models, admission, metrics, write_timeout
-        self._health = health
+        self._sandbox, self._health = sandbox, health
 
     # --- what is here -----------------------------------------------------------------------------
 
@@ -78,7 +86,7 @@ class KserveService(GRPCInferenceServiceServicer):
         asked = self._read(request)
         llm = self._models.llm
         with self._admission.place(asked.params.n):
-            async with await self._answer(llm, asked, new_id(), "final") as answer:
+            async with await self._answer(llm, asked, new_id(), "final", client_of(context)) as answer:
                 output = await answer.next()
                 return self._response(request, output, sum(len(completion.token_ids) for completion in output.outputs))
 
@@ -99,7 +107,7 @@ class KserveService(GRPCInferenceServiceServicer):
         try:
             asked, llm, request_id = self._read(request), self._models.llm, new_id()
             with self._admission.place(asked.params.n) as place, stream.freeing(request_id, partial(give_up, llm, request_id, place)):
-                async with await self._answer(llm, asked, request_id, "delta") as answer:
+                async with await self._answer(llm, asked, request_id, "delta", stream.client) as answer:
                     ended, tokens = False, 0
                     while not ended:
                         output = await answer.next()
@@ -114,7 +122,8 @@ class KserveService(GRPCInferenceServiceServicer):
         finally:
             stream.sequence.release()
 
-    async def _answer(self, llm: AsyncLLM, asked: Asked, request_id: str, kind: Any) -> Answer:
+    async def _answer(self, llm: AsyncLLM, asked: Asked, request_id: str, kind: Any, client: str) -> Answer:
+        await self._sandbox.check(client, asked.params.structured_outputs, llm.tokenizer)
         prompt = await tokenized(llm, asked.text)
         outputs = llm.generate(
             prompt, asked.params, request_id=request_id, priority=asked.priority, timeout=asked.timeout, output_kind=kind
@@ -158,11 +167,13 @@ class _Stream:
 
     Attributes:
         room: for requests that are worked on.
+        client: its name.
         stalled: whether the client did not read in time.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, write_timeout: float) -> None:
         self.sequence, self.stalled = asyncio.Semaphore(MOST_AT_ONCE), False
+        self.client = client_of(context)
         self._writer = PatientWriter(context, write_timeout, self._stall)
         self._turn = asyncio.Lock()
         self._held: dict[str, Callable[[], None]] = {}  # what frees a request, by its id

@@ -22,6 +22,7 @@ from serving.generated.jengine.v1 import generate_pb2
 from serving.kserve_service import KserveService
 from serving.metrics import Metrics
 from serving.model_provider import ModelProvider
+from serving.sandbox import Sandbox
 
 DESCRIPTORS = (
     generate_pb2.DESCRIPTOR.services_by_name["GenerateService"],
@@ -31,11 +32,13 @@ SERVICES = tuple(service.full_name for service in DESCRIPTORS)
 
 
 class Built(NamedTuple):
-    """A server that has not been started; its health says NOT_SERVING until somebody sets it, for "" and each of SERVICES."""
+    """A server that has not been started; its health says NOT_SERVING until somebody sets it, for "" and each of SERVICES. Close the
+    sandbox after it has stopped."""
 
     server: grpc.aio.Server
     health: health.aio.HealthServicer
     port: int
+    sandbox: Sandbox
 
 
 async def build_server(
@@ -56,7 +59,8 @@ async def build_server(
     state = health.aio.HealthServicer()
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-    shared = (models, admission, metrics or Metrics(), config.write_timeout)
+    sandbox = Sandbox()
+    shared = (models, admission, metrics or Metrics(), sandbox, config.write_timeout)
     for service, servicer in zip(
         DESCRIPTORS, (GenerateService(*shared, config.client_chat_templates), KserveService(*shared, state)), strict=True
     ):
@@ -68,7 +72,7 @@ async def build_server(
         port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
     except RuntimeError:
         raise InvalidArgument("port", config.port, f"cannot listen on {address}: {_why_not(config)}") from None
-    return Built(server, state, port)
+    return Built(server, state, port, sandbox)
 
 
 def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:

@@ -15,9 +15,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         ModelError: no tokenizer there, or one that cannot be read.
     """
-    from jengine import make_mask
+    from jengine import make_masks
 
     tokenizer = Tokenizer.load(folder)
     with contextlib.suppress(Exception):  # one that llguidance cannot take still serves other requests
-        make_mask(SamplingParams(structured_outputs=StructuredOutputs(regex="a")), tokenizer)
+        make_masks(SamplingParams(structured_outputs=StructuredOutputs(regex="a")), tokenizer, 1)
     return tokenizer

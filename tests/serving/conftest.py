@@ -69,6 +69,7 @@ def serve_mock(folder: Path, *, server: dict[str, Any] | None = None, **engine_o
         await stop.wait()
         await llm.close()
         await built.server.stop(None)
+        built.sandbox.close()
 
     thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()
