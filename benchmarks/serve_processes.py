@@ -68,9 +68,11 @@ class Process:
 
 
 @contextmanager
-def server(engine: str, options: dict[str, Any], *, metrics: bool = False, profile: str = "") -> Iterator[tuple[Process, str]]:
-    """One that is ready, over an engine process (see serving/engines.py), and its address."""
-    config = {**WIDE, **({"metrics_port": 0} if metrics else {})}
+def server(
+    engine: str, options: dict[str, Any], *, metrics: bool = False, profile: str = "", more: dict[str, Any] | None = None
+) -> Iterator[tuple[Process, str]]:
+    """One that is ready, over an engine process (see serving/engines.py), and its address; `more` are ServerConfig's options."""
+    config = {**WIDE, **({"metrics_port": 0} if metrics else {}), **(more or {})}
     process = Process("-c", SERVER, json.dumps([config, engine, options, profile]))
     try:
         found = re.search(r" on (\S+);", process.line())

@@ -11,14 +11,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jengine.async_llm import AsyncLLM
     from jengine.backend import Backend, EngineThread, Steps, Updates, run_engine
+    from jengine.chat import chat_prompt
     from jengine.config import EngineConfig
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.limits import Limits
     from jengine.llm import LLM
-    from jengine.request import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, SamplingParams, StructuredOutputs
+    from jengine.request import (
+        CompletionOutput,
+        FinishReason,
+        Logprob,
+        Request,
+        RequestOutput,
+        SamplingParams,
+        StructuredOutputs,
+        TokenMask,
+    )
     from jengine.scheduling.sequence_limits import SequenceLimits
     from jengine.start import Started, follow, start_engine
-    from jengine.text.masks import make_mask
+    from jengine.text.grammars import check_structure, probe_structure
+    from jengine.text.masks import make_masks
     from jengine.text.tokenizer import Tokenizer
     from jengine.updates import Ended, Load, PromptScores, TokenLogprobs, TokenUpdate
 
@@ -49,12 +60,16 @@ __all__ = [
     "Steps",
     "StructuredOutputs",
     "TokenLogprobs",
+    "TokenMask",
     "TokenUpdate",
     "Tokenizer",
     "Updates",
     "__version__",
+    "chat_prompt",
+    "check_structure",
     "follow",
-    "make_mask",
+    "make_masks",
+    "probe_structure",
     "run_engine",
     "start_engine",
 ]
@@ -63,13 +78,24 @@ _MODULES = {
     "jengine.llm": ("LLM",),
     "jengine.async_llm": ("AsyncLLM",),
     "jengine.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine"),
+    "jengine.chat": ("chat_prompt",),
     "jengine.config": ("EngineConfig",),
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
     "jengine.limits": ("Limits",),
-    "jengine.request": ("CompletionOutput", "FinishReason", "Logprob", "Request", "RequestOutput", "SamplingParams", "StructuredOutputs"),
+    "jengine.request": (
+        "CompletionOutput",
+        "FinishReason",
+        "Logprob",
+        "Request",
+        "RequestOutput",
+        "SamplingParams",
+        "StructuredOutputs",
+        "TokenMask",
+    ),
     "jengine.scheduling.sequence_limits": ("SequenceLimits",),
     "jengine.start": ("Started", "follow", "start_engine"),
-    "jengine.text.masks": ("make_mask",),
+    "jengine.text.grammars": ("check_structure", "probe_structure"),
+    "jengine.text.masks": ("make_masks",),
     "jengine.text.tokenizer": ("Tokenizer",),
     "jengine.updates": ("Ended", "Load", "PromptScores", "TokenLogprobs", "TokenUpdate"),
 }

@@ -225,7 +225,8 @@ class AsyncLLM:
         self._bind()
         if request_id in self._callers:
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
-        requests = make_requests(self.tokenizer, prompt, self._default_params if params is None else params, key, priority)
+        params = self._default_params if params is None else params
+        requests = make_requests(self.tokenizer, prompt, params, key, priority, masks=not self.backend.makes_masks)
         for request in requests:
             self.backend.limits.validate(request)
         output = self._live.open(requests)

@@ -42,9 +42,14 @@ class Steps(Protocol):
 
 
 class Backend(Protocol):
-    """A running engine, as AsyncLLM uses it. Calls return at once; what they ask for is done in order."""
+    """A running engine, as AsyncLLM uses it. Calls return at once; what they ask for is done in order.
+
+    Attributes:
+        makes_masks: whether it makes requests' token masks itself; else they come with the requests.
+    """
 
     limits: Limits
+    makes_masks: bool
 
     @property
     def load(self) -> Load:
@@ -78,6 +83,8 @@ def run_engine(engine: Steps, take_orders: Callable[[bool], bool], deliver: Call
 
 class EngineThread:
     """An engine in a thread of this process, which knows tokens only."""
+
+    makes_masks = False
 
     def __init__(self, engine: Steps) -> None:
         self.engine, self.limits = engine, engine.limits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, PendingSample, StepResult
 from jengine.execution.sampler import SampledLogprobs
 from jengine.limits import Limits
+from jengine.mask_thread import MASK_SECONDS, MaskThread
 from jengine.observe.compiles import compile_count
 from jengine.observe.trace import StepTrace
 from jengine.request import FinishReason, Request
@@ -57,6 +59,7 @@ class Engine:
         self.trace = StepTrace()
         self._seeds = random.Random(seed)
         self._in_flight: deque[tuple[int, InFlight]] = deque()
+        self._masks = MaskThread(MASK_SECONDS)
         self._steps = 0
         self._compiles_at_start = compile_count()
 
@@ -153,14 +156,10 @@ class Engine:
     def _mask(self, plan: StepPlan) -> tuple[np.ndarray, list[Ended]]:
         """The step's token mask, see logits.mask_words, and the requests that end here: their own mask fails, or leaves no token."""
         mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
-        failed = []
-        for row, sequence in plan.sampled:
-            if sequence.request.mask is not None and sequence.finish_reason is None:
-                try:
-                    _fill(mask[row], sequence)
-                except Exception as error:  # this request's alone
-                    failed.append(Ended(sequence.request_id, "error", self._fail(sequence, error)))
-        return mask, failed
+        masked = [(row, s) for row, s in plan.sampled if s.request.mask is not None and s.finish_reason is None]
+        failures = self._masks.run([partial(_fill, mask[row], sequence) for row, sequence in masked])
+        failed = [(masked[i][1], error) for i, error in sorted(failures.items())]  # each this request's alone
+        return mask, [Ended(sequence.request_id, "error", self._fail(sequence, error)) for sequence, error in failed]
 
     def _fail(self, sequence: Sequence, error: Exception) -> str:
         """End one request with an error. Returns its stop_reason."""

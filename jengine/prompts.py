@@ -28,8 +28,13 @@ class TokensPrompt(TypedDict):
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 
 
-def make_requests(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0) -> list[Request]:
+def make_requests(
+    tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0, masks: bool = True
+) -> list[Request]:
     """The requests for one prompt, params.n of them; None is SamplingParams(). The first has this id, the others grow theirs from it.
+
+    Args:
+        masks: make the token masks as well, which may take seconds; else whoever takes the requests must.
 
     Raises:
         InvalidArgument: what is no prompt, or empty; what is no SamplingParams.
@@ -56,6 +61,7 @@ def make_requests(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams |
     if not ids:
         raise InvalidArgument("prompt", prompt, "must not be empty")
     ids, arrival = list(ids), time.monotonic()
+    fresh: Sequence[TokenMask | None] = _masks(tokenizer, params) if masks and params.masks else [None] * params.n
     others = dataclasses.replace(params, prompt_logprobs=None) if params.n > 1 else params  # the prompt is scored once
     return [
         Request(
@@ -64,7 +70,7 @@ def make_requests(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams |
             prompt_token_ids=ids,
             params=others if index else params,
             sample_index=index,
-            mask=_mask(tokenizer, params) if params.masks else None,
+            mask=fresh[index],
             priority=priority,
             arrival=arrival,
         )
@@ -72,10 +78,10 @@ def make_requests(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams |
     ]
 
 
-def _mask(tokenizer: Tokenizer, params: SamplingParams) -> TokenMask | None:
-    from jengine.text.masks import make_mask  # llguidance is imported by those who use it
+def _masks(tokenizer: Tokenizer, params: SamplingParams) -> Sequence[TokenMask | None]:
+    from jengine.text.masks import make_masks  # llguidance is imported by those who use it
 
-    return make_mask(params, tokenizer)
+    return make_masks(params, tokenizer, params.n)
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

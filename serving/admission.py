@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 
 import grpc
 
-from jengine import InvalidArgument, SamplingParams, StructuredOutputs
+from jengine import InvalidArgument, SamplingParams
 from serving.config import ServerConfig
 from serving.errors import busy
 from serving.model_provider import ModelProvider
@@ -16,8 +15,8 @@ from serving.security import current_key
 from serving.token_bucket import TokenBucket
 
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
-# Stop strings become an automaton, bad words and structured outputs masks: that takes time and memory by their length, and others wait.
-MOST_TEXTS, LONGEST_TEXTS, LONGEST_STRUCTURE = 256, 10_000, 100_000  # texts, their characters together, characters
+# Stop strings become an automaton, bad words masks: that takes time and memory by their length, and others wait.
+MOST_TEXTS, LONGEST_TEXTS = 256, 10_000  # texts, their characters together
 
 
 class Admission:
@@ -146,12 +145,6 @@ def check_texts(params: SamplingParams) -> None:
         texts = getattr(params, name)
         if len(texts) > MOST_TEXTS or sum(map(len, texts)) > LONGEST_TEXTS:
             raise InvalidArgument(name, f"{len(texts)} texts", f"at most {MOST_TEXTS}, of {LONGEST_TEXTS} characters together")
-    if isinstance(params.structured_outputs, StructuredOutputs):
-        what = params.structured_outputs
-        size = sum(len(text) for text in (what.regex, what.grammar, *(what.choice or ())) if text is not None)
-        size += len(what.json if isinstance(what.json, str) else json.dumps(what.json))
-        if size > LONGEST_STRUCTURE:
-            raise InvalidArgument("structured_outputs", f"{size} characters", f"at most {LONGEST_STRUCTURE}")
 
 
 def client_of(context: grpc.aio.ServicerContext) -> str:

@@ -90,6 +90,7 @@ class ServerApp:
         async with contextlib.AsyncExitStack() as stack:
             if request_log is not None:
                 stack.callback(request_log.close)
+            stack.push_async_callback(asyncio.to_thread, self._built.sandbox.close)
             stack.push_async_callback(self._built.server.stop, None)
             exporter = None
             if isinstance(metrics, PrometheusMetrics):

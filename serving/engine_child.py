@@ -1,7 +1,8 @@
 """The engine process: a step loop and nothing else. Its server is at the other end of a socket that it inherits.
 
-The main thread steps the engine and reports. A second thread reads orders, so that parsing them and building token masks holds
-no step up, and so that the server's death is noticed during a long compilation, too: then the process ends at once.
+The main thread steps the engine and reports. A second thread reads orders, so that parsing them holds no step up, and so that the
+server's death is noticed during a long compilation, too: then the process ends at once. A third thread makes token masks, which may
+take a second, for other requests to pass by.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from importlib import import_module
 
 from jengine import Ended, InvalidArgument, JengineError, PromptScores, Request, Steps, Tokenizer, TokenUpdate, Updates, run_engine
 from serving.watchdog import Heartbeat
-from serving.wire import RECEIVE, Add, Batch, Configure, End, Frames, Message, Order, Quit, Ready, failed, frame, requests_of
+from serving.wire import RECEIVE, Add, Batch, Configure, End, Frames, Message, Order, Quit, Ready, failed, frame, has_masks, requests_of
 
 
 class EngineChild:
@@ -29,6 +30,9 @@ class EngineChild:
         self._server, self._heartbeat = server, heartbeat
         self._frames: Frames[Configure | Add | End | Quit] = Frames(Order)
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # what the loop shall do; None ends it
+        self._unmasked: queue.SimpleQueue[Add] = queue.SimpleQueue()  # orders whose masks shall be made
+        self._masking: set[str] = set()  # their requests
+        self._ended: set[str] = set()  # those of them that have been ended meanwhile
         self._configured: queue.SimpleQueue[Configure] = queue.SimpleQueue()
         self._tokenizer: Tokenizer | None = None
         self._engine: Steps
@@ -37,6 +41,7 @@ class EngineChild:
     def run(self) -> None:
         """Start the engine, then step it until the server says Quit."""
         threading.Thread(target=self._read, name="orders", daemon=True).start()
+        threading.Thread(target=self._mask, name="masks", daemon=True).start()
         configure = self._configured.get()
         module, _, function = configure.engine.partition(":")
         self._engine, self._tokenizer, info = getattr(import_module(module), function)(**json.loads(configure.options))
@@ -72,13 +77,28 @@ class EngineChild:
         self._say(Batch(tokens, scores, ended, load))
 
     def _add(self, requests: list[Request]) -> None:
+        requests = [request for request in requests if self._goes_on(request.request_id)]
         try:
-            self._engine.add(*requests)
+            if requests:
+                self._engine.add(*requests)
         except InvalidArgument as error:
             self._refuse([request.request_id for request in requests], error)
 
     def _refuse(self, request_ids: list[str], error: Exception) -> None:
-        self._deliver([Ended(request_id, "error", str(error)) for request_id in request_ids])
+        self._deliver([Ended(request_id, "error", str(error)) for request_id in request_ids if self._goes_on(request_id)])
+
+    def _goes_on(self, request_id: str) -> bool:
+        """Whether a request that had to wait for its mask was not ended meanwhile."""
+        self._masking.discard(request_id)
+        ended = request_id in self._ended
+        self._ended.discard(request_id)
+        return not ended
+
+    def _end(self, ended: Ended) -> None:
+        if ended.request_id in self._masking:
+            self._ended.add(ended.request_id)
+        else:
+            self._engine.end(*ended)
 
     def _say(self, message: Message) -> None:
         self._server.sendall(frame(message))
@@ -101,12 +121,19 @@ class EngineChild:
         match order:
             case Configure():
                 self._configured.put(order)
+            case Add() if has_masks(order):
+                self._masking.update(sample.request_id for sample in order.samples)
+                self._unmasked.put(order)
             case Add():
                 self._inbox.put(self._adding(order))
             case End(ended):
-                self._inbox.put(lambda: self._engine.end(*ended))
+                self._inbox.put(lambda: self._end(ended))
             case Quit():
                 self._inbox.put(None)
+
+    def _mask(self) -> None:
+        while True:
+            self._inbox.put(self._adding(self._unmasked.get()))
 
     def _adding(self, order: Add) -> Callable[[], object]:
         try:

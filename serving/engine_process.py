@@ -49,6 +49,7 @@ class EngineProcess:
     limits: Limits
     load: Load
     info: EngineInfo
+    makes_masks = True  # a grammar that the server has not checked may end the child
 
     def __init__(
         self,

@@ -9,13 +9,14 @@ import grpc
 
 from jengine import AsyncLLM, InvalidArgument, SamplingParams, __version__
 from serving import conversions
-from serving.admission import Admission, check_texts
+from serving.admission import Admission, check_texts, client_of
 from serving.answers import Answer, Outputs, PatientWriter, give_up, in_thread_if_long, new_id, tokenized
 from serving.bounds import RequestBounds, check_priority
 from serving.errors import check_model, reported
 from serving.generated.jengine.v1 import generate_pb2 as pb
 from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
 from serving.model_provider import ModelProvider
+from serving.sandbox import Sandbox
 from serving.security import scoped
 from serving.tracking import RequestTracker, TrackedRequest
 
@@ -26,6 +27,7 @@ class GenerateService(GenerateServiceServicer):
     """Every method may refuse with the statuses of serving.errors.
 
     Args:
+        sandbox: where grammars are checked, and clients' chat templates rendered.
         write_timeout: seconds in which a client must take each message of a stream.
         client_chat_templates: whether clients may send chat templates of their own.
     """
@@ -36,11 +38,12 @@ class GenerateService(GenerateServiceServicer):
         admission: Admission,
         tracker: RequestTracker,
         bounds: RequestBounds,
+        sandbox: Sandbox,
         write_timeout: float,
         client_chat_templates: bool,
     ) -> None:
         self._models, self._admission, self._tracker, self._bounds = models, admission, tracker, bounds
-        self._write_timeout, self._client_chat_templates = write_timeout, client_chat_templates
+        self._sandbox, self._write_timeout, self._client_chat_templates = sandbox, write_timeout, client_chat_templates
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -58,7 +61,7 @@ class GenerateService(GenerateServiceServicer):
         llm, params = self._let_in(request, context)
         with self._admission.place(params.n, context) as tracked.place:
             request_id = scoped(tracked.request_id)
-            outputs = await self._submit(llm, request, params, request_id, "final")
+            outputs = await self._submit(llm, request, params, request_id, "final", context)
             async with Answer(llm, request_id, outputs, tracked) as answer:
                 return conversions.response(await answer.next(), self._models.info.name)
 
@@ -66,7 +69,7 @@ class GenerateService(GenerateServiceServicer):
         llm, params = self._let_in(request, context)
         with self._admission.place(params.n, context) as tracked.place:
             request_id = scoped(tracked.request_id)
-            outputs = await self._submit(llm, request, params, request_id, "delta")
+            outputs = await self._submit(llm, request, params, request_id, "delta", context)
             async with Answer(llm, request_id, outputs, tracked) as answer:
                 write = PatientWriter(context, self._write_timeout, partial(give_up, llm, request_id, tracked.place)).write
                 await write(conversions.started(tracked.request_id, self._models.info.name))
@@ -93,8 +96,17 @@ class GenerateService(GenerateServiceServicer):
         check_priority(request.priority)
         return llm, params
 
-    async def _submit(self, llm: AsyncLLM, request: Prompted, params: SamplingParams, request_id: str, kind: str) -> Outputs:
+    async def _submit(
+        self,
+        llm: AsyncLLM,
+        request: Prompted,
+        params: SamplingParams,
+        request_id: str,
+        kind: str,
+        context: grpc.aio.ServicerContext,
+    ) -> Outputs:
         """What is wrong with the request shows here, or when outputs are first asked for."""
+        await self._sandbox.check(client_of(context), params.structured_outputs, llm.tokenizer)
         options: dict[str, Any] = {
             "request_id": request_id,
             "priority": request.priority,
@@ -105,6 +117,8 @@ class GenerateService(GenerateServiceServicer):
             messages, chat = conversions.to_messages(request.messages), conversions.to_options(request.options)
             if "chat_template" in chat and not self._client_chat_templates:
                 raise InvalidArgument("chat_template", chat["chat_template"], "this server takes no templates from its clients")
+            if "chat_template" in chat:
+                return llm.generate(await self._sandbox.render(client_of(context), messages, chat, llm.tokenizer), params, **options)
             return await in_thread_if_long(request.ByteSize(), partial(llm.chat, messages, params, **options, **chat))
         if request.WhichOneof("prompt") == "token_ids":
             return llm.generate(list(request.token_ids.ids), params, **options)

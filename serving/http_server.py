@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
@@ -53,7 +54,7 @@ class HttpServer:
         try:
             listening = _listen(host.strip("[]"), port)
         except OSError as wrong:
-            raise InvalidArgument("metrics_port", port, f"cannot listen on {host}: {wrong.strerror}") from None
+            raise InvalidArgument("metrics_port", port, f"cannot listen on {host}: {os.strerror(wrong.errno)}") from None
         self._server = await asyncio.start_server(self._connected, sock=listening, limit=LONGEST_HEAD)
         self.port = listening.getsockname()[1]
 

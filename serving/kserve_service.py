@@ -13,13 +13,14 @@ from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from jengine import AsyncLLM, JengineError, RequestOutput, __version__
-from serving.admission import Admission, check_texts
+from serving.admission import Admission, check_texts, client_of
 from serving.answers import Answer, PatientWriter, give_up, new_id, tokenized
 from serving.bounds import RequestBounds, check_priority
 from serving.errors import Refusal, check_model, checked, not_found, refusal, reported
 from serving.generated.inference import grpc_service_pb2 as pb
 from serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
 from serving.model_provider import ModelProvider
+from serving.sandbox import Sandbox
 from serving.security import scoped
 from serving.tensors import OUTPUTS, Asked, read_request, write_texts
 from serving.tracking import RequestTracker, TrackedRequest
@@ -32,6 +33,7 @@ class KserveService(GRPCInferenceServiceServicer):
     """Every method may refuse with the statuses of serving.errors.
 
     Args:
+        sandbox: where grammars are checked.
         write_timeout: seconds in which a client must take each message of a stream.
     """
 
@@ -41,11 +43,12 @@ class KserveService(GRPCInferenceServiceServicer):
         admission: Admission,
         tracker: RequestTracker,
         bounds: RequestBounds,
+        sandbox: Sandbox,
         write_timeout: float,
         health: health.aio.HealthServicer,
     ) -> None:
         self._models, self._admission, self._tracker, self._bounds = models, admission, tracker, bounds
-        self._write_timeout, self._health = write_timeout, health
+        self._sandbox, self._write_timeout, self._health = sandbox, write_timeout, health
 
     # --- what is here -----------------------------------------------------------------------------
 
@@ -87,7 +90,7 @@ class KserveService(GRPCInferenceServiceServicer):
             asked = self._read(request)
             llm = self._models.llm
             with self._admission.place(asked.params.n, context) as tracked.place:
-                async with await self._answer(llm, asked, scoped(new_id()), "final", tracked) as answer:
+                async with await self._answer(llm, asked, scoped(new_id()), "final", context, tracked) as answer:
                     output = await answer.next()
                     return self._response(request, output, sum(len(completion.token_ids) for completion in output.outputs))
 
@@ -125,7 +128,7 @@ class KserveService(GRPCInferenceServiceServicer):
             self._admission.place(asked.params.n, context) as tracked.place,
             stream.freeing(request_id, partial(give_up, llm, request_id, tracked.place)),
         ):
-            async with await self._answer(llm, asked, request_id, "delta", tracked) as answer:
+            async with await self._answer(llm, asked, request_id, "delta", context, tracked) as answer:
                 ended, tokens = False, 0
                 while not ended:
                     output = await answer.next()
@@ -133,7 +136,10 @@ class KserveService(GRPCInferenceServiceServicer):
                     if ended or any(completion.text for completion in output.outputs):
                         await stream.write(infer_response=self._response(request, output, tokens))
 
-    async def _answer(self, llm: AsyncLLM, asked: Asked, request_id: str, kind: Any, tracked: TrackedRequest) -> Answer:
+    async def _answer(
+        self, llm: AsyncLLM, asked: Asked, request_id: str, kind: Any, context: grpc.aio.ServicerContext, tracked: TrackedRequest
+    ) -> Answer:
+        await self._sandbox.check(client_of(context), asked.params.structured_outputs, llm.tokenizer)
         prompt, timeout = await tokenized(llm, asked.text), self._bounds.timeout(asked.timeout)
         outputs = llm.generate(prompt, asked.params, request_id=request_id, priority=asked.priority, timeout=timeout, output_kind=kind)
         return Answer(llm, request_id, outputs, tracked)
@@ -176,11 +182,13 @@ class _Stream:
 
     Attributes:
         room: for requests that are worked on.
+        client: its name.
         stalled: whether the client did not read in time.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, write_timeout: float) -> None:
         self.sequence, self.stalled = asyncio.Semaphore(MOST_AT_ONCE), False
+        self.client = client_of(context)
         self._writer = PatientWriter(context, write_timeout, self._stall)
         self._turn = asyncio.Lock()
         self._held: dict[str, Callable[[], None]] = {}  # what frees a request, by its id

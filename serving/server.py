@@ -25,6 +25,7 @@ from serving.kserve_service import KserveService
 from serving.metrics import Metrics
 from serving.model_provider import ModelProvider
 from serving.request_log import RequestLog
+from serving.sandbox import Sandbox
 from serving.tracking import RequestTracker
 
 DESCRIPTORS = (
@@ -35,11 +36,13 @@ SERVICES = tuple(service.full_name for service in DESCRIPTORS)
 
 
 class Built(NamedTuple):
-    """A server that has not been started; its health says NOT_SERVING until somebody sets it, for "" and each of SERVICES."""
+    """A server that has not been started; its health says NOT_SERVING until somebody sets it, for "" and each of SERVICES. Close the
+    sandbox after it has stopped."""
 
     server: grpc.aio.Server
     health: health.aio.HealthServicer
     port: int
+    sandbox: Sandbox
 
 
 async def build_server(
@@ -63,7 +66,8 @@ async def build_server(
     state = health.aio.HealthServicer()
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-    shared = (models, admission, RequestTracker(metrics, request_log), RequestBounds.of(config), config.write_timeout)
+    sandbox = Sandbox()
+    shared = (models, admission, RequestTracker(metrics, request_log), RequestBounds.of(config), sandbox, config.write_timeout)
     for service, servicer in zip(
         DESCRIPTORS, (GenerateService(*shared, config.client_chat_templates), KserveService(*shared, state)), strict=True
     ):
@@ -75,7 +79,7 @@ async def build_server(
         port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
     except RuntimeError:
         raise InvalidArgument("port", config.port, f"cannot listen on {address}: {_why_not(config)}") from None
-    return Built(server, state, port)
+    return Built(server, state, port, sandbox)
 
 
 def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:

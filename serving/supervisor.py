@@ -12,7 +12,6 @@ from pathlib import Path
 from jengine import AsyncLLM, EngineDead, SamplingParams, Tokenizer
 from serving.engine_process import EngineProcess
 from serving.model_provider import RESTART_SECONDS, ModelInfo
-from serving.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 OnEnd = Callable[[EngineDead | None], None]
@@ -183,7 +182,7 @@ class Supervisor:
         info = engine.info
         if self._tokenizer is None:
             assert info.tokenizer_folder is not None
-            self._tokenizer = load_tokenizer(Path(info.tokenizer_folder))
+            self._tokenizer = Tokenizer.load(Path(info.tokenizer_folder))
         self._facts = ModelInfo(
             name=self._name,
             limits=engine.limits,

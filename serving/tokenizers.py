@@ -20,8 +20,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def prepared(tokenizer: Tokenizer) -> Tokenizer:
     """With llguidance's view of its vocabulary made: that would hold up the first request for structured output, and everybody else's
     tokens, for a second where the vocabulary is large."""
-    from jengine import make_mask
+    from jengine import make_masks
 
     with contextlib.suppress(Exception):  # one that llguidance cannot take still serves other requests
-        make_mask(SamplingParams(structured_outputs=StructuredOutputs(regex="a")), tokenizer)
+        make_masks(SamplingParams(structured_outputs=StructuredOutputs(regex="a")), tokenizer, 1)
     return tokenizer

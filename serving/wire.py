@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from jengine import (
     Request,
     SamplingParams,
     Tokenizer,
+    TokenMask,
     TokenUpdate,
 )
 
@@ -128,6 +130,32 @@ class Failed(Message):
 Report = Ready | Batch | Failed
 
 
+# --- a server and its sandbox's workers -------------------------------------------------------
+
+
+class Job(Message):
+    """Work for a sandbox's worker.
+
+    Attributes:
+        kind: "check", a grammar, or "render", a conversation.
+        field: of the request, to be named where the job exceeds a limit.
+        arguments: JSON object of StructuredOutputs' fields, or of chat_prompt's arguments.
+    """
+
+    kind: str
+    field: str
+    arguments: str
+
+
+class Done(Message):
+    """What came of it: the rendered conversation, or why it is refused; also says that a worker is ready."""
+
+    token_ids: list[int] = []
+    field: str = ""
+    value: str = ""
+    limit: str = ""
+
+
 # --- frames ----------------------------------------------------------------------------------------
 
 _encoder = msgspec.msgpack.Encoder()
@@ -183,29 +211,35 @@ def add_order(requests: tuple[Request, ...]) -> Add:
     return Add(first.prompt_token_ids, samples, priority, first.arrival)
 
 
+def has_masks(order: Add) -> bool:
+    """Whether `requests_of` makes masks, which may take a while. May be true for nothing."""
+    return '"structured_outputs"' in order.samples[0].params
+
+
 def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
     """The same requests, with fresh masks.
 
     Raises:
         InvalidArgument: a mask cannot be made here, though the server could.
     """
-    requests = []
-    for sample in order.samples:
-        params = SamplingParams(**json.loads(sample.params))
-        request = Request(
+    params = [SamplingParams(**json.loads(sample.params)) for sample in order.samples]
+    masks: Sequence[TokenMask | None] = [None] * len(params)
+    if params[0].masks and tokenizer is not None:
+        from jengine import make_masks  # llguidance is imported by those who use it
+
+        masks = make_masks(params[0], tokenizer, len(params))
+    return [
+        Request(
             request_id=sample.request_id,
             prompt_token_ids=order.prompt_token_ids,
-            params=params,
+            params=params[i],
             sample_index=sample.sample_index,
+            mask=masks[i],
             priority=order.priority,
             arrival=order.arrival,
         )
-        if params.masks and tokenizer is not None:
-            from jengine import make_mask  # llguidance is imported by those who use it
-
-            request.mask = make_mask(params, tokenizer)
-        requests.append(request)
-    return requests
+        for i, sample in enumerate(order.samples)
+    ]
 
 
 def _params_text(params: SamplingParams) -> str:

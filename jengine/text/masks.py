@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Iterable
+import copy
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-import llguidance
 import numpy as np
 
-from jengine.errors import InvalidArgument, JengineError
+from jengine.errors import JengineError
 from jengine.request import SamplingParams, StructuredOutputs, TokenMask
+from jengine.text.grammars import compile_structure, error_of
 from jengine.text.tokenizer import Tokenizer
 
 
-def make_mask(params: SamplingParams, tokenizer: Tokenizer) -> TokenMask | None:
-    """The mask that a request needs, a fresh one, or None.
+class Mask(TokenMask, Protocol):
+    """A mask that can be copied while it has seen no token."""
+
+    def copy(self) -> Mask: ...
+
+
+def make_masks(params: SamplingParams, tokenizer: Tokenizer, count: int) -> Sequence[TokenMask | None]:
+    """Fresh masks for a prompt's samples, or as many times None. What they share is made once.
 
     Raises:
-        InvalidArgument: a grammar that cannot be read.
+        InvalidArgument: a grammar that cannot be read, or exceeds a limit.
     """
-    masks: list[TokenMask] = []
+    mask = make_mask(params, tokenizer)
+    return [None] * count if mask is None else [mask, *(mask.copy() for _ in range(count - 1))]
+
+
+def make_mask(params: SamplingParams, tokenizer: Tokenizer) -> Mask | None:
+    """The mask that a request needs, a fresh one, or None. Raises as make_masks."""
+    masks: list[Mask] = []
     if params.allowed_token_ids is not None:
         masks.append(AllowedTokens(params.allowed_token_ids))
     if params.bad_words:
@@ -33,8 +46,11 @@ def make_mask(params: SamplingParams, tokenizer: Tokenizer) -> TokenMask | None:
 class AllOf:
     """What every one of several masks allows."""
 
-    def __init__(self, masks: list[TokenMask]) -> None:
+    def __init__(self, masks: list[Mask]) -> None:
         self._masks = masks
+
+    def copy(self) -> AllOf:
+        return AllOf([mask.copy() for mask in self._masks])
 
     def fill(self, words: np.ndarray) -> None:
         for mask in self._masks:
@@ -51,6 +67,9 @@ class AllowedTokens:
     def __init__(self, tokens: Iterable[int]) -> None:
         self._tokens = np.array(tokens)
         self._words: np.ndarray | None = None
+
+    def copy(self) -> AllowedTokens:
+        return self  # it remembers nothing of an output
 
     def fill(self, words: np.ndarray) -> None:
         if self._words is None:
@@ -69,6 +88,9 @@ class BadWords:
         self._sequences = sequences
         self._longest = max(map(len, sequences)) - 1
         self._tail: list[int] = []  # of the output, as long as the longest beginning
+
+    def copy(self) -> BadWords:
+        return copy.copy(self)  # the tail is replaced, never changed
 
     def fill(self, words: np.ndarray) -> None:
         for *beginning, last in self._sequences:
@@ -91,49 +113,41 @@ def bad_sequences(texts: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]
 
 
 class Grammar:
-    """A JSON schema, a regular expression, a choice or a Lark grammar, through llguidance."""
+    """A JSON schema, a regular expression, a choice or a Lark grammar, through llguidance.
+
+    Everything that may take long is in `fill`, which may be called in another thread, and given up there: a copy whose sibling is
+    still at work then, fails.
+    """
 
     def __init__(self, what: StructuredOutputs, tokenizer: Tokenizer) -> None:
-        if tokenizer.eos_token_id is None:
-            raise InvalidArgument("structured_outputs", what, "the tokenizer names no end-of-sequence token, so nothing could end it")
-        try:
-            grammar = _grammar(what)
-        except (TypeError, ValueError, RecursionError) as wrong:
-            raise InvalidArgument("structured_outputs", what, f"must be valid JSON or text: {wrong}") from None
-        self._matcher = llguidance.LLMatcher(_guide(tokenizer), grammar, log_level=0)
-        if self._matcher.is_error():
-            raise InvalidArgument("structured_outputs", what, f"llguidance cannot read it: {self._error()}")
+        self._matcher = compile_structure(what, tokenizer)
+        self._unread: list[int] = []  # tokens that the matcher has not consumed yet
+        self._busy = threading.Lock()  # shared by copies, as their matchers share a lexer
+
+    def copy(self) -> Grammar:
+        other = copy.copy(self)
+        other._matcher, other._unread = self._matcher.deep_copy(), list(self._unread)
+        return other
 
     def fill(self, words: np.ndarray) -> None:
-        allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        if not self._busy.acquire(blocking=False):
+            raise JengineError("structured_outputs: a mask of another sample took too long")
+        try:
+            self._consume()
+            allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        finally:
+            self._busy.release()
         if self._matcher.is_error():  # it allows the end-of-sequence then, as if all were well
-            raise JengineError(f"structured_outputs: llguidance gave up: {self._error()}")
+            raise JengineError(f"structured_outputs: llguidance gave up: {error_of(self._matcher)}")
         count = min(len(words), len(allowed))
         words[:count] &= allowed[:count]
         words[count:] = 0
 
     def accept(self, token: int) -> None:
-        if not self._matcher.is_stopped():
-            self._matcher.consume_token(token)
+        self._unread.append(token)
 
-    def _error(self) -> str:
-        return str(self._matcher.get_error()).partition("\n<state>")[0]  # what follows are its insides
-
-
-@functools.lru_cache(maxsize=4)
-def _guide(tokenizer: Tokenizer) -> llguidance.LLTokenizer:
-    """llguidance's view of a tokenizer: a trie of the vocabulary, too dear to make for each request."""
-    return llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=tokenizer.eos_token_id)
-
-
-def _grammar(what: StructuredOutputs) -> str:
-    matcher = llguidance.LLMatcher
-    if what.json is not None:
-        schema = what.json if isinstance(what.json, str) else json.dumps(what.json)
-        return str(matcher.grammar_from_json_schema(schema))
-    if what.regex is not None:
-        return str(matcher.grammar_from_regex(what.regex))
-    if what.choice is not None:
-        return str(matcher.grammar_from_lark("start: " + " | ".join(json.dumps(option) for option in what.choice)))
-    assert what.grammar is not None
-    return str(matcher.grammar_from_lark(what.grammar))
+    def _consume(self) -> None:
+        for token in self._unread:
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token)
+        self._unread.clear()

@@ -1,0 +1,195 @@
+"""How much longer others wait while a client attacks: on loopback, a server of the demo model or of a mock engine.
+
+    python -m benchmarks.attacks [--attacks NAME ...] [--seconds 10] [--mock] [--list]
+
+A probe calls GetLoad, and another generates eight tokens, in loops: first alone, then while one client sends the attack's requests
+one after the other. Figures are the waits of the probes, their 99th percentile and longest, and how the attacker was answered.
+An attack is a function, registered by its name, that takes a number (each request may differ) and gives a request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+
+from benchmarks.machine import save
+from benchmarks.serve_processes import mock_server, model_server
+from serving.generated.jengine.v1 import generate_pb2 as pb
+from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+
+MODEL = {"model": "demo", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 512}
+LIMIT = 0.25  # seconds that an attack may add to the longest wait
+REFUSED = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "OK")  # how an attacker may be answered
+Attack = Callable[[int], pb.GenerateRequest | pb.ChatRequest]
+ATTACKS: dict[str, Attack] = {}
+
+
+def attack(function: Attack) -> Attack:
+    """Registers it."""
+    ATTACKS[function.__name__] = function
+    return function
+
+
+def request(**params: Any) -> pb.GenerateRequest:
+    structured = params.pop("structured_outputs", None)
+    sampling = pb.SamplingParams(**{"max_tokens": 8, **params})
+    if structured is not None:
+        sampling.structured_outputs.CopyFrom(structured)
+    return pb.GenerateRequest(text="The quick brown fox", sampling_params=sampling)
+
+
+# --- S1, S4: grammars --------------------------------------------------------------------------------
+
+
+@attack
+def schema_of_many_refs(i: int) -> pb.GenerateRequest:
+    """A chain: overflowed the stack."""
+    defs: dict[str, Any] = {
+        f"d{j}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{j + 1}"}}, "required": ["x"]} for j in range(999)
+    }
+    schema = {"$ref": "#/$defs/d0", "$defs": {**defs, "d999": {"const": i}}}
+    return request(structured_outputs=pb.StructuredOutputs(json=json.dumps(schema)))
+
+
+@attack
+def lark_of_many_rules(i: int) -> pb.GenerateRequest:
+    """A chain: overflowed the stack."""
+    rules = "\n".join(f'r{j}: "a" r{j + 1} | r{j + 1}' for j in range(4000))
+    return request(structured_outputs=pb.StructuredOutputs(grammar=f'start: r0\n{rules}\nr4000: "{i}"'))
+
+
+@attack
+def lark_that_looks_short(i: int) -> pb.GenerateRequest:
+    """As many rules as are allowed, each ambiguous: its masks take long."""
+    choices = " | ".join(f"r{j}" for j in range(900))
+    rules = "\n".join(f"r{j}: /[a-z]{{1,{j + 1}}}/ start | /[a-z]+/" for j in range(900))
+    return request(structured_outputs=pb.StructuredOutputs(grammar=f"start: {choices}\n{rules}\nr{i}x: /x/"))
+
+
+@attack
+def lark_that_explodes_later(i: int) -> pb.GenerateRequest:
+    """The first tokens are forced; then the masks take long."""
+    choices = " | ".join(f"r{j}" for j in range(900))
+    rules = "\n".join(f"r{j}: /[a-z]{{1,{j + 1}}}/ more | /[a-z]+/" for j in range(900))
+    grammar = f'start: "{i} the quick brown fox jumps" more\nmore: {choices}\n{rules}'
+    return request(max_tokens=64, structured_outputs=pb.StructuredOutputs(grammar=grammar))
+
+
+@attack
+def long_choice(i: int) -> pb.GenerateRequest:
+    """Was compiled in the event loop, once for each of the samples."""
+    choice = pb.Choice(texts=[f"{i} {j:08d}" for j in range(7000)])
+    return request(n=64, temperature=1.0, structured_outputs=pb.StructuredOutputs(choice=choice))
+
+
+@attack
+def schema_of_products(i: int) -> pb.GenerateRequest:
+    """allOf of anyOf."""
+    parts = [{"anyOf": [{"type": "object", "properties": {f"k{a}_{b}_{i}": {"type": "integer"}}} for b in range(4)]} for a in range(6)]
+    return request(structured_outputs=pb.StructuredOutputs(json=json.dumps({"allOf": parts})))
+
+
+@attack
+def endless_template(i: int) -> pb.ChatRequest:
+    """S14: a template that counts for hours; the server has to take clients' templates."""
+    template = "{% for a in range(99999) %}{% for b in range(99999) %}{% if b < 0 %}x{% endif %}{% endfor %}{% endfor %}" + str(i)
+    options = pb.ChatOptions(chat_template=template)
+    return pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="Hello")], options=options)
+
+
+# --- probes ------------------------------------------------------------------------------------------
+
+
+class Probe:
+    """Makes a call over and over, and keeps how long each took, in seconds."""
+
+    def __init__(self, call: Callable[[], object], pause: float = 0.01) -> None:
+        self.waits: list[float] = []
+        self._call, self._pause, self._stop = call, pause, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            began = time.perf_counter()
+            self._call()
+            self.waits.append(time.perf_counter() - began)
+            self._stop.wait(self._pause)
+
+    def end(self) -> dict[str, float]:
+        self._stop.set()
+        self._thread.join()
+        return {"calls": len(self.waits), "p99": round(float(np.percentile(self.waits, 99)), 4), "longest": round(max(self.waits), 4)}
+
+
+@contextmanager
+def stub(address: str) -> Any:
+    with grpc.insecure_channel(address) as channel:
+        yield GenerateServiceStub(channel)
+
+
+def watch(address: str, seconds: float, attacks: Attack | None, first: int) -> tuple[dict[str, Any], Counter[str]]:
+    """The probes' waits during an attack, or without one."""
+    answers: Counter[str] = Counter()
+    with stub(address) as one, stub(address) as other, stub(address) as attacker:
+        short = pb.GenerateRequest(text="def f(", sampling_params=pb.SamplingParams(max_tokens=8, ignore_eos=True))
+        probes = {"GetLoad": Probe(lambda: one.GetLoad(pb.GetLoadRequest())), "Generate": Probe(lambda: other.Generate(short))}
+        until, i = time.monotonic() + seconds, first
+        while attacks is None and time.monotonic() < until:
+            time.sleep(0.05)
+        while attacks is not None and time.monotonic() < until:
+            asked = attacks(i)
+            call = attacker.Chat if isinstance(asked, pb.ChatRequest) else attacker.Generate
+            try:
+                reasons = {pb.FinishReason.Name(c.ending.finish_reason) for c in call(asked, timeout=60).completions}
+                answers["OK " + ",".join(sorted(reasons)).replace("FINISH_REASON_", "").lower()] += 1
+            except grpc.RpcError as error:
+                answers[error.code().name] += 1
+            i += 1
+        return {name: probe.end() for name, probe in probes.items()}, answers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each")
+    parser.add_argument("--mock", action="store_true", help="a mock engine, which fills no masks; nothing saved")
+    parser.add_argument("--list", action="store_true", help="the names of the attacks")
+    options = parser.parse_args()
+    if options.list:
+        print(*ATTACKS, sep="\n")
+        return
+    wide = {"client_chat_templates": True}
+    with mock_server(0.001, more=wide) if options.mock else model_server(MODEL, more=wide) as (_, address):
+        watch(address, 2.0, None, 0)  # the first steps of a process are slower
+        usual, _ = watch(address, options.seconds, None, 0)
+        print(f"\nseconds: 99th percentile, longest\n{'':28}{'GetLoad':>16}{'Generate':>16}   answers to the attacker")
+        show("(none)", usual, Counter())
+        results = {}
+        for name in options.attacks:
+            waits, answers = watch(address, options.seconds, ATTACKS[name], 0)
+            show(name, waits, answers)
+            added = {probe: round(waits[probe]["longest"] - usual[probe]["longest"], 4) for probe in waits}
+            results[name] = {"waits": waits, "added_to_longest": added, "answers": dict(answers)}
+            bad = [answer for answer in answers if not answer.startswith(REFUSED)]
+            print("" if max(added.values()) <= LIMIT and not bad else f"   MISSED: {added} {bad}", end="\n" if bad else "")
+    if not options.mock:
+        save("attacks", {"seconds": options.seconds, "limit_seconds": LIMIT, "without": usual, "attacks": results})
+
+
+def show(name: str, waits: dict[str, Any], answers: Counter[str]) -> None:
+    cells = "".join(f"{waits[probe]['p99']:9.3f}{waits[probe]['longest']:7.3f}" for probe in ("GetLoad", "Generate"))
+    print(f"{name:28}{cells}   {', '.join(f'{count} {answer}' for answer, count in answers.items())}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

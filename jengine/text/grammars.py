@@ -1,0 +1,142 @@
+"""Structured outputs as llguidance's matchers: static limits, and compilation where deep recursion is safe.
+
+llguidance compiles by recursion, without a limit on `$ref` chains or chains of Lark rules: on a common stack of 8 MiB, a schema of
+100 kB overflows it, which ends the process. MAX_CHARACTERS bounds the depth, and STACK holds it with a margin of several times.
+What follows a compilation (copies, masks, tokens) does not recurse.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import llguidance
+
+from jengine.errors import InvalidArgument
+from jengine.mask_thread import MASK_SECONDS
+from jengine.request import StructuredOutputs
+from jengine.text.tokenizer import Tokenizer
+
+MAX_CHARACTERS = 100_000
+MAX_RULES = 1_000  # of a Lark grammar; a mask's time grows with their square
+MAX_REFS = 1_000  # different `$ref` targets of a JSON schema
+STACK = 256 * 2**20  # bytes; address space, of which only what is used becomes memory
+
+# Lexer fuel and items bound most masks by some 20 ms. States bound the memory that a request may take to some 100 MB.
+_LIMITS = llguidance.LLParserLimits(step_max_items=20_000, max_lexer_states=50_000, verbose_errors=False)
+_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*[^\n:\"/]*:", re.MULTILINE)
+_REF = re.compile(r'"\$ref"\s*:\s*"([^"]*)"')
+_stack_size = threading.Lock()
+
+
+def check_structure(what: StructuredOutputs) -> None:
+    """The limits that need no compilation. Fast: at most some ms.
+
+    Raises:
+        InvalidArgument: naming `structured_outputs` and the limit.
+    """
+    text = _text(what)
+    if len(text) > MAX_CHARACTERS:
+        raise InvalidArgument("structured_outputs", f"{len(text)} characters", f"at most {MAX_CHARACTERS}")
+    if what.grammar is not None and (rules := len(_RULE.findall(text))) > MAX_RULES:
+        raise InvalidArgument("structured_outputs", f"{rules} rules", f"at most {MAX_RULES}")
+    if (what.grammar is not None or what.json is not None) and (refs := len(set(_REF.findall(text)))) > MAX_REFS:
+        raise InvalidArgument("structured_outputs", f"{refs} different $refs", f"at most {MAX_REFS}")
+
+
+def compile_structure(what: StructuredOutputs, tokenizer: Tokenizer, stack: int = STACK) -> llguidance.LLMatcher:
+    """A matcher at the beginning of an output; `deep_copy` gives others, which share its lexer's states.
+
+    Args:
+        stack: bytes of the thread that compiles.
+
+    Raises:
+        InvalidArgument: a limit is exceeded, or llguidance cannot read it.
+    """
+    if tokenizer.eos_token_id is None:
+        raise InvalidArgument("structured_outputs", what, "the tokenizer names no end-of-sequence token, so nothing could end it")
+    check_structure(what)
+    guide = view_of(tokenizer)
+    try:
+        matcher = _on_stack(stack, lambda: llguidance.LLMatcher(guide, _grammar(what), log_level=0, limits=_LIMITS))
+    except (TypeError, ValueError, RecursionError) as wrong:
+        raise InvalidArgument("structured_outputs", what, f"must be valid JSON or text: {wrong}") from None
+    if matcher.is_error():
+        raise InvalidArgument("structured_outputs", what, f"llguidance cannot read it: {error_of(matcher)}")
+    return matcher
+
+
+def probe_structure(what: StructuredOutputs, tokenizer: Tokenizer) -> None:
+    """Compile on half the stack and work out a first mask, so that this is safe on the whole one. It may end the process or take
+    long: for processes that may be lost.
+
+    Raises:
+        InvalidArgument: as compile_structure; the first mask fails, or takes more than MASK_SECONDS.
+    """
+    matcher = compile_structure(what, tokenizer, STACK // 2)
+    started = time.thread_time()
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise InvalidArgument("structured_outputs", what, f"llguidance cannot follow it: {error_of(matcher)}")
+    if (seconds := time.thread_time() - started) > MASK_SECONDS:
+        raise InvalidArgument("structured_outputs", what, f"a mask takes {seconds:.1f} s; at most {MASK_SECONDS} s")
+
+
+@functools.lru_cache(maxsize=4)
+def view_of(tokenizer: Tokenizer) -> llguidance.LLTokenizer:
+    """llguidance's view of a tokenizer: a trie of the vocabulary, too dear to make for each request."""
+    return llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=tokenizer.eos_token_id)
+
+
+def error_of(matcher: llguidance.LLMatcher) -> str:
+    """Why a matcher has given up."""
+    return str(matcher.get_error()).partition("\n<")[0]  # what follows are its insides
+
+
+def _text(what: StructuredOutputs) -> str:
+    if what.choice is not None:
+        return "".join(what.choice)
+    if what.json is not None and not isinstance(what.json, str):
+        try:
+            return json.dumps(what.json)
+        except (TypeError, ValueError, RecursionError) as wrong:
+            raise InvalidArgument("structured_outputs", what, f"must be valid JSON or text: {wrong}") from None
+    return what.json or what.regex or what.grammar or ""
+
+
+def _grammar(what: StructuredOutputs) -> str:
+    matcher = llguidance.LLMatcher
+    if what.json is not None:
+        return str(matcher.grammar_from_json_schema(_text(what)))
+    if what.regex is not None:
+        return str(matcher.grammar_from_regex(what.regex))
+    if what.choice is not None:  # one terminal: as many alternatives of a rule would be as many items of the parser's rows
+        return str(matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(option) for option in what.choice)))
+    assert what.grammar is not None
+    return str(matcher.grammar_from_lark(what.grammar))
+
+
+def _on_stack[T](size: int, work: Callable[[], T]) -> T:
+    """Call it in a thread with a stack of this size, and wait. Threads that others start meanwhile may get it, too: harmless."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="grammar")
+    with _stack_size:
+        usual = threading.stack_size(size)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    return result.result()

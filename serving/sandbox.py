@@ -1,0 +1,223 @@
+"""Work that a request may make crash, hang or grow is done in disposable processes, where that costs one request."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jengine import InvalidArgument, JengineError, StructuredOutputs, Tokenizer, check_structure
+from serving.errors import busy
+from serving.sandbox_worker import CPU_SECONDS
+from serving.wire import RECEIVE, Done, Frames, Job, frame
+
+WORKERS = 2  # processes at most; each starts with the first job that finds no idle one
+START_SECONDS, JOB_SECONDS = 120.0, 30.0  # of wall-clock time; a job's CPU_SECONDS end it before, unless its process is stopped
+MOST_WAITING = 256  # jobs
+RETRY_SECONDS = 1.0
+MOST_VERDICTS = 1024  # remembered
+
+log = logging.getLogger("serving")
+
+
+class Lost(JengineError):
+    """A worker has ended in the middle of a job, or was killed."""
+
+
+class Sandbox:
+    """Checks grammars and renders conversations in worker processes. Belongs to one event loop.
+
+    A client has one job at a time, so that clients take turns. A thread waits for each worker: event loop and workers never wait for
+    each other.
+    """
+
+    def __init__(self, workers: int = WORKERS) -> None:
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
+        self._idle: list[_Worker] = []
+        self._running: set[_Worker] = set()
+        self._closed, self._lock = False, threading.Lock()  # of these
+        self._turns: dict[str, _Turn] = {}  # by client
+        self._waiting = 0
+        self._verdicts: OrderedDict[bytes, InvalidArgument | None] = OrderedDict()
+
+    async def check(self, client: str, what: object, tokenizer: Tokenizer) -> None:
+        """Returns at once for what is no StructuredOutputs, and for one that has passed before.
+
+        Raises:
+            InvalidArgument: it exceeds a limit, cannot be read, or ends the process that reads it.
+            Refusal: too many jobs wait.
+        """
+        if not isinstance(what, StructuredOutputs):
+            return
+        check_structure(what)
+        arguments = json.dumps(dataclasses.asdict(what))
+        key = hashlib.sha256(arguments.encode(errors="surrogatepass")).digest()
+        if key not in self._verdicts:
+            try:
+                await self._run(client, tokenizer, Job("check", "structured_outputs", arguments))
+                self._verdicts[key] = None
+            except InvalidArgument as error:
+                self._verdicts[key] = InvalidArgument(error.field, error.value or what, error.limit)
+            if len(self._verdicts) > MOST_VERDICTS:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(key)
+        if (verdict := self._verdicts[key]) is not None:
+            raise InvalidArgument(verdict.field, verdict.value, verdict.limit)
+
+    async def render(self, client: str, messages: list[dict[str, Any]], options: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+        """The token ids of a conversation, by the chat template in ChatOptions. Raises as check."""
+        arguments = json.dumps({"messages": messages, **options})
+        return (await self._run(client, tokenizer, Job("render", "chat_template", arguments))).token_ids
+
+    def close(self) -> None:
+        """End the workers; jobs that run fail."""
+        with self._lock:
+            self._closed = True
+            for worker in (*self._running, *self._idle):
+                worker.kill()
+        self._threads.shutdown()
+        for worker in self._idle:
+            worker.close()
+
+    async def _run(self, client: str, tokenizer: Tokenizer, job: Job) -> Done:
+        if self._waiting >= MOST_WAITING:
+            raise busy(f"{self._waiting} grammars and templates wait to be checked", RETRY_SECONDS)
+        assert tokenizer.folder is not None
+        turn = self._turns.setdefault(client, _Turn())
+        self._waiting, turn.users = self._waiting + 1, turn.users + 1
+        try:
+            await turn.free.acquire()
+        except BaseException:
+            self._leave(client, turn)
+            raise
+
+        def over(future: asyncio.Future[Done]) -> None:
+            _ = future.cancelled() or future.exception()  # seen, if the client has gone
+            turn.free.release()
+            self._leave(client, turn)
+
+        future = asyncio.get_running_loop().run_in_executor(self._threads, self._do, tokenizer.folder, job)
+        future.add_done_callback(over)  # not when the client has gone: the job still runs then
+        done = await asyncio.shield(future)
+        if done.limit:
+            raise InvalidArgument(done.field, done.value, done.limit)
+        return done
+
+    def _leave(self, client: str, turn: _Turn) -> None:
+        self._waiting, turn.users = self._waiting - 1, turn.users - 1
+        if not turn.users:
+            del self._turns[client]
+
+    # --- a thread that waits for a worker --------------------------------------------------------
+
+    def _do(self, folder: Path, job: Job) -> Done:
+        worker = self._take(folder)
+        try:
+            worker.wait_until_ready()
+            done = worker.call(job)
+        except BaseException as error:
+            with self._lock:
+                self._running.discard(worker)
+            worker.close()
+            if not isinstance(error, Lost) or self._closed:
+                raise
+            log.warning("a request has ended a sandbox's process: %s; another replaces it", error)
+            return Done(field=job.field, limit=str(error))
+        with self._lock:
+            self._running.discard(worker)
+            self._idle.append(worker)
+        return done
+
+    def _take(self, folder: Path) -> _Worker:
+        with self._lock:
+            if self._closed:
+                raise Lost("the server is stopping")
+            worker = self._idle.pop() if self._idle else _Worker(folder)
+            self._running.add(worker)
+            return worker
+
+
+class _Turn:
+    """Of one client."""
+
+    def __init__(self) -> None:
+        self.free, self.users = asyncio.Semaphore(1), 0
+
+
+class _Worker:
+    """A process, and this end of its socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self._frames: Frames[Done] = Frames(Done)
+        self._ready = False
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "serving.sandbox_worker", str(folder)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's Ctrl-C is the server's
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # as here, wherever that came from
+                    "TOKENIZERS_PARALLELISM": "false",
+                },
+            )
+
+    def wait_until_ready(self) -> None:
+        """Raises JengineError where it cannot start."""
+        if not self._ready:
+            try:
+                self._receive(START_SECONDS)
+            except Lost as lost:
+                raise JengineError(f"a sandbox's process cannot start: it {lost}") from None
+            self._ready = True
+
+    def call(self, job: Job) -> Done:
+        """Raises Lost."""
+        self._socket.settimeout(JOB_SECONDS)
+        try:
+            self._socket.sendall(frame(job))
+        except ConnectionError:
+            pass  # reading tells how it ended
+        except TimeoutError:
+            raise Lost(f"was not done within {JOB_SECONDS} s") from None
+        return self._receive(JOB_SECONDS)
+
+    def kill(self) -> None:
+        """In any thread: who waits for it gets Lost."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Kill it, if it still runs, and give back what it took."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _receive(self, seconds: float) -> Done:
+        self._socket.settimeout(seconds)
+        try:
+            while data := self._socket.recv(RECEIVE):
+                if messages := self._frames.take(data):
+                    return messages[0]
+        except ConnectionError:
+            pass
+        except TimeoutError:
+            raise Lost(f"was not done within {seconds} s") from None
+        code = self._process.wait()
+        if code == -signal.SIGPROF:
+            raise Lost(f"takes more than {CPU_SECONDS} s of processor time")
+        how = f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
+        raise Lost(f"is too complex: the process that worked on it {how}")

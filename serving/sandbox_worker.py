@@ -1,0 +1,89 @@
+"""A disposable process that does what a request may make crash, hang or grow: it compiles grammars and renders chat templates.
+
+Its server is at the other end of the socket that is its stdin; it ends when that does. It has no other descriptor, and imports
+neither jax nor gRPC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from jengine import InvalidArgument, ModelError, StructuredOutputs, Tokenizer, chat_prompt, probe_structure
+from serving.wire import RECEIVE, Done, Frames, Job, frame
+
+CPU_SECONDS = 2.0  # of one job; then the process is ended by SIGPROF
+MEMORY = 2**30  # bytes of address space that jobs may add; some 200 MB of these are stacks and arenas that stay unused
+MOST_TOKENS = 2**20  # of a rendered conversation
+NICENESS = 5  # the event loop and the engine go first
+
+
+def do(job: Job, tokenizer: Tokenizer) -> Done:
+    try:
+        arguments = json.loads(job.arguments)
+        if job.kind == "check":
+            probe_structure(StructuredOutputs(**arguments), tokenizer)
+            return Done()
+        ids = chat_prompt(tokenizer, **arguments)["prompt_token_ids"]
+        if len(ids) > MOST_TOKENS:
+            raise InvalidArgument("messages", None, f"the chat template makes {len(ids)} tokens of them; at most {MOST_TOKENS}")
+        return Done(ids)
+    except InvalidArgument as error:
+        return Done(field=error.field, value=error.value if isinstance(error.value, str) else "", limit=error.limit)
+    except ModelError as error:
+        return Done(field="chat_template", limit=error.reason)
+    except MemoryError:
+        return Done(field=job.field, limit=f"needs more than {MEMORY >> 20} MiB of memory")
+
+
+def main() -> int:
+    """`python -m serving.sandbox_worker TOKENIZER_FOLDER`: returns the exit code."""
+    _end_with_the_server()
+    os.nice(NICENESS)
+    server = socket.socket(fileno=0)
+    tokenizer = Tokenizer.load(Path(sys.argv[1]))
+    with contextlib.suppress(InvalidArgument):  # one that llguidance cannot take still renders templates
+        probe_structure(StructuredOutputs(regex="a"), tokenizer)
+    _limit_memory()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a crash prints may quote a prompt
+    frames: Frames[Job] = Frames(Job)
+    server.sendall(frame(Done()))
+    while data := server.recv(RECEIVE):
+        for job in frames.take(data):
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            done = do(job, tokenizer)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            server.sendall(frame(done))
+    return 0
+
+
+def _end_with_the_server() -> None:
+    """At once, in the middle of a job, too, where the system can do that; else after it."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        import ctypes
+
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)  # if it has died before, reading from the socket tells
+
+
+def _limit_memory() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConnectionError:  # the server is gone
+        sys.exit(0)
