@@ -54,7 +54,7 @@ class HttpServer:
         try:
             listening = _listen(host.strip("[]"), port)
         except OSError as wrong:
-            raise InvalidArgument("metrics_port", port, f"cannot listen on {host}: {os.strerror(wrong.errno)}") from None
+            raise InvalidArgument("metrics_port", port, f"cannot listen on {host}: {os.strerror(wrong.errno or 0)}") from None
         self._server = await asyncio.start_server(self._connected, sock=listening, limit=LONGEST_HEAD)
         self.port = listening.getsockname()[1]
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jengine.engine import Engine
 from jengine.request import Request, SamplingParams, TokenMask
+from jengine.scheduling.page_pool import PagePool
 from jengine.scheduling.sequence import Sequence
 from jengine.text.masks import AllowedTokens
 from jengine.updates import PromptScores, TokenUpdate
 
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "page_size": 16, "num_pages": 120}
+
+
+def limit_pages(engine: Engine, num_pages: int) -> None:
+    """Let an idle engine use fewer pages than its cache has: it preempts, with programs that are compiled already."""
+    scheduler = engine.scheduler
+    scheduler.pool = PagePool(num_pages)
+    scheduler.sequence = dataclasses.replace(scheduler.sequence, pages=scheduler.pool.capacity)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from jengine.request import MAX_LOGPROBS, SamplingParams
 from tests.engine.running import Answer, run
 from tests.golden.weights import VARIANTS, Case, Golden
 
-QUICK = {"llama_mqa", "llama_head_dim", "rope_dynamic_beyond", "qwen3_tied", "gemma2"}  # the rest differ outside what the engine adds
+QUICK = {"rope_dynamic_beyond", "gemma2"}  # the rest differ outside what the engine adds
 CASES = [variant if variant in QUICK else pytest.param(variant, marks=pytest.mark.full) for variant in VARIANTS]
 
 

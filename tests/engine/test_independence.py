@@ -9,7 +9,7 @@ import pytest
 
 from jengine.engine import Engine
 from jengine.request import SamplingParams
-from tests.engine.running import prompts, run
+from tests.engine.running import limit_pages, prompts, run
 
 LENGTH = 40  # tokens generated
 PARAMS = [
@@ -18,6 +18,7 @@ PARAMS = [
     SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, seed=-3, max_tokens=LENGTH),
     SamplingParams(temperature=1.3, seed=2**64 - 1, max_tokens=LENGTH, logprobs=2),
 ]
+LARGER = {"max_num_seqs": 32, "tile_size": 16, "max_num_batched_tokens": 32 + 64, "num_pages": 400}
 WORK = [(prompt, dataclasses.replace(PARAMS[i % 4])) for i, prompt in enumerate(prompts(32, vocab=96, longest=140))]
 
 
@@ -28,7 +29,7 @@ def alone(make_engine: Callable[..., Engine]) -> list[list[int]]:
 
 
 def test_in_a_batch_of_32(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(max_num_seqs=32, max_num_batched_tokens=160, num_pages=400)
+    engine = make_engine(**LARGER)
     seen = []
     dispatch = engine.runner.dispatch
     engine.runner.dispatch = lambda plan: seen.append(len(plan.row_slots)) or dispatch(plan)  # type: ignore[method-assign,func-returns-value]
@@ -38,14 +39,16 @@ def test_in_a_batch_of_32(alone: list[list[int]], make_engine: Callable[..., Eng
 
 
 def test_in_chunks_of_one_small_tile(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(tile_size=16, max_num_batched_tokens=24)
+    engine = make_engine(**LARGER)
+    engine.scheduler.max_num_batched_tokens = 24  # one tile a step
     assert [answer.tokens for answer in run(engine, WORK[16:])] == alone[16:]
     steps = sum(event.kind == "dispatch" for event in engine.trace.events)
     assert steps > sum(-(-len(prompt) // 16) for prompt, _ in WORK[16:]), "prompts were not cut"
 
 
 def test_preempted_and_resumed(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(num_pages=18)
+    engine = make_engine()
+    limit_pages(engine, 18)
     assert [answer.tokens for answer in run(engine, WORK)] == alone
     assert engine.scheduler.num_preemptions > 5, "the pool was too large to force anything"
 

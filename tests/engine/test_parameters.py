@@ -17,7 +17,7 @@ from jengine import LLM, RequestOutput, SamplingParams
 from jengine.seeds import prompt_seed
 from jengine.text.tokenizer import Tokenizer
 from tests.engine.replay import LANGUAGES, Replay
-from tests.engine.running import SMALL, prompts
+from tests.engine.running import SMALL, limit_pages, prompts
 
 VOCAB, LENGTH = 400, 192
 LETTERS = list(range(66, 74))  # the tokens of a to h; h is an end-of-sequence token
@@ -131,7 +131,8 @@ def test_more_combinations(llm: LLM, replay: Replay) -> None:
 @pytest.mark.full
 def test_combinations_with_few_pages(folder: Path, replay: Replay) -> None:
     """Requests are preempted and resumed."""
-    tight = LLM(folder, progress=False, **{**SMALL, "num_pages": 13}, max_model_len=LENGTH)
+    tight = LLM(folder, progress=False, **SMALL, max_model_len=LENGTH)
+    limit_pages(tight.engine, 13)
     check_combinations(tight, replay, examples=200)
     assert tight.stats["preemptions"] > 10
 

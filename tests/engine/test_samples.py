@@ -20,7 +20,7 @@ from jengine.request import MAX_SAMPLES, Request
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Ended, PromptScores, TokenLogprobs, TokenUpdate
 from tests.engine.counting import CountingRunner, assert_idle, collect, counting
-from tests.engine.running import SMALL
+from tests.engine.running import SMALL, limit_pages
 from tests.text.conftest import byte_level
 
 TEXT = "The quick brown fox"
@@ -229,7 +229,8 @@ def test_a_timeout_ends_all() -> None:
 
 def test_each_needs_pages_of_its_own(text_model: Path, llm: LLM) -> None:
     """Each fits alone and all together do not: they wait and are preempted, and the tokens are the same."""
-    tight = LLM(text_model, progress=False, **{**SMALL, "num_pages": 12}, max_model_len=192)
+    tight = LLM(text_model, progress=False, **SMALL, max_model_len=192)
+    limit_pages(tight.engine, 12)
     params = SamplingParams(n=6, seed=9, max_tokens=60)
     output = tight.generate(TEXT, params, use_tqdm=False)[0]
     assert output.outputs == llm.generate(TEXT, params, use_tqdm=False)[0].outputs

@@ -14,7 +14,7 @@ from jengine.engine import Engine
 from jengine.errors import InvalidArgument
 from jengine.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 from jengine.start import start_engine
-from tests.engine.running import SMALL, Answer, prompts, run
+from tests.engine.running import SMALL, Answer, limit_pages, prompts, run
 from tests.golden.weights import write_model
 
 VOCAB, LENGTH = 96, 24
@@ -271,7 +271,8 @@ def test_penalties_are_those_of_the_formula(engine: Engine) -> None:
 def test_penalties_survive_preemption(make_engine: Callable[..., Engine]) -> None:
     """Counts are made anew from all known tokens."""
     wanted = params(frequency_penalty=1.0, repetition_penalty=1.3, max_tokens=60)
-    roomy, tight = make_engine(), make_engine(num_pages=18)
+    roomy, tight = make_engine(), make_engine()
+    limit_pages(tight, 18)
     work = [(prompt, wanted) for prompt in PROMPTS]
     assert [a.tokens for a in run(tight, work)] == [a.tokens for a in run(roomy, work)]
     assert tight.scheduler.num_preemptions > 0

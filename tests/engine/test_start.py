@@ -14,7 +14,7 @@ import numpy as np
 from jengine.engine import Engine
 from jengine.program_table import VARIANTS
 from jengine.request import Request, SamplingParams
-from tests.engine.running import SMALL, prompts, run
+from tests.engine.running import SMALL, limit_pages, prompts, run
 from tests.golden.weights import write_model
 
 VOCAB = 96
@@ -81,7 +81,8 @@ def random_params(rng: np.random.Generator, level: int) -> SamplingParams:
 
 def test_no_request_compiles_anything(make_engine: Callable[..., Engine]) -> None:
     """200 requests of random lengths and parameters, arriving and aborted at random, with preemptions."""
-    engine, rng = make_engine(num_pages=20), np.random.default_rng(0)
+    engine, rng = make_engine(), np.random.default_rng(0)
+    limit_pages(engine, 20)
     before = engine.compiles_since_start
     texts = prompts(200, vocab=VOCAB, longest=130)
     coming = [(texts[i], random_params(rng, 3 - n // 50)) for n, i in enumerate(rng.permutation(200))]  # taken from the end

@@ -13,7 +13,7 @@ from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, SamplingParam
 from jengine.request import Request
 from jengine.shared_engine import Call
 from jengine.text.masks import make_mask
-from tests.engine.running import SMALL
+from tests.engine.running import SMALL, limit_pages
 from tests.engine.structures import Structure, structures
 
 COUNT = 200
@@ -95,7 +95,8 @@ def test_preemption_changes_no_output(text_model: Path) -> None:
     work = [SamplingParams(seed=i, max_tokens=100, structured_outputs={"regex": pattern}) for i, pattern in enumerate(patterns)]
     got, preemptions = [], []
     for pages in (120, 12):
-        llm = LLM(text_model, progress=False, **{**SMALL, "num_pages": pages}, max_model_len=192)
+        llm = LLM(text_model, progress=False, **SMALL, max_model_len=192)
+        limit_pages(llm.engine, pages)
         got.append([output.outputs[0] for output in llm.generate([[9] * 30] * len(work), work, use_tqdm=False)])
         preemptions.append(llm.stats["preemptions"])
     assert preemptions[0] == 0 < preemptions[1]

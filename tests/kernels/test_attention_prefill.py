@@ -30,9 +30,9 @@ SMALL = [
     (64, 1, 3, 16, 64, "bfloat16", WINDOW),
     (64, 2, 1, 32, 64, "float16", LONG),
     (256, 1, 5, 64, 16, "bfloat16", BOTH),
-    (64, 1, 1, 128, 128, "float16", BOTH),
+    pytest.param(64, 1, 1, 128, 128, "float16", BOTH, marks=pytest.mark.full),
 ]
-EIGHT_BITS = [(64, "bfloat16", BOTH, "float8_e4m3fn"), (128, "float16", WINDOW, "int8")]
+EIGHT_BITS = [(64, "bfloat16", BOTH, "float8_e4m3fn"), pytest.param(128, "float16", WINDOW, "int8", marks=pytest.mark.full)]
 
 
 def tiles(tile: int, page_size: int) -> tuple[list[int], list[int]]:

@@ -29,14 +29,14 @@ ROOT = Path(__file__).parents[2]
 # head_dim, kv_heads, group, page_size, dtype, kind, ways
 CASES = [
     (64, 4, 3, 16, "bfloat16", None, PLAIN),
-    (64, 1, 1, 64, "float32", None, WINDOW),
+    pytest.param(64, 1, 1, 64, "float32", None, WINDOW, marks=pytest.mark.full),
     (128, 2, 4, 16, "bfloat16", None, BOTH),
     (24, 3, 2, 4, "float32", None, BOTH),
-    (80, 5, 1, 8, "bfloat16", None, CAP),
-    (256, 2, 1, 16, "bfloat16", None, WINDOW),
+    pytest.param(80, 5, 1, 8, "bfloat16", None, CAP, marks=pytest.mark.full),
+    pytest.param(256, 2, 1, 16, "bfloat16", None, WINDOW, marks=pytest.mark.full),
     (64, 2, 4, 16, "bfloat16", "int8", BOTH),
-    (24, 1, 8, 32, "float32", "int8", WINDOW),
-    (64, 4, 1, 32, "float32", "float8_e4m3fn", CAP),
+    pytest.param(24, 1, 8, 32, "float32", "int8", WINDOW, marks=pytest.mark.full),
+    pytest.param(64, 4, 1, 32, "float32", "float8_e4m3fn", CAP, marks=pytest.mark.full),
     (24, 2, 3, 16, "bfloat16", "float8_e4m3fn", PLAIN),
 ]
 
