@@ -170,7 +170,7 @@ class ServerApp:
     def _why_not_ready(self) -> str | None:
         """For /readyz; None where the model answers."""
         if self._stopping:
-            return "stopping: requests in flight are finished, new ones are not accepted"
+            return "stopping: new requests should go elsewhere"
         if self._supervisor.serving:
             return None
         return "the engine has ended; another one is starting" if self._ready else "starting: the engine is not ready yet"

@@ -49,6 +49,7 @@ def test_answers_are_those_of_llm(text_model: Path, tmp_path: Path) -> None:
             assert isinstance(process, EngineProcess)
             assert (process.info.programs_compiled, supervisor.llm.load.compiles_since_start) == (0, 0)
             assert supervisor.llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=7)
+            assert process.info.longest_step > 0, "the watchdog goes by it"
             assert (supervisor.info.limits, supervisor.info.dtype) == (llm.engine.limits, llm.started.dtype)
             return got
         finally:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -34,7 +36,7 @@ def test_a_stop_is_within_what_kubernetes_grants() -> None:
 
 def test_a_lame_duck_still_answers(tokenizer_folder: Path) -> None:
     """Newcomers as well, while health has told load balancers to leave."""
-    with mock_process(tokenizer_folder, seconds=0.02, server={"lame_duck_seconds": 3.0}) as server:
+    with mock_process(tokenizer_folder, seconds=0.02, server={"lame_duck_seconds": 3.0, "metrics_port": 0}) as server:
         server.wait_until_ready()
         with Client(server.address) as client, grpc.insecure_channel(server.address) as channel:
             watch = HealthWatch(channel)
@@ -42,6 +44,8 @@ def test_a_lame_duck_still_answers(tokenizer_folder: Path) -> None:
             long = Stream(client, max_tokens=250)  # five seconds: beyond the lame duck
             server.send(signal.SIGTERM)
             watch.wait_for("SERVING", "NOT_SERVING")
+            with pytest.raises(HTTPError, match="503"):
+                urlopen(server.metrics.replace("/metrics", "/readyz"), timeout=20)
             with Client(server.address, retries=ONCE) as late:
                 assert late.generate([1, 2], max_tokens=2).outputs[0].token_ids == [1, 2]
             assert long.end() == (250, "length", None)

@@ -231,6 +231,22 @@ def test_a_server_replaces_an_engine_that_is_stopped(tokenizer_folder: Path) -> 
         assert "its state is T (stopped); killing it" in server.log
 
 
+def test_time_in_which_the_server_stood_still_too_does_not_count(tokenizer_folder: Path) -> None:
+    """As in a container that is paused."""
+    with mock_process(tokenizer_folder, server={"watchdog_seconds": 1.5}) as server:
+        server.wait_until_ready()
+        [engine] = server.children()
+        for pid, number, seconds in (
+            (engine, signal.SIGSTOP, 0.0),
+            (server.pid, signal.SIGSTOP, 2.5),
+            (server.pid, signal.SIGCONT, 0.2),  # it looks at its clock before the engine beats
+            (engine, signal.SIGCONT, 1.5),
+        ):
+            os.kill(pid, number)
+            time.sleep(seconds)
+        assert server.children() == [engine] and "killing it" not in server.log
+
+
 @pytest.mark.full
 def test_a_stopped_engine_is_noticed_within_15_s(tokenizer_folder: Path) -> None:
     """By default."""
@@ -255,8 +271,11 @@ def test_a_stopped_engine_does_not_outlive_its_server(tokenizer_folder: Path) ->
         [engine] = server.children()
         os.kill(engine, signal.SIGSTOP)
         server.send(signal.SIGKILL)
-        server.wait()
-        wait_until(lambda: not alive(engine))
+        try:
+            wait_until(lambda: not alive(engine))
+        finally:
+            if alive(engine):
+                os.kill(engine, signal.SIGKILL)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
