@@ -50,7 +50,7 @@ def test_it_shows_where_programs_are_and_of_which_models(cache: Path, capsys: py
     head, blank, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith(f"{cache}: 3 folders of programs, ") and head.endswith(" KiB of at most 10.0 GiB") and not blank
     assert [line.split("  ")[0] for line in lines] == ["fingerprint", "0000000b", "0000000c", "0000000a"]
-    assert lines[1].split()[1:] == "llama 4 x 256, bfloat16, w8a8 1 2.3 KiB NVIDIA H200 0.1.0 now".split()
+    assert lines[1].split()[1:] == ["llama", "4", "x", "256,", "bfloat16,", "w8a8", "1", "2.3", "KiB", "NVIDIA", "H200", "0.1.0", "now"]
     assert lines[2].split()[1:4] == ["?", "0", "2.0"] and lines[2].endswith("1 day ago")
     assert "2 x NVIDIA H200" in lines[3] and lines[3].endswith("3 days ago")
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before, "looking is no use"
