@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jengine.config import EngineConfig, ModelConfig
+from jengine.execution.program_folder import write_private
 from jengine.execution.spec import cpu_features
 from pallas_kernels.products import product
 
@@ -56,16 +57,24 @@ def _capability(device: jax.Device) -> float:
 def _measured(model: ModelConfig, device: jax.Device, root: Path) -> str:
     features = [cpu_features(), jax.__version__, model.dtype, model.hidden_size, model.intermediate_size]
     file = root / "dtypes" / (hashlib.sha256(json.dumps(features).encode()).hexdigest()[:24] + ".json")
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        kept = json.loads(file.read_text())["dtype"]
-        if kept in ("float32", model.dtype):
-            return str(kept)
+    kept = _kept(file, model)
+    if kept is not None:
+        return kept
     seconds = {dtype: _product_seconds(model, dtype, device) for dtype in ("float32", model.dtype)}
     dtype = model.dtype if seconds[model.dtype] < CLEARLY * seconds["float32"] else "float32"
     with contextlib.suppress(OSError):  # the programs cannot be saved either, and that is warned of
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"dtype": dtype, "product_seconds": seconds}))
-    return dtype
+        if _kept(file, model) is None:
+            write_private(file, json.dumps({"dtype": dtype, "product_seconds": seconds}).encode())
+    return _kept(file, model) or dtype  # of processes that measured at once, all take what the first one found
+
+
+def _kept(file: Path, model: ModelConfig) -> str | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(file.read_text())["dtype"]
+        if kept in ("float32", model.dtype):
+            return str(kept)
+    return None
 
 
 def _product_seconds(model: ModelConfig, dtype: str, device: jax.Device) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,19 @@ def test_a_cpu_is_measured_once(narrow: float, chosen: str, tmp_path: Path, monk
     file.write_text("{")  # what cannot be read is measured again
     assert choose_dtype("auto", MODEL, jax.devices("cpu")[0], tmp_path) == chosen and len(asked) == 4
     assert json.loads(file.read_text())["dtype"] == chosen
+
+
+def test_of_processes_that_measure_at_once_all_take_the_first_ones_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(root: Path, narrow: float, before: Callable[[], object]) -> str:
+        def seconds(_: ModelConfig, dtype: str, __: jax.Device) -> float:
+            if dtype == "float32":
+                before()
+            return 1.0 if dtype == "float32" else narrow
+
+        monkeypatch.setattr(precision, "_product_seconds", seconds)
+        return choose_dtype("auto", MODEL, jax.devices("cpu")[0], root)
+
+    assert choose(tmp_path, 3.0, lambda: choose(tmp_path, 0.5, lambda: None)) == "bfloat16"
 
 
 def test_a_real_measurement(tmp_path: Path) -> None:

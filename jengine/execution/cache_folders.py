@@ -79,6 +79,11 @@ def saved_folders(root: Path) -> list[SavedFolder]:
     return sorted(found, key=lambda folder: folder.used)
 
 
+def measured_dtypes(root: Path) -> list[Path]:
+    """What precision.py keeps: which dtype a CPU is faster at."""
+    return [*root.glob("dtypes/*.json"), *root.glob("process-*/dtypes/*.json")]
+
+
 def remove(folder: Path) -> bool:
     """Delete a folder of programs, its manifest first. Whether it is gone: one that a process is writing, or another user's, stays."""
     lock = FolderLock(folder)

@@ -1,0 +1,112 @@
+"""`jengine cache`: the compiled programs that are kept for later starts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from jengine import InvalidArgument
+from jengine.commands.terminal import note, write
+from jengine.display import counted
+from jengine.execution.cache_folders import DAY, SavedFolder, cache_limit, cache_root, measured_dtypes, remove, saved_folders
+
+UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+TIMES = ((DAY, "day"), (3600.0, "hour"), (60.0, "minute"))
+COLUMNS = "fingerprint", "model", "programs", "size", "device", "jengine", "last used"
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "cache",
+        help="show or clear the cache of compiled programs",
+        description="Show where compiled programs are kept, for which models and devices, and how much they take.",
+    )
+    _add_root(parser, default=None)
+    parser.set_defaults(run=_show)
+    actions = parser.add_subparsers(metavar="ACTION")
+    clear = actions.add_parser("clear", help="delete them", description="Delete compiled programs. The next start compiles them again.")
+    _add_root(clear, default=argparse.SUPPRESS)
+    clear.add_argument("--older-than", metavar="DAYS", type=float, help="only what was not used for so many days")
+    clear.add_argument("--yes", action="store_true", help="do not ask")
+    clear.set_defaults(run=_clear)
+
+
+def _add_root(parser: argparse.ArgumentParser, default: Any) -> None:
+    text = "the cache's folder (default: JENGINE_CACHE_DIR, or jengine's folder in the user's cache)"
+    parser.add_argument("--cache-dir", metavar="DIR", type=Path, default=default, help=text)
+
+
+def _show(options: argparse.Namespace) -> None:
+    root = cache_root(options.cache_dir)
+    folders = saved_folders(root)[::-1]
+    write(f"{root}: {_summary(folders)} of at most {_size(cache_limit())}\n")
+    if folders:
+        rows = [COLUMNS, *map(_row, folders)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        write("\n" + "".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows))
+
+
+def _clear(options: argparse.Namespace) -> None:
+    root, days = cache_root(options.cache_dir), options.older_than
+    if days is not None and not days >= 0:
+        raise InvalidArgument("older_than", days, "must be a number of days, at least 0")
+    before = time.time() - (days or 0.0) * DAY
+    folders = [folder for folder in saved_folders(root) if folder.used <= before]
+    measured = [file for file in measured_dtypes(root) if file.stat().st_mtime <= before]
+    if not folders and not measured:
+        note(f"{root}: nothing to delete")
+        return
+    if not options.yes and not _agreed(f"Delete {_summary(folders)} from {root}?"):
+        return
+    gone = [folder for folder in folders if remove(folder.path)]
+    for file in measured:
+        with contextlib.suppress(OSError):
+            file.unlink()
+    note(f"{root}: {_summary(gone)} deleted")
+    if len(gone) < len(folders):
+        note(f"{counted(len(folders) - len(gone), 'folder')} could not be deleted: in use, or another user's")
+
+
+def _agreed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise InvalidArgument("yes", False, "must be given where there is no terminal to ask")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _summary(folders: list[SavedFolder]) -> str:
+    """How many models' programs, and what they take."""
+    return f"{counted(len(folders), 'folder')} of programs, {_size(sum(folder.bytes for folder in folders))}"
+
+
+def _row(folder: SavedFolder) -> tuple[str, ...]:
+    manifest = folder.manifest()
+    used = _ago(time.time() - folder.used)
+    if manifest is None:
+        return folder.path.name[:8], "?", "0", _size(folder.bytes), "?", "?", used
+    identity = manifest.identity
+    devices = math.prod(identity.get("mesh", {}).values())
+    device = f"{devices} x {identity.get('device')}" if devices > 1 else str(identity.get("device"))
+    version = str(identity.get("jengine", "?"))
+    return folder.path.name[:8], _model(identity), str(len(manifest.programs)), _size(folder.bytes), device, version, used
+
+
+def _model(identity: dict[str, Any]) -> str:
+    """Programs know a model's shape, not its name: others of the same shape share them."""
+    model = identity.get("model", {})
+    parts = [f"{model.get('family')} {model.get('num_layers')} x {model.get('hidden_size')}", str(identity.get("dtype"))]
+    return ", ".join([*parts, identity["quantization"]] if identity.get("quantization") else parts)
+
+
+def _size(number: int) -> str:
+    unit, name = next((unit for unit in UNITS if number >= unit[0]), (1, "bytes"))
+    return f"{number / unit:.1f} {name}" if unit > 1 else f"{number} {name}"
+
+
+def _ago(seconds: float) -> str:
+    unit, name = next((unit for unit in TIMES if seconds >= unit[0]), (0.0, ""))
+    return f"{counted(int(seconds // unit), name)} ago" if unit else "now"
