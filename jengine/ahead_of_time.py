@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jengine.checkpoints import read_config, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import EngineConfig
+from jengine.device_defaults import sizes
 from jengine.device_spec import device_spec
 from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.cache_folders import cache_root
@@ -117,7 +118,11 @@ def compile_table(
     start = time.perf_counter()
     spec, memory = describe_for(config, target), None
     device = spec.mesh.devices.flat[0]
-    how: dict[str, Any] = {"threads": config.compile_threads, "progress": progress, "options": _compiler_options(device, target, autotune)}
+    how: dict[str, Any] = {
+        "threads": sizes(config, device.platform).compile_threads,
+        "progress": progress,
+        "options": _compiler_options(device, target, autotune),
+    }
     if device.platform == "cpu":
         spec = dataclasses.replace(spec, num_pages=pages_that_fit(config, spec))
     else:  # what programs take does not depend on the number of pages

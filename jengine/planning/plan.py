@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from jengine.ahead_of_time import check_target, describe_for, describe_on, largest, memory_limit
 from jengine.config import EngineConfig
+from jengine.device_defaults import sizes
 from jengine.device_spec import DeviceSpec, device_spec
 from jengine.errors import OutOfMemory
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside, temporaries_bound
@@ -139,7 +140,7 @@ def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> tupl
     table = spec.table
     rows = {TrunkKey(rows, 0, table.page_buckets[-1]) for rows in (table.row_buckets[0], table.max_rows)}
     keys: list[Key] = [*largest(spec), *sorted(rows)]
-    built = [*compile_all(provisional, keys, threads=config.compile_threads, progress=progress, options=UNTUNED)]
+    built = [*compile_all(provisional, keys, threads=sizes(config, "gpu").compile_threads, progress=progress, options=UNTUNED)]
     return {one.key: memory_of(one.program) for one in built}, {one.key: one.seconds for one in built}
 
 

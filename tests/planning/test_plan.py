@@ -124,11 +124,11 @@ def test_a_plan_for_a_tiny_model(tiny: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_pages_of_8b_on_an_h200_by_hand() -> None:
-    """8,030,261,248 weights of 2 bytes; 32 x 2048 + 1 pages of 64 x 131,072 bytes are more than fit. No program is compiled."""
+    """8,030,261,248 weights of 2 bytes; 256 x 2048 + 1 pages of 64 x 131,072 bytes are more than fit. No program is compiled."""
     config = EngineConfig(model=str(DATA / "llama-3.1-8b"))
     spec = describe_for(config, "h200")
     memory = DeviceMemory.of(memory_limit(config, spec, "h200"), spec, [ProgramMemory(0, 0, 0, 60_000_000)])
-    state = 33 * 128_256 * 4 + device_bytes(spec.slots)
+    state = 257 * 128_256 * 4 + device_bytes(spec.slots)
     assert (memory.limit, memory.weights, memory.state, memory.page) == (136_257_837_465, 16_060_522_496, state, 8_388_608)
     free = 136_257_837_465 - 136_257_837_465 // 50 - 16_060_522_496 - state - 60_000_000
     assert pages_beside(config, spec, memory) == free // 8_388_608 // 64 * 64 == 13_952
