@@ -15,12 +15,13 @@ from jax.sharding import Mesh
 from jengine.checkpoints import read_config, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import EngineConfig
+from jengine.device_defaults import sizes
 from jengine.device_spec import device_spec
 from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
 from jengine.execution.program_store import ProgramStore
-from jengine.execution.programs import Key, compile_all, file_name, memory_notes, memory_of, program_keys
+from jengine.execution.programs import UNTUNED, CompilerOptions, Key, compile_all, file_name, memory_notes, memory_of, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
@@ -117,7 +118,11 @@ def compile_table(
     start = time.perf_counter()
     spec, memory = describe_for(config, target), None
     device = spec.mesh.devices.flat[0]
-    how: dict[str, Any] = {"threads": config.compile_threads, "progress": progress, "options": _autotuned(device, autotune)}
+    how: dict[str, Any] = {
+        "threads": sizes(config, device.platform).compile_threads,
+        "progress": progress,
+        "options": _compiler_options(device, target, autotune),
+    }
     if device.platform == "cpu":
         spec = dataclasses.replace(spec, num_pages=pages_that_fit(config, spec))
     else:  # what programs take does not depend on the number of pages
@@ -146,13 +151,13 @@ def _check(spec: ExecutionSpec, memory: DeviceMemory) -> None:
         raise OutOfMemory(f"no room for the KV cache: {sizes}")
 
 
-def _autotuned(device: jax.Device, results: Path | None) -> dict[str, str]:
-    """XLA's options with which programs take these results. XLA reads the file once a process."""
+def _compiler_options(device: jax.Device, target: str | None, results: Path | None) -> CompilerOptions:
+    """For products that are tuned by these results, on the device at hand, or not at all. XLA reads the results once a process."""
     if results is None:
-        return {}
+        return {} if target is None else UNTUNED
     if device.platform == "cpu":
         raise InvalidArgument("autotune", str(results), "XLA does not autotune for CPUs")
-    options = {"xla_gpu_load_autotune_results_from": str(results)}
+    options: CompilerOptions = {"xla_gpu_load_autotune_results_from": str(results)}
     try:
         _compile_little(device, options)  # alone, and not in the pool's threads
     except jax.errors.JaxRuntimeError as error:
@@ -167,6 +172,6 @@ def _save_autotuning(device: jax.Device, out: Path) -> Path | None:
     return file if file.exists() else None
 
 
-def _compile_little(device: jax.Device, options: dict[str, str]) -> None:
+def _compile_little(device: jax.Device, options: CompilerOptions) -> None:
     one = jax.ShapeDtypeStruct((), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
     jax.jit(lambda x: x + 1).lower(one).compile(compiler_options=options)

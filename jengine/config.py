@@ -137,8 +137,8 @@ class EngineConfig:
             too, with a scale for each row; fp8: both, as e4m3, emulated on devices older than Hopper and Ada.
         kv_cache_dtype: number format of the KV cache; int8 and fp8 (e4m3) have a scale for each token and kv head. auto is dtype.
         max_model_len: tokens a sequence may have, prompt and output together; by default the model's length.
-        max_num_seqs: sequences running at once.
-        max_num_batched_tokens: tokens a step may carry: decode rows and prompt tiles together.
+        max_num_seqs: sequences running at once; by default 32 on a CPU, 256 on a GPU.
+        max_num_batched_tokens: tokens a step may carry, decode rows and prompt tiles together; by default 512 on a CPU, 8192 on a GPU.
         page_size: tokens a page of the cache holds; by default 16 on a CPU, 64 on a GPU.
         tile_size: tokens of a prompt tile.
         kv_cache_memory: bytes for pages on each device; a number, or text such as "512MiB". By default, on a CPU, enough for
@@ -153,7 +153,7 @@ class EngineConfig:
             By default 10GiB. With several processes, of each.
         programs: a folder that `jengine compile` wrote for this model, these options and this device; nothing is compiled then. dtype
             auto and num_pages, where not given, are as the folder has them.
-        compile_threads: programs compiled at once.
+        compile_threads: programs compiled at once; by default 2 on a CPU, one for each core of the host on a GPU.
         tensor_parallel_size: devices that share the model. Kv heads are repeated where they are fewer, which takes as much more cache.
         coordinator: host:port where process 0 listens, if several processes, on one machine or on many, share the model; all are
             started with the same options. Only process 0 takes requests.
@@ -169,8 +169,8 @@ class EngineConfig:
     quantization: Quantization | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     page_size: int | None = None
     tile_size: int = 64
     kv_cache_memory: int | str | None = None
@@ -182,7 +182,7 @@ class EngineConfig:
     cache_dir: str | Path | None = None
     cache_max_size: int | str | None = None
     programs: str | Path | None = None
-    compile_threads: int = 2
+    compile_threads: int | None = None
     tensor_parallel_size: int = 1
     coordinator: str | None = None
     num_processes: int = 1
@@ -203,9 +203,9 @@ class EngineConfig:
         return cls(model=model, **options)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "tile_size", "compile_threads", "tensor_parallel_size", "num_processes"):
+        for name in ("tile_size", "tensor_parallel_size", "num_processes"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "page_size"):
+        for name in ("max_model_len", "page_size", "max_num_seqs", "max_num_batched_tokens", "compile_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if self.num_pages is not None:
@@ -229,9 +229,8 @@ class EngineConfig:
             raise InvalidArgument("generation_config", self.generation_config, "must be auto, vllm or None")
         if self.policy not in ("fcfs", "priority"):
             raise InvalidArgument("policy", self.policy, "must be fcfs or priority")
-        if self.max_num_batched_tokens < self.max_num_seqs + self.tile_size:
-            need = f"must be at least max_num_seqs + tile_size = {self.max_num_seqs + self.tile_size}"
-            raise InvalidArgument("max_num_batched_tokens", self.max_num_batched_tokens, need)
+        if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
+            check_budget(self.max_num_seqs, self.max_num_batched_tokens, self.tile_size)
         for name in ("kv_cache_memory", "cache_max_size"):
             parse_bytes(name, getattr(self, name))
         _at_least("process_id", self.process_id, 0)
@@ -239,6 +238,16 @@ class EngineConfig:
             raise InvalidArgument("process_id", self.process_id, f"must be below num_processes={self.num_processes}")
         if self.num_processes > 1 and not re.fullmatch(r".+:\d+", str(self.coordinator)):
             raise InvalidArgument("coordinator", self.coordinator, "must be host:port, where process 0 listens")
+
+
+def check_budget(max_num_seqs: int, max_num_batched_tokens: int, tile_size: int) -> None:
+    """
+    Raises:
+        InvalidArgument: a step cannot carry all rows and a tile.
+    """
+    need = max_num_seqs + tile_size
+    if max_num_batched_tokens < need:
+        raise InvalidArgument("max_num_batched_tokens", max_num_batched_tokens, f"must be at least max_num_seqs + tile_size = {need}")
 
 
 def _at_least(name: str, value: object, low: int) -> None:

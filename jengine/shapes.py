@@ -9,6 +9,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from jengine.config import EngineConfig, ModelConfig
+from jengine.device_defaults import sizes
 from jengine.errors import InvalidArgument
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.spec import ExecutionSpec
@@ -29,10 +30,10 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     on_cpu = device.platform == "cpu"
     check_formats(config, device)
     max_model_len = _max_model_len(config, model)
-    page_size = config.page_size or (16 if on_cpu else 64)
+    chosen = sizes(config, device.platform)
     table = ProgramTable.build(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=chosen.max_num_seqs,
+        max_num_batched_tokens=chosen.max_num_batched_tokens,
         tile_size=config.tile_size,
         single_row=on_cpu and cpu_refused() is None,
     )
@@ -41,8 +42,8 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
         mesh=mesh,
         table=table,
         max_model_len=max_model_len,
-        max_slots=config.max_num_seqs,
-        page_size=page_size,
+        max_slots=chosen.max_num_seqs,
+        page_size=chosen.page_size,
         num_pages=0,
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
     )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jengine.checkpoints import load, read_config, read_sampling_defaults, resolve
 from jengine.config import EngineConfig, ModelConfig
+from jengine.device_defaults import sizes
 from jengine.engine import Engine
 from jengine.errors import InvalidArgument
 from jengine.execution.cache_folders import cache_limit, cache_root, saved_page_counts
@@ -94,8 +95,8 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         spec.table,
         page_size=spec.page_size,
         num_pages=spec.num_pages,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=spec.max_slots,
+        max_num_batched_tokens=sizes(config, spec.mesh.devices.flat[0].platform).max_num_batched_tokens,
         max_model_len=spec.max_model_len,
         policy=config.policy,
         costs=StepCosts(costs),
@@ -181,7 +182,8 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     spec = _with_pages(config, shapes, root, link)
     link.agree(spec.fingerprint(), partial(_same, "config", "options, versions or models differ"))
     store = given or open_cache(spec, root, limit, wait=config.num_processes == 1)
-    programs = Programs(spec, store, threads=config.compile_threads, progress=progress)
+    threads = sizes(config, mesh.devices.flat[0].platform).compile_threads
+    programs = Programs(spec, store, threads=threads, progress=progress)
     started.programs_compiled, started.programs_loaded = programs.compiled, programs.loaded
     if given is not None:
         check_room(spec, programs.memory.values())

@@ -30,9 +30,13 @@ from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import shard_mapped
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 
+CompilerOptions = dict[str, str | bool]  # XLA's
 ALLOCATE: Literal["allocate"] = "allocate"
 ALLOCATE_COUNTS: Literal["allocate-counts"] = "allocate-counts"
 COUNT: Literal["count"] = "count"
+UNTUNED: CompilerOptions = {
+    "xla_gpu_enable_triton_gemm": False
+}  # without a GPU to tune them on, cuBLASLt's products are faster than Triton's
 Key = TrunkKey | SamplerKey | ScoreKey | Literal["allocate", "allocate-counts", "count"]
 
 
@@ -108,7 +112,7 @@ class Built:
 
 
 def compile_all(
-    spec: ExecutionSpec, keys: list[Key], *, threads: int, progress: bool, options: dict[str, str] | None = None
+    spec: ExecutionSpec, keys: list[Key], *, threads: int, progress: bool, options: CompilerOptions | None = None
 ) -> Iterator[Built]:
     """Programs as they are done, compiled by several threads at once.
 

@@ -11,10 +11,11 @@ from jax.sharding import AxisType, Mesh
 
 from jengine.ahead_of_time import check_target, describe_for, describe_on, largest, memory_limit
 from jengine.config import EngineConfig
+from jengine.device_defaults import sizes
 from jengine.device_spec import DeviceSpec, device_spec
 from jengine.errors import OutOfMemory
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside, temporaries_bound
-from jengine.execution.programs import Key, compile_all, memory_of, program_keys
+from jengine.execution.programs import UNTUNED, Key, compile_all, memory_of, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import QUANTIZATIONS
 from jengine.parallel.collectives import AXIS
@@ -138,7 +139,8 @@ def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> tupl
     provisional = dataclasses.replace(spec, num_pages=2)  # what programs take does not depend on it
     table = spec.table
     rows = {TrunkKey(rows, 0, table.page_buckets[-1]) for rows in (table.row_buckets[0], table.max_rows)}
-    built = [*compile_all(provisional, [*largest(spec), *sorted(rows)], threads=config.compile_threads, progress=progress)]
+    keys: list[Key] = [*largest(spec), *sorted(rows)]
+    built = [*compile_all(provisional, keys, threads=sizes(config, "gpu").compile_threads, progress=progress, options=UNTUNED)]
     return {one.key: memory_of(one.program) for one in built}, {one.key: one.seconds for one in built}
 
 

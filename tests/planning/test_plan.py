@@ -5,21 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from jengine import cli
+from jengine import ahead_of_time, cli
 from jengine.ahead_of_time import compile_table, describe_for, memory_limit
 from jengine.config import EngineConfig
 from jengine.errors import InvalidArgument
+from jengine.execution import programs
 from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
-from jengine.execution.programs import program_keys
+from jengine.execution.programs import Built, Key, program_keys
+from jengine.planning import plan
 from jengine.planning.plan import Plan, formats_of, make_plan
 from jengine.planning.report import report
-from jengine.program_table import TrunkKey
+from jengine.program_table import SamplerKey, TrunkKey
 from jengine.start import start_engine
 from tests.golden.weights import VARIANTS, write_model
 
@@ -41,10 +46,34 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@contextmanager
+def texts(module: ModuleType) -> Iterator[dict[Key, str]]:
+    """What becomes of the programs that a module compiles: XLA's text of each."""
+    seen: dict[Key, str] = {}
+
+    def compile_all(*args: Any, **how: Any) -> Iterator[Built]:
+        for built in programs.compile_all(*args, **how):
+            seen[built.key] = built.program.as_text()
+            yield built
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "compile_all", compile_all)
+        yield seen
+
+
+def check_products(texts: dict[Key, str]) -> None:
+    """All are cuBLASLt's: Triton's would run as nobody has tuned them."""
+    for key in (TrunkKey(8, 0, 1), TrunkKey(8, 1, 1), SamplerKey(9, "full")):
+        assert "__cublas$lt$matmul" in texts[key], key
+    assert not any("gemm_fusion" in text for text in texts.values())
+
+
 @pytest.fixture(scope="module")
 def compiled(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out: Path = tmp_path_factory.mktemp("compiled")
-    done = compile_table(EngineConfig.of(str(tiny), TINY), out, target="h200", progress=False)
+    with texts(ahead_of_time) as written:
+        done = compile_table(EngineConfig.of(str(tiny), TINY), out, target="h200", progress=False)
+    check_products(written)
     assert done.memory is not None and len(done.file_bytes) == len(program_keys(done.spec)) == 14
     assert done.spec.num_pages == 1 + 4, "as many as all sequences take: a page each, and the null page"
     return out
@@ -83,7 +112,9 @@ def test_results_of_autotuning_that_cannot_be_read(tiny: Path, tmp_path: Path) -
 
 def test_a_plan_for_a_tiny_model(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(tiny), "--target=h200", "--quiet", *(f"--{name.replace('_', '-')}={value}" for name, value in TINY.items())]
-    assert cli.main(["plan", *arguments, "--exact"]) == 0
+    with texts(plan) as written:
+        assert cli.main(["plan", *arguments, "--exact"]) == 0
+    check_products(written)
     text = capsys.readouterr().out
     assert "on 1 x NVIDIA H200" in text and text.rstrip().endswith("The whole table has 14 programs. It fits.")
     exact, quick = (make_plan(EngineConfig.of(str(tiny), TINY), "h200", exact=exact, progress=False) for exact in (True, False))
@@ -93,11 +124,11 @@ def test_a_plan_for_a_tiny_model(tiny: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_pages_of_8b_on_an_h200_by_hand() -> None:
-    """8,030,261,248 weights of 2 bytes; 32 x 2048 + 1 pages of 64 x 131,072 bytes are more than fit. No program is compiled."""
+    """8,030,261,248 weights of 2 bytes; 256 x 2048 + 1 pages of 64 x 131,072 bytes are more than fit. No program is compiled."""
     config = EngineConfig(model=str(DATA / "llama-3.1-8b"))
     spec = describe_for(config, "h200")
     memory = DeviceMemory.of(memory_limit(config, spec, "h200"), spec, [ProgramMemory(0, 0, 0, 60_000_000)])
-    state = 33 * 128_256 * 4 + device_bytes(spec.slots)
+    state = 257 * 128_256 * 4 + device_bytes(spec.slots)
     assert (memory.limit, memory.weights, memory.state, memory.page) == (136_257_837_465, 16_060_522_496, state, 8_388_608)
     free = 136_257_837_465 - 136_257_837_465 // 50 - 16_060_522_496 - state - 60_000_000
     assert pages_beside(config, spec, memory) == free // 8_388_608 // 64 * 64 == 13_952

@@ -1,0 +1,37 @@
+"""Sizes that an engine takes where its options give none: by the kind of device, in one table."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+
+from jengine.config import EngineConfig, check_budget
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Options of EngineConfig of the same names, for one kind of device."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    compile_threads: int
+
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # of this process
+DEFAULTS = {
+    "cpu": Sizes(max_num_seqs=32, max_num_batched_tokens=512, page_size=16, compile_threads=2),
+    "gpu": Sizes(max_num_seqs=256, max_num_batched_tokens=8192, page_size=64, compile_threads=CORES),
+}
+
+
+def sizes(config: EngineConfig, platform: str) -> Sizes:
+    """The options that were given, and the defaults of the platform ("cpu" or "gpu") for the others.
+
+    Raises:
+        InvalidArgument: a step cannot carry max_num_seqs rows and a tile.
+    """
+    default = asdict(DEFAULTS[platform])
+    chosen = Sizes(**{name: default[name] if getattr(config, name) is None else getattr(config, name) for name in default})
+    check_budget(chosen.max_num_seqs, chosen.max_num_batched_tokens, config.tile_size)
+    return chosen

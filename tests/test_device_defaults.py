@@ -1,0 +1,46 @@
+"""Sizes that depend on the kind of device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jengine.ahead_of_time import describe_on
+from jengine.config import EngineConfig
+from jengine.device_defaults import CORES, Sizes, sizes
+from jengine.errors import InvalidArgument
+from jengine.parallel.mesh import make_mesh
+from jengine.planning.plan import make_plan
+
+LLAMA = EngineConfig(model=str(Path(__file__).parent / "data" / "llama-3.1-8b"), dtype="bfloat16")
+
+
+def test_what_is_given_wins() -> None:
+    assert sizes(EngineConfig(), "cpu") == Sizes(32, 512, 16, 2)
+    assert sizes(EngineConfig(), "gpu") == Sizes(256, 8192, 64, CORES)
+    given = {"max_num_seqs": 7, "max_num_batched_tokens": 99, "page_size": 8, "compile_threads": 3}
+    for platform in ("cpu", "gpu"):
+        assert sizes(EngineConfig.of("demo", given), platform) == Sizes(**given)
+        assert sizes(EngineConfig(max_num_seqs=7), platform).max_num_batched_tokens in (512, 8192)
+
+
+def test_a_default_that_cannot_be_met_is_named() -> None:
+    assert sizes(EngineConfig(max_num_seqs=512), "gpu").max_num_seqs == 512
+    with pytest.raises(InvalidArgument, match=r"max_num_batched_tokens=512: must be at least max_num_seqs \+ tile_size = 576"):
+        sizes(EngineConfig(max_num_seqs=512), "cpu")
+
+
+def test_programs_for_a_gpu_have_a_gpus_sizes() -> None:
+    """Of a plan, made on a machine with no GPU."""
+    spec = make_plan(LLAMA, "h200").spec
+    table = spec.table
+    assert (spec.max_slots, spec.page_size) == (256, 64)
+    assert (table.row_buckets, table.mixed_row_buckets) == ((8, 16, 32, 64, 128, 256), (8, 256))
+    assert table.tile_buckets == (1, 2, 4, 8, 16, 32, 64, 128)
+    assert (len(table.trunks()), len(table.samplers()), len(table.scores())) == (22, 28, 8)
+
+
+def test_programs_for_a_cpu_have_a_cpus_sizes() -> None:
+    spec = describe_on(LLAMA, make_mesh(1))
+    assert (spec.max_slots, spec.page_size, spec.table.max_rows, spec.table.max_tiles) == (32, 16, 32, 8)
