@@ -170,7 +170,7 @@ def test_errors_name_the_field(client: Client) -> None:
             wrong()
         assert refused.value.field == field and limit in refused.value.limit
         assert value is None or refused.value.value == value
-    with pytest.raises(InvalidArgument, match="temprature"):
+    with pytest.raises(InvalidArgument, match=r"temprature=1.0: .*; did you mean temperature\?"):
         client.generate([1], temprature=1.0)
 
 
