@@ -90,10 +90,10 @@ class ServerConfig:
             raise InvalidArgument("client_chat_templates", self.client_chat_templates, "must be True or False")
         for name, above in (
             ("write_timeout", True),
+            ("max_request_seconds", True),
             ("lame_duck_seconds", False),
             ("drain_seconds", False),
             ("watchdog_seconds", False),
-            ("max_request_seconds", True),
         ):
             value = getattr(self, name)
             if value is None and name == "max_request_seconds":
