@@ -37,6 +37,11 @@ class Access:
         warn_of_plaintext(config)
         metrics.certificate_expiry = self.certificate_expiry
 
+    @property
+    def reloads(self) -> bool:
+        """Whether there is anything to reload."""
+        return self._tls is not None or self._keys is not None
+
     def certificate_expiry(self) -> float | None:
         """When the server's certificate expires, in seconds since 1970; None without TLS."""
         return None if self._tls is None else self._tls.files.expires.timestamp()
@@ -44,8 +49,6 @@ class Access:
     def reload(self) -> None:
         """Read the files again. New connections get the new certificates, new calls need the new keys; what is open goes on. Files that
         cannot be used change nothing: the log says why."""
-        if self._tls is None and self._keys is None:
-            log.info("SIGHUP: there are neither certificates nor keys to reload")
         if self._tls is not None:
             _try(self._reload_certificates)
         if self._keys is not None:

@@ -75,7 +75,8 @@ class ServerApp:
         config = self._config
         metrics = self._metrics()
         access = Access(config, metrics)
-        self.reloads.append(access.reload)
+        if access.reloads:
+            self.reloads.append(access.reload)
         interceptors: list[grpc.aio.ServerInterceptor] = [OutcomeInterceptor(metrics)] if isinstance(metrics, PrometheusMetrics) else []
         interceptors += access.interceptors
         request_log = None if config.request_log is None else RequestLog(config.request_log)
@@ -110,7 +111,9 @@ class ServerApp:
         if starting.done():
             starting.result()
             self._say_ready(exporter)
-            if await stop == signal.SIGTERM:
+            number = await stop
+            self._stopping = True
+            if number == signal.SIGTERM:
                 await self._lame_duck()
         else:
             starting.cancel()
@@ -119,7 +122,7 @@ class ServerApp:
 
     async def _lame_duck(self) -> None:
         """Health says NOT_SERVING, but all requests are answered: load balancers take a while to notice."""
-        self._stopping, seconds = True, self._config.lame_duck_seconds
+        seconds = self._config.lame_duck_seconds
         if self._supervisor.serving and self._config.drain_seconds and seconds:
             log.info("stopping: not serving, but accepting requests for %g s more", seconds)
             self._supervisor.retire()

@@ -25,8 +25,8 @@ class ServerConfig:
     Args:
         host: address to listen on; the default is reached from this machine only.
         port: for gRPC; 0 takes a free one.
-        metrics_port: for Prometheus, on the same address, at /metrics, in plain HTTP for whoever reaches it; 0 takes a free one. By
-            default there are no metrics.
+        metrics_port: for plain HTTP on the same address, without keys or TLS: /metrics for Prometheus, /healthz and /readyz for probes;
+            0 takes a free one. By default there is none.
         served_model_name: name that clients see and may ask for; by default the model's.
         max_waiting: requests that may wait beside the running ones; more are refused with RESOURCE_EXHAUSTED.
         max_streams_per_client: completions that one client (the name of an API key, or else an address) may have at once; a request
@@ -90,10 +90,10 @@ class ServerConfig:
             raise InvalidArgument("client_chat_templates", self.client_chat_templates, "must be True or False")
         for name, above in (
             ("write_timeout", True),
+            ("max_request_seconds", True),
             ("lame_duck_seconds", False),
             ("drain_seconds", False),
             ("watchdog_seconds", False),
-            ("max_request_seconds", True),
         ):
             value = getattr(self, name)
             if value is None and name == "max_request_seconds":

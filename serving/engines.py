@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ def model_engine(**options: Any) -> Made:
     from jengine import start_engine  # brings jax, which the mock does without
 
     config = EngineConfig(**options)
-    engine, started = start_engine(config, progress=sys.stderr.isatty())
+    engine, started = start_engine(config)
     tokenizer = prepared(started.require_tokenizer())
     info = EngineInfo(
         tokenizer_folder=str(started.tokenizer_folder),

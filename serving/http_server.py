@@ -54,7 +54,7 @@ class HttpServer:
         try:
             listening = _listen(host.strip("[]"), port)
         except OSError as wrong:
-            raise InvalidArgument("metrics_port", port, f"cannot listen on {host}: {os.strerror(wrong.errno or 0)}") from None
+            raise InvalidArgument("metrics_port", port, f"cannot listen on {host}: {_reason(wrong)}") from None
         self._server = await asyncio.start_server(self._connected, sock=listening, limit=LONGEST_HEAD)
         self.port = listening.getsockname()[1]
 
@@ -116,6 +116,11 @@ async def _send(writer: asyncio.StreamWriter, page: Page, body: bool = True) -> 
     await writer.drain()
     with contextlib.suppress(NotImplementedError):
         writer.write_eof()
+
+
+def _reason(error: OSError) -> str:
+    """Without what Python adds about the address; of a name that is not known, the resolver's own words."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
 
 
 def _listen(host: str, port: int) -> socket.socket:

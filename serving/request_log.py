@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -55,7 +56,8 @@ class RequestLog:
             return
         self._thread.join(seconds)
         if not self._thread.is_alive() and isinstance(self._handler, WatchedFileHandler):
-            self._handler.close()
+            with contextlib.suppress(OSError):  # what could not be written before cannot now
+                self._handler.close()
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:

@@ -6,6 +6,7 @@ import datetime
 import ipaddress
 import logging
 import ssl
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,31 +75,44 @@ def read(config: ServerConfig) -> TlsFiles:
         context.load_cert_chain(config.tls_cert, config.tls_key, password="")  # an encrypted key is refused, not asked for on a terminal
     except (ssl.SSLError, ValueError) as wrong:
         raise InvalidArgument("tls_key", str(config.tls_key), f"no PEM pair with tls_cert={str(config.tls_cert)!r}: {wrong}") from None
-    expires = _check_dates("tls_cert", config.tls_cert, cert)
+    expires = _check_dates("tls_cert", config.tls_cert, cert, all)
     if ca is not None and config.tls_client_ca is not None:
-        _check_dates("tls_client_ca", config.tls_client_ca, ca)
+        _check_dates("tls_client_ca", config.tls_client_ca, ca, any)  # the others still let clients in
     warn_of_access("tls_key", config.tls_key, 0o027)
     pairs = [(key, cert)]
     return TlsFiles(grpc.ssl_server_certificate_configuration(pairs, ca), expires)
 
 
-def _check_dates(field: str, path: str | Path, pem: bytes) -> datetime.datetime:
-    """The first end of these certificates."""
+def _check_dates(field: str, path: str | Path, pem: bytes, needed: Callable[[Iterable[bool]], bool]) -> datetime.datetime:
+    """The first end of these certificates, of which all or any must be valid now."""
     try:
         certificates = x509.load_pem_x509_certificates(pem)
     except ValueError as wrong:
         raise InvalidArgument(field, str(path), f"no PEM certificates: {wrong}") from None
     now = datetime.datetime.now(datetime.UTC)
-    for certificate in certificates:
-        begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-        subject = certificate.subject.rfc4514_string()
-        if now > ends:
-            raise InvalidArgument(field, str(path), f"the certificate of {subject} expired on {ends:%Y-%m-%d %H:%M} UTC")
-        if now < begins:
-            raise InvalidArgument(field, str(path), f"the certificate of {subject} is not valid before {begins:%Y-%m-%d %H:%M} UTC")
-        if ends - now < SOON:
-            log.warning("%s=%s: the certificate of %s expires on %s UTC", field, path, subject, f"{ends:%Y-%m-%d %H:%M}")
+    wrongs = [_why_not_valid(certificate, now) for certificate in certificates]
+    told = [f"the certificate of {c.subject.rfc4514_string()} {why}" for c, why in zip(certificates, wrongs, strict=True) if why]
+    if not needed(not why for why in wrongs):
+        raise InvalidArgument(field, str(path), told[0])
+    told += [
+        f"the certificate of {c.subject.rfc4514_string()} expires on {_date(c.not_valid_after_utc)}"
+        for c in certificates
+        if now <= c.not_valid_after_utc < now + SOON
+    ]
+    for line in told:
+        log.warning("%s=%s: %s", field, path, line)
     return min(certificate.not_valid_after_utc for certificate in certificates)
+
+
+def _why_not_valid(certificate: x509.Certificate, now: datetime.datetime) -> str | None:
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now > ends:
+        return f"expired on {_date(ends)}"
+    return f"is not valid before {_date(begins)}" if now < begins else None
+
+
+def _date(time: datetime.datetime) -> str:
+    return f"{time:%Y-%m-%d %H:%M} UTC"
 
 
 def warn_of_access(field: str, path: str | Path, mode: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,9 +14,10 @@ import jax
 from tqdm import tqdm
 
 from jengine.execution.cache_folders import trim
-from jengine.execution.program_folder import FolderLock, UntrustedProgram, make_private, tidy, touch, write_manifest
+from jengine.execution.program_folder import MANIFEST, FolderLock, UntrustedProgram, make_private, tidy, touch, write_manifest
 from jengine.execution.program_store import ProgramStore
 
+log = logging.getLogger("jengine")
 POLL = 0.2  # seconds between looks at what another process has compiled
 WAITING = "waiting for another process that compiles the same programs"
 Loaded = tuple[dict[str, Any], dict[str, Any]]  # executables by name, notes
@@ -35,6 +37,7 @@ class ProgramCache(ProgramStore):
     def __init__(self, root: Path, name: str, *, max_bytes: int, wait: bool = True) -> None:
         super().__init__(root / "programs" / name)
         self._root, self._max_bytes, self._wait = root, max_bytes, wait
+        self._logged: set[str] = set()  # why programs were rejected
         self._refused: set[str] = set()  # digests of files that could not be loaded
         self._writes = False  # while the lock is held and the disk takes what is written
 
@@ -52,7 +55,9 @@ class ProgramCache(ProgramStore):
         """Add to `found` those of the named executables that are not yet in it; returns the notes."""
         try:
             manifest = self.manifest()
-        except UntrustedProgram:
+        except UntrustedProgram as error:
+            if (self.folder / MANIFEST).exists():  # else nothing has been saved yet
+                self._log_rejected(error)
             return {}
         for name in names:
             digest = str(manifest.programs.get(name))
@@ -60,11 +65,19 @@ class ProgramCache(ProgramStore):
                 continue
             try:
                 found[name], self._digests[name] = self.load_one(name, manifest.programs, devices), digest
-            except UntrustedProgram:
+            except UntrustedProgram as error:
                 self._refused.add(digest)
+                if name in manifest.programs:
+                    self._log_rejected(error)
         if found:
             touch(self.folder)
         return manifest.notes
+
+    def _log_rejected(self, error: UntrustedProgram) -> None:
+        """Once: the folder may be looked at again and again while another process fills it."""
+        if str(error) not in self._logged:
+            self._logged.add(str(error))
+            log.warning("saved programs are rejected and compiled again: %s", error)
 
     @contextmanager
     def filling(self, names: list[str], devices: Sequence[jax.Device], *, progress: bool) -> Iterator[Loaded]:

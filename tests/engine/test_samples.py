@@ -237,7 +237,7 @@ def test_each_needs_pages_of_its_own(text_model: Path, llm: LLM) -> None:
     assert output.metrics.preemptions == tight.stats["preemptions"] > 0
     metrics = output.metrics
     assert metrics.first_token is not None and metrics.finished is not None
-    assert metrics.arrival < metrics.first_token < metrics.finished
+    assert metrics.scheduled is not None and metrics.arrival < metrics.scheduled < metrics.first_token < metrics.finished
     with pytest.raises(InvalidArgument, match="need 12 pages of 16 tokens; the cache has 11"):
         tight.generate(TEXT, SamplingParams(n=2, max_tokens=None), use_tqdm=False)
     assert not tight.engine.has_work

@@ -153,11 +153,13 @@ ALL_LOST = {
 @pytest.mark.parametrize(("damage", "lost"), [*((d, 1) for d in ONE_LOST.values()), *((d, len(KEYS)) for d in ALL_LOST.values())],
                          ids=[*ONE_LOST, *ALL_LOST])  # fmt: skip
 def test_what_is_in_doubt_is_compiled_again(
-    damage: Callable[[Path], object], lost: int, saved: Callable[[Path], Path], tmp_path: Path
+    damage: Callable[[Path], object], lost: int, saved: Callable[[Path], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = saved(tmp_path)
     damage(folder)
     again = start(tmp_path)
+    rejected = [record for record in caplog.records if "rejected and compiled again" in record.getMessage()]
+    assert len(rejected) == (0 if damage is ALL_LOST["no manifest"] else 1), "a first start has nothing to reject"
     assert (again.compiled, again.loaded) == (lost, len(KEYS) - lost)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     repaired = start(tmp_path)

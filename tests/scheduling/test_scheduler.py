@@ -220,7 +220,10 @@ def test_a_preempted_sequence_keeps_the_token_in_flight():
         known = len(last.output_token_ids)
         one.step(ahead=1)
     assert one.exhausted and len(last.output_token_ids) == known + 1
+    first = last.scheduled
+    assert first > 0
     one.drain(ahead=1)
+    assert last.scheduled == first, "when it first ran, however often it was preempted"
     assert last.output_token_ids == alone(last.request, last.seed, one.max_model_len)[0]
 
 

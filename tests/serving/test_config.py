@@ -25,6 +25,7 @@ OTHER: dict[str, Any] = {
     "num_pages": 12, "policy": "priority", "overlap": False, "seed": 6, "cache_dir": "somewhere", "cache_max_size": "2GiB",
     "compile_threads": 3,
     "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 1, "programs": "compiled",
+    "generation_config": "vllm",
 }  # fmt: skip
 
 
@@ -114,10 +115,9 @@ def test_what_is_wrong_is_refused_by_where_it_was_given(
     "field, value",
     [
         ("host", ""), ("host", None), ("metrics_port", -1), ("served_model_name", ""), ("max_waiting", -1), ("max_waiting", 1.0),
-        ("max_streams_per_client", 0), ("max_calls_per_client", 0),
+        ("max_streams_per_client", 0), ("max_calls_per_client", 0), ("max_message_bytes", 0), ("write_timeout", 0),
+        ("drain_seconds", -1), ("drain_seconds", True), ("lame_duck_seconds", -1), ("watchdog_seconds", float("inf")),
         ("max_tokens_limit", 0), ("max_request_seconds", 0), ("request_log", ""),
-        ("max_message_bytes", 0), ("write_timeout", 0), ("drain_seconds", -1), ("drain_seconds", True),
-        ("lame_duck_seconds", -1), ("watchdog_seconds", float("inf")),
         ("api_keys", 5), ("log_level", "loud"),
     ],
 )  # fmt: skip

@@ -159,7 +159,7 @@ def test_ipv6() -> None:
 def test_a_taken_port_is_told() -> None:
     async def run(port: int) -> None:
         server = HttpServer({})
-        with pytest.raises(InvalidArgument, match=f"metrics_port={port}: cannot listen on 127.0.0.1: Address already in use"):
+        with pytest.raises(InvalidArgument, match=rf"metrics_port={port}: cannot listen on 127.0.0.1: Address already in use$"):
             await server.start("127.0.0.1", port)
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -33,6 +33,7 @@ def expected() -> list[str]:
 def server(expected: list[str]) -> Iterator[ServerProcess]:
     with process([sys.executable, "-m", "jengine.cli", "serve", "demo", "--port=0", "--metrics-port=0", "--lame-duck-seconds=0"]) as server:
         assert server.wait_until_ready().group(1, 3) == ("demo", "0")
+        assert "it/s" not in server.log and "%|" not in server.log, "progress bars are for terminals"
         yield server
 
 

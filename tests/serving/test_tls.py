@@ -43,6 +43,16 @@ def test_a_certificate_that_is_not_valid_now_is_an_error(ours: Authority) -> Non
         Tls(config_of(ours.sign("server"), tls_client_ca=old.cert))
 
 
+def test_an_expired_authority_beside_a_valid_one_is_warned_of(ours: Authority, caplog: pytest.LogCaptureFixture) -> None:
+    pair, bundle = ours.sign("server", ends=30 * DAY), ours.folder / "bundle.pem"
+    valid, old = ours.sign("valid", ends=30 * DAY), ours.sign("old", begins=-2 * DAY, ends=-DAY)
+    bundle.write_bytes(old.cert.read_bytes() + valid.cert.read_bytes())
+    with caplog.at_level(logging.WARNING, "serving"):
+        Tls(config_of(pair, tls_client_ca=bundle))
+    [record] = caplog.records
+    assert "tls_client_ca" in record.getMessage() and "CN=old expired on" in record.getMessage()
+
+
 def test_any_certificate_of_a_chain_counts(ours: Authority) -> None:
     pair, old = ours.sign("server"), ours.sign("intermediate", begins=-2 * DAY, ends=-DAY)
     pair.cert.write_bytes(pair.cert.read_bytes() + old.cert.read_bytes())
@@ -155,7 +165,5 @@ def test_keys_are_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "cannot be read: No such file" in reloads[-1]
 
 
-def test_nothing_to_reload(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "serving"):
-        Access(ServerConfig(), Metrics()).reload()
-    assert "neither certificates nor keys" in caplog.text
+def test_nothing_to_reload() -> None:
+    assert not Access(ServerConfig(), Metrics()).reloads

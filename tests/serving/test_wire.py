@@ -72,7 +72,7 @@ TOPS = st.lists(st.tuples(st.integers(0, 2**31), st.floats(max_value=0)), max_si
 LOGPROBS = st.builds(TokenLogprobs, st.floats(-100, 0), st.integers(1, 2**40), TOPS)
 ID, TOKEN = st.text(st.characters(codec="utf-8")), st.integers(0, 2**31)
 REASONS = st.none() | st.sampled_from(("stop", "length", "abort", "error"))
-UPDATES = st.builds(TokenUpdate, ID, TOKEN, REASONS, st.none() | TOKEN | ID, st.none() | LOGPROBS, st.integers(0, 9))
+UPDATES = st.builds(TokenUpdate, ID, TOKEN, REASONS, st.none() | TOKEN | ID, st.none() | LOGPROBS, st.integers(0, 9), st.floats(0, 1e9))
 SCORES = st.builds(PromptScores, ID, TOKEN, st.lists(TOKEN), st.lists(LOGPROBS, max_size=3))
 BATCHES = st.builds(
     Batch,
