@@ -182,13 +182,11 @@ class _Stream:
 
     Attributes:
         room: for requests that are worked on.
-        client: its name.
         stalled: whether the client did not read in time.
     """
 
     def __init__(self, context: grpc.aio.ServicerContext, write_timeout: float) -> None:
         self.sequence, self.stalled = asyncio.Semaphore(MOST_AT_ONCE), False
-        self.client = client_of(context)
         self._writer = PatientWriter(context, write_timeout, self._stall)
         self._turn = asyncio.Lock()
         self._held: dict[str, Callable[[], None]] = {}  # what frees a request, by its id

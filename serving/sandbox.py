@@ -41,9 +41,14 @@ class Sandbox:
 
     A client has one job at a time, so that clients take turns. A thread waits for each worker: event loop and workers never wait for
     each other.
+
+    Args:
+        workers: processes at most.
+        module: what they run.
     """
 
-    def __init__(self, workers: int = WORKERS) -> None:
+    def __init__(self, workers: int = WORKERS, module: str = "serving.sandbox_worker") -> None:
+        self._module = module
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
         self._idle: list[_Worker] = []
         self._running: set[_Worker] = set()
@@ -144,7 +149,7 @@ class Sandbox:
         with self._lock:
             if self._closed:
                 raise Lost("the server is stopping")
-            worker = self._idle.pop() if self._idle else _Worker(folder)
+            worker = self._idle.pop() if self._idle else _Worker(self._module, folder)
             self._running.add(worker)
             return worker
 
@@ -159,13 +164,13 @@ class _Turn:
 class _Worker:
     """A process, and this end of its socket."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, module: str, folder: Path) -> None:
         self._frames: Frames[Done] = Frames(Done)
         self._ready = False
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "serving.sandbox_worker", str(folder)],
+                [sys.executable, "-P", "-m", module, str(folder)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's Ctrl-C is the server's

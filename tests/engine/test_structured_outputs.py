@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, SamplingParams
+from jengine.mask_thread import MASK_SECONDS
 from jengine.request import Request
 from jengine.shared_engine import Call
 from jengine.text.masks import make_mask
@@ -166,6 +168,26 @@ def test_a_fault_in_a_mask_ends_its_request_alone(calls: int, llm: LLM) -> None:
     failed = faulty.outputs[0]
     assert (failed.finish_reason, failed.stop_reason) == ("error", "ZeroDivisionError: a fault")
     assert failed.token_ids == tokens[: (calls + 1) // 2]  # with the one that could not be accepted: it was sampled as it should be
+
+
+class Slow(Faulty):
+    """Computes for seconds."""
+
+    def _call(self) -> None:
+        until = time.thread_time() + 10 * MASK_SECONDS
+        while time.thread_time() < until:
+            pass
+
+
+def test_a_slow_mask_ends_its_request_alone(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPT)
+    given = [Request(request_id=f"slow{i}", prompt_token_ids=ids, params=PLAIN, mask=Slow(0) if i else None) for i in range(2)]
+    plain, slow = (llm._submit([request]) for request in given)
+    while not (plain.finished and slow.finished):
+        llm._advance()
+    assert plain.outputs[0].token_ids == llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].outputs[0].token_ids
+    failed = slow.outputs[0]
+    assert failed.finish_reason == "error" and failed.stop_reason == f"its token mask took more than {MASK_SECONDS} s"
 
 
 def test_online_the_caller_is_told_and_the_engine_lives(llm: LLM) -> None:

@@ -1,0 +1,10 @@
+"""A sandbox's worker whose grammars overflow the stack, as a fault in llguidance might: `python -m tests.serving.small_stack_worker`."""
+
+import sys
+
+from jengine.text import grammars
+from serving import sandbox_worker
+
+if __name__ == "__main__":
+    grammars.STACK = 2**20
+    sys.exit(sandbox_worker.main())

@@ -1,0 +1,111 @@
+"""Grammars and templates that crashed or stalled a server: they cost their own request, and nothing restarts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from benchmarks import attacks
+from jengine import Ended
+from serving.engine_child import EngineChild
+from serving.generated.jengine.v1 import generate_pb2 as pb
+from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from serving.mock_engine import MockEngine
+from serving.watchdog import Heartbeat
+from serving.wire import Add, Sample, requests_of
+from tests.serving.processes import ServerProcess, mock_process
+
+GRAMMARS = ("schema_of_many_refs", "lark_of_many_rules", "lark_that_looks_short", "long_choice", "schema_of_products")
+REFUSED = {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
+    with mock_process(tokenizer_folder, server={"client_chat_templates": True}) as server:
+        server.wait_until_ready()
+        yield server
+
+
+class Beside:
+    """Calls GetLoad all the time."""
+
+    def __init__(self, stub: GenerateServiceStub) -> None:
+        self._stub, self._stop, self.calls = stub, threading.Event(), 0
+        self.errors: list[grpc.RpcError] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not (self.calls and self._stop.wait(0.01)):
+            try:
+                self._stub.GetLoad(pb.GetLoadRequest(), timeout=10)
+                self.calls += 1
+            except grpc.RpcError as error:
+                self.errors.append(error)
+                return
+
+    def __enter__(self) -> Beside:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("name", [*GRAMMARS, "endless_template"])
+def test_an_attack_costs_its_own_request(name: str, server: ServerProcess) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = GenerateServiceStub(channel)
+        [engine] = [pid for pid in server.children() if "serving.engine_" in Path(f"/proc/{pid}/cmdline").read_text()]
+        asked = attacks.ATTACKS[name](7)
+        with Beside(stub) as beside:
+            try:
+                call = stub.Chat if isinstance(asked, pb.ChatRequest) else stub.Generate
+                answer = "OK" if call(asked, timeout=60) else ""
+            except grpc.RpcError as error:
+                answer = error.code().name
+                assert ("chat_template" if name == "endless_template" else "structured_outputs") in error.details()
+            assert answer in ({"OK"} if name == "long_choice" else REFUSED if name != "schema_of_many_refs" else {"OK", *REFUSED})
+            good = pb.SamplingParams(max_tokens=4, structured_outputs=pb.StructuredOutputs(json='{"type": "integer"}'))
+            assert stub.Generate(pb.GenerateRequest(text="a", sampling_params=good), timeout=60).completions[0].token_ids
+        assert beside.calls and not beside.errors
+        assert engine in server.children(), "the engine has been restarted"
+
+
+def test_clients_of_kserve_are_checked_too(server: ServerProcess) -> None:
+    from serving.generated.inference import grpc_service_pb2 as kserve
+    from serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+
+    rules = attacks.ATTACKS["lark_that_looks_short"](8).sampling_params.structured_outputs.grammar
+    infer = kserve.ModelInferRequest(model_name="mock")
+    infer.parameters["sampling_parameters"].string_param = json.dumps({"structured_outputs": {"grammar": rules}})
+    tensor = infer.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(b"a")
+    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as refused:
+        GRPCInferenceServiceStub(channel).ModelInfer(infer, timeout=60)
+    assert refused.value.code().name in REFUSED and " takes " in refused.value.details()
+
+
+def order(*request_ids: str) -> Add:
+    params = json.dumps({"structured_outputs": {"regex": "a+"}})
+    return Add([1, 2], [Sample(request_id, i, params) for i, request_id in enumerate(request_ids)], 0, 0.0)
+
+
+def test_what_is_ended_before_its_mask_is_made_does_not_run() -> None:
+    server, ours = socket.socketpair()
+    with server, ours:
+        child = EngineChild(ours, Heartbeat(ours, 0))
+        child._engine = MockEngine()
+        child._pass_on(order("a", "a/1"))
+        child._end(Ended("a", "abort", None))
+        requests = requests_of(child._unmasked.get(), None)
+        child._add(requests)
+        assert child._engine.load.waiting == 1
+        child._end(Ended("a/1", "abort", None))
+        assert child._engine.load.waiting == 0 and not child._masking and not child._ended

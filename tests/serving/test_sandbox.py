@@ -1,0 +1,188 @@
+"""Disposable processes: what crashes, hangs or grows there costs its own request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from jengine import AsyncLLM, InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer
+from jengine.text import masks
+from serving import sandbox as sandboxes
+from serving.errors import Refusal
+from serving.sandbox import Sandbox
+from tests.serving.children import started
+from tests.serving.conftest import TEMPLATE
+from tests.serving.leaks import alive, nothing_leaks, wait_until
+from tests.text.test_grammars import schema
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% if b < 0 %}x{% endif %}{% endfor %}{% endfor %}"
+GOOD = StructuredOutputs(regex="[ab]+")
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_folder)
+
+
+def within(work: Callable[[Sandbox], Awaitable[None]], **options: Any) -> None:
+    """Do it with a sandbox, of which nothing is left."""
+
+    async def main() -> None:
+        sandbox = Sandbox(**options)
+        try:
+            await work(sandbox)
+        finally:
+            sandbox.close()
+
+    with nothing_leaks():
+        asyncio.run(main())
+
+
+def pids(sandbox: Sandbox) -> list[int]:
+    return [worker._process.pid for worker in (*sandbox._idle, *sandbox._running)]
+
+
+def test_grammars_are_checked_once(tokenizer: Tokenizer) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        await sandbox.check("a", None, tokenizer)
+        assert pids(sandbox) == [], "a worker starts with the first job"
+        await sandbox.check("a", GOOD, tokenizer)
+        [pid] = pids(sandbox)
+        bad = StructuredOutputs(regex="(")
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match="llguidance cannot read it") as wrong:
+                await sandbox.check("a", bad, tokenizer)
+            assert (wrong.value.field, wrong.value.value) == ("structured_outputs", bad)
+            os.kill(pid, signal.SIGSTOP)  # what follows is remembered
+        await sandbox.check("b", GOOD, tokenizer)
+
+    within(work)
+
+
+def test_a_crash_costs_one_request(tokenizer: Tokenizer) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        await sandbox.check("a", GOOD, tokenizer)
+        before = pids(sandbox)
+        with pytest.raises(InvalidArgument, match=r"too complex: .* signal 11 ") as wrong:
+            await sandbox.check("a", schema(900), tokenizer)
+        assert wrong.value.field == "structured_outputs"
+        await sandbox.check("a", StructuredOutputs(regex="c"), tokenizer)
+        assert before != pids(sandbox)
+
+    within(work, workers=1, module="tests.serving.small_stack_worker")
+
+
+def test_a_hanging_template_is_ended_and_others_go_on(tokenizer: Tokenizer) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        ids = await sandbox.render("b", MESSAGES, {"chat_template": TEMPLATE}, tokenizer)
+        assert ids == tokenizer.encode("<s>user: Hello\n<s>assistant:", False)
+        hanging = asyncio.create_task(sandbox.render("a", MESSAGES, {"chat_template": ENDLESS}, tokenizer))
+        again = asyncio.create_task(sandbox.render("a", MESSAGES, {"chat_template": ENDLESS}, tokenizer))
+        await asyncio.sleep(0)
+        assert await sandbox.render("b", MESSAGES, {"chat_template": TEMPLATE}, tokenizer) == ids, "a client has one job at a time"
+        assert not hanging.done()
+        for task in (hanging, again):
+            with pytest.raises(InvalidArgument, match=r"more than 2\.0 s of processor time") as wrong:
+                await task
+            assert wrong.value.field == "chat_template"
+
+    within(work)
+
+
+@pytest.mark.parametrize(
+    "template, field, why",
+    [
+        ("{% if %}", "chat_template", "no Jinja template"),
+        ("{{ 'x' * 10**11 }}", "messages", "MemoryError"),
+        ("{{ raise_exception('no') }}", "messages", "refuses"),
+        ("{{ 'x ' * 10**7 }}", "", "processor time|too complex|tokens|memory"),
+    ],
+)
+def test_templates_that_fail(template: str, field: str, why: str, tokenizer: Tokenizer) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        with pytest.raises(InvalidArgument, match=why) as wrong:
+            await sandbox.render("a", MESSAGES, {"chat_template": template}, tokenizer)
+        assert wrong.value.field == field or not field
+
+    within(work)
+
+
+def test_the_queue_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandboxes, "MOST_WAITING", 1)
+
+    async def work(sandbox: Sandbox) -> None:
+        first = asyncio.create_task(sandbox.check("a", GOOD, tokenizer))
+        await asyncio.sleep(0)
+        with pytest.raises(Refusal) as busy:
+            await sandbox.check("b", StructuredOutputs(regex="b"), tokenizer)
+        assert busy.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await first
+        await sandbox.check("b", StructuredOutputs(regex="b"), tokenizer)
+
+    within(work)
+
+
+def test_a_worker_inherits_no_socket_but_its_own(tokenizer: Tokenizer) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        await sandbox.check("a", GOOD, tokenizer)
+        [pid] = pids(sandbox)
+        links = [os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()]
+        assert len([link for link in links if link.startswith("socket:")]) == 1, links
+
+    within(work)
+
+
+ORPHAN = f"""
+import asyncio, sys
+from pathlib import Path
+from jengine import Tokenizer
+from serving.sandbox import Sandbox
+
+async def main():
+    sandbox, tokenizer = Sandbox(), Tokenizer.load(Path(sys.argv[1]))
+    await sandbox.render("a", {MESSAGES}, {{"chat_template": "x"}}, tokenizer)
+    print(sandbox._idle[0]._process.pid, flush=True)
+    await sandbox.render("a", {MESSAGES}, {{"chat_template": {ENDLESS!r}}}, tokenizer)
+
+asyncio.run(main())
+"""
+
+
+def test_workers_die_with_the_server(tokenizer_folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHAN, str(tokenizer_folder)], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        worker = int(server.stdout.readline())
+        server.kill()
+    wait_until(lambda: not alive(worker))
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = "import sys, serving.sandbox_worker; print({'jax', 'grpc', 'transformers', 'numba'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_no_grammar_is_compiled_in_the_event_loop(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's process makes the masks."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("compiled here")
+
+    async def ask() -> None:
+        async with AsyncLLM.over(process, Tokenizer.load(tokenizer_folder)) as llm:
+            params = SamplingParams(n=3, max_tokens=4, structured_outputs=StructuredOutputs(regex="a+"))
+            outputs = [output async for output in llm.generate("abc", params, output_kind="final")]
+            assert [len(completion.token_ids) for completion in outputs[-1].outputs] == [4, 4, 4]
+
+    monkeypatch.setattr(masks, "make_masks", never)
+    with started(tokenizer_folder=str(tokenizer_folder), vocab_size=501) as process:
+        asyncio.run(ask())

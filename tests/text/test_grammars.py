@@ -1,0 +1,130 @@
+"""Limits of grammars, and how they are compiled: on a large stack, once for all samples of a prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jengine.errors import InvalidArgument, JengineError
+from jengine.prompts import make_requests
+from jengine.request import SamplingParams, StructuredOutputs
+from jengine.text import grammars, masks
+from jengine.text.grammars import MAX_CHARACTERS, MAX_REFS, MAX_RULES, check_structure, compile_structure, probe_structure
+from jengine.text.tokenizer import Tokenizer
+from tests.text.conftest import byte_level
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level(), {"eos_token": "</s>"})
+
+
+def schema(refs: int) -> StructuredOutputs:
+    """A chain."""
+    defs: dict[str, Any] = {
+        f"d{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}, "required": ["x"]} for i in range(refs)
+    }
+    return StructuredOutputs(json=json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, f"d{refs}": {"type": "integer"}}}))
+
+
+def short_schema(refs: int) -> StructuredOutputs:
+    """With as few characters to a level as there can be."""
+    defs: dict[str, Any] = {f"{i:x}": {"items": {"$ref": f"#/d/{i + 1:x}"}} for i in range(refs)}
+    return StructuredOutputs(json=json.dumps({"$ref": "#/d/0", "d": {**defs, f"{refs:x}": {}}}, separators=(",", ":")))
+
+
+def lark(rules: int) -> StructuredOutputs:
+    chain = "\n".join(f'r{i}: "a" r{i + 1} | r{i + 1}' for i in range(rules - 2))
+    return StructuredOutputs(grammar=f'start: r0\n{chain}\nr{rules - 2}: "b"')
+
+
+@pytest.mark.parametrize("what", [schema(MAX_REFS - 10), short_schema(MAX_REFS - 10), lark(MAX_RULES)], ids=["json", "short", "lark"])
+def test_the_deepest_that_pass_the_limits_do_not_overflow_the_stack(what: StructuredOutputs, tokenizer: Tokenizer) -> None:
+    """These ended the process, which is what this test does when it fails."""
+    assert not compile_structure(what, tokenizer, grammars.STACK // 4).is_error()
+
+
+def test_what_the_limits_do_not_see_does_not_overflow_the_stack(tokenizer: Tokenizer) -> None:
+    """They read text, not JSON: an escape hides a name from them. Size alone bounds the depth then."""
+    deepest = next(what for refs in range(4_000, 0, -100) if len(str((what := hidden(refs)).json)) <= MAX_CHARACTERS)
+    assert not compile_structure(deepest, tokenizer).is_error()
+
+
+def hidden(refs: int) -> StructuredOutputs:
+    return StructuredOutputs(json=str(short_schema(refs).json).replace("$ref", "\\u0024ref"))
+
+
+@pytest.mark.parametrize(
+    "what, limit",
+    [
+        (schema(MAX_REFS + 1), f"at most {MAX_REFS}"),
+        (lark(MAX_RULES + 1), f"at most {MAX_RULES}"),
+        (StructuredOutputs(regex="x" * (MAX_CHARACTERS + 1)), f"at most {MAX_CHARACTERS}"),
+        (StructuredOutputs(choice=["x" * (MAX_CHARACTERS // 2), "y" * (MAX_CHARACTERS // 2 + 1)]), f"at most {MAX_CHARACTERS}"),
+        (StructuredOutputs(json={"const": "x" * MAX_CHARACTERS}), f"at most {MAX_CHARACTERS}"),
+    ],
+    ids=["refs", "rules", "regex", "choice", "json"],
+)
+def test_limits(what: StructuredOutputs, limit: str, tokenizer: Tokenizer) -> None:
+    for refuse in (check_structure, lambda what: compile_structure(what, tokenizer)):
+        with pytest.raises(InvalidArgument, match=limit) as wrong:
+            refuse(what)  # type: ignore[operator]
+        assert wrong.value.field == "structured_outputs"
+
+
+def test_rules_are_counted() -> None:
+    """Definitions and terminals of any form; no colons in strings."""
+    grammar = 'start: a | B\n?a: "x:" \n!b.2 : /y:/\nB: "c: d"\n  // note: none\n_c{x}: x\n%ignore " "'
+    assert grammars._RULE.findall(grammar) == ["start:", "?a:", "!b.2 :", "B:", "_c{x}:"]
+
+
+def test_samples_share_what_is_compiled(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[StructuredOutputs] = []
+
+    def counting(what: StructuredOutputs, tokenizer: Tokenizer) -> Any:
+        compiled.append(what)
+        return compile_structure(what, tokenizer)
+
+    monkeypatch.setattr(masks, "compile_structure", counting)
+    params = SamplingParams(n=8, structured_outputs=StructuredOutputs(choice=["ab", "cd"]), bad_words=["x"])
+    requests = make_requests(tokenizer, "The", params, "r")
+    assert len(compiled) == 1
+
+    def allowed(index: int) -> set[int]:
+        words = np.full(-(-tokenizer.vocab_size // 32), 0xFFFFFFFF, np.uint32)
+        mask = requests[index].mask
+        assert mask is not None
+        mask.fill(words)
+        return {token for token in range(tokenizer.vocab_size) if words[token // 32] >> (token % 32) & 1}
+
+    a, b, c, d = (tokenizer.encode(letter, False)[0] for letter in "abcd")
+    assert {a, c} <= allowed(0) == allowed(7)
+    for request, token in zip(requests, (a, c), strict=False):
+        assert request.mask is not None
+        request.mask.accept(token)
+    assert allowed(0) == {b} and allowed(1) == {d} and {a, c} <= allowed(2)
+    assert all(request.mask is None for request in make_requests(tokenizer, "The", params, "r", masks=False))
+    assert len(compiled) == 1
+
+
+def test_a_copy_does_not_wait_for_a_call_that_was_given_up(tokenizer: Tokenizer) -> None:
+    first = masks.Grammar(StructuredOutputs(regex="a*"), tokenizer)
+    second = first.copy()
+    with first._busy, pytest.raises(JengineError, match="another sample"):  # as in a thread that is still at work
+        second.fill(np.zeros(-(-tokenizer.vocab_size // 32), np.uint32))
+
+
+def test_a_choice_may_have_thousands_of_texts(tokenizer: Tokenizer) -> None:
+    """As alternatives of a rule they exceeded the parser's limit at the first token."""
+    matcher = compile_structure(StructuredOutputs(choice=[f"x{i:04d}" for i in range(5_000)]), tokenizer)
+    assert matcher.consume_tokens(tokenizer.encode("x1234", False)) and matcher.is_accepting()
+
+
+def test_a_first_mask_that_takes_too_long_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe_structure(StructuredOutputs(regex="a*"), tokenizer)
+    monkeypatch.setattr(grammars, "MASK_SECONDS", 0.0)
+    with pytest.raises(InvalidArgument, match="a mask takes"):
+        probe_structure(StructuredOutputs(regex="a*"), tokenizer)
