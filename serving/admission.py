@@ -7,7 +7,7 @@ from collections import Counter
 
 import grpc
 
-from jengine import InvalidArgument, SamplingParams
+from jengine import InvalidArgument
 from serving.config import ServerConfig
 from serving.errors import busy
 from serving.model_provider import ModelProvider
@@ -15,8 +15,6 @@ from serving.security import current_key
 from serving.token_bucket import TokenBucket
 
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
-# Stop strings become an automaton, bad words masks: that takes time and memory by their length, and others wait.
-MOST_TEXTS, LONGEST_TEXTS = 256, 10_000  # texts, their characters together
 
 
 class Admission:
@@ -137,14 +135,6 @@ def _take(counts: Counter[str], client: str, n: int) -> None:
     counts[client] -= n
     if not counts[client]:
         del counts[client]
-
-
-def check_texts(params: SamplingParams) -> None:
-    """Raises InvalidArgument where texts among the parameters would hold up everybody else."""
-    for name in ("stop", "bad_words"):
-        texts = getattr(params, name)
-        if len(texts) > MOST_TEXTS or sum(map(len, texts)) > LONGEST_TEXTS:
-            raise InvalidArgument(name, f"{len(texts)} texts", f"at most {MOST_TEXTS}, of {LONGEST_TEXTS} characters together")
 
 
 def client_of(context: grpc.aio.ServicerContext) -> str:
