@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
+
+import grpc
 
 from serving.generated.inference import grpc_service_pb2 as kserve
 from serving.generated.jengine.v1 import generate_pb2 as pb
@@ -131,10 +134,17 @@ LARGE: dict[str, Callable[[int], Asked]] = {
         large_tensor,
     )
 }
-METHODS = {
-    pb.GenerateRequest: "/jengine.v1.GenerateService/Generate",
-    pb.ChatRequest: "/jengine.v1.GenerateService/Chat",
-    pb.TokenizeRequest: "/jengine.v1.GenerateService/Tokenize",
-    pb.DetokenizeRequest: "/jengine.v1.GenerateService/Detokenize",
-    kserve.ModelInferRequest: "/inference.GRPCInferenceService/ModelInfer",
+METHODS: dict[type[Asked], tuple[str, Any]] = {
+    pb.GenerateRequest: ("/jengine.v1.GenerateService/Generate", pb.GenerateResponse),
+    pb.ChatRequest: ("/jengine.v1.GenerateService/Chat", pb.GenerateResponse),
+    pb.TokenizeRequest: ("/jengine.v1.GenerateService/Tokenize", pb.TokenizeResponse),
+    pb.DetokenizeRequest: ("/jengine.v1.GenerateService/Detokenize", pb.DetokenizeResponse),
+    kserve.ModelInferRequest: ("/inference.GRPCInferenceService/ModelInfer", kserve.ModelInferResponse),
 }
+
+
+def send(channel: grpc.Channel, request: Asked) -> Any:
+    """The response. Raises grpc.RpcError."""
+    method, response = METHODS[type(request)]
+    call = channel.unary_unary(method, request_serializer=type(request).SerializeToString, response_deserializer=response.FromString)
+    return call(request, timeout=60)

@@ -97,7 +97,7 @@ def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal
     if isinstance(error, EngineDead):
         return Refusal(grpc.StatusCode.UNAVAILABLE, "the engine is not running; come again", _retry(retry_seconds))
     if isinstance(error, Busy):
-        return busy(str(error), error.retry_seconds, "text_work")
+        return busy(str(error), error.retry_seconds, error.cause)
     if isinstance(error, SlowReader):
         return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), cause="slow_reader")
     return Refusal(grpc.StatusCode.INTERNAL, f"internal server error ({type(error).__name__}); see its log")

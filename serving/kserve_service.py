@@ -185,7 +185,6 @@ class _Stream:
 
     Attributes:
         room: for requests that are worked on.
-        client: its name.
         stalled: whether the client did not read in time.
     """
 
@@ -201,8 +200,10 @@ class _Stream:
 
     @contextmanager
     def freeing(self, request_id: str, free: Callable[[], None]) -> Iterator[None]:
-        """Within this, what the request holds is freed if the client does not read."""
+        """Within this, what the request holds is freed if the client does not read, or has not."""
         self._held[request_id] = free
+        if self.stalled:
+            free()
         try:
             yield
         finally:

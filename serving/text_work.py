@@ -43,7 +43,7 @@ class TextWork:
             return work()
         mine = self._clients.get(client) or _Client()
         if mine.bytes + size > MAX_CLIENT_BYTES or self._bytes + size > MAX_BYTES:
-            raise Busy(f"{mine.bytes} bytes of this client's text wait to be processed, {self._bytes} in all", RETRY_SECONDS)
+            raise Busy(f"{mine.bytes} bytes of this client's text wait to be processed, {self._bytes} in all", RETRY_SECONDS, "text_work")
         self._clients[client] = mine
         mine.bytes += size
         self._bytes += size

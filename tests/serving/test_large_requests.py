@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.large_requests import LARGE, METHODS
+from benchmarks.large_requests import LARGE, send
 from serving.client import Client
 from tests.serving.processes import ServerProcess, mock_process
 
@@ -66,10 +66,8 @@ def attack(server: ServerProcess, name: str) -> list[grpc.StatusCode]:
     try:
         with grpc.insecure_channel(server.address) as channel:
             for i in range(3):
-                request = LARGE[name](i)
-                call = channel.unary_unary(METHODS[type(request)], request_serializer=lambda message: message.SerializeToString())
                 try:
-                    call(request, timeout=60)
+                    send(channel, LARGE[name](i))
                     codes.append(OK)
                 except grpc.RpcError as error:
                     codes.append(error.code())

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
+import grpc
 import pytest
 
-from serving.overload import Busy
+from serving.errors import refusal
+from serving.overload import Busy, SlowReader
 from serving.text_work import LONG_TEXT, MAX_CLIENT_BYTES, THREADS, TextWork
 
 
@@ -103,6 +105,15 @@ def test_too_much_text() -> None:
         await asyncio.gather(first, other)
 
     run(main())
+
+
+def test_statuses() -> None:
+    full = refusal(Busy("full", 1.5, "text_work"))
+    [info] = full.details
+    assert (full.code, full.message, full.cause) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "text_work")
+    assert info.retry_delay.ToMilliseconds() == 1500
+    slow = refusal(SlowReader("not read"))
+    assert (slow.code, slow.cause, slow.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_reader", ()), "not to be tried again"
 
 
 def test_errors_are_the_callers() -> None:
