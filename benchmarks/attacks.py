@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from benchmarks.large_requests import LARGE, Asked, send
 from benchmarks.machine import save
 from benchmarks.serve_processes import mock_server, model_server
 from serving.generated.jengine.v1 import generate_pb2 as pb
@@ -28,8 +29,8 @@ from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 
 MODEL = {"model": "demo", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 512}
 LIMIT = 0.25  # seconds that an attack may add to the longest wait
-REFUSED = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "OK")  # how an attacker may be answered
-Attack = Callable[[int], pb.GenerateRequest | pb.ChatRequest]
+REFUSED = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "OK")  # how an attacker may be answered
+Attack = Callable[[int], Asked]
 ATTACKS: dict[str, Attack] = {}
 
 
@@ -106,6 +107,10 @@ def endless_template(i: int) -> pb.ChatRequest:
     return pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="Hello")], options=options)
 
 
+# --- S2, S3, S4: large requests ----------------------------------------------------------------------
+
+ATTACKS |= LARGE
+
 # --- probes ------------------------------------------------------------------------------------------
 
 
@@ -140,17 +145,16 @@ def stub(address: str) -> Any:
 def watch(address: str, seconds: float, attacks: Attack | None, first: int) -> tuple[dict[str, Any], Counter[str]]:
     """The probes' waits during an attack, or without one."""
     answers: Counter[str] = Counter()
-    with stub(address) as one, stub(address) as other, stub(address) as attacker:
+    with stub(address) as one, stub(address) as other, grpc.insecure_channel(address) as attacker:
         short = pb.GenerateRequest(text="def f(", sampling_params=pb.SamplingParams(max_tokens=8, ignore_eos=True))
         probes = {"GetLoad": Probe(lambda: one.GetLoad(pb.GetLoadRequest())), "Generate": Probe(lambda: other.Generate(short))}
         until, i = time.monotonic() + seconds, first
         while attacks is None and time.monotonic() < until:
             time.sleep(0.05)
         while attacks is not None and time.monotonic() < until:
-            asked = attacks(i)
-            call = attacker.Chat if isinstance(asked, pb.ChatRequest) else attacker.Generate
             try:
-                reasons = {pb.FinishReason.Name(c.ending.finish_reason) for c in call(asked, timeout=60).completions}
+                answer = send(attacker, attacks(i))
+                reasons = {pb.FinishReason.Name(c.ending.finish_reason) for c in getattr(answer, "completions", ())}
                 answers["OK " + ",".join(sorted(reasons)).replace("FINISH_REASON_", "").lower()] += 1
             except grpc.RpcError as error:
                 answers[error.code().name] += 1
@@ -181,7 +185,8 @@ def main() -> None:
             added = {probe: round(waits[probe]["longest"] - usual[probe]["longest"], 4) for probe in waits}
             results[name] = {"waits": waits, "added_to_longest": added, "answers": dict(answers)}
             bad = [answer for answer in answers if not answer.startswith(REFUSED)]
-            print("" if max(added.values()) <= LIMIT and not bad else f"   MISSED: {added} {bad}", end="\n" if bad else "")
+            if max(added.values()) > LIMIT or bad:
+                print(f"   MISSED: {added} {bad}")
     if not options.mock:
         save("attacks", {"seconds": options.seconds, "limit_seconds": LIMIT, "without": usual, "attacks": results})
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.limits import Limits
     from jengine.llm import LLM
+    from jengine.prompts import PreparedPrompt, params_of_samples
     from jengine.request import (
         CompletionOutput,
         FinishReason,
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputs,
         TokenMask,
+        check_entries,
     )
+    from jengine.request_handle import OutputKind, RequestHandle
     from jengine.scheduling.sequence_limits import SequenceLimits
     from jengine.start import Started, follow, start_engine
     from jengine.text.grammars import check_structure, probe_structure
@@ -51,8 +54,11 @@ __all__ = [
     "Logprob",
     "ModelError",
     "OutOfMemory",
+    "OutputKind",
+    "PreparedPrompt",
     "PromptScores",
     "Request",
+    "RequestHandle",
     "RequestOutput",
     "SamplingParams",
     "SequenceLimits",
@@ -66,9 +72,11 @@ __all__ = [
     "Updates",
     "__version__",
     "chat_prompt",
+    "check_entries",
     "check_structure",
     "follow",
     "make_masks",
+    "params_of_samples",
     "probe_structure",
     "run_engine",
     "start_engine",
@@ -82,6 +90,7 @@ _MODULES = {
     "jengine.config": ("EngineConfig",),
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
     "jengine.limits": ("Limits",),
+    "jengine.prompts": ("PreparedPrompt", "params_of_samples"),
     "jengine.request": (
         "CompletionOutput",
         "FinishReason",
@@ -91,7 +100,9 @@ _MODULES = {
         "SamplingParams",
         "StructuredOutputs",
         "TokenMask",
+        "check_entries",
     ),
+    "jengine.request_handle": ("OutputKind", "RequestHandle"),
     "jengine.scheduling.sequence_limits": ("SequenceLimits",),
     "jengine.start": ("Started", "follow", "start_engine"),
     "jengine.text.grammars": ("check_structure", "probe_structure"),

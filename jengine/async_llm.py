@@ -9,9 +9,9 @@ import itertools
 import math
 import os
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from jengine.backend import Backend, EngineThread, Updates
 from jengine.chat import ChatOptions, Conversation, chat_prompt
@@ -19,23 +19,14 @@ from jengine.config import EngineConfig
 from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.outputs import LiveOutputs
 from jengine.process import check_process
-from jengine.prompts import Prompt, make_requests
-from jengine.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from jengine.prompts import PreparedPrompt, Prompt, check_priority, make_requests
+from jengine.request import RequestOutput, SamplingParams
+from jengine.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle
+from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
 
-OutputKind = Literal["cumulative", "delta", "final"]
-OUTPUT_KINDS = ("cumulative", "delta", "final")
-
-
-@dataclass(slots=True)
-class _Caller:
-    """Somebody who iterates over a request's outputs."""
-
-    key: str  # the request's name in the engine, never used again: tokens that come late for one request cannot reach another
-    output: RequestOutput  # grows
-    kind: OutputKind
-    grown: asyncio.Event = field(default_factory=asyncio.Event)
+LONG_TEXT = 10_000  # characters from which `generate` tokenizes in a thread: it takes milliseconds
 
 
 class AsyncLLM:
@@ -70,7 +61,7 @@ class AsyncLLM:
         self.backend, self.tokenizer, self._default_params = backend, tokenizer, default_sampling_params
         self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer)
-        self._callers: dict[str, _Caller] = {}  # by request id
+        self._handles: dict[str, RequestHandle] = {}  # by request id
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
@@ -117,29 +108,13 @@ class AsyncLLM:
             InvalidArgument: when the iteration begins: it can never be answered. Nothing has been queued then.
             EngineDead: the engine has failed, or was closed.
         """
-        caller = self._submit(prompt, sampling_params, request_id, priority, timeout, output_kind)
-        output = caller.output
-        cancel = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._end, caller, "timeout")
-        shown: dict[int, tuple[int, int]] = {}  # of a delta's completions, by index: tokens, characters
-        try:
-            ended = False
-            while not ended:
-                await caller.grown.wait()
-                caller.grown.clear()
-                ended = output.finished
-                if self._dead is not None and not ended:
-                    raise EngineDead(f"the engine has stopped: {self._dead!r}") from self._dead
-                if ended or output_kind != "final":
-                    news = _snapshot(output, shown)
-                    if output_kind == "delta":
-                        shown = {c.index: (len(c.token_ids), len(c.text)) for c in output.outputs}
-                    yield news
-        finally:
-            if cancel is not None:
-                cancel.cancel()
-            self._end(caller, None)
-            if self._callers.get(output.request_id) is caller:
-                del self._callers[output.request_id]
+        work: Prompt | PreparedPrompt = prompt
+        if isinstance(prompt, str) and len(prompt) >= LONG_TEXT:
+            work = await asyncio.to_thread(self.prepare, prompt, sampling_params)
+        handle = self.submit(work, sampling_params, request_id=request_id, priority=priority, timeout=timeout, output_kind=output_kind)
+        async with handle:
+            async for output in handle:
+                yield output
 
     def chat(
         self,
@@ -162,18 +137,13 @@ class AsyncLLM:
             InvalidArgument: at the call, a message or option is wrong; when the iteration begins, as `generate`.
             ModelError: the model has no chat template.
         """
-        prompt = chat_prompt(self.tokenizer, messages, **options)
+        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self._max_model_len, **options)
         return self.generate(prompt, sampling_params, request_id=request_id, priority=priority, timeout=timeout, output_kind=output_kind)
-
-    def find(self, request_id: str) -> RequestOutput | None:
-        """The output of a request that somebody iterates over, as far as it has come: it grows. None where it is unknown or over."""
-        caller = self._callers.get(request_id)
-        return None if caller is None else caller.output
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its iteration gets a last output with finish_reason "abort". False where it is unknown or has ended."""
-        caller = self._callers.get(request_id)
-        return caller is not None and self._end(caller, None)
+        handle = self._handles.get(request_id)
+        return handle is not None and handle.abort()
 
     async def close(self, drain: float = 0.0) -> None:
         """Stop: no new requests; up to `drain` seconds for those that run, then they are aborted with stop_reason "shutdown";
@@ -182,11 +152,11 @@ class AsyncLLM:
         self._bind()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain
-        while self._dead is None and loop.time() < deadline and any(not caller.output.finished for caller in self._callers.values()):
+        while self._dead is None and loop.time() < deadline and any(not handle.finished for handle in self._handles.values()):
             await asyncio.sleep(0.01)
         if self._dead is None:
-            for caller in self._callers.values():
-                self._end(caller, "shutdown")
+            for handle in self._handles.values():
+                handle.abort("shutdown")
         await loop.run_in_executor(None, self.backend.quit)
         atexit.unregister(self.backend.quit)
 
@@ -196,44 +166,97 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # --- their work ------------------------------------------------------------------------------
+    # --- the same, step by step ------------------------------------------------------------------
 
-    def _submit(
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> PreparedPrompt:
+        """Check and tokenize a prompt, for `submit`. May be called in any thread, where a long text holds nothing up.
+
+        Raises:
+            InvalidArgument: it can never be answered.
+        """
+        params = self._default_params if sampling_params is None else sampling_params
+        requests = make_requests(
+            self.tokenizer,
+            prompt,
+            params,
+            f"request-{next(self._ids)}",
+            masks=not self.backend.makes_masks,
+            max_model_len=self._max_model_len,
+        )
+        self.backend.limits.validate(requests[0])
+        return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
+
+    def prepare_chat(
+        self, messages: Conversation, sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> PreparedPrompt:
+        """As `prepare`, of a conversation; see `chat`.
+
+        Raises:
+            InvalidArgument: a message or option is wrong, or it can never be answered.
+            ModelError: the model has no chat template.
+        """
+        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self._max_model_len, **options)
+        return self.prepare(prompt, sampling_params)
+
+    def submit(
         self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None,
-        priority: int,
-        timeout: float | None,
-        kind: OutputKind,
-    ) -> _Caller:
-        """Check everything, then queue."""
+        prompt: Prompt | PreparedPrompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        output_kind: OutputKind = "cumulative",
+    ) -> RequestHandle:
+        """Queue one prompt, in the event loop. When this returns, the request is valid and queued; iterate over the handle, then close it.
+
+        Args:
+            prompt, sampling_params: or what `prepare` made of both.
+            request_id, priority, timeout, output_kind: as for `generate`.
+
+        Raises:
+            InvalidArgument: it can never be answered. Nothing has been queued then.
+            EngineDead: the engine has failed, or was closed.
+        """
         check_process(self._pid)
         if self._dead is not None:
             raise EngineDead(f"the engine has stopped: {self._dead!r}") from self._dead
         if self._closing:
             raise EngineDead("the engine has been closed")
-        if kind not in OUTPUT_KINDS:
-            raise InvalidArgument("output_kind", kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
+        if output_kind not in OUTPUT_KINDS:
+            raise InvalidArgument("output_kind", output_kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
         if timeout is not None and not (type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0):
             raise InvalidArgument("timeout", timeout, "must be a finite number of seconds, at least 0")
-        key = f"request-{next(self._ids)}"
-        if request_id is None:
-            request_id = key
-        elif not isinstance(request_id, str):
+        check_priority(priority)
+        if request_id is not None and not isinstance(request_id, str):
             raise InvalidArgument("request_id", request_id, "must be text")
         self._bind()
-        if request_id in self._callers:
-            raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
-        params = self._default_params if params is None else params
-        requests = make_requests(self.tokenizer, prompt, params, key, priority, masks=not self.backend.makes_masks)
+        self._check_id(request_id)
+        prepared = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, sampling_params)
+        requests = prepared.requests
+        key = requests[0].request_id
+        if request_id is None:
+            self._check_id(request_id := key)
         for request in requests:
-            self.backend.limits.validate(request)
-        output = self._live.open(requests)
+            request.priority = priority
+        self.backend.add(*requests)  # what comes of it is delivered in a later turn of the event loop
+        output = self._live.open(requests, prepared.stops)
         output.request_id = request_id
-        caller = self._callers[request_id] = _Caller(key, output, kind)
-        self.backend.add(*requests)
-        return caller
+        handle = RequestHandle(output, output_kind, partial(self._end, key), self._forget)
+        self._handles[request_id] = handle
+        if timeout is not None:
+            handle.timer = asyncio.get_running_loop().call_later(timeout, handle.abort, "timeout")
+        return handle
+
+    # --- their work ------------------------------------------------------------------------------
+
+    @property
+    def _max_model_len(self) -> int:
+        return self.backend.limits.sequence.max_model_len
+
+    def _check_id(self, request_id: str | None) -> None:
+        if request_id in self._handles:
+            raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
 
     def _bind(self) -> None:
         """To the event loop that runs now, unless requests may be waiting in another one."""
@@ -243,17 +266,21 @@ class AsyncLLM:
         if self._loop is not None:
             if not self._loop.is_closed():
                 raise JengineError("this AsyncLLM is used in another event loop, which has not been closed")
-            for caller in self._callers.values():
-                self._end(caller, None)
-            self._callers.clear()
+            for handle in self._handles.values():
+                handle.abort()
+            self._handles.clear()
         self._loop = loop
 
-    def _end(self, caller: _Caller, why: str | None) -> bool:
-        if self._live.abort(caller.key, why) is None:
+    def _end(self, key: str, why: str | None) -> bool:
+        """End the request that the engine knows by this key, which is never used again: late tokens reach no other request."""
+        if self._live.abort(key, why) is None:
             return False
         self._pass_on()
-        caller.grown.set()
         return True
+
+    def _forget(self, handle: RequestHandle) -> None:
+        if self._handles.get(handle.request_id) is handle:
+            del self._handles[handle.request_id]
 
     def _pass_on(self) -> None:
         """Tell the engine what has ended."""
@@ -264,9 +291,7 @@ class AsyncLLM:
     def _deliver(self, updates: Updates) -> None:
         try:
             for output in self._live.take(updates):
-                caller = self._callers[output.request_id]
-                if output.finished or caller.kind != "final":
-                    caller.grown.set()
+                self._handles[output.request_id].grow()
             self._pass_on()
         except Exception as error:  # a fault in making text: the event loop would log it, and everybody would wait
             self.backend.quit(wait=False)
@@ -278,43 +303,11 @@ class AsyncLLM:
 
     def _fail(self, error: BaseException) -> None:
         self._dead = error
-        for caller in self._callers.values():
-            caller.grown.set()
+        for handle in self._handles.values():
+            handle.fail(error)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:
         """Call it in the event loop, from whatever thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it has been closed: nobody waits
                 self._loop.call_soon_threadsafe(call, *arguments)
-
-
-def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> RequestOutput:
-    """A copy that does not grow; of each completion only what comes after these tokens and characters."""
-    parts, times = [], output.metrics
-    for completion in output.outputs:  # made anew: copy.copy takes four times as long, once for every token that is streamed
-        tokens, characters = shown.get(completion.index, (0, 0))
-        part = CompletionOutput(
-            index=completion.index,
-            text=completion.text[characters:],
-            token_ids=completion.token_ids[tokens:],
-            logprobs=None if completion.logprobs is None else completion.logprobs[tokens:],
-            cumulative_logprob=completion.cumulative_logprob,
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-        )
-        parts.append(part)
-    return RequestOutput(
-        request_id=output.request_id,
-        prompt=output.prompt,
-        prompt_token_ids=output.prompt_token_ids,
-        outputs=parts,
-        prompt_logprobs=None if shown else output.prompt_logprobs,  # they were all there before the first token
-        finished=output.finished,
-        metrics=RequestMetrics(
-            arrival=times.arrival,
-            scheduled=times.scheduled,
-            first_token=times.first_token,
-            finished=times.finished,
-            preemptions=times.preemptions,
-        ),
-    )

@@ -59,7 +59,11 @@ class Backend(Protocol):
         """Start; called once. Both functions may be called from any thread; fail at most once, and nothing after it."""
 
     def add(self, *requests: Request) -> None:
-        """Queue a prompt's requests, which `limits` lets pass."""
+        """Queue a prompt's requests, which `limits` lets pass.
+
+        Raises:
+            InvalidArgument: they are larger than this backend takes. Nothing has been queued then.
+        """
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
         """Take a request out, if it is still there."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypedDict, cast
 
 from jengine.errors import InvalidArgument, ModelError
-from jengine.prompts import TokensPrompt
+from jengine.prompts import TokensPrompt, check_length
 from jengine.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -38,13 +38,14 @@ def chat_prompt(
     tokenizer: Tokenizer,
     messages: Conversation,
     *,
+    max_model_len: int | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
     chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> TokensPrompt:
-    """The prompt for one conversation; the options are those of ChatOptions.
+    """The prompt for one conversation; the options are those of ChatOptions, max_model_len as for make_requests.
 
     Raises:
         InvalidArgument: a message or option is wrong, or the template refuses the conversation.
@@ -72,6 +73,7 @@ def chat_prompt(
         tools=_plain("tools", tools),
         variables=_plain("chat_template_kwargs", chat_template_kwargs),
     )
+    check_length(tokenizer, text, max_model_len)
     # Templates write the special tokens themselves.
     return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text}
 

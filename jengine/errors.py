@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
+
+_repr = reprlib.Repr(maxlist=80, maxtuple=80, maxdict=80, maxstring=200).repr  # of a list of millions, repr takes seconds
+
 
 class JengineError(Exception):
     """Base of all errors that jengine raises on purpose."""
@@ -12,7 +16,7 @@ class InvalidArgument(JengineError, ValueError):
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         self.field, self.value, self.limit = field, value, limit
-        shown = repr(value)
+        shown = _repr(value)
         super().__init__(f"{field}={shown if len(shown) <= 80 else shown[:77] + '...'}: {limit}")
 
 

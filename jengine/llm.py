@@ -121,7 +121,7 @@ class LLM:
 
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
         """What `chat` completes for one conversation; to be streamed, or counted. Raises as `chat`."""
-        return chat_prompt(self.tokenizer, messages, **options)
+        return chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of requests that bring none: what the model's generation_config.json recommends, unless generation_config is "vllm".
@@ -189,9 +189,11 @@ class LLM:
         """A prompt's requests, checked."""
         self._shared.check()
         params = self._default_params if params is None else params
-        requests = make_requests(self.tokenizer, prompt, params, str(next(self._ids)), priority)
-        for request in requests:
-            self._shared.limits.validate(request)
+        limits = self._shared.limits
+        requests = make_requests(
+            self.tokenizer, prompt, params, str(next(self._ids)), priority, max_model_len=limits.sequence.max_model_len
+        )
+        limits.validate(requests[0])
         return requests
 
     def _finish(self, call: Call, bar: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from jengine.request import CompletionOutput, FinishReason, Request, RequestOutput
 from jengine.text.completion import CompletionBuilder
+from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Ended, PromptScores, TokenUpdate, Update
 
@@ -35,13 +36,14 @@ class LiveOutputs:
         self._live: dict[str, _Answer] = {}  # by each of a prompt's requests, until all of them have ended
         self.ended: list[Ended] = []
 
-    def open(self, requests: list[Request]) -> RequestOutput:
-        """The output of a prompt's requests: the one that grows. Its id is that of the first."""
+    def open(self, requests: list[Request], stops: StopAutomaton | None = None) -> RequestOutput:
+        """The output of a prompt's requests: the one that grows. Its id is that of the first.
+
+        stops: of their parameters; None compiles them.
+        """
         first = requests[0]
-        builders = {
-            request.request_id: CompletionBuilder(self._tokenizer, request.params, request.sample_index, request.prompt_token_ids)
-            for request in requests
-        }
+        stops = stops or StopAutomaton(tuple(first.params.stop))
+        builders = {request.request_id: CompletionBuilder(self._tokenizer, request, stops) for request in requests}
         output = RequestOutput(
             request_id=first.request_id,
             prompt=first.prompt,

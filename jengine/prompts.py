@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
 from jengine.errors import InvalidArgument
 from jengine.request import Request, SamplingParams, TokenMask
+from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
 
@@ -28,27 +30,44 @@ class TokensPrompt(TypedDict):
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt's requests, checked and ready to be submitted, once. See AsyncLLM.prepare."""
+
+    requests: list[Request]
+    stops: StopAutomaton  # all of them share it
+
+
 def make_requests(
-    tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams | None, request_id: str, priority: int = 0, masks: bool = True
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    params: SamplingParams | None,
+    request_id: str,
+    priority: int = 0,
+    masks: bool = True,
+    max_model_len: int | None = None,
 ) -> list[Request]:
     """The requests for one prompt, params.n of them; None is SamplingParams(). The first has this id, the others grow theirs from it.
 
+    May be called in any thread.
+
     Args:
         masks: make the token masks as well, which may take seconds; else whoever takes the requests must.
+        max_model_len: text of as many tokens or more is rejected without tokenizing it, where its length in bytes tells that.
 
     Raises:
-        InvalidArgument: what is no prompt, or empty; what is no SamplingParams.
+        InvalidArgument: what is no prompt, or empty; what is no SamplingParams; text that is too long.
     """
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise InvalidArgument("sampling_params", params, "must be a SamplingParams")
-    if type(priority) is not int:
-        raise InvalidArgument("priority", priority, "must be a whole number")
+    check_priority(priority)
     given: Any = prompt
     if isinstance(given, str) or (isinstance(given, dict) and set(given) == {"prompt"}):
         text = given if isinstance(given, str) else given["prompt"]
         if not isinstance(text, str):
             raise InvalidArgument("prompt", text, "must be text")
+        check_length(tokenizer, text, max_model_len)
         ids = tokenizer.encode(text) if text else []
     elif isinstance(given, dict) and {"prompt_token_ids"} <= set(given) <= {"prompt_token_ids", "prompt"}:
         text, ids = given.get("prompt"), given["prompt_token_ids"]
@@ -62,13 +81,13 @@ def make_requests(
         raise InvalidArgument("prompt", prompt, "must not be empty")
     ids, arrival = list(ids), time.monotonic()
     fresh: Sequence[TokenMask | None] = _masks(tokenizer, params) if masks and params.masks else [None] * params.n
-    others = dataclasses.replace(params, prompt_logprobs=None) if params.n > 1 else params  # the prompt is scored once
+    first, others = params_of_samples(params)
     return [
         Request(
             request_id=f"{request_id}/{index}" if index else request_id,
             prompt=text,
             prompt_token_ids=ids,
-            params=others if index else params,
+            params=others if index else first,
             sample_index=index,
             mask=fresh[index],
             priority=priority,
@@ -76,6 +95,28 @@ def make_requests(
         )
         for index in range(params.n)
     ]
+
+
+def params_of_samples(params: SamplingParams) -> tuple[SamplingParams, SamplingParams]:
+    """Of a prompt's first request, and of the others: the prompt is scored once."""
+    return params, params if params.prompt_logprobs is None else dataclasses.replace(params, prompt_logprobs=None)
+
+
+def check_priority(priority: int) -> None:
+    """Raises InvalidArgument for what is no whole number."""
+    if type(priority) is not int:
+        raise InvalidArgument("priority", priority, "must be a whole number")
+
+
+def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None) -> None:
+    """Raises InvalidArgument for text that has max_model_len tokens or more by its length alone."""
+    per_token = tokenizer.max_token_bytes if max_model_len is not None else None
+    if max_model_len is None or per_token is None or len(text) < max_model_len:
+        return
+    size = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+    if (least := -(-size // per_token)) >= max_model_len:
+        limit = f"{size} bytes are at least {least} tokens; at most max_model_len - 1 = {max_model_len - 1}, so that one can be generated"
+        raise InvalidArgument("prompt", text, limit)
 
 
 def _masks(tokenizer: Tokenizer, params: SamplingParams) -> Sequence[TokenMask | None]:

@@ -17,6 +17,16 @@ MAX_STOP_TOKEN_IDS = 16  # end-of-sequence ids included: the width of a slot's s
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 64
 MAX_LOGIT_BIAS = 300
+MAX_ALLOWED_TOKEN_IDS = 2**18  # as many tokens as the largest vocabularies have
+MAX_TEXTS = 256  # strings in `stop`, and in `bad_words`
+MAX_TEXTS_CHARACTERS = 10_000  # of each of these two lists together
+MAX_ENTRIES = {
+    "stop": MAX_TEXTS,
+    "bad_words": MAX_TEXTS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "logit_bias": MAX_LOGIT_BIAS,
+}
 FLOAT32_MAX = 3.4e38
 FinishReason = Literal["stop", "length", "abort", "error"]
 INSTEAD = {  # of parameters that users of other engines and older versions of vLLM know
@@ -65,6 +75,8 @@ class StructuredOutputs:
 class SamplingParams:
     """How a request's tokens are chosen and when it ends. Names and meanings follow vLLM.
 
+    Lists have a maximal length, which is checked first; then duplicates are removed.
+
     Args:
         n: completions of the prompt, at most MAX_SAMPLES, each sampled independently; must be 1 where temperature is 0, as in vLLM. Each
             computes the whole prompt and takes a slot and cache pages like a separate request.
@@ -77,14 +89,15 @@ class SamplingParams:
         max_tokens: tokens generated at most; None: up to the model's length.
         min_tokens: fewest tokens to generate: no end-of-sequence and no stop token comes before.
         ignore_eos: go on after the model's end-of-sequence token.
-        stop: strings at which the text ends; the string itself is left out.
+        stop: strings at which the text ends; the string itself is left out. At most MAX_TEXTS, of MAX_TEXTS_CHARACTERS together.
         stop_token_ids: token ids at which the output ends, at most MAX_STOP_TOKEN_IDS with end-of-sequence.
         repetition_penalty: above 1 makes tokens of prompt and output less likely, below 1 likelier; above 0.
         presence_penalty: taken from the logits of tokens in the output; in [-2, 2].
         frequency_penalty: taken from them once for each occurrence; in [-2, 2].
         logit_bias: what is added to the logits of these token ids, at most MAX_LOGIT_BIAS of them.
-        allowed_token_ids: nothing else is sampled.
-        bad_words: texts whose last token is not sampled where it would complete them.
+        allowed_token_ids: nothing else is sampled; at most MAX_ALLOWED_TOKEN_IDS.
+        bad_words: texts whose last token is not sampled where it would complete them; at most MAX_TEXTS, of MAX_TEXTS_CHARACTERS
+            together.
         structured_outputs: constrains the output: an object with exactly one of the fields json, regex, choice and grammar,
             such as {"regex": "[0-9]+"}; in Python also a StructuredOutputs.
         include_stop_str_in_output: keep the stop string, or a stop token's text, at the end of the text.
@@ -131,9 +144,8 @@ class SamplingParams:
             return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _several("stop", stop))
-        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "stop", _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         _whole("n", self.n, 1, MAX_SAMPLES)
         _number("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")
         if self.n > 1 and self.greedy:
@@ -162,34 +174,26 @@ class SamplingParams:
             raise InvalidArgument("structured_outputs", self.structured_outputs, "must be a StructuredOutputs")
         if self.stop and not self.detokenize:
             raise InvalidArgument("detokenize", False, "must be True where stop strings are given")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidArgument("stop", text, "each stop must be a string of at least one character")
-        for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, None)
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidArgument("stop_token_ids", self.stop_token_ids, f"at most {MAX_STOP_TOKEN_IDS}")
 
     def _check_lists(self) -> None:
         bias = self.logit_bias
         if bias is not None:
-            if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS:
+            if not isinstance(bias, dict):
                 raise InvalidArgument("logit_bias", bias, f"must be a dict of at most {MAX_LOGIT_BIAS} token ids")
-            bias = {int(k) if isinstance(k, str) and k.isdecimal() else k: value for k, value in bias.items()}  # JSON has text for keys
+            check_entries("logit_bias", len(bias))
+            bias = {
+                int(k) if isinstance(k, str) and k.isdecimal() and len(k) < 20 else k: value for k, value in bias.items()
+            }  # JSON has text for keys
             object.__setattr__(self, "logit_bias", bias)
             for token, value in bias.items():
                 _whole("logit_bias", token, 0, None)
                 _number("logit_bias", value, -FLOAT32_MAX, FLOAT32_MAX, "finite")
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _several("allowed_token_ids", self.allowed_token_ids))
-            if not self.allowed_token_ids:
-                raise InvalidArgument("allowed_token_ids", self.allowed_token_ids, "must hold at least one id")
-            for token in self.allowed_token_ids:
-                _whole("allowed_token_ids", token, 0, None)
-        object.__setattr__(self, "bad_words", _several("bad_words", self.bad_words))
-        for text in self.bad_words:
-            if not isinstance(text, str) or not text:
-                raise InvalidArgument("bad_words", text, "each must be a string of at least one character")
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise InvalidArgument("allowed_token_ids", allowed, "must hold at least one id")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
 
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with these fields changed; raises as the constructor."""
@@ -228,10 +232,43 @@ def _structured(fields: dict[str, Any]) -> StructuredOutputs:
     return StructuredOutputs(**fields)
 
 
-def _several(name: str, value: object) -> tuple[object, ...]:
-    if value is not None and not isinstance(value, list | tuple):
+def check_entries(name: str, count: int) -> None:
+    """Checks a list among the sampling parameters by its length, before its entries are copied or looked at.
+
+    Raises:
+        InvalidArgument: more than MAX_ENTRIES allows.
+    """
+    if name in MAX_ENTRIES and count > MAX_ENTRIES[name]:
+        raise InvalidArgument(name, f"{count} entries", f"at most {MAX_ENTRIES[name]}")
+
+
+def _several(name: str, value: object) -> list[Any] | tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
         raise InvalidArgument(name, value, "must be a list")
-    return tuple(value or ())
+    check_entries(name, len(value))
+    return value
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """Without duplicates."""
+    texts = _several(name, value)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidArgument(name, text, "each must be a string of at least one character")
+    if (size := sum(map(len, texts))) > MAX_TEXTS_CHARACTERS:
+        raise InvalidArgument(name, f"{size} characters", f"at most {MAX_TEXTS_CHARACTERS} characters together")
+    return tuple(dict.fromkeys(texts))
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    """Without duplicates."""
+    ids = _several(name, value)
+    if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:  # a loop over each would take ten times as long
+        for token in ids:
+            _whole(name, token, 0, None)
+    return tuple(dict.fromkeys(ids))
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:

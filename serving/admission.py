@@ -7,16 +7,14 @@ from collections import Counter
 
 import grpc
 
-from jengine import InvalidArgument, SamplingParams
+from jengine import InvalidArgument
 from serving.config import ServerConfig
-from serving.errors import busy
 from serving.model_provider import ModelProvider
+from serving.overload import Busy
 from serving.security import current_key
 from serving.token_bucket import TokenBucket
 
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
-# Stop strings become an automaton, bad words masks: that takes time and memory by their length, and others wait.
-MOST_TEXTS, LONGEST_TEXTS = 256, 10_000  # texts, their characters together
 
 
 class Admission:
@@ -42,11 +40,11 @@ class Admission:
         """Count one more stream of this client until it is over, which is when its last message has gone.
 
         Raises:
-            Refusal: it has too many.
+            Busy: it has too many.
         """
         client, limit = client_of(context), self._client_limit()
         if self._streams.get(client, 0) >= limit:
-            raise busy(f"this client has {limit} streams; it may have no more at once", self._retry_seconds(), "client_streams")
+            raise Busy(f"this client has {limit} streams; it may have no more at once", self._retry_seconds(), "client_streams")
         self._streams[client] += 1
         context.add_done_callback(lambda _: _take(self._streams, client, 1))
 
@@ -54,7 +52,7 @@ class Admission:
         """Places for a prompt's completions.
 
         Raises:
-            Refusal: too many wait already, the client has too many, or its tokens of this minute are used up.
+            Busy: too many wait already, the client has too many, or its tokens of this minute are used up.
             InvalidArgument: there will never be as many.
         """
         places, client, limit = self._running + self._waiting, client_of(context), self._client_limit()
@@ -65,12 +63,12 @@ class Admission:
         bucket = self._bucket(client)
         if bucket is not None and (seconds := bucket.seconds_until_ready(time.monotonic())):
             limited = f"this client may use {bucket.per_minute} tokens a minute, and has used them; come again in {seconds:.1f} s"
-            raise busy(limited, seconds, "tokens_per_minute")
+            raise Busy(limited, seconds, "tokens_per_minute")
         if self._completions.get(client, 0) + n > limit:
             has = f"this client has {self._completions[client]} completions; it may have no more than {limit} at once"
-            raise busy(has, self._retry_seconds(), "client_streams")
+            raise Busy(has, self._retry_seconds(), "client_streams")
         if self.taken + n > places:
-            raise busy(f"{self._waiting} requests are waiting; the queue is full", self._retry_seconds(), "queue_full")
+            raise Busy(f"{self._waiting} requests are waiting; the queue is full", self._retry_seconds(), "queue_full")
         self.taken += n
         self._completions[client] += n
         return Place(self, client, n, bucket)
@@ -137,14 +135,6 @@ def _take(counts: Counter[str], client: str, n: int) -> None:
     counts[client] -= n
     if not counts[client]:
         del counts[client]
-
-
-def check_texts(params: SamplingParams) -> None:
-    """Raises InvalidArgument where texts among the parameters would hold up everybody else."""
-    for name in ("stop", "bad_words"):
-        texts = getattr(params, name)
-        if len(texts) > MOST_TEXTS or sum(map(len, texts)) > LONGEST_TEXTS:
-            raise InvalidArgument(name, f"{len(texts)} texts", f"at most {MOST_TEXTS}, of {LONGEST_TEXTS} characters together")
 
 
 def client_of(context: grpc.aio.ServicerContext) -> str:

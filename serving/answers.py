@@ -5,55 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import grpc
-
-from jengine import AsyncLLM, InvalidArgument, RequestOutput
+from jengine import RequestHandle, RequestOutput
 from serving.admission import Place
-from serving.errors import Refusal
+from serving.overload import SlowReader
 from serving.tracking import TrackedRequest
 
 log = logging.getLogger("serving")
 
-LONG_TEXT = 10_000  # bytes from which work on text is left to a thread: it takes some 10 ms, and everybody else would wait
-
-Outputs = AsyncGenerator[RequestOutput]
-_aborts: set[asyncio.Task[bool]] = set()  # on their way; the event loop alone would not keep them
-
 
 class Answer:
-    """A request's outputs. Entered when it has been checked and queued; left, it has ended, or is aborted.
+    """The outputs of a request that has been queued, tracked. Left, the request has ended, or is aborted."""
 
-    Args:
-        request_id: as the engine knows it; clients see the tracked request's.
+    def __init__(self, handle: RequestHandle, request: TrackedRequest) -> None:
+        self._handle, self._request = handle, request
+        request.queued(handle.output)
 
-    Raises:
-        InvalidArgument, EngineDead: on entering, as AsyncLLM.generate.
-    """
-
-    def __init__(self, llm: AsyncLLM, request_id: str, outputs: Outputs, request: TrackedRequest) -> None:
-        self._llm, self._request_id, self._outputs, self._request = llm, request_id, outputs, request
-
-    async def __aenter__(self) -> Answer:
-        self._first = asyncio.ensure_future(anext(self._outputs))
-        try:
-            await asyncio.sleep(0)  # in this turn of the event loop it is queued, or refused
-            if self._first.done():
-                self._first.result()
-        except InvalidArgument as wrong:
-            await self._close()
-            raise wrong if wrong.field != "request_id" else InvalidArgument(wrong.field, self._request.request_id, wrong.limit) from None
-        except BaseException:
-            await self._close()
-            raise
-        self._taken = False
-        self._request.queued(self._llm.find(self._request_id))
+    def __enter__(self) -> Answer:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._close()
+    def __exit__(self, *_: object) -> None:
+        self._handle.close()
         self._request.over()
 
     async def next(self) -> RequestOutput:
@@ -62,19 +36,10 @@ class Answer:
         Raises:
             EngineDead: the engine has failed, or was closed.
         """
-        if self._taken:
-            output = await anext(self._outputs)
-        else:
-            output, self._taken = await self._first, True
+        output = await anext(self._handle)
         output.request_id = self._request.request_id
         self._request.tokens(output)
         return output
-
-    async def _close(self) -> None:
-        if not self._first.done():
-            self._first.cancel()
-            await asyncio.wait([self._first])
-        await self._outputs.aclose()
 
 
 class PatientWriter:
@@ -85,22 +50,22 @@ class PatientWriter:
     stream holds one message and what the transport buffers.
     """
 
-    def __init__(self, context: grpc.aio.ServicerContext, seconds: float, give_up: Callable[[], object]) -> None:
-        self._write, self._peer, self._seconds, self._give_up = context.write, context.peer, seconds, give_up
+    def __init__(
+        self, write: Callable[[Any], Awaitable[object]], peer: Callable[[], str], seconds: float, give_up: Callable[[], object]
+    ) -> None:
+        self._write, self._peer, self._seconds, self._give_up = write, peer, seconds, give_up
         self._call_later = asyncio.get_running_loop().call_later
         self._stalled = False
 
     async def write(self, message: Any) -> None:
-        """Raises Refusal when the client did not read in time."""
+        """Raises SlowReader when the client did not read in time."""
         timer = self._call_later(self._seconds, self._stall)
         try:
             await self._write(message)
         finally:
             timer.cancel()
         if self._stalled:
-            raise Refusal(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"slow reader: a message was not read within {self._seconds} s", cause="slow_reader"
-            )
+            raise SlowReader(f"slow reader: a message was not read within {self._seconds} s")
 
     def _stall(self) -> None:
         self._stalled = True
@@ -108,24 +73,12 @@ class PatientWriter:
         self._give_up()
 
 
-def give_up(llm: AsyncLLM, request_id: str, place: Place) -> None:
+def give_up(handle: RequestHandle, place: Place) -> None:
     """Free what a request holds while its handler is stuck in a write."""
     place.release()
-    task = asyncio.ensure_future(llm.abort(request_id))
-    _aborts.add(task)
-    task.add_done_callback(_aborts.discard)
+    handle.abort()
 
 
 def new_id() -> str:
     """Not AsyncLLM's own: these can be guessed, and a client who took the next one would block somebody else."""
     return uuid.uuid4().hex
-
-
-async def in_thread_if_long[T](size: int, work: Callable[[], T]) -> T:
-    """Work on so many bytes of text; the tokenizer releases the interpreter's lock."""
-    return work() if size < LONG_TEXT else await asyncio.get_running_loop().run_in_executor(None, work)
-
-
-async def tokenized(llm: AsyncLLM, text: str) -> str | list[int]:
-    """A text, or its token ids where it is long."""
-    return text if len(text) < LONG_TEXT else await in_thread_if_long(len(text), lambda: llm.tokenizer.encode(text))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jengine import CompletionOutput, InvalidArgument, Logprob, RequestOutput, SamplingParams, StructuredOutputs
+from jengine import CompletionOutput, InvalidArgument, Logprob, RequestOutput, SamplingParams, StructuredOutputs, check_entries
 from serving.generated.jengine.v1 import generate_pb2 as pb
 
 NO_LIMIT = 2**31 - 1  # as max_tokens: SamplingParams' None, since an unset field is the default
@@ -17,6 +18,8 @@ REASONS = {
     "abort": pb.FINISH_REASON_ABORT,
     "error": pb.FINISH_REASON_ERROR,
 }
+MAX_MESSAGES = 4096  # in a conversation
+MAX_TOOLS_BYTES = 2**20  # of tools, and of a template's variables: templates write them in Python
 MOST_TOKENS = 1000  # in a message; with MAX_LOGPROBS of each, some 600 kB
 DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)}
 
@@ -32,6 +35,8 @@ def to_params(proto: pb.SamplingParams, default: SamplingParams | None = None) -
     given: dict[str, Any] = {}
     for field, value in proto.ListFields():
         name = field.name
+        if not isinstance(value, int | float | pb.StructuredOutputs):
+            check_entries(name, len(value))  # before they are copied
         if name == "structured_outputs":
             value = _structured(value)
         elif name == "logit_bias":
@@ -96,7 +101,13 @@ def _set_structured(proto: pb.StructuredOutputs, value: StructuredOutputs) -> No
 # --- prompts --------------------------------------------------------------------------------------
 
 
-def to_messages(messages: Iterable[pb.ChatMessage]) -> list[dict[str, Any]]:
+def check_messages(messages: Sequence[pb.ChatMessage]) -> None:
+    """Raises InvalidArgument where there are more than MAX_MESSAGES: before they are looked at."""
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidArgument("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
+
+
+def to_messages(messages: Sequence[pb.ChatMessage]) -> list[dict[str, Any]]:
     """As AsyncLLM.chat takes them, with only what is set.
 
     Raises:
@@ -115,7 +126,7 @@ def to_options(options: pb.ChatOptions) -> dict[str, Any]:
     """As jengine's ChatOptions, with only what is set.
 
     Raises:
-        InvalidArgument: text that is not JSON, or JSON of another type.
+        InvalidArgument: text that is not JSON, JSON of another type, or more than MAX_TOOLS_BYTES.
     """
     given: dict[str, Any] = {field.name: value for field, value in options.ListFields()}
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
@@ -125,6 +136,8 @@ def to_options(options: pb.ChatOptions) -> dict[str, Any]:
 
 
 def _json(where: str, text: str, kind: type) -> Any:
+    if len(text) > MAX_TOOLS_BYTES:
+        raise InvalidArgument(where, f"{len(text)} characters", f"at most {MAX_TOOLS_BYTES}")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -137,25 +150,21 @@ def _json(where: str, text: str, kind: type) -> Any:
 # --- outputs --------------------------------------------------------------------------------------
 
 
-def response(output: RequestOutput, model: str) -> pb.GenerateResponse:
-    """A finished output, whole."""
-    return pb.GenerateResponse(
+async def response(output: RequestOutput, model: str) -> pb.GenerateResponse:
+    """A finished output, whole. Other requests have their turn meanwhile: log probabilities of n completions may take seconds."""
+    whole = pb.GenerateResponse(
         request_id=output.request_id,
         model=model,
-        completions=[
-            pb.Completion(
-                index=completion.index,
-                text=completion.text,
-                token_ids=completion.token_ids,
-                logprobs=logprobs(completion.logprobs),
-                ending=ending(completion),
-            )
-            for completion in output.outputs
-        ],
         usage=usage(output, sum(len(completion.token_ids) for completion in output.outputs)),
         timings=timings(output),
-        prompt_logprobs=logprobs(output.prompt_logprobs),
     )
+    for completion in output.outputs:
+        part = whole.completions.add(
+            index=completion.index, text=completion.text, token_ids=completion.token_ids, ending=ending(completion)
+        )
+        await _add_logprobs(part.logprobs, completion.logprobs)
+    await _add_logprobs(whole.prompt_logprobs, output.prompt_logprobs)
+    return whole
 
 
 def started(request_id: str, model: str) -> pb.GenerateStreamResponse:
@@ -176,7 +185,7 @@ def deltas(completion: CompletionOutput) -> Iterator[pb.GenerateStreamResponse]:
         yield pb.GenerateStreamResponse(delta=news)  # not of a pb.Delta, which would be copied
 
 
-def finished(
+async def finished(
     output: RequestOutput, completion_tokens: int, prompt_logprobs: list[dict[int, Logprob] | None] | None
 ) -> pb.GenerateStreamResponse:
     """The end of a stream; of its last output, only what is not counted in tokens."""
@@ -184,8 +193,8 @@ def finished(
         endings=[ending(completion) for completion in output.outputs],
         usage=usage(output, completion_tokens),
         timings=timings(output),
-        prompt_logprobs=logprobs(prompt_logprobs),
     )
+    await _add_logprobs(end.prompt_logprobs, prompt_logprobs)
     return pb.GenerateStreamResponse(finished=end)
 
 
@@ -209,6 +218,14 @@ def timings(output: RequestOutput) -> pb.Timings:
     first = None if metrics.first_token is None else metrics.first_token - metrics.arrival
     total = 0.0 if metrics.finished is None else metrics.finished - metrics.arrival
     return pb.Timings(first_token_seconds=first, total_seconds=total, preemptions=metrics.preemptions)
+
+
+async def _add_logprobs(to: Any, positions: Sequence[Mapping[int, Logprob] | None] | None) -> None:
+    """Some at a time; other requests have their turn in between."""
+    for start in range(0, len(positions or ()), MOST_TOKENS):
+        if start:
+            await asyncio.sleep(0)
+        to.extend(logprobs((positions or ())[start : start + MOST_TOKENS]))
 
 
 def logprobs(positions: Iterable[Mapping[int, Logprob] | None] | None) -> list[pb.TokenLogprobs]:

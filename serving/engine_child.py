@@ -83,6 +83,11 @@ class EngineChild:
                 self._engine.add(*requests)
         except InvalidArgument as error:
             self._refuse([request.request_id for request in requests], error)
+        except Exception as error:  # an engine that ended would take all other requests with it, and might get these again
+            traceback.print_exc()
+            for request in requests:
+                self._engine.end(request.request_id, "error")
+            self._refuse([request.request_id for request in requests], error)
 
     def _refuse(self, request_ids: list[str], error: Exception) -> None:
         self._deliver([Ended(request_id, "error", str(error)) for request_id in request_ids if self._goes_on(request_id)])

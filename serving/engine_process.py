@@ -21,9 +21,25 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from jengine import Ended, EngineConfig, EngineDead, FinishReason, Limits, Load, Request, Updates
+from jengine import Ended, EngineConfig, EngineDead, FinishReason, InvalidArgument, Limits, Load, Request, Updates
 from serving.watchdog import Watchdog
-from serving.wire import RECEIVE, Add, Batch, Configure, End, EngineInfo, Failed, Frames, Quit, Ready, Report, add_order, error_of, frame
+from serving.wire import (
+    RECEIVE,
+    Add,
+    Batch,
+    Configure,
+    End,
+    EngineInfo,
+    Failed,
+    Frames,
+    Quit,
+    Ready,
+    Report,
+    TooLarge,
+    add_order,
+    error_of,
+    frame,
+)
 
 QUIT_SECONDS = 3.0  # until a child that shall quit is killed: it may be in the middle of a step
 EXIT_SECONDS = 1.0  # until one is killed that has hung up
@@ -118,7 +134,11 @@ class EngineProcess:
         threading.Thread(target=self._live, args=(self._child, deliver, fail), name="engine-reader", daemon=True).start()
 
     def add(self, *requests: Request) -> None:
-        self._order(add_order(requests))
+        try:
+            self._order(add_order(requests))
+        except TooLarge as large:
+            limit = f"at most {large.most} bytes, the sampling parameters included"
+            raise InvalidArgument("prompt", f"{large.size} bytes", limit) from None
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
         self._order(End(Ended(request_id, reason, stop_reason)))

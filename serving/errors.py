@@ -18,6 +18,7 @@ from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead, InvalidArgument, ModelError, SamplingParams
 from serving.model_provider import RESTART_SECONDS, ModelProvider
+from serving.overload import Busy, SlowReader
 
 log = logging.getLogger("serving")
 
@@ -95,6 +96,10 @@ def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal
         return Refusal(grpc.StatusCode.FAILED_PRECONDITION, error.reason)
     if isinstance(error, EngineDead):
         return Refusal(grpc.StatusCode.UNAVAILABLE, "the engine is not running; come again", _retry(retry_seconds))
+    if isinstance(error, Busy):
+        return busy(str(error), error.retry_seconds, error.cause)
+    if isinstance(error, SlowReader):
+        return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), cause="slow_reader")
     return Refusal(grpc.StatusCode.INTERNAL, f"internal server error ({type(error).__name__}); see its log")
 
 

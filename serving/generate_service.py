@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import grpc
 
-from jengine import AsyncLLM, InvalidArgument, SamplingParams, __version__
+from jengine import AsyncLLM, InvalidArgument, OutputKind, PreparedPrompt, RequestHandle, SamplingParams, __version__
 from serving import conversions
-from serving.admission import Admission, check_texts, client_of
-from serving.answers import Answer, Outputs, PatientWriter, give_up, in_thread_if_long, new_id, tokenized
+from serving.admission import Admission, client_of
+from serving.answers import Answer, PatientWriter, give_up, new_id
 from serving.bounds import RequestBounds, check_priority
 from serving.errors import check_model, reported
 from serving.generated.jengine.v1 import generate_pb2 as pb
@@ -18,6 +17,7 @@ from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServic
 from serving.model_provider import ModelProvider
 from serving.sandbox import Sandbox
 from serving.security import scoped
+from serving.text_work import TextWork
 from serving.tracking import RequestTracker, TrackedRequest
 
 Prompted = pb.GenerateRequest | pb.ChatRequest
@@ -28,6 +28,7 @@ class GenerateService(GenerateServiceServicer):
 
     Args:
         sandbox: where grammars are checked, and clients' chat templates rendered.
+        text_work: where long texts are worked on.
         write_timeout: seconds in which a client must take each message of a stream.
         client_chat_templates: whether clients may send chat templates of their own.
     """
@@ -39,11 +40,13 @@ class GenerateService(GenerateServiceServicer):
         tracker: RequestTracker,
         bounds: RequestBounds,
         sandbox: Sandbox,
+        text_work: TextWork,
         write_timeout: float,
         client_chat_templates: bool,
     ) -> None:
         self._models, self._admission, self._tracker, self._bounds = models, admission, tracker, bounds
-        self._sandbox, self._write_timeout, self._client_chat_templates = sandbox, write_timeout, client_chat_templates
+        self._sandbox, self._text_work = sandbox, text_work
+        self._write_timeout, self._client_chat_templates = write_timeout, client_chat_templates
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -60,18 +63,16 @@ class GenerateService(GenerateServiceServicer):
     async def _whole(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> pb.GenerateResponse:
         llm, params = self._let_in(request, context)
         with self._admission.place(params.n, context) as tracked.place:
-            request_id = scoped(tracked.request_id)
-            outputs = await self._submit(llm, request, params, request_id, "final", context)
-            async with Answer(llm, request_id, outputs, tracked) as answer:
-                return conversions.response(await answer.next(), self._models.info.name)
+            handle = await self._submit(llm, request, params, "final", context, tracked)
+            with Answer(handle, tracked) as answer:
+                return await conversions.response(await answer.next(), self._models.info.name)
 
     async def _streamed(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> None:
         llm, params = self._let_in(request, context)
         with self._admission.place(params.n, context) as tracked.place:
-            request_id = scoped(tracked.request_id)
-            outputs = await self._submit(llm, request, params, request_id, "delta", context)
-            async with Answer(llm, request_id, outputs, tracked) as answer:
-                write = PatientWriter(context, self._write_timeout, partial(give_up, llm, request_id, tracked.place)).write
+            handle = await self._submit(llm, request, params, "delta", context, tracked)
+            with Answer(handle, tracked) as answer:
+                write = PatientWriter(context.write, context.peer, self._write_timeout, partial(give_up, handle, tracked.place)).write
                 await write(conversions.started(tracked.request_id, self._models.info.name))
                 output = await answer.next()
                 prompt_logprobs, tokens = output.prompt_logprobs, 0
@@ -83,16 +84,17 @@ class GenerateService(GenerateServiceServicer):
                     if output.finished:
                         break
                     output = await answer.next()
-                await write(conversions.finished(output, tokens, prompt_logprobs))
+                await write(await conversions.finished(output, tokens, prompt_logprobs))
 
     Chat, ChatStream = Generate, GenerateStream
 
     def _let_in(self, request: Prompted, context: grpc.aio.ServicerContext) -> tuple[AsyncLLM, SamplingParams]:
         self._admission.stream(context)
         check_model(request.model, self._models)
+        if isinstance(request, pb.ChatRequest):
+            conversions.check_messages(request.messages)
         llm = self._models.llm
         params = self._bounds.params(conversions.to_params(request.sampling_params, llm.get_default_sampling_params()))
-        check_texts(params)
         check_priority(request.priority)
         return llm, params
 
@@ -101,28 +103,46 @@ class GenerateService(GenerateServiceServicer):
         llm: AsyncLLM,
         request: Prompted,
         params: SamplingParams,
-        request_id: str,
-        kind: str,
+        kind: OutputKind,
         context: grpc.aio.ServicerContext,
-    ) -> Outputs:
-        """What is wrong with the request shows here, or when outputs are first asked for."""
-        await self._sandbox.check(client_of(context), params.structured_outputs, llm.tokenizer)
-        options: dict[str, Any] = {
-            "request_id": request_id,
-            "priority": request.priority,
-            "timeout": self._bounds.timeout(request.timeout_seconds if request.HasField("timeout_seconds") else None),
-            "output_kind": kind,
-        }
+        tracked: TrackedRequest,
+    ) -> RequestHandle:
+        """Check and queue a request."""
+        prepared = await self._prepare(llm, request, params, client_of(context))
+        timeout = self._bounds.timeout(request.timeout_seconds if request.HasField("timeout_seconds") else None)
+        request_id = scoped(tracked.request_id)
+        try:
+            return llm.submit(prepared, request_id=request_id, priority=request.priority, timeout=timeout, output_kind=kind)
+        except InvalidArgument as wrong:
+            raise wrong if wrong.field != "request_id" else InvalidArgument(wrong.field, tracked.request_id, wrong.limit) from None
+
+    async def _prepare(self, llm: AsyncLLM, request: Prompted, params: SamplingParams, client: str) -> PreparedPrompt:
+        """What takes long in a request happens in threads, what may go wrong in processes of the sandbox."""
+        await self._sandbox.check(client, params.structured_outputs, llm.tokenizer)
+        work = partial(self._text_work.run, client, request.ByteSize())
+        if isinstance(request, pb.ChatRequest) and request.options.HasField("chat_template"):
+            if not self._client_chat_templates:
+                template = request.options.chat_template
+                raise InvalidArgument("chat_template", template, "this server takes no templates from its clients")
+            messages, chat = await work(lambda: (conversions.to_messages(request.messages), conversions.to_options(request.options)))
+            ids = await self._sandbox.render(client, messages, chat, llm.tokenizer)
+            return await work(partial(llm.prepare, ids, params))
+        return await work(partial(self._prepare_here, llm, request, params))
+
+    def _prepare_here(self, llm: AsyncLLM, request: Prompted, params: SamplingParams) -> PreparedPrompt:
+        """In any thread."""
         if isinstance(request, pb.ChatRequest):
-            messages, chat = conversions.to_messages(request.messages), conversions.to_options(request.options)
-            if "chat_template" in chat and not self._client_chat_templates:
-                raise InvalidArgument("chat_template", chat["chat_template"], "this server takes no templates from its clients")
-            if "chat_template" in chat:
-                return llm.generate(await self._sandbox.render(client_of(context), messages, chat, llm.tokenizer), params, **options)
-            return await in_thread_if_long(request.ByteSize(), partial(llm.chat, messages, params, **options, **chat))
+            return llm.prepare_chat(conversions.to_messages(request.messages), params, **conversions.to_options(request.options))
         if request.WhichOneof("prompt") == "token_ids":
-            return llm.generate(list(request.token_ids.ids), params, **options)
-        return llm.generate(await tokenized(llm, request.text), params, **options)
+            self._check_ids("prompt_token_ids", len(request.token_ids.ids))
+            return llm.prepare(list(request.token_ids.ids), params)
+        return llm.prepare(request.text, params)
+
+    def _check_ids(self, field: str, count: int) -> None:
+        """Before they are copied."""
+        most = self._models.info.limits.sequence.max_model_len
+        if count > most:
+            raise InvalidArgument(field, f"{count} ids", f"at most max_model_len = {most}")
 
     # --- the rest ---------------------------------------------------------------------------------
 
@@ -135,16 +155,27 @@ class GenerateService(GenerateServiceServicer):
         self._admission.stream(context)
         check_model(request.model, self._models)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        ids = await in_thread_if_long(len(request.text), partial(self._models.llm.tokenizer.encode, request.text, special))
-        return pb.TokenizeResponse(token_ids=ids)
+        tokenizer = self._models.llm.tokenizer
+
+        def tokenize() -> pb.TokenizeResponse:
+            return pb.TokenizeResponse(token_ids=tokenizer.encode(request.text, special))
+
+        answer: pb.TokenizeResponse = await self._text_work.run(client_of(context), request.ByteSize(), tokenize)
+        return answer
 
     @reported
     async def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
         self._admission.stream(context)
         check_model(request.model, self._models)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await in_thread_if_long(len(request.token_ids), partial(self._models.llm.tokenizer.decode, list(request.token_ids), skip))
-        return pb.DetokenizeResponse(text=text)
+        self._check_ids("token_ids", len(request.token_ids))
+        tokenizer = self._models.llm.tokenizer
+
+        def detokenize() -> pb.DetokenizeResponse:
+            return pb.DetokenizeResponse(text=tokenizer.decode_unlocked(list(request.token_ids), skip))
+
+        answer: pb.DetokenizeResponse = await self._text_work.run(client_of(context), request.ByteSize(), detokenize)
+        return answer
 
     @reported
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,17 +12,19 @@ import grpc
 from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from jengine import AsyncLLM, JengineError, RequestOutput, __version__
-from serving.admission import Admission, check_texts, client_of
-from serving.answers import Answer, PatientWriter, give_up, new_id, tokenized
+from jengine import AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, __version__
+from serving.admission import Admission, client_of
+from serving.answers import Answer, PatientWriter, give_up, new_id
 from serving.bounds import RequestBounds, check_priority
 from serving.errors import Refusal, check_model, checked, not_found, refusal, reported
 from serving.generated.inference import grpc_service_pb2 as pb
 from serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
 from serving.model_provider import ModelProvider
+from serving.overload import Busy, SlowReader
 from serving.sandbox import Sandbox
 from serving.security import scoped
 from serving.tensors import OUTPUTS, Asked, read_request, write_texts
+from serving.text_work import TextWork
 from serving.tracking import RequestTracker, TrackedRequest
 
 VERSION = "1"
@@ -34,6 +36,7 @@ class KserveService(GRPCInferenceServiceServicer):
 
     Args:
         sandbox: where grammars are checked.
+        text_work: where long texts are worked on.
         write_timeout: seconds in which a client must take each message of a stream.
     """
 
@@ -44,11 +47,13 @@ class KserveService(GRPCInferenceServiceServicer):
         tracker: RequestTracker,
         bounds: RequestBounds,
         sandbox: Sandbox,
+        text_work: TextWork,
         write_timeout: float,
         health: health.aio.HealthServicer,
     ) -> None:
         self._models, self._admission, self._tracker, self._bounds = models, admission, tracker, bounds
-        self._sandbox, self._write_timeout, self._health = sandbox, write_timeout, health
+        self._sandbox, self._text_work = sandbox, text_work
+        self._write_timeout, self._health = write_timeout, health
 
     # --- what is here -----------------------------------------------------------------------------
 
@@ -89,15 +94,17 @@ class KserveService(GRPCInferenceServiceServicer):
             self._admission.stream(context)
             asked = self._read(request)
             llm = self._models.llm
-            with self._admission.place(asked.params.n, context) as tracked.place:
-                async with await self._answer(llm, asked, scoped(new_id()), "final", context, tracked) as answer:
-                    output = await answer.next()
-                    return self._response(request, output, sum(len(completion.token_ids) for completion in output.outputs))
+            with (
+                self._admission.place(asked.params.n, context) as tracked.place,
+                Answer(await self._submit(llm, asked, "final", context), tracked) as answer,
+            ):
+                output = await answer.next()
+                return self._response(request, output, sum(len(completion.token_ids) for completion in output.outputs))
 
     @reported
     async def ModelStreamInfer(self, requests: AsyncIterator[pb.ModelInferRequest], context: grpc.aio.ServicerContext) -> None:
         self._admission.stream(context)
-        stream = _Stream(context, self._write_timeout)
+        stream = _Stream(context.write, context.peer, self._write_timeout)
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for request in requests:
@@ -108,12 +115,11 @@ class KserveService(GRPCInferenceServiceServicer):
 
     async def _answer_in(self, stream: _Stream, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext) -> None:
         """Request errors are reported in the stream, which continues."""
-        request_id = new_id()
         shown_id = "" if isinstance(request, bytes) else request.id
         try:
-            with self._tracker.track("ModelStreamInfer", shown_id or request_id, context) as tracked:
-                await self._stream_one(stream, request, scoped(request_id), context, tracked)
-        except (JengineError, Refusal) as error:
+            with self._tracker.track("ModelStreamInfer", shown_id or new_id(), context) as tracked:
+                await self._stream_one(stream, request, context, tracked)
+        except (JengineError, Refusal, Busy, SlowReader) as error:
             if stream.stalled:
                 raise
             await stream.write(error_message=refusal(error).message, infer_response=pb.ModelInferResponse(id=shown_id))
@@ -121,14 +127,12 @@ class KserveService(GRPCInferenceServiceServicer):
             stream.sequence.release()
 
     async def _stream_one(
-        self, stream: _Stream, request: pb.ModelInferRequest, request_id: str, context: grpc.aio.ServicerContext, tracked: TrackedRequest
+        self, stream: _Stream, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext, tracked: TrackedRequest
     ) -> None:
         asked, llm = self._read(request), self._models.llm
-        with (
-            self._admission.place(asked.params.n, context) as tracked.place,
-            stream.freeing(request_id, partial(give_up, llm, request_id, tracked.place)),
-        ):
-            async with await self._answer(llm, asked, request_id, "delta", context, tracked) as answer:
+        with self._admission.place(asked.params.n, context) as tracked.place:
+            handle = await self._submit(llm, asked, "delta", context)
+            with Answer(handle, tracked) as answer, stream.freeing(handle.request_id, partial(give_up, handle, tracked.place)):
                 ended, tokens = False, 0
                 while not ended:
                     output = await answer.next()
@@ -136,19 +140,18 @@ class KserveService(GRPCInferenceServiceServicer):
                     if ended or any(completion.text for completion in output.outputs):
                         await stream.write(infer_response=self._response(request, output, tokens))
 
-    async def _answer(
-        self, llm: AsyncLLM, asked: Asked, request_id: str, kind: Any, context: grpc.aio.ServicerContext, tracked: TrackedRequest
-    ) -> Answer:
-        await self._sandbox.check(client_of(context), asked.params.structured_outputs, llm.tokenizer)
-        prompt, timeout = await tokenized(llm, asked.text), self._bounds.timeout(asked.timeout)
-        outputs = llm.generate(prompt, asked.params, request_id=request_id, priority=asked.priority, timeout=timeout, output_kind=kind)
-        return Answer(llm, request_id, outputs, tracked)
+    async def _submit(self, llm: AsyncLLM, asked: Asked, kind: OutputKind, context: grpc.aio.ServicerContext) -> RequestHandle:
+        """Check and queue a request."""
+        client = client_of(context)
+        await self._sandbox.check(client, asked.params.structured_outputs, llm.tokenizer)
+        prepared = await self._text_work.run(client, asked.bytes, partial(llm.prepare, asked.text, asked.params))
+        timeout = self._bounds.timeout(asked.timeout)
+        return llm.submit(prepared, request_id=scoped(new_id()), priority=asked.priority, timeout=timeout, output_kind=kind)
 
     def _read(self, request: pb.ModelInferRequest) -> Asked:
         checked(request)
         self._check_model(request.model_name, request.model_version)
         asked = read_request(request, self._models.llm.get_default_sampling_params())
-        check_texts(asked.params)
         check_priority(asked.priority)
         return asked._replace(params=self._bounds.params(asked.params))
 
@@ -185,9 +188,9 @@ class _Stream:
         stalled: whether the client did not read in time.
     """
 
-    def __init__(self, context: grpc.aio.ServicerContext, write_timeout: float) -> None:
+    def __init__(self, write: Callable[[Any], Awaitable[object]], peer: Callable[[], str], write_timeout: float) -> None:
         self.sequence, self.stalled = asyncio.Semaphore(MOST_AT_ONCE), False
-        self._writer = PatientWriter(context, write_timeout, self._stall)
+        self._writer = PatientWriter(write, peer, write_timeout, self._stall)
         self._turn = asyncio.Lock()
         self._held: dict[str, Callable[[], None]] = {}  # what frees a request, by its id
 
@@ -197,8 +200,10 @@ class _Stream:
 
     @contextmanager
     def freeing(self, request_id: str, free: Callable[[], None]) -> Iterator[None]:
-        """Within this, what the request holds is freed if the client does not read."""
+        """Within this, what the request holds is freed if the client does not read, or has not."""
         self._held[request_id] = free
+        if self.stalled:
+            free()
         try:
             yield
         finally:

@@ -26,6 +26,7 @@ from serving.metrics import Metrics
 from serving.model_provider import ModelProvider
 from serving.request_log import RequestLog
 from serving.sandbox import Sandbox
+from serving.text_work import TextWork
 from serving.tracking import RequestTracker
 
 DESCRIPTORS = (
@@ -67,7 +68,8 @@ async def build_server(
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
     sandbox = Sandbox()
-    shared = (models, admission, RequestTracker(metrics, request_log), RequestBounds.of(config), sandbox, config.write_timeout)
+    tracker, bounds = RequestTracker(metrics, request_log), RequestBounds.of(config)
+    shared = (models, admission, tracker, bounds, sandbox, TextWork(), config.write_timeout)
     for service, servicer in zip(
         DESCRIPTORS, (GenerateService(*shared, config.client_chat_templates), KserveService(*shared, state)), strict=True
     ):

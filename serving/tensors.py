@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jengine import InvalidArgument, SamplingParams
+from jengine import InvalidArgument, SamplingParams, check_entries
 from serving.conversions import DEFAULTS, from_params
 from serving.generated.inference import grpc_service_pb2 as pb
 
@@ -32,6 +32,10 @@ KINDS = {
 LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")  # sampling parameters that are tensors of any size
 OUTPUTS = ("text_output", "finish_reason")
 WITHOUT_EFFECT = ("triton_enable_empty_final_response",)  # the last response is marked in any case
+KNOWN = {"text_input", "sampling_parameters", "priority", "timeout", *DEFAULTS, *WITHOUT_EFFECT}  # inputs or parameters
+NOT_KNOWN = "there is no such input or parameter"
+MAX_RANK = 8  # of a tensor: the product of its sizes is taken
+MAX_TEXTS = 1000  # in a tensor: more than any parameter may have
 
 
 class Asked(NamedTuple):
@@ -41,6 +45,7 @@ class Asked(NamedTuple):
     params: SamplingParams
     priority: int
     timeout: float | None  # seconds
+    bytes: int  # of the request
 
 
 def read_request(request: pb.ModelInferRequest, default: SamplingParams | None = None) -> Asked:
@@ -50,16 +55,17 @@ def read_request(request: pb.ModelInferRequest, default: SamplingParams | None =
     Raises:
         InvalidArgument: naming the parameter or tensor.
     """
+    if len(request.outputs) > len(OUTPUTS):
+        raise InvalidArgument("outputs", len(request.outputs), f"at most one each of {', '.join(OUTPUTS)}")
     for output in request.outputs:
         if output.name not in OUTPUTS:
             raise InvalidArgument("outputs", output.name, f"must be among {', '.join(OUTPUTS)}")
     given: dict[str, Any] = {}
     for name, elements in read_inputs(request).items():
-        if name not in LISTS and len(elements) != 1:
-            raise InvalidArgument(name, f"{len(elements)} elements", "must have one")
         given[name] = elements if name in LISTS else elements[0]
     for name, parameter in request.parameters.items():
         kind = parameter.WhichOneof("parameter_choice")
+        _check_known(name, kind)
         if name in given or kind is None:
             raise InvalidArgument(name, kind, "has no value" if kind is None else "is both a tensor and a parameter")
         if name not in WITHOUT_EFFECT:
@@ -69,7 +75,7 @@ def read_request(request: pb.ModelInferRequest, default: SamplingParams | None =
         raise InvalidArgument("text_input", text, "must be given, as a BYTES tensor of one element")
     priority, timeout = given.pop("priority", 0), given.pop("timeout", None)
     params = _params(given, SamplingParams() if default is None else default)
-    return Asked(text, params, priority, None if timeout is None else _seconds(timeout))
+    return Asked(text, params, priority, None if timeout is None else _seconds(timeout), request.ByteSize())
 
 
 def _params(given: dict[str, Any], default: SamplingParams) -> SamplingParams:
@@ -77,10 +83,15 @@ def _params(given: dict[str, Any], default: SamplingParams) -> SamplingParams:
         given |= _json_object("sampling_parameters", given.pop("sampling_parameters"), given)
     for name, value in given.items():
         if name not in DEFAULTS:
-            raise InvalidArgument(name, value, "there is no such input or parameter")
+            raise InvalidArgument(name, value, NOT_KNOWN)
     params = default.clone(**given)
     from_params(params)  # JSON knows numbers and texts that no proto, and no engine, can hold
     return params
+
+
+def _check_known(name: str, value: object) -> None:
+    if name not in KNOWN:
+        raise InvalidArgument(name, value, NOT_KNOWN)
 
 
 def _json_object(name: str, text: object, given: dict[str, Any]) -> dict[str, Any]:
@@ -115,12 +126,20 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, list[Any]]:
         name = f"inputs[{i}]"
         if tensor.name in out:
             raise InvalidArgument(f"{name}.name", tensor.name, "occurs twice")
+        _check_known(tensor.name, tensor.datatype)
         if tensor.datatype not in KINDS:
             raise InvalidArgument(f"{name}.datatype", tensor.datatype, f"must be one of {', '.join(KINDS)}")
         field, form = KINDS[tensor.datatype]
-        elements = _unpack(name, raw[i], form) if raw else list(getattr(tensor.contents, field))
-        if any(size < 0 for size in tensor.shape) or math.prod(tensor.shape) != len(elements):
-            raise InvalidArgument(f"{name}.shape", list(tensor.shape), f"there are {len(elements)} elements")
+        if len(tensor.shape) > MAX_RANK:
+            raise InvalidArgument(f"{name}.shape", f"{len(tensor.shape)} sizes", f"at most {MAX_RANK}")
+        count = math.prod(tensor.shape)
+        held = _count(name, raw[i], form) if raw else len(getattr(tensor.contents, field))
+        if any(size < 0 for size in tensor.shape) or count != held:
+            raise InvalidArgument(f"{name}.shape", list(tensor.shape), f"there are {held} elements{' or more' if held > MAX_TEXTS else ''}")
+        if tensor.name not in LISTS and count != 1:
+            raise InvalidArgument(tensor.name, f"{count} elements", "must have one")
+        check_entries(tensor.name, count)  # before they are read
+        elements = _unpack(raw[i], form) if raw else list(getattr(tensor.contents, field))
         out[tensor.name] = [_text(name, element) for element in elements] if tensor.datatype == "BYTES" else elements
     return out
 
@@ -135,16 +154,27 @@ def write_texts(response: pb.ModelInferResponse, name: str, texts: Sequence[str]
         tensor.contents.bytes_contents.extend(elements)
 
 
-def _unpack(name: str, raw: bytes, form: str | None) -> list[Any]:
+def _count(name: str, raw: bytes, form: str | None) -> int:
+    """The elements of a tensor; of texts, no more than MAX_TEXTS + 1 are counted."""
     if form is not None:
         if len(raw) % struct.calcsize(form):
             raise InvalidArgument(name, f"{len(raw)} bytes", f"an element has {struct.calcsize(form)}")
+        return len(raw) // struct.calcsize(form)
+    count = at = 0
+    while at < len(raw) and count <= MAX_TEXTS:
+        at += 4 + int.from_bytes(raw[at : at + 4], "little")
+        if at > len(raw):
+            raise InvalidArgument(name, f"{len(raw)} bytes", "an element is cut off: each is its length in four bytes, then as many bytes")
+        count += 1
+    return count
+
+
+def _unpack(raw: bytes, form: str | None) -> list[Any]:
+    if form is not None:
         return [element for (element,) in struct.iter_unpack(f"<{form}", raw)]
     elements, at = [], 0
     while at < len(raw):
         end = at + 4 + int.from_bytes(raw[at : at + 4], "little")
-        if end > len(raw):
-            raise InvalidArgument(name, f"{len(raw)} bytes", "an element is cut off: each is its length in four bytes, then as many bytes")
         elements.append(raw[at + 4 : end])
         at = end
     return elements

@@ -27,9 +27,10 @@ from jengine import (
     Tokenizer,
     TokenMask,
     TokenUpdate,
+    params_of_samples,
 )
 
-MAX_FRAME = 1 << 28  # bytes; a request of a million prompt tokens takes 5 MB
+MAX_FRAME = 1 << 26  # bytes; a request of a million prompt tokens takes 5 MB
 RECEIVE = 1 << 18  # bytes taken from the socket at once
 TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize")  # text is made in the server
 _DEFAULTS = SamplingParams()
@@ -39,6 +40,14 @@ _ERRORS = {"InvalidArgument": InvalidArgument, "ModelError": ModelError, "OutOfM
 
 class Garbled(JengineError):
     """What came is no message."""
+
+
+class TooLarge(JengineError):
+    """A message that is larger than the other side reads. Attributes: `size` and `most`, in bytes."""
+
+    def __init__(self, size: int, most: int) -> None:
+        super().__init__(f"a message of {size} bytes; at most {most}")
+        self.size, self.most = size, most
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -56,17 +65,22 @@ class Configure(Message):
 
 
 class Sample(msgspec.Struct, array_like=True, gc=False):
-    """One of a prompt's requests. `params` is a JSON object: msgpack ends at 64 bits, and max_tokens may be any number."""
+    """One of a prompt's requests."""
 
     request_id: str
     sample_index: int
-    params: str
 
 
 class Add(Message):
-    """Queue a prompt's requests. `arrival` is in seconds, monotonic: one clock for all processes of a machine."""
+    """Queue a prompt's requests.
+
+    Attributes:
+        params: of all of them, as a JSON object: msgpack ends at 64 bits, and max_tokens may be any number.
+        arrival: seconds, monotonic: one clock for all processes of a machine.
+    """
 
     prompt_token_ids: list[int]
+    params: str
     samples: list[Sample]
     priority: int
     arrival: float
@@ -162,10 +176,17 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: Message) -> bytearray:
-    """A message as it goes over the socket."""
+    """A message as it goes over the socket.
+
+    Raises:
+        TooLarge: the other side would not read it, and give up.
+    """
     buffer = bytearray(4)
     _encoder.encode_into(message, buffer, 4)
-    buffer[:4] = (len(buffer) - 4).to_bytes(4, "little")
+    size = len(buffer) - 4
+    if size > MAX_FRAME:
+        raise TooLarge(size, MAX_FRAME)
+    buffer[:4] = size.to_bytes(4, "little")
     return buffer
 
 
@@ -204,16 +225,16 @@ class Frames[T]:
 
 
 def add_order(requests: tuple[Request, ...]) -> Add:
-    """A prompt's requests, without their masks and the prompt's text."""
+    """A prompt's requests, without their masks and the prompt's text. All that they share crosses once."""
     first = requests[0]
-    samples = [Sample(request.request_id, request.sample_index, _params_text(request.params)) for request in requests]
+    samples = [Sample(request.request_id, request.sample_index) for request in requests]
     priority = max(-(2**63), min(first.priority, 2**63 - 1))  # what msgpack holds
-    return Add(first.prompt_token_ids, samples, priority, first.arrival)
+    return Add(first.prompt_token_ids, _params_text(first.params), samples, priority, first.arrival)
 
 
 def has_masks(order: Add) -> bool:
     """Whether `requests_of` makes masks, which may take a while. May be true for nothing."""
-    return '"structured_outputs"' in order.samples[0].params
+    return '"structured_outputs"' in order.params
 
 
 def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
@@ -222,17 +243,18 @@ def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
     Raises:
         InvalidArgument: a mask cannot be made here, though the server could.
     """
-    params = [SamplingParams(**json.loads(sample.params)) for sample in order.samples]
-    masks: Sequence[TokenMask | None] = [None] * len(params)
-    if params[0].masks and tokenizer is not None:
+    params = SamplingParams(**json.loads(order.params))
+    first, others = params_of_samples(params)
+    masks: Sequence[TokenMask | None] = [None] * len(order.samples)
+    if params.masks and tokenizer is not None:
         from jengine import make_masks  # llguidance is imported by those who use it
 
-        masks = make_masks(params[0], tokenizer, len(params))
+        masks = make_masks(params, tokenizer, len(order.samples))
     return [
         Request(
             request_id=sample.request_id,
             prompt_token_ids=order.prompt_token_ids,
-            params=params[i],
+            params=others if i else first,
             sample_index=sample.sample_index,
             mask=masks[i],
             priority=order.priority,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jengine.request import CompletionOutput, FinishReason, Logprob, SamplingParams
-from jengine.text.stop_strings import StopStrings
+from jengine.request import CompletionOutput, FinishReason, Logprob, Request
+from jengine.text.stop_strings import StopAutomaton, StopStrings
 from jengine.text.tokenizer import Tokenizer
 
 
 class CompletionBuilder:
-    """Grows `output` by one token at a time; each costs the same however long it has become. `prompt`: token ids, before its text."""
+    """Grows a request's `output` by one token at a time; each costs the same however long it has become. `stops`: of its params."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, index: int = 0, prompt: Sequence[int] = ()) -> None:
-        self.output = CompletionOutput(index=index)
+    def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopAutomaton) -> None:
+        self.output = CompletionOutput(index=request.sample_index)
         self._tokenizer = tokenizer
-        self._params = params
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens, after=prompt)
-        self._stops = StopStrings(tuple(params.stop))
+        self._params = params = request.params
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens, after=request.prompt_token_ids)
+        self._stops = StopStrings(stops)
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
 

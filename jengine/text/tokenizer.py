@@ -12,6 +12,7 @@ import tokenizers
 
 from jengine.errors import InvalidArgument, ModelError
 from jengine.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_bytes
+from jengine.text.token_bytes import most_bytes_of_a_token
 
 if TYPE_CHECKING:
     from jengine.text.chat_template import ChatTemplate
@@ -62,17 +63,28 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with the special tokens around a text, such as a leading <s>, that the tokenizer prescribes.
 
+        Other threads run meanwhile: the library's `encode` holds the interpreter's lock, and `encode_batch_fast` does not.
+
         Raises:
             InvalidArgument: text with lone surrogates, which is no Unicode text.
         """
         try:
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except (TypeError, UnicodeEncodeError):
             raise InvalidArgument("prompt", text, "must be text that UTF-8 can encode") from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text; ids outside the vocabulary have none, bytes that are no UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def decode_unlocked(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """As `decode`, for many ids: other threads run meanwhile."""
+        return str(self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """Bytes of text (UTF-8) that one token stands for at most; None where tokens may stand for any number of them."""
+        return most_bytes_of_a_token(self.backend)
 
     def token_text(self, token_id: int) -> str:
         """One token's text, special tokens included: what `Logprob.decoded_token` shows."""

@@ -52,6 +52,6 @@ async def collect(llm: AsyncLLM, prompt: Any, sampling_params: SamplingParams | 
 
 
 def assert_idle(llm: AsyncLLM) -> None:
-    assert not llm.backend._thread.is_alive() and not llm.backend.engine.has_work and not llm._callers
+    assert not llm.backend._thread.is_alive() and not llm.backend.engine.has_work and not llm._handles
     llm.backend.engine.scheduler.check_integrity()
     assert llm.backend.engine.scheduler.pool.owned == 0

@@ -43,7 +43,7 @@ def fresh(llm: LLM) -> Iterator[AsyncLLM]:
 
 async def wait_until_idle(llm: AsyncLLM) -> None:
     async with asyncio.timeout(10):
-        while llm.backend.engine.has_work or llm._callers:
+        while llm.backend.engine.has_work or llm._handles:
             await asyncio.sleep(0.005)
     assert llm.backend.engine.scheduler.pool.owned == 0
 
@@ -198,7 +198,7 @@ def test_refused_before_it_is_queued(prompt: Any, options: dict[str, Any], field
             with pytest.raises(InvalidArgument) as refused:
                 await collect(llm, prompt, **options)
             assert refused.value.field == field
-            assert list(llm._callers) == ["taken"] and len(llm._live._live) == 1 and len(llm.backend.engine.scheduler._live) == 1
+            assert list(llm._handles) == ["taken"] and len(llm._live._live) == 1 and len(llm.backend.engine.scheduler._live) == 1
         await llm.close()
         assert_idle(llm)
 

@@ -26,7 +26,7 @@ def test_an_error_in_the_engine_reaches_everybody(fail_at: int) -> None:
                 assert isinstance(answer, EngineDead) and "on fire" in str(answer) and isinstance(answer.__cause__, FloatingPointError)
             with pytest.raises(EngineDead, match="on fire"):
                 await collect(llm, TEXT)
-            assert not llm._callers
+            assert not llm._handles
             await llm.close(drain=60)
 
     asyncio.run(main())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jengine
-from jengine import InvalidArgument, Tokenizer
+from jengine import InvalidArgument, Request, Tokenizer
 from serving.engines import Made, mock_engine
 from serving.mock_engine import MockEngine
 from serving.wire import EngineInfo
@@ -45,6 +45,19 @@ class Babbling(MockEngine):
 
 def babbles(**options: Any) -> Made:
     return Made(Babbling(**options), None, FACTS)
+
+
+class Picky(MockEngine):
+    """Stumbles over prompts that begin with token 13, some of whose requests it has queued."""
+
+    def add(self, *requests: Request) -> None:
+        super().add(*requests[:-1] if requests[0].prompt_token_ids[0] == 13 else requests)
+        if requests[0].prompt_token_ids[0] == 13:
+            raise OverflowError("too odd a number")
+
+
+def picky(**options: Any) -> Made:
+    return Made(Picky(**options), None, FACTS)
 
 
 def starts_once(mark: str, **options: Any) -> Made:

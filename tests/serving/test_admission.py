@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from google.rpc.error_details_pb2 import RetryInfo
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jengine import InvalidArgument
 from serving.admission import LONGEST_RETRY, SHORTEST_RETRY, Admission, Place, client_of
 from serving.config import ServerConfig
-from serving.errors import Refusal
 from serving.mock_engine import MockEngine
 from serving.model_provider import FixedModel, ModelInfo
+from serving.overload import Busy
 from serving.security import Key, current_key
 
 RUNNING, WAITING, PER_CLIENT = 3, 4, 5
@@ -63,7 +62,7 @@ class Door(RuleBasedStateMachine):
             self.admission.stream(context)  # type: ignore[arg-type]
             self.streams.append(context)
             assert mine < PER_CLIENT
-        except Refusal as refused:
+        except Busy as refused:
             assert mine == PER_CLIENT
             check_retry(refused)
 
@@ -82,7 +81,7 @@ class Door(RuleBasedStateMachine):
             assert taken + n <= RUNNING + WAITING and mine + n <= PER_CLIENT
         except InvalidArgument as wrong:
             assert wrong.field == "n" and n > PER_CLIENT
-        except Refusal as refused:
+        except Busy as refused:
             assert taken + n > RUNNING + WAITING or mine + n > PER_CLIENT >= n
             check_retry(refused)
 
@@ -102,10 +101,8 @@ class Door(RuleBasedStateMachine):
         assert 0 not in self.admission._streams.values(), "clients that have gone are forgotten"
 
 
-def check_retry(refused: Refusal) -> None:
-    [info] = refused.details
-    assert isinstance(info, RetryInfo)
-    assert SHORTEST_RETRY - 1e-6 <= info.retry_delay.ToNanoseconds() / 1e9 <= LONGEST_RETRY
+def check_retry(refused: Busy) -> None:
+    assert SHORTEST_RETRY <= refused.retry_seconds <= LONGEST_RETRY
 
 
 TestDoor = Door.TestCase
@@ -129,10 +126,9 @@ def test_the_fuller_the_later(monkeypatch: pytest.MonkeyPatch) -> None:
         clock[0] += 6.0
         place.release()
     places = [door.place(1, of()) for _ in range(RUNNING + WAITING)]
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Busy) as refused:
         door.place(1, of())
-    [info] = refused.value.details
-    assert 3.5 < info.retry_delay.ToNanoseconds() / 1e9 < 4.5, "half of four, three at a time, each six seconds"
+    assert 3.5 < refused.value.retry_seconds < 4.5, "half of four, three at a time, each six seconds"
     for place in places:
         place.release()
 
@@ -155,7 +151,7 @@ def test_a_key_has_a_limit_of_its_own() -> None:
     door = admission()
     with calling_with(Key("small", max_streams=1)):
         door.place(1, of())
-        with pytest.raises(Refusal, match="no more than 1 at once") as refused:
+        with pytest.raises(Busy, match="no more than 1 at once") as refused:
             door.place(1, of(client=2))  # wherever it calls from
         assert refused.value.cause == "client_streams"
     with calling_with(Key("large", max_streams=6)):
@@ -170,12 +166,11 @@ def test_tokens_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
             place.charge(40)
             place.charge(40)  # so far
             place.charge(89)
-        with pytest.raises(Refusal, match="60 tokens a minute") as refused:
+        with pytest.raises(Busy, match="60 tokens a minute") as refused:
             door.place(1, of())
-        [info] = refused.value.details
-        assert (refused.value.cause, info.retry_delay.ToMilliseconds()) == ("tokens_per_minute", 30_000)
+        assert (refused.value.cause, refused.value.retry_seconds) == ("tokens_per_minute", 30.0)
         clock[0] = 29.9
-        with pytest.raises(Refusal):
+        with pytest.raises(Busy):
             door.place(1, of())
         clock[0] = 30.0
         door.place(1, of()).release()
@@ -183,7 +178,7 @@ def test_tokens_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
         door.place(1, of()).release()  # others have their own
     with calling_with(Key("anna", tokens_per_minute=6)):  # after the keys were reloaded
         door.place(1, of()).charge(1)
-        with pytest.raises(Refusal, match="6 tokens a minute"):
+        with pytest.raises(Busy, match="6 tokens a minute"):
             door.place(1, of())
     with calling_with(Key("anna")):
         door.place(1, of())

@@ -17,6 +17,7 @@ import pytest
 from jengine import (
     AsyncLLM,
     EngineDead,
+    InvalidArgument,
     Request,
     SamplingParams,
     Tokenizer,
@@ -193,3 +194,34 @@ def test_the_child_of_a_killed_server_ends_while_it_starts(tmp_path: Path) -> No
         assert alive(child)
         server.kill()
         wait_until(lambda: not alive(child))
+
+
+def test_a_request_larger_than_a_frame_is_rejected(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine, which would not read it, goes on."""
+
+    async def main() -> None:
+        async with AsyncLLM.over(process, tokenizer) as llm:
+            for _ in range(3):
+                with pytest.raises(InvalidArgument, match=r"prompt='\d+ bytes': at most 3000 bytes"):
+                    llm.submit([7] * 1000, SamplingParams(allowed_token_ids=list(range(1000))), request_id="mine")
+                [*_, last] = await collect(llm, [7], SamplingParams(max_tokens=2), request_id="mine")
+                assert last.outputs[0].token_ids == [7, 7] and alive(process.pid or 0)
+
+    with started() as process:
+        monkeypatch.setattr("serving.wire.MAX_FRAME", 3000)
+        asyncio.run(main())
+
+
+def test_a_request_that_an_engine_stumbles_over_ends_alone(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with AsyncLLM.over(process, tokenizer) as llm, llm.submit([7], LONG) as other:
+            for _ in range(3):
+                [*_, last] = await collect(llm, [13, 7], SamplingParams(n=3))
+                assert {part.finish_reason for part in last.outputs} == {"error"} and "too odd" in str(last.outputs[0].stop_reason)
+            assert len((await anext(other)).outputs[0].token_ids) >= 1 and not other.finished
+            while llm.load.running > 1:
+                await asyncio.sleep(0.001)
+            assert llm.load.waiting == 0 and alive(process.pid or 0)
+
+    with started("tests.serving.faulty_engines:picky", seconds=0.001, max_model_len=100_000, pages=10**6) as process:
+        asyncio.run(main())

@@ -222,7 +222,7 @@ def test_faults_tell_no_prompts(make_server: MakeServer, caplog: pytest.LogCaptu
     caplog.set_level(logging.DEBUG)
     with make_server() as server, server.stub() as stub:
         stub.Generate(generate(text=SECRET))
-        monkeypatch.setattr(AsyncLLM, "generate", fail)
+        monkeypatch.setattr(AsyncLLM, "prepare", fail)
         code, message, _ = refused(lambda: stub.Generate(generate(text=SECRET)))
         assert code is grpc.StatusCode.INTERNAL and "LookupError" in message and SECRET not in message
     assert "LookupError" in caplog.text and "test_refusals.py" in caplog.text and SECRET not in caplog.text

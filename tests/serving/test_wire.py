@@ -23,7 +23,9 @@ from jengine import (
     SamplingParams,
     TokenLogprobs,
     TokenUpdate,
+    params_of_samples,
 )
+from serving import wire
 from serving.wire import (
     MAX_FRAME,
     TEXT_FIELDS,
@@ -35,6 +37,7 @@ from serving.wire import (
     Message,
     Order,
     Report,
+    TooLarge,
     add_order,
     error_of,
     failed,
@@ -120,6 +123,25 @@ def test_samples_share_their_prompt() -> None:
     assert all_of_them < 2 * one
 
 
+def test_samples_share_their_parameters() -> None:
+    """Only the first has the prompt scored, on either side."""
+    first, others = params_of_samples(SamplingParams(n=64, stop_token_ids=[7], allowed_token_ids=list(range(10_000)), prompt_logprobs=2))
+    requests = [Request(request_id=str(i), prompt_token_ids=[5], params=others if i else first, sample_index=i) for i in range(64)]
+    one, all_of_them = len(frame(add_order((requests[0],)))), len(frame(add_order(tuple(requests))))
+    assert all_of_them < 1.1 * one
+    assert requests_of(send([add_order(tuple(requests))], Order, [])[0], None) == requests
+
+
+def test_what_the_other_side_would_not_read_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = add_order((Request(request_id="r", prompt_token_ids=list(range(1000)), params=SamplingParams()),))
+    size = len(frame(order)) - 4
+    monkeypatch.setattr(wire, "MAX_FRAME", size)
+    assert isinstance(Frames(Order).take(frame(order))[0], Add)
+    monkeypatch.setattr(wire, "MAX_FRAME", size - 1)
+    with pytest.raises(TooLarge, match=f"a message of {size} bytes; at most {size - 1}"):
+        frame(order)
+
+
 @given(st.binary(min_size=4, max_size=200))
 def test_what_is_no_message_is_told(data: bytes) -> None:
     """Or it waits for more, or happens to be one."""
@@ -144,7 +166,7 @@ def test_an_order_is_no_report() -> None:
         send([End(Ended("a", "abort", None))], Report, [])
     with pytest.raises(Garbled):
         Frames(Order).take(frame(Batch([], [], [], Load(0, 0, 0, 0, 0, 0))))
-    assert isinstance(send([Add([1], [], 0, 0.0)], Order, [])[0], Add)
+    assert isinstance(send([Add([1], "{}", [], 0, 0.0)], Order, [])[0], Add)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from jengine.errors import InvalidArgument, ModelError
@@ -129,3 +133,29 @@ def test_tekken_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tekken\.json: Mistral's tekken format is not supported"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["byte_level_folder", "byte_fallback_folder"])
+@given(
+    text=st.text(max_size=80) | st.lists(st.sampled_from(["<s>", "</s>", "<tool>", " The", "é", "\n"])).map("".join), special=st.booleans()
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_unlocked_calls_give_the_same(request: pytest.FixtureRequest, folder: str, text: str, special: bool) -> None:
+    """Token ids of the library's `encode`, and the text of its `decode`."""
+    tokenizer = Tokenizer.load(request.getfixturevalue(folder))
+    ids = tokenizer.backend.encode(text, add_special_tokens=special).ids
+    assert tokenizer.encode(text, special) == ids
+    assert tokenizer.decode_unlocked(ids, special) == tokenizer.decode(ids, special)
+
+
+@pytest.mark.parametrize("work", ["encode", "decode_unlocked"])
+def test_long_texts_hold_no_other_thread_up(byte_level_folder: Path, work: str) -> None:
+    tokenizer = Tokenizer.load(byte_level_folder)
+    long = "The quick brown fox. " * 50_000 if work == "encode" else [70, 71] * 1_000_000
+    thread = threading.Thread(target=getattr(tokenizer, work), args=(long,))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10, "with the interpreter's lock held, a few"

@@ -1,0 +1,150 @@
+"""Requests that are large, each in its own way: for benchmarks.attacks and the tests of the service.
+
+Each function takes a number and gives a request, below the 4 MiB that a server takes by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import grpc
+
+from serving.generated.inference import grpc_service_pb2 as kserve
+from serving.generated.jengine.v1 import generate_pb2 as pb
+
+Asked = pb.GenerateRequest | pb.ChatRequest | pb.TokenizeRequest | pb.DetokenizeRequest | kserve.ModelInferRequest
+BYTES = 3_900_000
+WORDS = "The quick brown fox jumps over the lazy dog. "
+
+
+def _generate(**params: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text="The quick brown fox", sampling_params=pb.SamplingParams(**{"max_tokens": 8, **params}))
+
+
+@cache
+def _text() -> str:
+    return WORDS * (BYTES // len(WORDS))
+
+
+@cache
+def _repeated_ids() -> pb.GenerateRequest:
+    return _generate(n=64, allowed_token_ids=[5] * BYTES)
+
+
+@cache
+def _empty_stops() -> pb.GenerateRequest:
+    return _generate(n=64, stop=[""] * (BYTES // 2))
+
+
+@cache
+def _large_bias() -> pb.GenerateRequest:
+    return _generate(logit_bias={i: 1.0 for i in range(BYTES // 16)})
+
+
+@cache
+def _prompt_of_ids() -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * BYTES), sampling_params=pb.SamplingParams(n=64))
+
+
+@cache
+def _messages() -> pb.ChatRequest:
+    return pb.ChatRequest(messages=[pb.ChatMessage()] * (BYTES // 2))
+
+
+@cache
+def _ids() -> pb.DetokenizeRequest:
+    return pb.DetokenizeRequest(token_ids=[100] * BYTES)
+
+
+@cache
+def _tensor() -> kserve.ModelInferRequest:
+    request = kserve.ModelInferRequest(raw_input_contents=[b"\0" * BYTES])
+    request.inputs.add(name="stop", datatype="BYTES", shape=[BYTES // 4])
+    return request
+
+
+def repeated_allowed_ids(i: int) -> Asked:
+    """Crossed to the engine once a sample, in a frame too large for it, which ended the engine."""
+    return _repeated_ids()
+
+
+def many_allowed_ids(i: int) -> Asked:
+    """The most that a request may have; some ids are in no vocabulary."""
+    return _generate(n=64, allowed_token_ids=range(i, i + 2**18))
+
+
+def empty_stops(i: int) -> Asked:
+    return _empty_stops()
+
+
+def many_stops(i: int) -> Asked:
+    """As many as are allowed; each sample had an automaton of its own."""
+    return _generate(n=64, temperature=1.0, stop=[f"{i} {j} {j * j} never comes" for j in range(256)])
+
+
+def large_logit_bias(i: int) -> Asked:
+    return _large_bias()
+
+
+def prompt_of_many_ids(i: int) -> Asked:
+    return _prompt_of_ids()
+
+
+def long_prompt(i: int) -> Asked:
+    return pb.GenerateRequest(text=f"{i} {_text()}", sampling_params=pb.SamplingParams(max_tokens=8, n=64))
+
+
+def long_conversation(i: int) -> Asked:
+    return pb.ChatRequest(messages=[pb.ChatMessage(role="user", content=f"{i} {_text()}")], sampling_params=pb.SamplingParams(max_tokens=8))
+
+
+def many_messages(i: int) -> Asked:
+    return _messages()
+
+
+def long_tokenize(i: int) -> Asked:
+    """Allowed: it counts the tokens of a long document."""
+    return pb.TokenizeRequest(text=f"{i} {_text()}")
+
+
+def long_detokenize(i: int) -> Asked:
+    return _ids()
+
+
+def large_tensor(i: int) -> Asked:
+    return _tensor()
+
+
+LARGE: dict[str, Callable[[int], Asked]] = {
+    made.__name__: made
+    for made in (
+        repeated_allowed_ids,
+        many_allowed_ids,
+        empty_stops,
+        many_stops,
+        large_logit_bias,
+        prompt_of_many_ids,
+        long_prompt,
+        long_conversation,
+        many_messages,
+        long_tokenize,
+        long_detokenize,
+        large_tensor,
+    )
+}
+METHODS: dict[type[Asked], tuple[str, Any]] = {
+    pb.GenerateRequest: ("/jengine.v1.GenerateService/Generate", pb.GenerateResponse),
+    pb.ChatRequest: ("/jengine.v1.GenerateService/Chat", pb.GenerateResponse),
+    pb.TokenizeRequest: ("/jengine.v1.GenerateService/Tokenize", pb.TokenizeResponse),
+    pb.DetokenizeRequest: ("/jengine.v1.GenerateService/Detokenize", pb.DetokenizeResponse),
+    kserve.ModelInferRequest: ("/inference.GRPCInferenceService/ModelInfer", kserve.ModelInferResponse),
+}
+
+
+def send(channel: grpc.Channel, request: Asked) -> Any:
+    """The response. Raises grpc.RpcError."""
+    method, response = METHODS[type(request)]
+    call = channel.unary_unary(method, request_serializer=type(request).SerializeToString, response_deserializer=response.FromString)
+    return call(request, timeout=60)

@@ -1,0 +1,69 @@
+"""Work on long text (tokenizing, chat templates) in threads: the event loop goes on, and no client keeps the threads for itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from serving.overload import Busy
+
+LONG_TEXT = 10_000  # bytes from which work is left to a thread: it takes milliseconds, and all other requests would wait
+THREADS = 2  # of all clients; they compete with the event loop and the engine for the processor
+MAX_BYTES = 2**28  # of requests that wait or are worked on
+MAX_CLIENT_BYTES = 2**26  # the same, of one client
+RETRY_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Client:
+    bytes: int = 0  # that wait or are worked on
+    turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+
+
+class TextWork:
+    """At most THREADS pieces of work at once, and one of each client, so that clients take turns. Belongs to one event loop.
+
+    A thread cannot be interrupted: work whose client has gone keeps its turn until it is done. So the number of busy threads is
+    bounded, whatever clients cancel.
+    """
+
+    def __init__(self) -> None:
+        self._clients: dict[str, _Client] = {}
+        self._threads = asyncio.Semaphore(THREADS)
+        self._bytes = 0
+
+    async def run[T](self, client: str, size: int, work: Callable[[], T]) -> T:
+        """The result of `work` on so many bytes; done at once where they are few.
+
+        Raises:
+            Busy: too much waits already.
+        """
+        if size < LONG_TEXT:
+            return work()
+        mine = self._clients.get(client) or _Client()
+        if mine.bytes + size > MAX_CLIENT_BYTES or self._bytes + size > MAX_BYTES:
+            raise Busy(f"{mine.bytes} bytes of this client's text wait to be processed, {self._bytes} in all", RETRY_SECONDS, "text_work")
+        self._clients[client] = mine
+        mine.bytes += size
+        self._bytes += size
+        turns: list[asyncio.Semaphore] = []
+        try:
+            for turn in (mine.turn, self._threads):
+                await turn.acquire()
+                turns.append(turn)
+        except BaseException:
+            self._done(client, size, turns)
+            raise
+        future = asyncio.get_running_loop().run_in_executor(None, work)
+        future.add_done_callback(lambda _: self._done(client, size, turns))
+        return await asyncio.shield(future)
+
+    def _done(self, client: str, size: int, turns: list[asyncio.Semaphore]) -> None:
+        for turn in turns:
+            turn.release()
+        mine = self._clients[client]
+        mine.bytes -= size
+        self._bytes -= size
+        if not mine.bytes:
+            del self._clients[client]

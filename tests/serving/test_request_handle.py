@@ -1,0 +1,150 @@
+"""AsyncLLM.submit: valid and queued when it returns; outputs, aborts and ends belong to its handle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jengine import AsyncLLM, EngineDead, EngineThread, InvalidArgument, SamplingParams, Tokenizer
+from jengine.text import stop_strings
+from serving.mock_engine import MockEngine
+from tests.serving.leaks import wait_until
+
+LONG = SamplingParams(max_tokens=None, ignore_eos=True)
+
+
+@pytest.fixture
+def run(tokenizer_folder: Path) -> Callable[..., None]:
+    """Runs a test with an AsyncLLM over a mock engine."""
+
+    def run(test: Callable[[AsyncLLM], Awaitable[Any]], **options: Any) -> None:
+        async def main() -> None:
+            engine = MockEngine(**{"vocab_size": 501, "seconds": 0.001, **options})
+            async with AsyncLLM.over(EngineThread(engine), Tokenizer.load(tokenizer_folder)) as llm:
+                await test(llm)
+                wait_until(lambda: not engine.has_work)
+                assert not llm._handles and not llm._live._live
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_it_is_queued_when_submit_returns(run: Callable[..., None]) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        with pytest.raises(InvalidArgument):
+            llm.submit([501])
+        handle = llm.submit([1, 2], LONG, request_id="mine")
+        with pytest.raises(InvalidArgument, match="request_id"):
+            llm.submit([1], LONG, request_id="mine")
+        wait_until(lambda: llm.load.running == 1)  # the event loop has had no turn
+        handle.close()
+        llm.submit([1], LONG, request_id="mine").close()
+
+    run(test)
+
+
+def test_reading_to_the_end(run: Callable[..., None]) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        handle = llm.submit([7, 8], SamplingParams(max_tokens=5), output_kind="delta")
+        outputs = [output async for output in handle]
+        assert [token for output in outputs for token in output.outputs[0].token_ids] == [7, 8, 7, 8, 7]
+        assert outputs[-1].finished and handle.finished and not handle.abort()
+        assert [output async for output in handle] == []
+        handle.close()
+
+    run(test)
+
+
+def test_aborts(run: Callable[..., None]) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        async with llm.submit([7], LONG) as handle:
+            await anext(handle)
+            assert handle.abort("enough") and not handle.abort()
+            [*_, last] = [output async for output in handle]
+            assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason) == ("abort", "enough")
+        async with llm.submit([7], LONG, timeout=0.01, output_kind="final") as handle:
+            assert (await anext(handle)).outputs[0].stop_reason == "timeout"
+        handle = llm.submit([7], LONG, request_id="named")
+        assert await llm.abort("named") and handle.finished
+        handle.close()
+
+    run(test)
+
+
+def test_waiting_in_vain_loses_nothing(run: Callable[..., None]) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        async with llm.submit([7], SamplingParams(max_tokens=3), output_kind="delta") as handle:
+            tokens: list[int] = []
+            ended = False
+            while not ended:
+                try:
+                    output = await asyncio.wait_for(anext(handle), 0.005)
+                except TimeoutError:
+                    continue
+                tokens += output.outputs[0].token_ids
+                ended = output.finished
+            assert tokens == [7, 7, 7]
+
+    run(test, seconds=0.02)
+
+
+def test_the_engines_death(run: Callable[..., None]) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        handle = llm.submit([7], LONG)
+        with pytest.raises(EngineDead):
+            _ = [output async for output in handle]
+        with pytest.raises(EngineDead):
+            llm.submit([7], LONG)
+        llm.backend.engine._running.clear()  # type: ignore[attr-defined]
+
+    run(test, fail_at=2)
+
+
+def test_samples_share_one_stop_automaton(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, compile = [], stop_strings._automaton
+    monkeypatch.setattr(stop_strings, "_automaton", lambda stops: (made.append(stops), compile(stops))[1])
+
+    async def test(llm: AsyncLLM) -> None:
+        [*_, last] = [output async for output in llm.generate([70, 71], SamplingParams(n=64, max_tokens=4, stop=["never", "met"]))]
+        assert len(last.outputs) == 64 and made == [("never", "met")]
+
+    run(test)
+
+
+def test_ids_are_checked_once_a_prompt(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    from jengine import Limits
+
+    checked, validate = [], Limits.validate
+    monkeypatch.setattr(Limits, "validate", lambda self, request: (checked.append(request), validate(self, request))[1])
+
+    async def test(llm: AsyncLLM) -> None:
+        llm.submit([70, 71], SamplingParams(n=64, max_tokens=4)).close()
+        assert len(checked) == 1
+
+    run(test)
+
+
+def test_text_that_cannot_fit_is_not_tokenized(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        encoded: list[int] = []
+        encode = llm.tokenizer.encode
+        monkeypatch.setattr(llm.tokenizer, "encode", lambda text, *special: (encoded.append(len(text)), encode(text, *special))[1])
+        per_token = llm.tokenizer.max_token_bytes or 0
+        with pytest.raises(
+            InvalidArgument, match=r"^prompt='a{70,}.*: 27622 bytes are at least 1024 tokens; at most max_model_len - 1 = 1023"
+        ):
+            llm.submit("a" * (1023 * per_token + 1))
+        with pytest.raises(InvalidArgument, match="at least 2047 tokens"):
+            llm.prepare_chat([{"role": "user", "content": "é" * (1023 * per_token - 8)}])
+        assert not encoded
+        with pytest.raises(InvalidArgument, match="tokens; at most max_model_len - 1"):
+            llm.submit("a" * (1023 * per_token))  # which might fit
+        assert encoded == [1023 * per_token]
+        llm.submit("é" * 100).close()
+
+    run(test)

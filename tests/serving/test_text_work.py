@@ -1,0 +1,126 @@
+"""Long text is worked on in few threads, of which no client has all, whatever clients cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+import pytest
+
+from serving.errors import refusal
+from serving.overload import Busy, SlowReader
+from serving.text_work import LONG_TEXT, MAX_CLIENT_BYTES, THREADS, TextWork
+
+
+class Jobs:
+    """Work that lasts until it is released, in the order in which it begins."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.release = threading.Semaphore(0)
+
+    def job(self, name: str) -> Any:
+        def work() -> str:
+            self.begun.append(name)
+            assert self.release.acquire(timeout=30)
+            return name
+
+        return work
+
+    async def wait_for(self, count: int) -> None:
+        async with asyncio.timeout(30):
+            while len(self.begun) < count:
+                await asyncio.sleep(0.001)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(main)
+
+
+def test_short_text_is_worked_on_at_once() -> None:
+    async def main() -> None:
+        assert await TextWork().run("a", LONG_TEXT - 1, threading.get_ident) == threading.get_ident()
+        assert await TextWork().run("a", LONG_TEXT, threading.get_ident) != threading.get_ident()
+
+    run(main())
+
+
+def test_clients_take_turns() -> None:
+    async def main() -> None:
+        work, jobs = TextWork(), Jobs()
+        many = [asyncio.create_task(work.run("many", LONG_TEXT, jobs.job(f"many {i}"))) for i in range(5)]
+        await jobs.wait_for(1)
+        one = asyncio.create_task(work.run("one", LONG_TEXT, jobs.job("one")))
+        await jobs.wait_for(2)
+        assert jobs.begun == ["many 0", "one"]
+        third = asyncio.create_task(work.run("third", LONG_TEXT, jobs.job("third")))
+        await asyncio.sleep(0.05)
+        assert len(jobs.begun) == THREADS, "no more at once"
+        for _ in range(7):
+            jobs.release.release()
+        assert [await task for task in (*many, one, third)] == [*(f"many {i}" for i in range(5)), "one", "third"]
+        assert jobs.begun.index("third") < jobs.begun.index("many 3")
+        assert not work._clients and not work._bytes
+
+    run(main())
+
+
+def test_a_client_that_goes_keeps_its_turn_until_the_work_is_done() -> None:
+    async def main() -> None:
+        work, jobs = TextWork(), Jobs()
+        running = asyncio.create_task(work.run("a", LONG_TEXT, jobs.job("running")))
+        await jobs.wait_for(1)
+        waiting = asyncio.create_task(work.run("a", LONG_TEXT, jobs.job("never")))
+        await asyncio.sleep(0)
+        for task in (running, waiting):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        later = asyncio.create_task(work.run("a", LONG_TEXT, jobs.job("later")))
+        await asyncio.sleep(0.05)
+        assert jobs.begun == ["running"], "its thread is busy still"
+        jobs.release.release()
+        jobs.release.release()
+        assert await later == "later" and jobs.begun == ["running", "later"]
+        assert not work._clients and not work._bytes
+
+    run(main())
+
+
+def test_too_much_text() -> None:
+    async def main() -> None:
+        work, jobs = TextWork(), Jobs()
+        first = asyncio.create_task(work.run("a", MAX_CLIENT_BYTES, jobs.job("first")))
+        await jobs.wait_for(1)
+        with pytest.raises(Busy, match="bytes of this client's text") as busy:
+            await work.run("a", LONG_TEXT, jobs.job("second"))
+        assert busy.value.retry_seconds > 0
+        other = asyncio.create_task(work.run("b", LONG_TEXT, jobs.job("other")))
+        await jobs.wait_for(2)
+        jobs.release.release()
+        jobs.release.release()
+        await asyncio.gather(first, other)
+
+    run(main())
+
+
+def test_statuses() -> None:
+    full = refusal(Busy("full", 1.5, "text_work"))
+    [info] = full.details
+    assert (full.code, full.message, full.cause) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "text_work")
+    assert info.retry_delay.ToMilliseconds() == 1500
+    slow = refusal(SlowReader("not read"))
+    assert (slow.code, slow.cause, slow.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_reader", ()), "not to be tried again"
+
+
+def test_errors_are_the_callers() -> None:
+    async def main() -> None:
+        work = TextWork()
+        with pytest.raises(ZeroDivisionError):
+            await work.run("a", LONG_TEXT, lambda: 1 // 0)
+        assert not work._clients
+
+    run(main())
