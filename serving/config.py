@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -138,17 +139,33 @@ def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.env
     Raises:
         InvalidArgument: an unknown name or a bad value; says where it was given.
     """
-    from_flags = {name: (value, "command line") for name, value in flags.items()}
-    from_environ = _from_environ(environ)
-    file, where = (from_environ | from_flags).pop("config", (None, ""))
-    given = ({} if file is None else _from_file(Path(file), where)) | from_environ | from_flags
+    given = given_options(flags, environ)
     if "model" not in given:
         raise InvalidArgument("model", None, f"must be given: as an argument, as {PREFIX}MODEL, or in a file (--config)")
     server, engine = (
         {name: value for name, (value, _) in given.items() if name in of.__dataclass_fields__} for of in (ServerConfig, EngineConfig)
     )
-    try:
+    with naming_source(given):
         return ServerConfig(**server), EngineConfig(**engine)
+
+
+def given_options(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Sourced:
+    """What `resolve_config` makes its options from: those of the server and the engine that were given anywhere.
+
+    Raises:
+        InvalidArgument: an unknown name, or a value that cannot be read.
+    """
+    from_flags = {name: (value, "command line") for name, value in flags.items()}
+    from_environ = _from_environ(environ)
+    file, where = (from_environ | from_flags).pop("config", (None, ""))
+    return ({} if file is None else _from_file(Path(file), where)) | from_environ | from_flags
+
+
+@contextlib.contextmanager
+def naming_source(given: Sourced) -> Iterator[None]:
+    """Adds to an InvalidArgument where its field was given."""
+    try:
+        yield
     except InvalidArgument as wrong:
         _, where = given.get(wrong.field, (None, "default"))
         raise InvalidArgument(wrong.field, wrong.value, f"{wrong.limit} ({where})") from None

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ class StandIn:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], SamplingParams]]:
     """The model, engine options and sampling parameters of each generation that the command asked for."""
     monkeypatch.setattr(jengine, "LLM", StandIn, raising=False)
+    monkeypatch.delenv("JENGINE_CACHE_DIR")
     monkeypatch.setattr(StandIn, "made", [])
     return StandIn.made
 
@@ -120,6 +122,21 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
     _, options, params = made[0]
     assert params == SamplingParams(**{name: values[name] for name in sampling})
     assert options == {"progress": True, **{name: values[name] for name in engine}}
+
+
+def test_engine_options_come_from_variables_and_files_too(
+    made: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flag wins over a variable, a variable over the file; the server's options there are none of a command's concern."""
+    file = tmp_path / "jengine.toml"
+    file.write_text("max_num_seqs = 2\ntile_size = 16\npage_size = 8\nport = 1\nmodel = 'other'\n")
+    monkeypatch.setenv("JENGINE_TILE_SIZE", "32")
+    monkeypatch.setenv("JENGINE_MAX_NUM_SEQS", "3")
+    assert cli.main(["generate", "demo", "go", "--max-num-seqs=4", f"--config={file}"]) == 0
+    assert made[0][:2] == ("demo", {"progress": True, "max_num_seqs": 4, "tile_size": 32, "page_size": 8})
+    monkeypatch.setenv("JENGINE_TILE_SIZE", "0")
+    assert cli.main(["generate", "demo", "go"]) == 2
+    assert "tile_size=0: must be a whole number, at least 1 (environment variable JENGINE_TILE_SIZE)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -261,7 +278,7 @@ def test_prompt_from_stdin(made: list[Any], monkeypatch: pytest.MonkeyPatch, cap
         (["go", "--temperature=-1"], "temperature=-1.0: must be a finite number, at least 0"),
         (["go", "--n=2", "--temperature=0"], "n=2: must be 1 where temperature is 0: greedy completions would all be the same"),
         (["go", "--top-p=nan"], "top_p=nan: must be in (0, 1]"),
-        (["go", "--kv-cache-memory=lots"], "kv_cache_memory='lots': must be a number of bytes, or text such as 512MiB"),
+        (["go", "--kv-cache-memory=lots"], "kv_cache_memory='lots': must be a number of bytes, or text such as 512MiB (command line)"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

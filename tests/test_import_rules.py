@@ -19,6 +19,7 @@ GENERATED = ROOT / "serving" / "generated"
 MAX_LINES = 400
 COMMANDS = ("jengine.cli", "jengine.commands")  # users of the library, as others are, that come with it
 SERVE, CHAT = "jengine.commands.serve", "jengine.commands.chat"  # and these two of the network
+FLAGS = "jengine.commands.flags"  # takes the engine's options from where the server's come from
 CLIENT = "jengine.client"  # the network's client, under a name for users
 OPEN_TO_ALL = {"jengine", "jengine.__version__"}  # other public names are asked of the module that has them, not of the front door
 STEP_PLAN = "jengine.scheduling.step_plan"
@@ -76,7 +77,7 @@ def broken_rules(imports: list[Import]) -> list[str]:
             or (inside(who, "jengine.models") and inside(what, "jengine.execution"))
             or (inside(who, "pallas_kernels") and inside(what, "jengine", "serving"))
             or (inside(who, "serving") and inside(what, "jengine") and what not in public)
-            or (inside(who, "jengine") and inside(what, "serving") and not (who == CLIENT or (who in (SERVE, CHAT) and found.lazy)))
+            or (inside(who, "jengine") and inside(what, "serving") and not (who == CLIENT or (who in (SERVE, CHAT, FLAGS) and found.lazy)))
             or (inside(who, "jengine") and not inside(who, *COMMANDS) and who != "jengine" and what in public - OPEN_TO_ALL)
         )
         if forbidden:

@@ -31,7 +31,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_sampling_and_engine(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
     """A flag for each field of SamplingParams, but for those in `skip`, and of EngineConfig."""
     add_fields(parser.add_argument_group("sampling"), SamplingParams, skip, SAMPLING_DEFAULTS)
-    add_fields(parser.add_argument_group("engine"), EngineConfig, skip=ENGINE_SKIPS)
+    engine = parser.add_argument_group("engine", "Also JENGINE_* variables, and lines of a TOML file, as for `jengine serve`.")
+    engine.add_argument("--config", metavar="FILE", help="a TOML file of options (also JENGINE_CONFIG)")
+    add_fields(engine, EngineConfig, skip=ENGINE_SKIPS)
 
 
 def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -40,13 +42,20 @@ def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that were given, checked: bad input is told before jax takes its second to import.
+    """The engine options that were given as flags, JENGINE_* variables or in a file, as for `jengine serve`. They are checked here,
+    before the seconds that importing jax takes.
 
     Raises:
-        InvalidArgument: a value out of range.
+        InvalidArgument: an unknown name or a value out of range; says where it was given.
     """
-    fields = given_fields(options, EngineConfig, skip=ENGINE_SKIPS)
-    EngineConfig.of(options.model, fields)
+    from serving.config import given_options, naming_source  # plain data: no network comes with it
+
+    flags = given_fields(options, EngineConfig, skip=ENGINE_SKIPS)
+    config = {} if options.config is None else {"config": options.config}
+    given = given_options({**flags, **config})
+    fields = {name: value for name, (value, _) in given.items() if name in EngineConfig.__dataclass_fields__ and name not in ENGINE_SKIPS}
+    with naming_source(given):
+        EngineConfig.of(options.model, fields)
     return fields
 
 
