@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
-from serving.generated.inference import grpc_service_pb2 as kserve
-from serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.inference import grpc_service_pb2 as kserve
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
 Asked = pb.GenerateRequest | pb.ChatRequest | pb.TokenizeRequest | pb.DetokenizeRequest | kserve.ModelInferRequest
 BYTES = 3_900_000

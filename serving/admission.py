@@ -8,11 +8,11 @@ from collections import Counter
 import grpc
 
 from jengine import InvalidArgument
-from serving.config import ServerConfig
-from serving.model_provider import ModelProvider
-from serving.overload import Busy
-from serving.security import current_key
-from serving.token_bucket import TokenBucket
+from jengine.serving.config import ServerConfig
+from jengine.serving.model_provider import ModelProvider
+from jengine.serving.overload import Busy
+from jengine.serving.security import current_key
+from jengine.serving.token_bucket import TokenBucket
 
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
 

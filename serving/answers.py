@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from jengine import RequestHandle, RequestOutput
-from serving.admission import Place
-from serving.overload import SlowReader
-from serving.tracking import TrackedRequest
+from jengine.serving.admission import Place
+from jengine.serving.overload import SlowReader
+from jengine.serving.tracking import TrackedRequest
 
-log = logging.getLogger("serving")
+log = logging.getLogger("jengine.serving")
 
 
 class Answer:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from serving.overload import Busy
+from jengine.serving.overload import Busy
 
 LONG_TEXT = 10_000  # bytes from which work is left to a thread: it takes milliseconds, and all other requests would wait
 THREADS = 2  # of all clients; they compete with the event loop and the engine for the processor

@@ -2,8 +2,8 @@
 
 import sys
 
+from jengine.serving import sandbox_worker
 from jengine.text import grammars
-from serving import sandbox_worker
 
 if __name__ == "__main__":
     grammars.STACK = 2**20

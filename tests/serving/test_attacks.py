@@ -13,12 +13,12 @@ import pytest
 
 from benchmarks import attacks
 from jengine import Ended
-from serving.engine_child import EngineChild
-from serving.generated.jengine.v1 import generate_pb2 as pb
-from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
-from serving.mock_engine import MockEngine
-from serving.watchdog import Heartbeat
-from serving.wire import Add, Sample, requests_of
+from jengine.serving.engine_child import EngineChild
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.mock_engine import MockEngine
+from jengine.serving.watchdog import Heartbeat
+from jengine.serving.wire import Add, Sample, requests_of
 from tests.serving.processes import ServerProcess, mock_process
 
 GRAMMARS = ("schema_of_many_refs", "lark_of_many_rules", "lark_that_looks_short", "long_choice", "schema_of_products")
@@ -62,7 +62,7 @@ class Beside:
 def test_an_attack_costs_its_own_request(name: str, server: ServerProcess) -> None:
     with grpc.insecure_channel(server.address) as channel:
         stub = GenerateServiceStub(channel)
-        [engine] = [pid for pid in server.children() if "serving.engine_" in Path(f"/proc/{pid}/cmdline").read_text()]
+        [engine] = [pid for pid in server.children() if "jengine.serving.engine_" in Path(f"/proc/{pid}/cmdline").read_text()]
         asked = attacks.ATTACKS[name](7)
         with Beside(stub) as beside:
             try:
@@ -79,8 +79,8 @@ def test_an_attack_costs_its_own_request(name: str, server: ServerProcess) -> No
 
 
 def test_clients_of_kserve_are_checked_too(server: ServerProcess) -> None:
-    from serving.generated.inference import grpc_service_pb2 as kserve
-    from serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+    from jengine.serving.generated.inference import grpc_service_pb2 as kserve
+    from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 
     rules = attacks.ATTACKS["lark_that_looks_short"](8).sampling_params.structured_outputs.grammar
     infer = kserve.ModelInferRequest(model_name="mock")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine import EngineConfig, InvalidArgument
-from serving.config import ServerConfig, resolve_config
+from jengine.serving.config import ServerConfig, resolve_config
 
 OTHER: dict[str, Any] = {
     "host": "::1", "port": 1, "metrics_port": 2, "served_model_name": "m", "max_waiting": 3, "max_streams_per_client": 4,
@@ -25,7 +25,6 @@ OTHER: dict[str, Any] = {
     "num_pages": 12, "policy": "priority", "overlap": False, "seed": 6, "cache_dir": "somewhere", "cache_max_size": "2GiB",
     "compile_threads": 3,
     "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 1, "programs": "compiled",
-    "generation_config": "vllm",
 }  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from jengine import AsyncLLM, EngineDead, EngineThread, InvalidArgument, SamplingParams, Tokenizer
+from jengine.serving.mock_engine import MockEngine
 from jengine.text import stop_strings
-from serving.mock_engine import MockEngine
 from tests.serving.leaks import wait_until
 
 LONG = SamplingParams(max_tokens=None, ignore_eos=True)

@@ -15,10 +15,10 @@ import grpc
 import pytest
 
 from jengine import AsyncLLM, InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer
+from jengine.serving import sandbox as sandboxes
+from jengine.serving.errors import Refusal
+from jengine.serving.sandbox import Sandbox
 from jengine.text import masks
-from serving import sandbox as sandboxes
-from serving.errors import Refusal
-from serving.sandbox import Sandbox
 from tests.serving.children import started
 from tests.serving.conftest import TEMPLATE
 from tests.serving.leaks import alive, nothing_leaks, wait_until
@@ -146,7 +146,7 @@ ORPHAN = f"""
 import asyncio, sys
 from pathlib import Path
 from jengine import Tokenizer
-from serving.sandbox import Sandbox
+from jengine.serving.sandbox import Sandbox
 
 async def main():
     sandbox, tokenizer = Sandbox(), Tokenizer.load(Path(sys.argv[1]))

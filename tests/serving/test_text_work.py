@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from serving.errors import refusal
-from serving.overload import Busy, SlowReader
-from serving.text_work import LONG_TEXT, MAX_CLIENT_BYTES, THREADS, TextWork
+from jengine.serving.errors import refusal
+from jengine.serving.overload import Busy, SlowReader
+from jengine.serving.text_work import LONG_TEXT, MAX_CLIENT_BYTES, THREADS, TextWork
 
 
 class Jobs:

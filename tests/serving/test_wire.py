@@ -25,8 +25,8 @@ from jengine import (
     TokenUpdate,
     params_of_samples,
 )
-from serving import wire
-from serving.wire import (
+from jengine.serving import wire
+from jengine.serving.wire import (
     MAX_FRAME,
     TEXT_FIELDS,
     Add,
