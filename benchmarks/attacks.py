@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks.machine import save
 from benchmarks.serve_processes import mock_server, model_server
-from serving.generated.jengine.v1 import generate_pb2 as pb
-from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 
 MODEL = {"model": "demo", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 512}
 LIMIT = 0.25  # seconds that an attack may add to the longest wait

@@ -3,7 +3,7 @@
     python -m benchmarks.load_worker stub|client|library WHERE
 
 stub     bare gRPC stubs; WHERE is a server's address
-client   serving.client.AsyncClient
+client   jengine.client.AsyncClient
 library  an AsyncLLM of this process; WHERE is its EngineConfig, as JSON
 
 Each line of stdin is a plan, `{"requests": [[prompt_token_ids, max_tokens, at], ...], "concurrency": n}`, and is answered by a line
@@ -30,8 +30,8 @@ Ask = Callable[[list[int], int], AsyncIterator[int]]  # prompt and max_tokens to
 async def stub(address: str) -> Ask:
     import grpc
 
-    from serving.generated.jengine.v1 import generate_pb2 as pb
-    from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+    from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+    from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 
     method = GenerateServiceStub(grpc.aio.insecure_channel(address)).GenerateStream
 
@@ -44,7 +44,7 @@ async def stub(address: str) -> Ask:
 
 
 async def client(address: str) -> Ask:
-    from serving.client import AsyncClient
+    from jengine.serving.client import AsyncClient
 
     connected = AsyncClient(address)
 

@@ -20,9 +20,9 @@ from benchmarks.machine import ROOT
 # What `jengine serve` does, around any engine. With a fourth argument, cProfile looks on.
 SERVER = """
 import cProfile, json, sys
-from serving import app
-from serving.config import ServerConfig
-from serving.engine_process import EngineProcess
+from jengine.serving import app
+from jengine.serving.config import ServerConfig
+from jengine.serving.engine_process import EngineProcess
 server, engine, options, profile = json.loads(sys.argv[1])
 run = lambda: app.run(ServerConfig(**server), "model", lambda on_end: EngineProcess(engine, options, on_end))
 if profile:
@@ -83,13 +83,13 @@ def server(
 
 
 def model_server(config: dict[str, Any], **options: Any) -> AbstractContextManager[tuple[Process, str]]:
-    return server("serving.engines:model_engine", config, **options)
+    return server("jengine.serving.engines:model_engine", config, **options)
 
 
 def mock_server(step_seconds: float, **options: Any) -> AbstractContextManager[tuple[Process, str]]:
     """Over a mock engine, whose texts are the demo model's."""
     engine = {"tokenizer_folder": str(ROOT / "jengine" / "demo"), "max_num_seqs": MOCK_SEQS, "pages": 10**6, "seconds": step_seconds}
-    return server("serving.engines:mock_engine", engine, **options)
+    return server("jengine.serving.engines:mock_engine", engine, **options)
 
 
 @contextmanager

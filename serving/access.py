@@ -9,12 +9,12 @@ from pathlib import Path
 import grpc
 
 from jengine import InvalidArgument
-from serving.config import ServerConfig
-from serving.metrics import Metrics
-from serving.security import ApiKeys, KeyInterceptor
-from serving.tls import Tls, warn_of_access, warn_of_plaintext
+from jengine.serving.config import ServerConfig
+from jengine.serving.metrics import Metrics
+from jengine.serving.security import ApiKeys, KeyInterceptor
+from jengine.serving.tls import Tls, warn_of_access, warn_of_plaintext
 
-log = logging.getLogger("serving")
+log = logging.getLogger("jengine.serving")
 
 
 class Access:

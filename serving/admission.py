@@ -8,11 +8,11 @@ from collections import Counter
 import grpc
 
 from jengine import InvalidArgument, SamplingParams
-from serving.config import ServerConfig
-from serving.errors import busy
-from serving.model_provider import ModelProvider
-from serving.security import current_key
-from serving.token_bucket import TokenBucket
+from jengine.serving.config import ServerConfig
+from jengine.serving.errors import busy
+from jengine.serving.model_provider import ModelProvider
+from jengine.serving.security import current_key
+from jengine.serving.token_bucket import TokenBucket
 
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
 # Stop strings become an automaton, bad words masks: that takes time and memory by their length, and others wait.

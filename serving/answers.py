@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 
 from jengine import AsyncLLM, InvalidArgument, RequestOutput
-from serving.admission import Place
-from serving.errors import Refusal
-from serving.tracking import TrackedRequest
+from jengine.serving.admission import Place
+from jengine.serving.errors import Refusal
+from jengine.serving.tracking import TrackedRequest
 
-log = logging.getLogger("serving")
+log = logging.getLogger("jengine.serving")
 
 LONG_TEXT = 10_000  # bytes from which work on text is left to a thread: it takes some 10 ms, and everybody else would wait
 

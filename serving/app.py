@@ -14,20 +14,20 @@ from typing import Any
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from serving.access import Access
-from serving.config import PREFIX, ServerConfig
-from serving.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
-from serving.http_server import HttpServer, pages_of
-from serving.metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
-from serving.request_log import RequestLog
-from serving.server import SERVICES, Built, build_server
-from serving.service_links import service_links
-from serving.signals import stop_signal
-from serving.supervisor import OnEnd, Supervisor
+from jengine.serving.access import Access
+from jengine.serving.config import PREFIX, ServerConfig
+from jengine.serving.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
+from jengine.serving.http_server import HttpServer, pages_of
+from jengine.serving.metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
+from jengine.serving.request_log import RequestLog
+from jengine.serving.server import SERVICES, Built, build_server
+from jengine.serving.service_links import service_links
+from jengine.serving.signals import stop_signal
+from jengine.serving.supervisor import OnEnd, Supervisor
 
 FLUSH_SECONDS = 1.0  # for last messages, after the last request has ended
 
-log = logging.getLogger("serving")
+log = logging.getLogger("jengine.serving")
 
 
 def longest_stop(config: ServerConfig) -> float:

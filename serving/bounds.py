@@ -8,9 +8,9 @@ from typing import NamedTuple
 import grpc
 
 from jengine import InvalidArgument, SamplingParams
-from serving.config import ServerConfig
-from serving.errors import Refusal
-from serving.security import current_key
+from jengine.serving.config import ServerConfig
+from jengine.serving.errors import Refusal
+from jengine.serving.security import current_key
 
 
 class RequestBounds(NamedTuple):

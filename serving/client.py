@@ -11,10 +11,20 @@ from typing import Any, Self
 import grpc
 
 from jengine import InvalidArgument, SamplingParams
-from serving.client_errors import Attempts, Retries, ServerError, exception_of
-from serving.client_messages import Call, Messages, OutputReader, Prompt, ServedOutput, Usage, chat_request, generate_request, sending
-from serving.generated.jengine.v1 import generate_pb2 as pb
-from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.client_errors import Attempts, Retries, ServerError, exception_of
+from jengine.serving.client_messages import (
+    Call,
+    Messages,
+    OutputReader,
+    Prompt,
+    ServedOutput,
+    Usage,
+    chat_request,
+    generate_request,
+    sending,
+)
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 
 __all__ = ["AsyncClient", "Client", "Retries", "ServedOutput", "ServerError", "Usage"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc
 
-from serving.admission import client_of
-from serving.errors import busy, status_metadata
-from serving.metrics import Metrics
-from serving.security import current_key
+from jengine.serving.admission import client_of
+from jengine.serving.errors import busy, status_metadata
+from jengine.serving.metrics import Metrics
+from jengine.serving.security import current_key
 
 RETRY_SECONDS = 1.0
 

@@ -12,7 +12,7 @@ from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import InvalidArgument, JengineError
-from serving.errors import DETAILS_KEY
+from jengine.serving.errors import DETAILS_KEY
 
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.2, 2.0, 5.0  # seconds, where the server does not say
 

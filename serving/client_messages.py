@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from jengine import CompletionOutput, FinishReason, InvalidArgument, JengineError, Logprob, RequestOutput, SamplingParams
-from serving.conversions import REASONS, from_params
-from serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.conversions import REASONS, from_params
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
 Prompt = str | list[int] | dict[str, Any]  # text, token ids, or {"prompt_token_ids": ids}
 Messages = Iterable[Mapping[str, Any]]  # {"role": ..., "content": text, or [{"type": "text", "text": text}]}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jengine import EngineConfig, InvalidArgument
-from serving.service_links import is_service_link
+from jengine.serving.service_links import is_service_link
 
 PREFIX = "JENGINE_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -49,8 +49,8 @@ class ServerConfig:
         tls_cert: PEM file of the server's certificate chain; turns TLS on.
         tls_key: PEM file of its private key.
         tls_client_ca: PEM file of the authorities whose client certificates are required (mutual TLS).
-        api_keys: file of the keys' hashes, as `python -m serving.security` writes them; a request needs one of the keys. Request ids,
-            aborts and limits are a key's own.
+        api_keys: file of the keys' hashes, as `python -m jengine.serving.security` writes them; a request needs one of the keys. Request
+            ids, aborts and limits are a key's own.
         request_log: file to which a line of JSON is appended for each request, without its texts; - is stdout.
         log_level: of the server's log on stderr. Prompts and outputs are never logged.
     """

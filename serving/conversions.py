@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from jengine import CompletionOutput, InvalidArgument, Logprob, RequestOutput, SamplingParams, StructuredOutputs
-from serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
 NO_LIMIT = 2**31 - 1  # as max_tokens: SamplingParams' None, since an unset field is the default
 REASONS = {

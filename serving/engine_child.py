@@ -19,8 +19,23 @@ from collections.abc import Callable
 from importlib import import_module
 
 from jengine import Ended, InvalidArgument, JengineError, PromptScores, Request, Steps, Tokenizer, TokenUpdate, Updates, run_engine
-from serving.watchdog import Heartbeat
-from serving.wire import RECEIVE, Add, Batch, Configure, End, Frames, Message, Order, Quit, Ready, failed, frame, has_masks, requests_of
+from jengine.serving.watchdog import Heartbeat
+from jengine.serving.wire import (
+    RECEIVE,
+    Add,
+    Batch,
+    Configure,
+    End,
+    Frames,
+    Message,
+    Order,
+    Quit,
+    Ready,
+    failed,
+    frame,
+    has_masks,
+    requests_of,
+)
 
 
 class EngineChild:

@@ -1,4 +1,4 @@
-"""The engine process's first lines, `python -m serving.engine_main`: what has to hold before anything slow is imported."""
+"""The engine process's first lines, `python -m jengine.serving.engine_main`: what has to hold before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import signal
 import socket
 import sys
 
-from serving.parent_death import die_with_parent
-from serving.watchdog import Heartbeat
+from jengine.serving.parent_death import die_with_parent
+from jengine.serving.watchdog import Heartbeat
 
 
 def main(server: int, beats: int, interval: float, parent: int) -> int:
@@ -32,7 +32,7 @@ def main(server: int, beats: int, interval: float, parent: int) -> int:
     heartbeat = Heartbeat(beats, interval)
     heartbeat.start()
 
-    from serving.engine_child import run
+    from jengine.serving.engine_child import run
 
     return run(socket.socket(fileno=server), heartbeat)
 

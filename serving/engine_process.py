@@ -22,15 +22,30 @@ from functools import partial
 from typing import Any
 
 from jengine import Ended, EngineConfig, EngineDead, FinishReason, Limits, Load, Request, Updates
-from serving.watchdog import Watchdog
-from serving.wire import RECEIVE, Add, Batch, Configure, End, EngineInfo, Failed, Frames, Quit, Ready, Report, add_order, error_of, frame
+from jengine.serving.watchdog import Watchdog
+from jengine.serving.wire import (
+    RECEIVE,
+    Add,
+    Batch,
+    Configure,
+    End,
+    EngineInfo,
+    Failed,
+    Frames,
+    Quit,
+    Ready,
+    Report,
+    add_order,
+    error_of,
+    frame,
+)
 
 QUIT_SECONDS = 3.0  # until a child that shall quit is killed: it may be in the middle of a step
 EXIT_SECONDS = 1.0  # until one is killed that has hung up
 KILL_SECONDS = 5.0  # until one that was killed is left behind: it may be stuck in a driver
 WATCHDOG_SECONDS = 10.0
 
-log = logging.getLogger("serving")
+log = logging.getLogger("jengine.serving")
 
 
 class EngineProcess:
@@ -74,7 +89,7 @@ class EngineProcess:
         watchdog_seconds: float = WATCHDOG_SECONDS,
     ) -> EngineProcess:
         """One that runs a model."""
-        return cls("serving.engines:model_engine", dataclasses.asdict(config), on_end, watchdog_seconds)
+        return cls("jengine.serving.engines:model_engine", dataclasses.asdict(config), on_end, watchdog_seconds)
 
     @property
     def pid(self) -> int | None:
@@ -262,7 +277,7 @@ class _Child:
 def _spawn(its_end: socket.socket, beats: int, interval: float) -> subprocess.Popen[bytes]:
     ours = [its_end.fileno(), beats]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "serving.engine_main", *map(str, (*ours, interval, os.getpid()))],
+        [sys.executable, "-P", "-m", "jengine.serving.engine_main", *map(str, (*ours, interval, os.getpid()))],
         stdin=subprocess.DEVNULL,
         stdout=2,  # what libraries print is not for those who read this process's output
         pass_fds=ours,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jengine import EngineConfig, SamplingParams, Steps, Tokenizer
-from serving.tokenizers import load_tokenizer, prepared
-from serving.wire import EngineInfo
+from jengine.serving.tokenizers import load_tokenizer, prepared
+from jengine.serving.wire import EngineInfo
 
 
 class Made(NamedTuple):
@@ -54,7 +54,7 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
 
 def mock_engine(tokenizer_folder: str | None = None, **options: Any) -> Made:
     """A MockEngine with these options; the folder is that of the tokenizer that its server makes text with."""
-    from serving.mock_engine import MockEngine
+    from jengine.serving.mock_engine import MockEngine
 
     tokenizer = None if tokenizer_folder is None else load_tokenizer(Path(tokenizer_folder))
     return Made(MockEngine(**options), tokenizer, EngineInfo(tokenizer_folder=tokenizer_folder, dtype="none", devices="none"))

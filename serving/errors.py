@@ -17,9 +17,9 @@ from google.rpc.error_details_pb2 import BadRequest, ResourceInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead, InvalidArgument, ModelError, SamplingParams
-from serving.model_provider import RESTART_SECONDS, ModelProvider
+from jengine.serving.model_provider import RESTART_SECONDS, ModelProvider
 
-log = logging.getLogger("serving")
+log = logging.getLogger("jengine.serving")
 
 DETAILS_KEY = "grpc-status-details-bin"
 LONGEST_MESSAGE = 500  # characters: a status travels as headers, and these are limited

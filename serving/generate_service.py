@@ -8,23 +8,23 @@ from typing import Any
 import grpc
 
 from jengine import AsyncLLM, InvalidArgument, SamplingParams, __version__
-from serving import conversions
-from serving.admission import Admission, check_texts, client_of
-from serving.answers import Answer, Outputs, PatientWriter, give_up, in_thread_if_long, new_id, tokenized
-from serving.bounds import RequestBounds, check_priority
-from serving.errors import check_model, reported
-from serving.generated.jengine.v1 import generate_pb2 as pb
-from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
-from serving.model_provider import ModelProvider
-from serving.sandbox import Sandbox
-from serving.security import scoped
-from serving.tracking import RequestTracker, TrackedRequest
+from jengine.serving import conversions
+from jengine.serving.admission import Admission, check_texts, client_of
+from jengine.serving.answers import Answer, Outputs, PatientWriter, give_up, in_thread_if_long, new_id, tokenized
+from jengine.serving.bounds import RequestBounds, check_priority
+from jengine.serving.errors import check_model, reported
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
+from jengine.serving.model_provider import ModelProvider
+from jengine.serving.sandbox import Sandbox
+from jengine.serving.security import scoped
+from jengine.serving.tracking import RequestTracker, TrackedRequest
 
 Prompted = pb.GenerateRequest | pb.ChatRequest
 
 
 class GenerateService(GenerateServiceServicer):
-    """Every method may refuse with the statuses of serving.errors.
+    """Every method may refuse with the statuses of jengine.serving.errors.
 
     Args:
         sandbox: where grammars are checked, and clients' chat templates rendered.

@@ -15,13 +15,13 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from jengine import InvalidArgument
-from serving.metrics import PrometheusMetrics
+from jengine.serving.metrics import PrometheusMetrics
 
 MOST_CONNECTIONS = 64
 LONGEST_HEAD = 8192  # bytes
 SECONDS = 5.0  # for a request to come, and for its answer to be taken
 
-log = logging.getLogger("serving")
+log = logging.getLogger("jengine.serving")
 
 
 class Page(NamedTuple):

@@ -13,24 +13,24 @@ from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from jengine import AsyncLLM, JengineError, RequestOutput, __version__
-from serving.admission import Admission, check_texts, client_of
-from serving.answers import Answer, PatientWriter, give_up, new_id, tokenized
-from serving.bounds import RequestBounds, check_priority
-from serving.errors import Refusal, check_model, checked, not_found, refusal, reported
-from serving.generated.inference import grpc_service_pb2 as pb
-from serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
-from serving.model_provider import ModelProvider
-from serving.sandbox import Sandbox
-from serving.security import scoped
-from serving.tensors import OUTPUTS, Asked, read_request, write_texts
-from serving.tracking import RequestTracker, TrackedRequest
+from jengine.serving.admission import Admission, check_texts, client_of
+from jengine.serving.answers import Answer, PatientWriter, give_up, new_id, tokenized
+from jengine.serving.bounds import RequestBounds, check_priority
+from jengine.serving.errors import Refusal, check_model, checked, not_found, refusal, reported
+from jengine.serving.generated.inference import grpc_service_pb2 as pb
+from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
+from jengine.serving.model_provider import ModelProvider
+from jengine.serving.sandbox import Sandbox
+from jengine.serving.security import scoped
+from jengine.serving.tensors import OUTPUTS, Asked, read_request, write_texts
+from jengine.serving.tracking import RequestTracker, TrackedRequest
 
 VERSION = "1"
 MOST_AT_ONCE = 64  # requests of one stream that are worked on; the next is read when one of them has ended
 
 
 class KserveService(GRPCInferenceServiceServicer):
-    """Every method may refuse with the statuses of serving.errors.
+    """Every method may refuse with the statuses of jengine.serving.errors.
 
     Args:
         sandbox: where grammars are checked.

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from jengine import InvalidArgument
-from serving.sparse_log import SparseLog
+from jengine.serving.sparse_log import SparseLog
 
 MOST_WAITING = 10_000  # lines; more are dropped
 
-log = logging.getLogger("serving")
+log = logging.getLogger("jengine.serving")
 
 
 class RequestLog:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from jengine import InvalidArgument, JengineError, StructuredOutputs, Tokenizer, check_structure
-from serving.errors import busy
-from serving.sandbox_worker import CPU_SECONDS
-from serving.wire import RECEIVE, Done, Frames, Job, frame
+from jengine.serving.errors import busy
+from jengine.serving.sandbox_worker import CPU_SECONDS
+from jengine.serving.wire import RECEIVE, Done, Frames, Job, frame
 
 WORKERS = 2  # processes at most; each starts with the first job that finds no idle one
 START_SECONDS, JOB_SECONDS = 120.0, 30.0  # of wall-clock time; a job's CPU_SECONDS end it before, unless its process is stopped
@@ -29,7 +29,7 @@ MOST_WAITING = 256  # jobs
 RETRY_SECONDS = 1.0
 MOST_VERDICTS = 1024  # remembered
 
-log = logging.getLogger("serving")
+log = logging.getLogger("jengine.serving")
 
 
 class Lost(JengineError):
@@ -165,7 +165,7 @@ class _Worker:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "serving.sandbox_worker", str(folder)],
+                [sys.executable, "-P", "-m", "jengine.serving.sandbox_worker", str(folder)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's Ctrl-C is the server's

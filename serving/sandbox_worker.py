@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from jengine import InvalidArgument, ModelError, StructuredOutputs, Tokenizer, chat_prompt, probe_structure
-from serving.wire import RECEIVE, Done, Frames, Job, frame
+from jengine.serving.wire import RECEIVE, Done, Frames, Job, frame
 
 CPU_SECONDS = 2.0  # of one job; then the process is ended by SIGPROF
 MEMORY = 2**30  # bytes of address space that jobs may add; some 200 MB of these are stacks and arenas that stay unused
@@ -43,7 +43,7 @@ def do(job: Job, tokenizer: Tokenizer) -> Done:
 
 
 def main() -> int:
-    """`python -m serving.sandbox_worker TOKENIZER_FOLDER`: returns the exit code."""
+    """`python -m jengine.serving.sandbox_worker TOKENIZER_FOLDER`: returns the exit code."""
     _end_with_the_server()
     os.nice(NICENESS)
     server = socket.socket(fileno=0)

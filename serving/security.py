@@ -1,4 +1,4 @@
-"""Who may call: API keys, known by their hashes. `python -m serving.security NAME` prints a line of a keys file."""
+"""Who may call: API keys, known by their hashes. `python -m jengine.serving.security NAME` prints a line of a keys file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing import Any
 import grpc
 
 from jengine import InvalidArgument
-from serving.metrics import Metrics
-from serving.sparse_log import SparseLog
+from jengine.serving.metrics import Metrics
+from jengine.serving.sparse_log import SparseLog
 
 MIN_KEY_LENGTH = 20
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)  # what an orchestrator asks before it knows any key
 
-log = logging.getLogger("serving")
+log = logging.getLogger("jengine.serving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class ApiKeys:
             if not re.fullmatch(r"[0-9a-fA-F]{64}", words[0]):  # never quoted: it may be a key
                 raise wrong(
                     f"line {number} does not begin with a SHA-256 in hexadecimal digits; if it is the key itself, replace it by what "
-                    "`python -m serving.security NAME` prints, which reads the key from stdin"
+                    "`python -m jengine.serving.security NAME` prints, which reads the key from stdin"
                 )
             try:
                 key = _key_of(words[1:], f"sha256-{words[0][:8].lower()}")
@@ -195,7 +195,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             if (raw := self.keys.stored_raw(presented)) is not None:
                 self._raw(
                     "the line of %r in the keys file is the key itself, not its hash: replace both, since the file shows it "
-                    "(python -m serving.security NAME)",
+                    "(python -m jengine.serving.security NAME)",
                     raw.name,
                 )
             return self._reject_wrong
@@ -223,7 +223,8 @@ def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 def main() -> int:
     """Read a key from stdin, print its line."""
     parser = argparse.ArgumentParser(
-        prog="python -m serving.security", description="Read an API key from stdin and print its line for the keys file (--api-keys)."
+        prog="python -m jengine.serving.security",
+        description="Reads an API key from stdin, prints its line for the keys file (--api-keys).",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", default="", help="of the client, for logs and metrics")
     parser.add_argument("settings", metavar="SETTING=N", nargs="*", help=f"of {', '.join(SETTINGS)}")

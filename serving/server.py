@@ -13,20 +13,20 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jengine import InvalidArgument
-from serving.admission import Admission
-from serving.bounds import RequestBounds
-from serving.client_calls import ClientCalls
-from serving.config import ServerConfig
-from serving.errors import parser
-from serving.generate_service import GenerateService
-from serving.generated.inference import grpc_service_pb2
-from serving.generated.jengine.v1 import generate_pb2
-from serving.kserve_service import KserveService
-from serving.metrics import Metrics
-from serving.model_provider import ModelProvider
-from serving.request_log import RequestLog
-from serving.sandbox import Sandbox
-from serving.tracking import RequestTracker
+from jengine.serving.admission import Admission
+from jengine.serving.bounds import RequestBounds
+from jengine.serving.client_calls import ClientCalls
+from jengine.serving.config import ServerConfig
+from jengine.serving.errors import parser
+from jengine.serving.generate_service import GenerateService
+from jengine.serving.generated.inference import grpc_service_pb2
+from jengine.serving.generated.jengine.v1 import generate_pb2
+from jengine.serving.kserve_service import KserveService
+from jengine.serving.metrics import Metrics
+from jengine.serving.model_provider import ModelProvider
+from jengine.serving.request_log import RequestLog
+from jengine.serving.sandbox import Sandbox
+from jengine.serving.tracking import RequestTracker
 
 DESCRIPTORS = (
     generate_pb2.DESCRIPTOR.services_by_name["GenerateService"],

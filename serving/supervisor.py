@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jengine import AsyncLLM, EngineDead, SamplingParams, Tokenizer
-from serving.engine_process import EngineProcess
-from serving.model_provider import RESTART_SECONDS, ModelInfo
+from jengine.serving.engine_process import EngineProcess
+from jengine.serving.model_provider import RESTART_SECONDS, ModelInfo
 
 logger = logging.getLogger(__name__)
 OnEnd = Callable[[EngineDead | None], None]

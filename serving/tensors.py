@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jengine import InvalidArgument, SamplingParams
-from serving.conversions import DEFAULTS, from_params
-from serving.generated.inference import grpc_service_pb2 as pb
+from jengine.serving.conversions import DEFAULTS, from_params
+from jengine.serving.generated.inference import grpc_service_pb2 as pb
 
 # By datatype: where `contents` has its elements, and how raw contents have them.
 KINDS = {

@@ -13,11 +13,11 @@ import grpc
 from cryptography import x509
 
 from jengine import InvalidArgument
-from serving.config import ServerConfig
+from jengine.serving.config import ServerConfig
 
 SOON = datetime.timedelta(days=14)  # before a certificate's end
 
-log = logging.getLogger("serving")
+log = logging.getLogger("jengine.serving")
 
 
 class TlsFiles(NamedTuple):

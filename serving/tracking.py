@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 
 from jengine import RequestOutput
-from serving.admission import Place
-from serving.errors import Refusal, refusal
-from serving.metrics import Metrics, RequestWatch
-from serving.request_log import RequestLog
-from serving.security import current_key
+from jengine.serving.admission import Place
+from jengine.serving.errors import Refusal, refusal
+from jengine.serving.metrics import Metrics, RequestWatch
+from jengine.serving.request_log import RequestLog
+from jengine.serving.security import current_key
 
 
 class TrackedRequest:

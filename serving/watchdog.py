@@ -27,7 +27,7 @@ DUMP_SECONDS = 0.5  # for the process to write its stacks, before it is killed
 LONGEST_INTERVAL = 1.0
 STARTING, IDLE, WORKING = range(3)  # phases
 
-log = logging.getLogger("serving")
+log = logging.getLogger("jengine.serving")
 
 
 class Beat(NamedTuple):

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PYTHONS = "3.14", "3.13", "3.12"  # in order of preference
-PACKAGES = "jengine", "pallas_kernels", "serving"
+PACKAGES = "jengine", "pallas_kernels"
 TABLE = "--max-num-seqs=1", "--tile-size=16", "--max-num-batched-tokens=17", "--max-model-len=64"  # few programs to compile
 
 pytestmark = pytest.mark.timeout(1200)  # a first installation downloads some hundred megabytes
@@ -71,7 +71,8 @@ def test_the_sdist_holds_sources_alone(sdist: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tops = {name.partition("/")[0] for name in names}
     assert tops == {*PACKAGES, "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
-    assert {"jengine/demo/model.safetensors", "serving/protos/jengine/v1/generate.proto", "pallas_kernels/targets/h200.txtpb"} <= names
+    data = {"jengine/demo/model.safetensors", "jengine/serving/protos/jengine/v1/generate.proto", "pallas_kernels/targets/h200.txtpb"}
+    assert data <= names
 
 
 def test_the_wheel_is_typed_and_described(wheel: Path) -> None:
@@ -84,6 +85,12 @@ def test_the_wheel_is_typed_and_described(wheel: Path) -> None:
     classifiers = metadata.get_all("Classifier") or []
     assert {"Typing :: Typed", "Programming Language :: Python :: 3.13"} <= set(classifiers)
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Keywords"]
+
+
+def test_the_client_has_a_public_name(bin: Path, home: Path) -> None:
+    names = run(bin / "python", "-c", "from jengine import client; print(*client.__all__)", cwd=home).stdout.split()
+    assert {"AsyncClient", "Client"} <= set(names)
+    assert not [*(home / "venv" / "lib").glob("python*/site-packages/serving")]
 
 
 def test_the_command_generates(bin: Path, home: Path) -> None:

@@ -9,7 +9,7 @@ from grpc_tools import protoc
 
 ROOT = Path(__file__).parent.parent
 PROTOS = ROOT / "serving" / "protos"
-PACKAGE = "serving/generated"  # where protoc believes the protos to be, so that the generated modules import each other from there
+PACKAGE = "jengine/serving/generated"  # where protoc believes the protos to be, so that the generated modules import each other from there
 
 
 def make(out: Path) -> None:

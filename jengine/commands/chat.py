@@ -159,12 +159,12 @@ class LocalModel:
 
 
 class ServedModel:
-    """A server's; the options are those of serving.client.Client."""
+    """A server's; the options are those of jengine.client.Client."""
 
     waits = True
 
     def __init__(self, address: str, **options: Any) -> None:
-        from serving.client import Client
+        from jengine.serving.client import Client
 
         self.client = Client(address, **options)
         info = self.client.model()

@@ -48,7 +48,7 @@ def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         InvalidArgument: an unknown name or a value out of range; says where it was given.
     """
-    from serving.config import given_options, naming_source  # plain data: no network comes with it
+    from jengine.serving.config import given_options, naming_source  # plain data: no network comes with it
 
     flags = given_fields(options, EngineConfig, skip=ENGINE_SKIPS)
     config = {} if options.config is None else {"config": options.config}

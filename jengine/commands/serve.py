@@ -18,7 +18,7 @@ requests in flight have --drain-seconds, then they are aborted. A second Ctrl-C 
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from serving.config import ServerConfig  # plain data; the server itself comes when it is asked for
+    from jengine.serving.config import ServerConfig  # plain data; the server itself comes when it is asked for
 
     parser = commands.add_parser(
         "serve",
@@ -37,7 +37,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from serving.config import resolve_config
+    from jengine.serving.config import resolve_config
 
     server, engine = resolve_config({name: value for name, value in vars(options).items() if name != "run"})
 
@@ -47,8 +47,8 @@ def _serve(options: argparse.Namespace) -> None:
         follow(engine, progress=False)
         return
 
-    from serving import app
-    from serving.engine_process import EngineProcess
+    from jengine.serving import app
+    from jengine.serving.engine_process import EngineProcess
 
     try:
         app.run(server, engine.model, lambda on_end: EngineProcess.of(engine, on_end, server.watchdog_seconds))

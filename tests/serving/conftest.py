@@ -17,14 +17,14 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
-from serving.access import Access
-from serving.config import ServerConfig
-from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
-from serving.metrics import PrometheusMetrics
-from serving.mock_engine import MockEngine
-from serving.model_provider import FixedModel, ModelInfo
-from serving.request_log import RequestLog
-from serving.server import SERVICES, build_server
+from jengine.serving.access import Access
+from jengine.serving.config import ServerConfig
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.metrics import PrometheusMetrics
+from jengine.serving.mock_engine import MockEngine
+from jengine.serving.model_provider import FixedModel, ModelInfo
+from jengine.serving.request_log import RequestLog
+from jengine.serving.server import SERVICES, build_server
 from tests.text.conftest import byte_level, write
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"

@@ -10,9 +10,9 @@ from typing import Any
 
 import jengine
 from jengine import InvalidArgument, Tokenizer
-from serving.engines import Made, mock_engine
-from serving.mock_engine import MockEngine
-from serving.wire import EngineInfo
+from jengine.serving.engines import Made, mock_engine
+from jengine.serving.mock_engine import MockEngine
+from jengine.serving.wire import EngineInfo
 
 FACTS = EngineInfo(tokenizer_folder=None, dtype="", devices="")
 

@@ -24,9 +24,9 @@ from tests.serving.leaks import alive, wait_until
 # What `jengine serve` does, around an engine that is no model's.
 CODE = """
 import json, sys
-from serving import app
-from serving.config import ServerConfig
-from serving.engine_process import EngineProcess
+from jengine.serving import app
+from jengine.serving.config import ServerConfig
+from jengine.serving.engine_process import EngineProcess
 server, engine, options = json.loads(sys.argv[1])
 config = ServerConfig(**server)
 app.run(config, "mock", lambda on_end: EngineProcess(engine, options, on_end, config.watchdog_seconds))
@@ -100,7 +100,7 @@ def process(command: list[str]) -> Iterator[ServerProcess]:
 
 @contextmanager
 def mock_process(
-    folder: Path, *, engine: str = "serving.engines:mock_engine", server: dict[str, Any] | None = None, **options: Any
+    folder: Path, *, engine: str = "jengine.serving.engines:mock_engine", server: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[ServerProcess]:
     """Over a mock engine with these options; `server` are ServerConfig's, by default without a lame-duck period."""
     if engine.endswith(":mock_engine"):

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jengine import InvalidArgument
-from serving.admission import LONGEST_RETRY, SHORTEST_RETRY, Admission, Place, client_of
-from serving.config import ServerConfig
-from serving.errors import Refusal
-from serving.mock_engine import MockEngine
-from serving.model_provider import FixedModel, ModelInfo
-from serving.security import Key, current_key
+from jengine.serving.admission import LONGEST_RETRY, SHORTEST_RETRY, Admission, Place, client_of
+from jengine.serving.config import ServerConfig
+from jengine.serving.errors import Refusal
+from jengine.serving.mock_engine import MockEngine
+from jengine.serving.model_provider import FixedModel, ModelInfo
+from jengine.serving.security import Key, current_key
 
 RUNNING, WAITING, PER_CLIENT = 3, 4, 5
 
@@ -123,7 +123,7 @@ def test_a_client_is_its_key_or_its_address() -> None:
 
 def test_the_fuller_the_later(monkeypatch: pytest.MonkeyPatch) -> None:
     door, clock = admission(100), [0.0]
-    monkeypatch.setattr("serving.admission.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("jengine.serving.admission.time.monotonic", lambda: clock[0])
     for _ in range(50):  # it learns that a completion takes six seconds
         place = door.place(1, of())
         clock[0] += 6.0
@@ -164,7 +164,7 @@ def test_a_key_has_a_limit_of_its_own() -> None:
 
 def test_tokens_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     door, clock = admission(), [0.0]
-    monkeypatch.setattr("serving.admission.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("jengine.serving.admission.time.monotonic", lambda: clock[0])
     with calling_with(Key("anna", tokens_per_minute=60)):
         with door.place(1, of()) as place:
             place.charge(40)

@@ -15,11 +15,11 @@ import grpc
 import pytest
 
 from jengine import InvalidArgument, SamplingParams, Tokenizer
-from serving.client import AsyncClient, Client, Retries, ServedOutput, ServerError
-from serving.client_errors import Attempts
-from serving.errors import Refusal, busy, status_metadata
-from serving.generated.jengine.v1 import generate_pb2 as pb
-from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer, add_GenerateServiceServicer_to_server
+from jengine.serving.client import AsyncClient, Client, Retries, ServedOutput, ServerError
+from jengine.serving.client_errors import Attempts
+from jengine.serving.errors import Refusal, busy, status_metadata
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer, add_GenerateServiceServicer_to_server
 from tests.serving.conftest import MakeServer
 
 

@@ -16,9 +16,9 @@ from hypothesis.strategies import SearchStrategy
 import jengine
 from jengine import InvalidArgument, SamplingParams, StructuredOutputs
 from jengine.chat import ChatOptions
-from serving import conversions
-from serving.conversions import NO_LIMIT, from_params, to_params
-from serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving import conversions
+from jengine.serving.conversions import NO_LIMIT, from_params, to_params
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from tools import make_protos
 
 DEFAULTS = SamplingParams()

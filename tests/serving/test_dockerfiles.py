@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.config import KINDS, PREFIX
+from jengine.serving.config import KINDS, PREFIX
 
 ROOT = Path(__file__).parent.parent.parent
 INSTRUCTIONS = {"FROM", "WORKDIR", "RUN", "COPY", "ENV", "USER", "VOLUME", "EXPOSE", "ENTRYPOINT"}

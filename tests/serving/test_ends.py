@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from serving.generated.jengine.v1 import generate_pb2 as pb
-from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.test_generate import kinds
 

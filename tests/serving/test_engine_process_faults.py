@@ -21,7 +21,7 @@ from jengine import (
     SamplingParams,
     Tokenizer,
 )
-from serving.engine_process import EngineProcess
+from jengine.serving.engine_process import EngineProcess
 from tests.serving.children import LONG, MOCK, PROMPT, collect, started
 from tests.serving.leaks import alive, nothing_leaks, wait_until
 
@@ -127,10 +127,10 @@ PARENT = """
 import asyncio, signal, sys
 from pathlib import Path
 from jengine import AsyncLLM, SamplingParams, Tokenizer
-from serving.engine_process import EngineProcess
+from jengine.serving.engine_process import EngineProcess
 
 async def main():
-    process = EngineProcess("serving.engines:mock_engine", {"seconds": 0.005})
+    process = EngineProcess("jengine.serving.engines:mock_engine", {"seconds": 0.005})
     process.start()
     llm = AsyncLLM.over(process, Tokenizer.load(Path(sys.argv[1])))
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: asyncio.ensure_future(llm.close(drain=60)))
@@ -148,7 +148,7 @@ asyncio.run(main())
 LEAVES = PARENT.replace("    async for output", "    return\n    async for output")
 STARTING = """
 import sys
-from serving.engine_process import EngineProcess
+from jengine.serving.engine_process import EngineProcess
 
 EngineProcess("tests.serving.faulty_engines:starts_slowly", {"mark": sys.argv[1]}).start()
 """

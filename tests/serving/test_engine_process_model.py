@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 
 from jengine import LLM, EngineConfig, RequestOutput, SamplingParams, StructuredOutputs
-from serving.engine_process import EngineProcess
-from serving.supervisor import Supervisor
+from jengine.serving.engine_process import EngineProcess
+from jengine.serving.supervisor import Supervisor
 from tests.engine.running import SMALL
 from tests.serving.leaks import nothing_leaks
 

@@ -21,10 +21,10 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from serving.client import Client
-from serving.client_errors import retry_seconds
-from serving.generated.jengine.v1 import generate_pb2 as pb
-from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.client import Client
+from jengine.serving.client_errors import retry_seconds
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 from tests.serving.leaks import wait_until
 from tests.serving.processes import ServerProcess, mock_process
 
@@ -126,8 +126,8 @@ async def end_of(stream: grpc.aio.UnaryStreamCall) -> grpc.aio.AioRpcError:
 CLIENTS = """
 import asyncio, sys
 import grpc
-from serving.generated.jengine.v1 import generate_pb2 as pb
-from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 
 async def main(address, count, request):
     channels = [grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(int(count))]

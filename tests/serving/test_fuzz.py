@@ -13,8 +13,8 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from serving.generated.inference import grpc_service_pb2 as kserve
-from serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.inference import grpc_service_pb2 as kserve
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from tests.serving.conftest import MakeServer
 
 METHODS = {  # the request's class and the response's by method
@@ -181,7 +181,7 @@ def check(seen: Counter[tuple[str, str]], requests: int) -> None:
 
 def test_1000_requests_at_random(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
     check(fuzz(make_server, 0, 1000), 1000)
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR and record.name.startswith(("serving", "grpc"))]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR and record.name.startswith(("jengine", "grpc"))]
 
 
 @pytest.mark.full

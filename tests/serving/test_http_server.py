@@ -11,9 +11,9 @@ from http import HTTPStatus
 import pytest
 
 from jengine import EngineDead, InvalidArgument, Load
-from serving import http_server
-from serving.http_server import LONGEST_HEAD, MOST_CONNECTIONS, HttpServer, Page, pages_of
-from serving.metrics import PrometheusMetrics
+from jengine.serving import http_server
+from jengine.serving.http_server import LONGEST_HEAD, MOST_CONNECTIONS, HttpServer, Page, pages_of
+from jengine.serving.metrics import PrometheusMetrics
 
 
 def no_engine() -> Load:

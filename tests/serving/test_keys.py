@@ -14,10 +14,10 @@ from google.rpc.error_details_pb2 import RetryInfo
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
-from serving.generated.jengine.v1 import generate_pb2 as pb
-from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
-from serving.security import hash_line
+from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.security import hash_line
 from tests.serving.conftest import MakeServer, MockServer, with_key
 from tests.serving.leaks import wait_until
 from tests.serving.test_ends import SMALL_WINDOW, request_of
@@ -246,7 +246,7 @@ def test_metrics_by_key_and_cause(make_server: MakeServer, keys: Any) -> None:
 
 
 def test_wrong_keys_are_logged_sparsely(make_server: MakeServer, keys: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "serving"), make_server(server=keys()) as server:
+    with caplog.at_level(logging.WARNING, "jengine.serving"), make_server(server=keys()) as server:
         for wrong in ("w" * 32, RAW, "w" * 32):
             with server.stub(wrong) as stranger:
                 code, *_ = refused(lambda: stranger.Generate(generate()))
@@ -254,13 +254,13 @@ def test_wrong_keys_are_logged_sparsely(make_server: MakeServer, keys: Any, capl
     messages = [record.getMessage() for record in caplog.records if record.name == "serving"]
     assert [message for message in messages if "rejected a call from ipv4:127.0.0.1" in message] == messages[:1]
     [raw] = messages[1:]
-    assert "'raw' in the keys file is the key itself" in raw and "python -m serving.security" in raw
+    assert "'raw' in the keys file is the key itself" in raw and "python -m jengine.serving.security" in raw
     assert RAW not in caplog.text and "w" * 32 not in caplog.text
 
 
 def test_evictions_are_logged(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
     with (
-        caplog.at_level(logging.WARNING, "serving"),
+        caplog.at_level(logging.WARNING, "jengine.serving"),
         make_server(server={"write_timeout": 0.2}, seconds=0.001, max_model_len=2**20, pages=2**18) as server,
         grpc.insecure_channel(server.address, SMALL_WINDOW) as channel,
     ):

@@ -14,10 +14,10 @@ import grpc
 import pytest
 
 from jengine import InvalidArgument, SamplingParams, StructuredOutputs
-from serving.generated.inference import grpc_service_pb2 as pb
-from serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
-from serving.generated.jengine.v1 import generate_pb2
-from serving.tensors import KINDS, read_inputs, read_request
+from jengine.serving.generated.inference import grpc_service_pb2 as pb
+from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
+from jengine.serving.generated.jengine.v1 import generate_pb2
+from jengine.serving.tensors import KINDS, read_inputs, read_request
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.test_ends import SMALL_WINDOW
 
@@ -236,7 +236,7 @@ def test_a_stream_that_is_not_read(make_server: MakeServer) -> None:
 
 
 def test_both_services_answer_alike(channel: grpc.Channel, stub: GRPCInferenceServiceStub) -> None:
-    from serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+    from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 
     request = generate_pb2.GenerateRequest(text=TEXT, sampling_params=generate_pb2.SamplingParams(max_tokens=30, stop=["fox"]))
     other = stub.ModelInfer(request_of(max_tokens=30, stop="fox"))

@@ -16,10 +16,10 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead
-from serving.app import ServerApp, longest_stop
-from serving.client import Client, Retries
-from serving.config import ServerConfig
-from serving.errors import DETAILS_KEY, reported
+from jengine.serving.app import ServerApp, longest_stop
+from jengine.serving.client import Client, Retries
+from jengine.serving.config import ServerConfig
+from jengine.serving.errors import DETAILS_KEY, reported
 from tests.serving.leaks import alive, wait_until
 from tests.serving.processes import CODE, HealthWatch, mock_process, process
 from tests.serving.streams import Stream
@@ -100,7 +100,7 @@ AT_TERMINAL = "import os, sys; os.setsid(); os.open(sys.argv[1], os.O_RDWR); os.
 @pytest.mark.skipif(sys.platform != "linux", reason="terminals differ")
 def test_a_closed_terminal_drains(tokenizer_folder: Path) -> None:
     ours, theirs = os.openpty()
-    arguments = '[{"port": 0}, "serving.engines:mock_engine", {"seconds": 0.02, "vocab_size": 501, "tokenizer_folder": "%s"}]'
+    arguments = '[{"port": 0}, "jengine.serving.engines:mock_engine", {"seconds": 0.02, "vocab_size": 501, "tokenizer_folder": "%s"}]'
     server_command = [sys.executable, "-c", CODE, arguments % tokenizer_folder]
     with process([sys.executable, "-c", AT_TERMINAL, os.ttyname(theirs), *server_command]) as server:
         os.close(theirs)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from jengine import CompletionOutput, EngineDead, Load, RequestOutput
-from serving.http_server import pages_of
-from serving.metrics import Histogram, Metrics, OutcomeInterceptor, PrometheusMetrics
-from serving.security import ApiKeys, KeyInterceptor, hash_line
+from jengine.serving.http_server import pages_of
+from jengine.serving.metrics import Histogram, Metrics, OutcomeInterceptor, PrometheusMetrics
+from jengine.serving.security import ApiKeys, KeyInterceptor, hash_line
 
 LOAD = Load(running=3, waiting=2, free_pages=30, pages=40, preemptions=5, compiles_since_start=1)
 
@@ -80,7 +80,7 @@ def test_the_engine_as_last_heard() -> None:
 
 def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("serving.metrics.time.monotonic", lambda: now)
+    monkeypatch.setattr("jengine.serving.metrics.time.monotonic", lambda: now)
     metrics = make()
 
     one = metrics.request_started()  # a stream: a token, two together, the last

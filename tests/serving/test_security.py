@@ -15,9 +15,9 @@ import grpc
 import pytest
 
 from jengine import InvalidArgument
-from serving.config import ServerConfig
-from serving.security import ApiKeys, Key, KeyInterceptor, current_key, hash_line
-from serving.tls import Tls, warn_of_plaintext
+from jengine.serving.config import ServerConfig
+from jengine.serving.security import ApiKeys, Key, KeyInterceptor, current_key, hash_line
+from jengine.serving.tls import Tls, warn_of_plaintext
 from tests.serving.certificates import Authority
 
 KEY, OTHER = "k" * 32, "o" * 32
@@ -49,7 +49,7 @@ def test_names_of_keys(keys: Path) -> None:
         (b"", "holds no key"),
         (b"\n" + KEY.encode(), "line 2 does not begin with a SHA-256 in hexadecimal digits"),
         (b"\xff", "is no UTF-8 text"),
-        (f"{KEY} anna".encode(), "if it is the key itself, replace it by what `python -m serving.security NAME` prints"),
+        (f"{KEY} anna".encode(), "if it is the key itself, replace it by what `python -m jengine.serving.security NAME` prints"),
         (f"{DIGEST} anna max_stream=3".encode(), "line 1: no setting 'max_stream'; there are max_streams, tokens_per_minute, min_priority"),
         (f"{DIGEST} anna max_streams=0".encode(), "line 1: max_streams=0: must be a whole number, at least 1"),
         (f"{DIGEST} anna min_priority=low".encode(), "line 1: min_priority=low: must be a whole number"),
@@ -95,7 +95,7 @@ def test_a_key_that_was_not_hashed_is_recognized(tmp_path: Path) -> None:
 
 
 def test_lines_are_made_from_stdin() -> None:
-    command = [sys.executable, "-m", "serving.security", "anna b"]
+    command = [sys.executable, "-m", "jengine.serving.security", "anna b"]
     done = subprocess.run(command, input=f"{KEY}\n", capture_output=True, text=True, check=True)
     assert done.stdout == hash_line(KEY, "anna b") + "\n"
     short = subprocess.run(command, input="password\n", capture_output=True, text=True)
@@ -217,7 +217,7 @@ def test_tls_files_are_checked_before_anything_is_served(tmp_path: Path) -> None
     [("127.0.0.1", False), ("::1", False), ("[::1]", False), ("localhost", False), ("0.0.0.0", True), ("::", True), ("box", True)],
 )
 def test_plaintext_beyond_this_machine_is_told(host: str, told: bool, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "serving"):
+    with caplog.at_level(logging.WARNING, "jengine.serving"):
         warn_of_plaintext(ServerConfig(host=host))
         assert [f"serving plaintext on {host}" in record.getMessage() for record in caplog.records] == [True] * told
         caplog.clear()

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from jengine import LLM, SamplingParams
-from serving.client import Client, Retries, ServerError
+from jengine.serving.client import Client, Retries, ServerError
 from tests.serving.leaks import wait_until
 from tests.serving.processes import HealthWatch, ServerProcess, process
 

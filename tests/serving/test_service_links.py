@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from jengine import EngineConfig, InvalidArgument
-from serving.config import PREFIX, ServerConfig, resolve_config
-from serving.service_links import service_links
+from jengine.serving.config import PREFIX, ServerConfig, resolve_config
+from jengine.serving.service_links import service_links
 from tests.serving.processes import CODE, process
 
 # As kubelet writes them for Services named jengine, jengine-metrics and jengine-0.

@@ -13,11 +13,11 @@ import grpc
 import pytest
 
 from jengine import InvalidArgument
-from serving.access import Access
-from serving.config import ServerConfig
-from serving.metrics import Metrics
-from serving.security import hash_line
-from serving.tls import Tls
+from jengine.serving.access import Access
+from jengine.serving.config import ServerConfig
+from jengine.serving.metrics import Metrics
+from jengine.serving.security import hash_line
+from jengine.serving.tls import Tls
 from tests.serving.certificates import Authority, Pair
 from tests.serving.test_security import KEY, OTHER, WHO, ask, serving
 
@@ -51,7 +51,7 @@ def test_any_certificate_of_a_chain_counts(ours: Authority) -> None:
 
 
 def test_what_is_warned_of(ours: Authority, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "serving"):
+    with caplog.at_level(logging.WARNING, "jengine.serving"):
         good = Tls(config_of(ours.sign("good", ends=30 * DAY)))
         assert not caplog.records
         left = good.files.expires - datetime.datetime.now(datetime.UTC)
@@ -68,7 +68,7 @@ def test_a_writable_keys_file_is_warned_of(tmp_path: Path, caplog: pytest.LogCap
     file = tmp_path / "keys"
     file.write_text(hash_line(KEY))
     file.chmod(0o644)
-    with caplog.at_level(logging.WARNING, "serving"):
+    with caplog.at_level(logging.WARNING, "jengine.serving"):
         Access(ServerConfig(api_keys=file), Metrics())
         assert not caplog.records
         file.chmod(0o664)

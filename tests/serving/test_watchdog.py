@@ -18,10 +18,10 @@ import grpc
 import pytest
 
 from jengine import EngineDead, Request
-from serving import watchdog
-from serving.client import Client, ServerError
-from serving.engine_process import EngineProcess
-from serving.watchdog import IDLE, STARTING, WORKING, Beat, Heartbeat, Patience
+from jengine.serving import watchdog
+from jengine.serving.client import Client, ServerError
+from jengine.serving.engine_process import EngineProcess
+from jengine.serving.watchdog import IDLE, STARTING, WORKING, Beat, Heartbeat, Patience
 from tests.serving.children import LONG, MOCK
 from tests.serving.leaks import alive, nothing_leaks, wait_until
 from tests.serving.processes import HealthWatch, ServerProcess, mock_process

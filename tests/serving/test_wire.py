@@ -24,7 +24,7 @@ from jengine import (
     TokenLogprobs,
     TokenUpdate,
 )
-from serving.wire import (
+from jengine.serving.wire import (
     MAX_FRAME,
     TEXT_FIELDS,
     Add,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from serving.generated.jengine.v1 import generate_pb2 as serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2
+from jengine.serving.generated.jengine.v1 import generate_pb2 as jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in serving/generated/jengine/v1/generate_pb2_grpc.py depends on'
+        + ' but the generated code in jengine/serving/generated/jengine/v1/generate_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,48 +36,48 @@ class GenerateServiceStub:
         """
         self.Generate = channel.unary_unary(
                 '/jengine.v1.GenerateService/Generate',
-                request_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.GenerateStream = channel.unary_stream(
                 '/jengine.v1.GenerateService/GenerateStream',
-                request_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateStreamResponse.FromString,
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
         self.Chat = channel.unary_unary(
                 '/jengine.v1.GenerateService/Chat',
-                request_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ChatRequest.SerializeToString,
-                response_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ChatRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.ChatStream = channel.unary_stream(
                 '/jengine.v1.GenerateService/ChatStream',
-                request_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ChatRequest.SerializeToString,
-                response_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateStreamResponse.FromString,
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ChatRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/jengine.v1.GenerateService/Tokenize',
-                request_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.TokenizeRequest.SerializeToString,
-                response_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.TokenizeResponse.FromString,
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
         self.Detokenize = channel.unary_unary(
                 '/jengine.v1.GenerateService/Detokenize',
-                request_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DetokenizeResponse.FromString,
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/jengine.v1.GenerateService/Abort',
-                request_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.AbortRequest.SerializeToString,
-                response_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.AbortResponse.FromString,
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.AbortRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/jengine.v1.GenerateService/GetModel',
-                request_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetModelRequest.SerializeToString,
-                response_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetModelResponse.FromString,
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetModelResponse.FromString,
                 _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/jengine.v1.GenerateService/GetLoad',
-                request_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadRequest.SerializeToString,
-                response_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadResponse.FromString,
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
 
 
@@ -150,48 +150,48 @@ def add_GenerateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateRequest.FromString,
-                    response_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateResponse.SerializeToString,
             ),
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
-                    request_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateRequest.FromString,
-                    response_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateStreamResponse.SerializeToString,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateStreamResponse.SerializeToString,
             ),
             'Chat': grpc.unary_unary_rpc_method_handler(
                     servicer.Chat,
-                    request_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ChatRequest.FromString,
-                    response_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ChatRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateResponse.SerializeToString,
             ),
             'ChatStream': grpc.unary_stream_rpc_method_handler(
                     servicer.ChatStream,
-                    request_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ChatRequest.FromString,
-                    response_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateStreamResponse.SerializeToString,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ChatRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateStreamResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
-                    request_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.TokenizeRequest.FromString,
-                    response_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.TokenizeResponse.SerializeToString,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.TokenizeRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.TokenizeResponse.SerializeToString,
             ),
             'Detokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Detokenize,
-                    request_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DetokenizeRequest.FromString,
-                    response_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DetokenizeResponse.SerializeToString,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DetokenizeRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DetokenizeResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.AbortRequest.FromString,
-                    response_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.AbortResponse.SerializeToString,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.AbortRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.AbortResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
-                    request_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetModelRequest.FromString,
-                    response_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetModelResponse.SerializeToString,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetModelRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetModelResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
-                    request_deserializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadRequest.FromString,
-                    response_serializer=serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadResponse.SerializeToString,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,8 +219,8 @@ class GenerateService:
             request,
             target,
             '/jengine.v1.GenerateService/Generate',
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -246,8 +246,8 @@ class GenerateService:
             request,
             target,
             '/jengine.v1.GenerateService/GenerateStream',
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateStreamResponse.FromString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -273,8 +273,8 @@ class GenerateService:
             request,
             target,
             '/jengine.v1.GenerateService/Chat',
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ChatRequest.SerializeToString,
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ChatRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -300,8 +300,8 @@ class GenerateService:
             request,
             target,
             '/jengine.v1.GenerateService/ChatStream',
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ChatRequest.SerializeToString,
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateStreamResponse.FromString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ChatRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GenerateStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -327,8 +327,8 @@ class GenerateService:
             request,
             target,
             '/jengine.v1.GenerateService/Tokenize',
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.TokenizeRequest.SerializeToString,
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.TokenizeResponse.FromString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.TokenizeRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -354,8 +354,8 @@ class GenerateService:
             request,
             target,
             '/jengine.v1.GenerateService/Detokenize',
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DetokenizeRequest.SerializeToString,
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DetokenizeResponse.FromString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DetokenizeRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -381,8 +381,8 @@ class GenerateService:
             request,
             target,
             '/jengine.v1.GenerateService/Abort',
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.AbortRequest.SerializeToString,
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.AbortResponse.FromString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.AbortRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -408,8 +408,8 @@ class GenerateService:
             request,
             target,
             '/jengine.v1.GenerateService/GetModel',
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetModelRequest.SerializeToString,
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetModelResponse.FromString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetModelRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetModelResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -435,8 +435,8 @@ class GenerateService:
             request,
             target,
             '/jengine.v1.GenerateService/GetLoad',
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadRequest.SerializeToString,
-            serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadResponse.FromString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,
