@@ -94,7 +94,7 @@ def test_clients_of_kserve_are_checked_too(server: ServerProcess) -> None:
 
 def order(*request_ids: str) -> Add:
     params = json.dumps({"structured_outputs": {"regex": "a+"}})
-    return Add([1, 2], [Sample(request_id, i, params) for i, request_id in enumerate(request_ids)], 0, 0.0)
+    return Add([1, 2], params, [Sample(request_id, i) for i, request_id in enumerate(request_ids)], 0, 0.0)
 
 
 def test_what_is_ended_before_its_mask_is_made_does_not_run() -> None:
