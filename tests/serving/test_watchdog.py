@@ -280,7 +280,7 @@ def test_a_stopped_engine_does_not_outlive_its_server(tokenizer_folder: Path) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_parent_that_died_before_the_call() -> None:
-    code = "import sys\nfrom serving.parent_death import die_with_parent\ndie_with_parent(int(sys.argv[1]))\nprint('alive')"
+    code = "import sys\nfrom jengine.serving.parent_death import die_with_parent\ndie_with_parent(int(sys.argv[1]))\nprint('alive')"
     for parent, printed in ((os.getpid(), "alive\n"), (1 if os.getpid() != 1 else 2, "")):
         done = subprocess.run([sys.executable, "-c", code, str(parent)], stdout=subprocess.PIPE, text=True, check=False)
         assert (done.stdout, done.returncode) == (printed, 0 if printed else 1)
