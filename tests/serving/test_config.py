@@ -25,7 +25,6 @@ OTHER: dict[str, Any] = {
     "num_pages": 12, "policy": "priority", "overlap": False, "seed": 6, "cache_dir": "somewhere", "cache_max_size": "2GiB",
     "compile_threads": 3,
     "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 1, "programs": "compiled",
-    "generation_config": "vllm",
 }  # fmt: skip
 
 
