@@ -12,7 +12,7 @@ import pytest
 
 from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, SamplingParams
 from jengine.mask_thread import MASK_SECONDS
-from jengine.request import Request
+from jengine.request import Request, TokenMask
 from jengine.shared_engine import Call
 from jengine.text.masks import make_mask
 from tests.engine.running import SMALL, limit_pages
@@ -153,10 +153,10 @@ class Faulty:
         self._call()
 
 
-@pytest.mark.parametrize("calls", [0, 1, 4, 5])  # even: `fill` fails
-def test_a_fault_in_a_mask_ends_its_request_alone(calls: int, llm: LLM) -> None:
+def beside(llm: LLM, mask: TokenMask) -> tuple[CompletionOutput, list[int]]:
+    """What a request with this mask gets, and the tokens of one that runs beside it: those that it gets alone."""
     ids = llm.tokenizer.encode(PROMPT)
-    given = [Request(request_id=f"fault{i}", prompt_token_ids=ids, params=PLAIN, mask=Faulty(calls) if i else None) for i in range(2)]
+    given = [Request(request_id=f"beside{i}", prompt_token_ids=ids, params=PLAIN, mask=mask if i else None) for i in range(2)]
     call = Call()
     llm._shared.open(call, [[request] for request in given])
     plain, faulty = call.outputs
@@ -165,29 +165,32 @@ def test_a_fault_in_a_mask_ends_its_request_alone(calls: int, llm: LLM) -> None:
     llm._shared.close(call)
     tokens = plain.outputs[0].token_ids
     assert tokens == llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].outputs[0].token_ids
-    failed = faulty.outputs[0]
+    return faulty.outputs[0], tokens
+
+
+@pytest.mark.parametrize("calls", [0, 1, 4, 5])  # even: `fill` fails
+def test_a_fault_in_a_mask_ends_its_request_alone(calls: int, llm: LLM) -> None:
+    failed, tokens = beside(llm, Faulty(calls))
     assert (failed.finish_reason, failed.stop_reason) == ("error", "ZeroDivisionError: a fault")
     assert failed.token_ids == tokens[: (calls + 1) // 2]  # with the one that could not be accepted: it was sampled as it should be
 
 
-class Slow(Faulty):
-    """Computes for seconds."""
+class Slow:
+    """A mask that computes for seconds."""
 
-    def _call(self) -> None:
+    def fill(self, words: np.ndarray) -> None:
         until = time.thread_time() + 10 * MASK_SECONDS
         while time.thread_time() < until:
             pass
 
+    def accept(self, token: int) -> None:
+        pass
+
 
 def test_a_slow_mask_ends_its_request_alone(llm: LLM) -> None:
-    ids = llm.tokenizer.encode(PROMPT)
-    given = [Request(request_id=f"slow{i}", prompt_token_ids=ids, params=PLAIN, mask=Slow(0) if i else None) for i in range(2)]
-    plain, slow = (llm._submit([request]) for request in given)
-    while not (plain.finished and slow.finished):
-        llm._advance()
-    assert plain.outputs[0].token_ids == llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].outputs[0].token_ids
-    failed = slow.outputs[0]
-    assert failed.finish_reason == "error" and failed.stop_reason == f"its token mask took more than {MASK_SECONDS} s"
+    failed, _ = beside(llm, Slow())
+    assert (failed.finish_reason, failed.stop_reason) == ("error", f"its token mask took more than {MASK_SECONDS} s")
+    assert not failed.token_ids
 
 
 def test_online_the_caller_is_told_and_the_engine_lives(llm: LLM) -> None:
