@@ -109,7 +109,10 @@ class AsyncLLM:
             EngineDead: the engine has failed, or was closed.
         """
         work: Prompt | PreparedPrompt = prompt
-        if isinstance(prompt, str) and len(prompt) >= LONG_TEXT:
+        grammar = (
+            not self.backend.makes_masks and isinstance(sampling_params, SamplingParams) and sampling_params.structured_outputs is not None
+        )
+        if grammar or (isinstance(prompt, str) and len(prompt) >= LONG_TEXT):  # compiling a grammar may take a second
             work = await asyncio.to_thread(self.prepare, prompt, sampling_params)
         handle = self.submit(work, sampling_params, request_id=request_id, priority=priority, timeout=timeout, output_kind=output_kind)
         async with handle:
