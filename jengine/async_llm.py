@@ -26,7 +26,7 @@ from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
 
-LONG_TEXT = 10_000  # characters from which `generate` tokenizes in a thread: it takes milliseconds
+LONG_TEXT = 10_000  # characters from which `generate` tokenizes in a thread, where it compiles grammars, too
 
 
 class AsyncLLM:
