@@ -11,6 +11,10 @@ INSTALL = $$(command -v uv >/dev/null && echo "uv pip install --python $(PYTHON)
 	--quiet --constraint constraints.txt --editable
 PYTEST = $(PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile
 JOBS ?= 2
+# Each kernel, a GPU's trunks and an engine, under the lowest versions that pyproject.toml allows.
+LOWEST := .venv-lowest/.ready
+TEST_LOWEST = PYTHONPATH=. .venv-lowest/bin/python -m pytest --numprocesses $(JOBS) -k "in_place or fp8 and spills or a100 or on_hopper or llama_mqa" \
+	tests/kernels/test_ahead_of_time.py tests/kernels/test_ampere.py tests/execution/test_gpu_programs.py tests/engine/test_golden.py
 PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolved under the first
 
 .DEFAULT_GOAL := help
@@ -42,8 +46,14 @@ demo: setup ## stream text from the embedded model
 serve-demo: setup ## serve the embedded model over gRPC; `jengine chat --server 127.0.0.1:50051` talks to it
 	@$(VENV)/bin/jengine serve demo
 
-test: lint $(TESTED) ## check style and types, run the tests (minutes)
+$(LOWEST): pyproject.toml constraints.txt tools/lowest.py | $(STAMP)
+	@$(PYTHON) -m venv --clear .venv-lowest && $(PYTHON) tools/lowest.py >.venv-lowest/requirements.txt
+	@.venv-lowest/bin/python -m pip install --disable-pip-version-check --quiet -r .venv-lowest/requirements.txt
+	@touch $@
+
+test: lint $(TESTED) $(LOWEST) ## check style and types, run the tests (minutes)
 	$(PYTEST)
+	$(TEST_LOWEST)
 
 test-full: lint $(TESTED) ## the same with the long tests
 	$(PYTEST) -m "full or not full" --timeout 3600
@@ -82,5 +92,5 @@ compare: setup ## compare with other engines on this CPU (installs them, 13 GB; 
 	$(PYTHON) -m benchmarks.compare
 
 clean: ## delete the environments and all caches
-	rm -rf .venv .venv-goldens .venv-vllm .cache .hypothesis .pytest_cache .ruff_cache .mypy_cache *.egg-info dist
+	rm -rf .venv .venv-lowest .venv-goldens .venv-vllm .cache .hypothesis .pytest_cache .ruff_cache .mypy_cache *.egg-info dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -75,9 +75,11 @@ def test_of_processes_that_measure_at_once_all_take_the_first_ones_choice(tmp_pa
 
 
 def test_a_real_measurement(tmp_path: Path) -> None:
-    assert choose_dtype("auto", MODEL, jax.devices("cpu")[0], tmp_path) in ("float32", "bfloat16")
+    chosen = choose_dtype("auto", MODEL, jax.devices("cpu")[0], tmp_path)
     (file,) = tmp_path.rglob("*.json")
-    assert all(value > 0 for value in json.loads(file.read_text())["product_seconds"].values())
+    seconds = json.loads(file.read_text())["product_seconds"]
+    assert seconds.keys() == {"float32", "bfloat16"} and min(seconds.values()) > 0
+    assert (chosen == "bfloat16") == (seconds["bfloat16"] < precision.CLEARLY * seconds["float32"])
 
 
 @pytest.mark.parametrize("name", ["quantization", "kv_cache_dtype"])

@@ -41,10 +41,15 @@ def test_the_table_goes_before_the_rules(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tuning.decode(CASE, elsewhere) == tuning.default_decode(CASE, tuning.CORES)
 
 
-def test_the_file_can_be_read() -> None:
-    for cases in tuning.table().values():
-        for choice in cases.values():
-            DecodeChoice(**choice)
+def test_the_file_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is, which may be empty, and with an entry."""
+    before = json.loads(tuning.FILE.read_text())
+    assert tuning.table() == before
+    file = tmp_path / "tuned.json"
+    file.write_text(json.dumps(tuning.updated(before, "NVIDIA H200", {CASE: DecodeChoice(3, 5)})))
+    monkeypatch.setattr(tuning, "FILE", file)
+    monkeypatch.setattr(tuning, "table", tuning.table.__wrapped__)  # not the one that is kept
+    assert tuning.decode(CASE, GPU) == DecodeChoice(3, 5)
 
 
 def test_the_search_takes_what_is_worth_it_and_leaves_out_what_does_not_fit() -> None:
