@@ -24,6 +24,7 @@ from pallas_kernels.quantized import is_quantized
 CPU_DEFAULT = 1 << 30  # bytes
 PROGRAM_SHARE = 20  # one in this many bytes is left to programs: temporaries and code
 MARGIN_SHARE = 50  # one in this many, where temporaries are known: fragmentation
+WORKSPACE = 1 << 22  # bytes that XLA gives a product of cuBLASLt
 PAGE_GRID = 64  # pages: a count rounded down to this is likelier to be the same at the next start
 
 
@@ -160,16 +161,17 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     model, table = spec.model.config, spec.table
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if is_quantized(leaf)]
     converted = 4 * max((math.prod(_own(matrix.values)) for matrix in matrices), default=0)  # one weight at a time
+    fixed = converted + (0 if spec.mesh.devices.flat[0].platform == "cpu" else WORKSPACE)
     if isinstance(key, SamplerKey):
         own_rows, vocab = -(-key.rows // model.shards), model.padded(model.vocab_size)
-        return converted + 4 * own_rows * 8 * vocab + 4 * key.rows * 16 * model.hidden_size + (1 << 16)
+        return fixed + 4 * own_rows * 8 * vocab + 4 * key.rows * 16 * model.hidden_size + (1 << 16)
     tokens = table.tokens(key)
     kv_heads = model.num_kv_heads_padded // model.shards
     heads = kv_heads * (model.group_size_padded + 2) * model.head_dim
     ffn = model.padded(model.intermediate_size) // model.shards
     scores = 4 * 8 * kv_heads * model.group_size_padded * table.tile_size * max(spec.page_size, 128)
     width = key.pages * spec.page_size * kv_heads * model.head_dim * 4 * 4 * max(key.rows, 1)
-    return converted + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + 4 * scores + width + (1 << 20)
+    return fixed + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + 4 * scores + width + (1 << 20)
 
 
 def _own(array: jax.ShapeDtypeStruct) -> tuple[int, ...]:
