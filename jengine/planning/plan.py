@@ -23,6 +23,7 @@ from jengine.planning.roofline import Bound, Formats, bound, decode, kv_token_by
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 
 CONTEXTS = 1024, 8192  # tokens of a sequence, beside max_model_len
+WORKSPACE = 32 << 20  # bytes, at most, that XLA gives cuBLAS beside a program's own temporaries
 BATCHES = 1, 8, 32, 128, 512  # sequences, up to max_num_seqs
 
 
@@ -147,7 +148,7 @@ def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> tupl
 def _estimated(spec: ExecutionSpec) -> dict[Key, ProgramMemory]:
     scorer = SamplerKey(spec.table.tile_size, "full")  # as many logits as a scorer, which makes a tile's at a time
     bounds = {key: temporaries_bound(spec, scorer if isinstance(key, ScoreKey) else key) for key in largest(spec)}
-    return {key: ProgramMemory(0, 0, 0, bound) for key, bound in bounds.items()}
+    return {key: ProgramMemory(0, 0, 0, bound + WORKSPACE) for key, bound in bounds.items()}
 
 
 def formats_of(spec: ExecutionSpec) -> Formats:
