@@ -26,12 +26,15 @@ DEFAULTS = {
 
 
 def sizes(config: EngineConfig, platform: str) -> Sizes:
-    """The options that were given, and the defaults of the platform ("cpu" or "gpu") for the others.
+    """The options that were given, and the defaults of the platform ("cpu" or "gpu") for the others. The default budget of tokens
+    grows with max_num_seqs where that was given.
 
     Raises:
         InvalidArgument: a step cannot carry max_num_seqs rows and a tile.
     """
     default = asdict(DEFAULTS[platform])
+    if config.max_num_seqs is not None:
+        default["max_num_batched_tokens"] = max(default["max_num_batched_tokens"], config.max_num_seqs + config.tile_size)
     chosen = Sizes(**{name: default[name] if getattr(config, name) is None else getattr(config, name) for name in default})
     check_budget(chosen.max_num_seqs, chosen.max_num_batched_tokens, config.tile_size)
     return chosen

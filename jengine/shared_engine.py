@@ -69,6 +69,7 @@ class SharedEngine:
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.limits: Limits = engine.limits
         self._engine: Engine | None = engine
         self._live = LiveOutputs(tokenizer)
         self._pid = os.getpid()
@@ -89,11 +90,6 @@ class SharedEngine:
         if self._engine is None:
             raise EngineDead("this LLM has been closed")
         return self._engine
-
-    @property
-    def limits(self) -> Limits:
-        """Raises EngineDead after `quit`."""
-        return self.engine.limits
 
     def check(self) -> None:
         """Raises EngineDead unless calls can be answered; JengineError in a forked process."""

@@ -25,10 +25,14 @@ def test_what_is_given_wins() -> None:
         assert sizes(EngineConfig(max_num_seqs=7), platform).max_num_batched_tokens in (512, 8192)
 
 
+def test_the_default_budget_grows_with_the_rows() -> None:
+    assert sizes(EngineConfig(max_num_seqs=512), "gpu").max_num_batched_tokens == 8192
+    assert sizes(EngineConfig(max_num_seqs=512), "cpu").max_num_batched_tokens == 512 + 64
+
+
 def test_a_default_that_cannot_be_met_is_named() -> None:
-    assert sizes(EngineConfig(max_num_seqs=512), "gpu").max_num_seqs == 512
-    with pytest.raises(InvalidArgument, match=r"max_num_batched_tokens=512: must be at least max_num_seqs \+ tile_size = 576"):
-        sizes(EngineConfig(max_num_seqs=512), "cpu")
+    with pytest.raises(InvalidArgument, match=r"max_num_batched_tokens=300: must be at least max_num_seqs \+ tile_size = 320"):
+        sizes(EngineConfig(max_num_batched_tokens=300), "gpu")
 
 
 def test_programs_for_a_gpu_have_a_gpus_sizes() -> None:

@@ -231,6 +231,7 @@ def test_each_needs_pages_of_its_own(text_model: Path, llm: LLM) -> None:
     """Each fits alone and all together do not: they wait and are preempted, and the tokens are the same."""
     tight = LLM(text_model, progress=False, **SMALL, max_model_len=192)
     limit_pages(tight.engine, 12)
+    tight._shared.limits = tight.engine.limits
     params = SamplingParams(n=6, seed=9, max_tokens=60)
     output = tight.generate(TEXT, params, use_tqdm=False)[0]
     assert output.outputs == llm.generate(TEXT, params, use_tqdm=False)[0].outputs

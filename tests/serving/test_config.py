@@ -90,7 +90,10 @@ def test_flag_before_variable_before_file_before_default(tmp_path_factory: pytes
         ({}, {}, "[server]\nport = 1", "server={{'port': 1}}: there is no such option ({file})"),
         ({}, {}, "port = ", "cannot be read: Invalid value"),
         ({"config": "/nowhere"}, {}, "", "config='/nowhere': cannot be read: [Errno 2] No such file"),
-        ({"max_num_seqs": 999, "model": "m"}, {}, "", "max_num_batched_tokens=512: must be at least max_num_seqs + tile_size = 1063 (def"),
+        (
+            {"max_num_seqs": 999, "max_num_batched_tokens": 512, "model": "m"}, {}, "",
+            "max_num_batched_tokens=512: must be at least max_num_seqs + tile_size = 1063 (command line)",
+        ),
         ({}, {"JENGINE_DTYPE": "int4"}, "", "dtype='int4': must be auto, float32, bfloat16, float16 (environment variable JENGINE_DTYPE)"),
         ({"tls_cert": "c"}, {}, "", "tls_key=None: tls_cert and tls_key go together"),
         ({"tls_client_ca": "c"}, {}, "", "tls_client_ca='c': needs tls_cert and tls_key"),
