@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -129,7 +130,8 @@ def test_host_memory_peaks_at_the_largest_parameter(tmp_path: Path) -> None:
     assert peak - held < 1.25 * largest
 
 
-def test_progress_is_shown_when_asked(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_when_asked(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     load(folder, declared(folder), make_mesh(1), progress=False)
     assert capfd.readouterr().err == ""
     load(folder, declared(folder), make_mesh(1))

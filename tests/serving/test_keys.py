@@ -251,7 +251,7 @@ def test_wrong_keys_are_logged_sparsely(make_server: MakeServer, keys: Any, capl
             with server.stub(wrong) as stranger:
                 code, *_ = refused(lambda: stranger.Generate(generate()))
                 assert code is grpc.StatusCode.UNAUTHENTICATED
-    messages = [record.getMessage() for record in caplog.records if record.name == "serving"]
+    messages = [record.getMessage() for record in caplog.records if record.name == "jengine.serving"]
     assert [message for message in messages if "rejected a call from ipv4:127.0.0.1" in message] == messages[:1]
     [raw] = messages[1:]
     assert "'raw' in the keys file is the key itself" in raw and "python -m jengine.serving.security" in raw

@@ -229,7 +229,7 @@ def test_faults_tell_no_prompts(make_server: MakeServer, caplog: pytest.LogCaptu
 
 
 def test_nothing_is_logged_of_ordinary_requests(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "serving")
+    caplog.set_level(logging.DEBUG, "jengine.serving")
     with make_server() as server, server.stub() as stub:
         answer = stub.Generate(generate(text=SECRET))
         list(stub.GenerateStream(generate(text=SECRET)))

@@ -49,7 +49,7 @@ def test_a_reader_who_stands_still_delays_no_one(tmp_path: Path, monkeypatch: py
     """A pipe that is full: lines are lost, and the server's log says so, once."""
     monkeypatch.setattr(request_log, "MOST_WAITING", 3)
     reading, writing = os.pipe()
-    with os.fdopen(reading), os.fdopen(writing, "w") as pipe, caplog.at_level(logging.ERROR, "serving"):
+    with os.fdopen(reading), os.fdopen(writing, "w") as pipe, caplog.at_level(logging.ERROR, "jengine.serving"):
         monkeypatch.setattr(sys, "stdout", pipe)
         log = RequestLog("-")
         for number in range(100):
@@ -67,7 +67,7 @@ def test_a_reader_who_stands_still_delays_no_one(tmp_path: Path, monkeypatch: py
 def test_what_cannot_be_written_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full")
-    with caplog.at_level(logging.ERROR, "serving"):
+    with caplog.at_level(logging.ERROR, "jengine.serving"):
         log = RequestLog("/dev/full")
         for _ in range(3):
             log.write({})

@@ -47,7 +47,7 @@ def test_an_expired_authority_beside_a_valid_one_is_warned_of(ours: Authority, c
     pair, bundle = ours.sign("server", ends=30 * DAY), ours.folder / "bundle.pem"
     valid, old = ours.sign("valid", ends=30 * DAY), ours.sign("old", begins=-2 * DAY, ends=-DAY)
     bundle.write_bytes(old.cert.read_bytes() + valid.cert.read_bytes())
-    with caplog.at_level(logging.WARNING, "serving"):
+    with caplog.at_level(logging.WARNING, "jengine.serving"):
         Tls(config_of(pair, tls_client_ca=bundle))
     [record] = caplog.records
     assert "tls_client_ca" in record.getMessage() and "CN=old expired on" in record.getMessage()
@@ -99,7 +99,7 @@ def test_certificates_are_replaced(ours: Authority, caplog: pytest.LogCaptureFix
                 for of, to in ((new.cert, pair.cert), (new.key, pair.key)):
                     shutil.copy(of, to)
                 assert await asyncio.to_thread(seen, address) == first, "not before it is asked to"
-                with caplog.at_level(logging.INFO, "serving"):
+                with caplog.at_level(logging.INFO, "jengine.serving"):
                     access.reload()
                 second = await asyncio.to_thread(seen, address)
                 assert first != second == ssl.PEM_cert_to_DER_cert(new.cert.read_text())
@@ -114,7 +114,7 @@ def test_certificates_are_replaced(ours: Authority, caplog: pytest.LogCaptureFix
     asyncio.run(run())
     after = metrics.certificate_expiry()
     assert expiry is not None and after is not None and 29 * DAY < after - expiry < 31 * DAY
-    levels = [record.levelname for record in caplog.records if record.name == "serving"]
+    levels = [record.levelname for record in caplog.records if record.name == "jengine.serving"]
     assert levels == ["INFO", "ERROR"] and "the old ones stay in use: tls_key=" in caplog.text
 
 
@@ -158,7 +158,7 @@ def test_keys_are_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
             access.reload()
             assert await answers() == ["UNAUTHENTICATED", "otto"]
 
-    with caplog.at_level(logging.INFO, "serving"):
+    with caplog.at_level(logging.INFO, "jengine.serving"):
         asyncio.run(run())
     reloads = [record.getMessage() for record in caplog.records if "reloaded" in record.getMessage()]
     assert reloads[0] == "reloaded 1 API keys" and [line.startswith("not reloaded") for line in reloads[1:]] == [True] * 3

@@ -125,7 +125,7 @@ class GenerateServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request that runs or waits: its caller gets what there is, with FINISH_REASON_ABORT.
+        """Ends a request of the same API key that runs or waits: its caller gets what there is, with FINISH_REASON_ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
