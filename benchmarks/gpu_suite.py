@@ -3,19 +3,32 @@
     python -m benchmarks.gpu_suite [PART ...] [--programs DIR] [--out FILE]
 
 correctness   every kernel against float32; goes first, unless FILE has it of these kernels already
-programs      programs compiled without a GPU (`--programs DIR`), and by another process on this one: loaded and run
-decode        decode attention: bytes a second over the device's own copies
+decode        decode attention: bytes a second over the device's own copies; rows that are alike, padding, ragged batches
 prefill       prefill attention: operations a second over the device's own matrix products; beside other libraries
+programs      programs compiled without a GPU (`--programs DIR`), and by another process on this one: loaded and run
 engine        a Llama of 8B parameters, random weights: decoding and prefilling over the roofline, and the host's time
 transformers  the same Llama in transformers
-tune          the kernels' tuning, as far as the time goes: into the table that they read
+tune          the kernels' tuning, as far as the time goes, into the table that they read; another run goes on from there
 
 Each part is a process of its own and ends within 8 minutes; what it had found by then is kept. Results go to FILE, by part, beside those
 of earlier runs: FILE's own or, where it is new, the repository's. The exit status is 1 if anything failed. Without a GPU, XLA's forms take
 the kernels' place at the smallest sizes, and nothing is saved unless FILE is named: that shows that the suite runs, no more.
 
 Only programs and engine need what jengine needs. Where nothing can be installed, `pip install --target DIR` elsewhere what they say is
-missing, and put DIR on PYTHONPATH.
+missing, and put DIR on PYTHONPATH. `--programs DIR` takes a folder compiled for this device (`jengine compile --target h100` or h200) under
+the same version of JAX.
+
+On a GPU that is new to the kernels, go part by part, in this order:
+
+1. `nvidia-smi`, the version of JAX and its device, then `correctness`. If all cases fail alike, JAX may find no ptxas: set CUDA_ROOT
+   to /usr/local/cuda and put its bin on PATH. If all fail from one case on, the first of them broke the CUDA context; run that one alone:
+     compute-sanitizer python -c "from benchmarks.gpu.correctness import *; i = 25; print(check(cases(False)[i], 'mosaic', i))"
+   If prefill alone fails, look at CUDA's version: JAX's own attention refuses causal masks from CUDA 12.8.0 to 12.9.0, whose ptxas
+   miscompiles them; 12.9.1 and 13 do not.
+2. `decode` and `prefill`.
+3. `programs`, then `engine`. XLA first tries out its matrix products, for minutes, and `engine` may end before its first row: keep what
+   XLA finds, and run it again, with XLA_FLAGS=--xla_gpu_per_fusion_autotune_cache_dir=DIR.
+4. `tune`, as often as it takes; then `correctness` and `decode` once more. Programs compiled before are not for the new table.
 """
 
 from __future__ import annotations
@@ -37,7 +50,7 @@ from benchmarks.gpu import rows
 from benchmarks.gpu.rows import Row
 from benchmarks.machine import facts
 
-PARTS = ("correctness", "programs", "decode", "prefill", "engine", "transformers", "tune")
+PARTS = ("correctness", "decode", "prefill", "programs", "engine", "transformers", "tune")
 SHARING = ("programs", "prefill", "transformers")  # parts in which JAX leaves the GPU's memory to others
 LIMIT, LAST_START = 480, 420  # seconds: a part is ended; no further case is begun
 ENDED = "the part was ended from outside"

@@ -1,20 +1,25 @@
 """Measure how decode attention is best cut up on this machine's GPU, and write it to the table that `tuning` reads.
 
-python -m pallas_kernels.tune [--out FILE]
+    python -m pallas_kernels.tune [--heads 32 --kv-heads 8 --head-dim 128] [--page-size 64] [--dtype bfloat16] [--out FILE]
+
+For one shape of attention (the heads that one device holds) or, without --heads, for those of Llama's 8B and 70B: each
+of the engine's row buckets and each kind of cache is timed with sequences of 8k tokens and with one of 32k among short
+ones, from a cache of 1 GiB. First the number of splits is chosen, then that of stages. FILE is written after each case,
+and cases that it lacks for this device come first, so that a run which was ended can be taken up again.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +27,17 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch, tuning
 from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.devices import visible_devices
-from pallas_kernels.quantized import Pages, movable, quantize
+from pallas_kernels.quantized import Pages
+from pallas_kernels.timing import block_tables, chain, one_long, page_pool, seconds
 from pallas_kernels.tuning import DecodeCase, DecodeChoice
 
-KINDS = {"bfloat16": None, "int8": "int8", "uint8": "float8_e4m3fn"}
-CASES = [
-    DecodeCase(cache, "bfloat16", heads, 8, head_dim, 64, rows, tokens)
-    for cache, (heads, head_dim), rows, tokens in itertools.product(KINDS, [(32, 128), (64, 128)], (1, 16, 64), (1 << 12, 1 << 15))
-]
-WORTH = 0.98  # of the default's time, at most, for a choice to be written down
-CALLS, ROUNDS = 20, 3
+KINDS = {None: None, "int8": "int8", "uint8": "float8_e4m3fn"}  # by the dtype that is stored; None is the queries' own
+ROWS = (8, 16, 32, 64, 128, 256)  # row buckets of an engine on a GPU
+EVEN, LONGEST, SHORT = 8192, 32768, (256, 1024)  # tokens of a sequence
+POOL = 1 << 30  # bytes of the cache: many times what a GPU's L2 cache holds
+QUARTERS = (1, 2, 3, 4, 6, 8, 16)  # of the default number of splits
+STAGES = (2, 3, 4, 6)
+WORTH = 0.98  # of the default's time, at most, for another choice to be taken
 
 Timer = Callable[[DecodeCase, DecodeChoice], float]
 
@@ -46,56 +52,77 @@ class Measured:
     best: float
 
 
-def candidates(case: DecodeCase, cores: int) -> list[DecodeChoice]:
-    """The default first, then others."""
-    default = tuning.default_decode(case, cores)
-    splits = sorted({max(1, default.splits * times // 4) for times in (1, 2, 3, 4, 6, 8)} | {1})
-    others = (DecodeChoice(n, stages) for n in splits for stages in (None, 2, 3, 4, 6))
-    return [default, *(choice for choice in others if choice != default)]
+class Load(NamedTuple):
+    tables: jax.Array  # int32 [CHAIN, rows, width]
+    lengths: jax.Array  # int32 [rows]
+
+
+def cases(heads: int, kv_heads: int, head_dim: int, page_size: int = 64, dtype: str = "bfloat16") -> list[DecodeCase]:
+    """All that an engine may ask for with attention of this shape, whatever its max_model_len."""
+    return [
+        DecodeCase(cache or dtype, dtype, heads, kv_heads, head_dim, page_size, rows, LONGEST)
+        for cache, rows in itertools.product(KINDS, ROWS)
+    ]
+
+
+SHAPES = [(32, 8, 128), (64, 8, 128)]  # heads, kv_heads, head_dim
 
 
 def search(cases: Iterable[DecodeCase], cores: int, timer: Timer) -> Iterator[Measured]:
+    """The best number of splits with the default's stages, then the best number of stages with as many splits."""
     for case in cases:
-        default, *others = candidates(case, cores)
-        before = timer(case, default)
-        times = {choice: timer(case, choice) for choice in others}
+        default = tuning.default_decode(case, cores)
+        times = {default: timer(case, default)}
+        others = {max(1, default.splits * quarters // 4) for quarters in QUARTERS} - {default.splits}
+        times |= {choice: timer(case, choice) for choice in (replace(default, splits=splits) for splits in sorted(others))}
+        fastest = min(times, key=times.__getitem__)
+        times |= {choice: timer(case, choice) for choice in (replace(fastest, stages=stages) for stages in STAGES)}
         best = min(times, key=times.__getitem__)
-        yield Measured(case, before, *((best, times[best]) if times[best] <= WORTH * before else (default, before)))
+        chosen = best if times[best] <= WORTH * times[default] else default
+        yield Measured(case, times[default], chosen, times[chosen])
 
 
-def seconds(case: DecodeCase, choice: DecodeChoice) -> float:
-    """Of one call on the default device, the fastest of some rounds; infinity where the choice does not fit."""
-    run = jax.jit(partial(paged_attention_decode, scale=case.head_dim**-0.5, splits=choice.splits, stages=choice.stages))
-    args = arrays(case)
+def tune(cases: Iterable[DecodeCase], device: jax.Device, file: Path) -> Iterator[Measured]:
+    """What `search` finds, in the file at once, beside what was there; the cases that the file lacks come first."""
+    known = _read(file).get(device.device_kind, {})
+    for measured in search(sorted(cases, key=lambda case: case.key() in known), tuning.cores(device), total_seconds):
+        if math.isfinite(measured.best):
+            table = tuning.updated(_read(file), device.device_kind, {measured.case: measured.choice})
+            file.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+        yield measured
+
+
+def _read(file: Path) -> tuning.Table:
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
+
+
+def total_seconds(case: DecodeCase, choice: DecodeChoice) -> float:
+    """Of a call with each of the case's loads, on the default device; infinity where the choice does not fit."""
+    q, k, v, loads = arrays(case)
+    attend = partial(paged_attention_decode, scale=case.head_dim**-0.5, splits=choice.splits, stages=choice.stages)
+    program = chain(lambda q, tables, k, v, lengths: attend(q, k, v, tables, lengths))
     try:
-        jax.block_until_ready(run(*args))
+        return sum(seconds(program, q, load.tables, k, v, load.lengths) for load in loads)
     except Exception as error:  # shared memory that there is not, as a ValueError or as the driver's own error
         print(f"left out: {choice}: {str(error).splitlines()[0]}")
         return math.inf
 
-    def timed() -> float:
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            out = run(*args)
-        out.block_until_ready()
-        return (time.perf_counter() - start) / CALLS
 
-    return min(timed() for _ in range(ROUNDS))
-
-
-def arrays(case: DecodeCase) -> tuple[Any, ...]:
-    """Queries, a cache in which every row has pages of its own, tables and lengths."""
-    width = case.tokens // case.page_size
-    shape = (case.rows * width + 1, case.kv_heads, case.page_size, case.head_dim)
-
-    def pages(seed: int) -> Pages:
-        plain = jax.random.normal(jax.random.key(seed), shape, case.dtype)
-        kind = KINDS[case.cache]
-        return movable(quantize(plain, kind)) if kind else plain
-
+@functools.lru_cache(maxsize=1)  # all choices of a case take the same
+def arrays(case: DecodeCase) -> tuple[jax.Array, Pages, Pages, list[Load]]:
+    """Queries, keys and values, and what is read of them: rows that are alike, and one long row among short ones."""
+    kind = KINDS.get(case.cache)
+    page = 2 * case.kv_heads * case.page_size * case.head_dim * jnp.dtype(case.cache).itemsize
+    num_pages = max(2, POOL // page)
+    k, v = page_pool((num_pages, case.kv_heads, case.page_size, case.head_dim), case.dtype, kind)
     q = jax.random.normal(jax.random.key(0), (case.rows, case.heads, case.head_dim), case.dtype)
-    tables = jax.random.permutation(jax.random.key(1), jnp.arange(1, shape[0], dtype=jnp.int32)).reshape(case.rows, width)
-    return q, jax.jit(pages, static_argnums=0)(2), jax.jit(pages, static_argnums=0)(3), tables, jnp.full(case.rows, case.tokens, jnp.int32)
+
+    def load(lengths: list[int]) -> Load:
+        pages = [-(-length // case.page_size) for length in lengths]
+        tables = block_tables(num_pages, pages, width=-(-LONGEST // case.page_size))
+        return Load(jnp.asarray(tables), jnp.asarray(lengths, jnp.int32))
+
+    return q, k, v, [load(case.rows * [EVEN]), load(one_long(case.rows, LONGEST, *SHORT))]
 
 
 def row(measured: Measured) -> str:
@@ -105,20 +132,27 @@ def row(measured: Measured) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
-    parser.add_argument("--out", type=Path, default=tuning.FILE, help="file to write, and to keep other devices' entries of")
-    out: Path = parser.parse_args(arguments).out
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--heads", type=int, help="query heads on one device; with --kv-heads and --head-dim")
+    parser.add_argument("--kv-heads", type=int, help="kv heads on one device")
+    parser.add_argument("--head-dim", type=int)
+    parser.add_argument("--page-size", type=int, default=64, help="tokens of a page; default: %(default)s")
+    parser.add_argument("--dtype", choices=dispatch.DTYPES, default="bfloat16", help="of the queries; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=tuning.FILE, help="file to write, beside its entries of other devices and shapes")
+    options = parser.parse_args(arguments)
+    shape = (options.heads, options.kv_heads, options.head_dim)
+    if None in shape and any(shape):
+        parser.error("--heads, --kv-heads and --head-dim go together")
+    shapes: list[tuple[int, int, int]] = SHAPES if None in shape else [shape]
     [device, *_] = visible_devices()
     if getattr(device, "compute_capability", None) not in dispatch.HOPPER:
         parser.exit(1, f"device={device.device_kind}: tuning needs a Hopper GPU (compute capability {dispatch.HOPPER[0]})\n")
     print("| case | default, us | best, us | gain | splits | stages |\n|---|---|---|---|---|---|")
-    found: dict[DecodeCase, DecodeChoice] = {}
-    for measured in search(CASES, tuning.cores(device), seconds):
+    wanted = [case for shape in shapes for case in cases(*shape, options.page_size, options.dtype)]
+    for measured in tune(wanted, device, options.out):
         print(row(measured), flush=True)
-        if measured.best < measured.default:
-            found[measured.case] = measured.choice
-    table = json.loads(out.read_text()) if out.is_file() else {}
-    out.write_text(json.dumps(tuning.updated(table, device.device_kind, found), indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

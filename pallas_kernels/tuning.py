@@ -27,7 +27,8 @@ class DecodeCase:
     Attributes:
         cache: dtype that is stored; the queries' own, int8 or uint8.
         dtype: of the queries.
-        rows, tokens: of a step, and that a row may have to read; cases are told apart by the next power of two of each.
+        rows: of a step, padding included; cases differ by its next power of two.
+        tokens: that a row may have to read. It bounds the splits, no more: all widths of a table share what was measured.
     """
 
     cache: str
@@ -40,8 +41,12 @@ class DecodeCase:
     tokens: int
 
     def key(self) -> str:
-        classes = {name: 1 << (getattr(self, name) - 1).bit_length() for name in ("rows", "tokens")}
-        return " ".join(f"{name}={value}" for name, value in (asdict(self) | classes).items())
+        facts = asdict(self) | {"rows": 1 << (self.rows - 1).bit_length()}
+        return " ".join(f"{name}={value}" for name, value in facts.items() if name != "tokens")
+
+    @property
+    def most_splits(self) -> int:
+        return max(1, self.tokens // SPLIT_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -64,13 +69,15 @@ def cores(device: jax.Device | None) -> int:
 
 def default_decode(case: DecodeCase, cores: int) -> DecodeChoice:
     """Splits that fill the chip, where the tokens that a row may have to read suffice."""
-    return DecodeChoice(max(1, min(BLOCKS * cores // (case.rows * case.kv_heads), case.tokens // SPLIT_TOKENS)))
+    return DecodeChoice(max(1, min(BLOCKS * cores // (case.rows * case.kv_heads), case.most_splits)))
 
 
 def decode(case: DecodeCase, device: jax.Device | None) -> DecodeChoice:
     """What was measured on such a device, else what the rules say."""
     measured = table().get(getattr(device, "device_kind", ""), {}).get(case.key())
-    return DecodeChoice(**measured) if measured else default_decode(case, cores(device))
+    if not measured:
+        return default_decode(case, cores(device))
+    return DecodeChoice(**measured | {"splits": min(measured["splits"], case.most_splits)})
 
 
 @functools.cache

@@ -96,13 +96,14 @@ def measure(small: bool) -> Iterator[Row]:
     impl: dispatch.Impl = "xla" if small else "mosaic"
 
     def row(i: int, case: Case) -> Row:
-        return attempt(str(case), partial(_row, case, impl, i))
+        return attempt(str(case), partial(check, case, impl, i))
 
     with ThreadPoolExecutor(1 if small else THREADS) as pool:  # most of the time is compilation
         yield from pool.map(row, count(), cases(small))
 
 
-def _row(case: Case, impl: dispatch.Impl, seed: int) -> Row:
+def check(case: Case, impl: dispatch.Impl, seed: int) -> Row:
+    """One case, of inputs that the seed decides; `measure` takes its index."""
     refused, run = CALLS[case.function](case, impl, seed)
     if refused is not None and impl == "mosaic":
         return skipped(str(case), refused)

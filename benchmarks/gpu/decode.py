@@ -5,35 +5,57 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu.inputs import KINDS, free_bytes, large, page_bytes, tables
+from benchmarks.gpu.ceilings import ceilings
+from benchmarks.gpu.inputs import KINDS, free_bytes, large, page_bytes
 from benchmarks.gpu.rows import Row, attempt, skipped
-from benchmarks.gpu.timing import CHAIN, ceilings, chained
 from benchmarks.gpu.work import LLAMA, SMALL, Shape, decode_bytes
 from pallas_kernels import dispatch
 from pallas_kernels.quantized import Pages, Quantized
+from pallas_kernels.timing import block_tables, chained, one_long
 
 GOAL = 0.85
 FILLS = 1 << 27  # bytes that a call must move to be held to the goal: some 30 us of an H200
-BATCHES, CONTEXTS = (1, 16, 64, 256), (1024, 8192, 32768)
+CONTEXTS, BATCHES, RAGGED = (1024, 8192, 32768), (1, 16, 64, 256), (8, 64, 256)
+
+
+class Batch(NamedTuple):
+    """What a case reads: tokens of each row; 0 is padding."""
+
+    name: str
+    lengths: list[int]
+
+
+def batches(small: bool) -> list[Batch]:
+    """Rows that are alike; then those that a split of every sequence into as many parts serves badly: one live row in
+    the engine's smallest bucket, and one long row among short ones."""
+    if small:
+        return [Batch("batch 2, context 64", [64, 64]), Batch("one row of 128 in a bucket of 8", [128] + 7 * [0]), _ragged(4, 128, 16, 48)]
+    alike = [Batch(f"batch {rows}, context {context}", rows * [context]) for context in CONTEXTS for rows in BATCHES]
+    longest = CONTEXTS[-1]
+    alone = Batch(f"one row of {longest} in a bucket of 8", [longest] + 7 * [0])
+    return [*alike, alone, *(_ragged(rows, longest, 256, 1024) for rows in RAGGED)]
+
+
+def _ragged(rows: int, longest: int, low: int, high: int) -> Batch:
+    return Batch(f"batch {rows}, one row of {longest}, others of {low} to {high}", one_long(rows, longest, low, high))
 
 
 def measure(small: bool) -> Iterator[Row]:
-    """Rows of every batch, context and cache; those with little to move have no goal."""
+    """Rows of every batch and cache; those with little to move have no goal. GB/s count the live rows' tokens alone."""
     bandwidth = ceilings(small).bandwidth
     yield Row("copy on this device", {"GB/s": bandwidth / 1e9})
-    shape, cases = (SMALL, [(2, 64)]) if small else (LLAMA, [(batch, context) for context in CONTEXTS for batch in BATCHES])
     for kind in KINDS:
-        yield from _of_kind(shape, kind, cases, bandwidth, small)
+        yield from _of_kind(SMALL if small else LLAMA, kind, batches(small), bandwidth, small)
 
 
-def _of_kind(shape: Shape, kind: str | None, cases: list[tuple[int, int]], bandwidth: float, small: bool) -> Iterator[Row]:
+def _of_kind(shape: Shape, kind: str | None, cases: list[Batch], bandwidth: float, small: bool) -> Iterator[Row]:
     name = "bfloat16" if kind is None else kind
-    needed = max(batch * context for batch, context in cases) // shape.page_size + 1
+    needed = 1 + max(sum(_pages(shape, batch)) for batch in cases)
     room = free_bytes()
     num_pages = needed if room is None else min(needed, int(0.8 * room) // page_bytes(shape, kind))
     k, v = large(shape, num_pages, "bfloat16", kind)
@@ -42,12 +64,16 @@ def _of_kind(shape: Shape, kind: str | None, cases: list[tuple[int, int]], bandw
     if refused is not None:
         yield skipped(f"{name} cache", refused)
         return
-    for batch, context in cases:
-        case = f"{name} cache, batch {batch}, context {context}"
-        if batch * context // shape.page_size >= k.shape[0]:
-            yield skipped(case, f"needs {batch * context // shape.page_size} pages, there is memory for {num_pages}")
+    for batch in cases:
+        case, pages = f"{name} cache, {batch.name}", sum(_pages(shape, batch))
+        if pages >= k.shape[0]:
+            yield skipped(case, f"needs {pages} pages, there is memory for {num_pages}")
             continue
-        yield attempt(case, partial(_row, case, shape, k, v, batch, context, bandwidth, small))
+        yield attempt(case, partial(_row, case, shape, k, v, batch, bandwidth, small))
+
+
+def _pages(shape: Shape, batch: Batch) -> list[int]:
+    return [-(-length // shape.page_size) for length in batch.lengths]
 
 
 def _refused(q: Any, k: Pages, v: Pages) -> str | None:
@@ -56,19 +82,19 @@ def _refused(q: Any, k: Pages, v: Pages) -> str | None:
     return f"device={device.device_kind}: it is no GPU" if device.platform == "cpu" else dispatch.why_decode_unsupported(q, k, v)
 
 
-def _row(case: str, shape: Shape, k: Pages, v: Pages, batch: int, context: int, bandwidth: float, small: bool) -> Row:
-    seconds = seconds_of(shape, k, v, batch, context, "xla" if small else "mosaic")
+def _row(case: str, shape: Shape, k: Pages, v: Pages, batch: Batch, bandwidth: float, small: bool) -> Row:
+    seconds = seconds_of(shape, k, v, batch, "xla" if small else "mosaic")
     eight_bits = isinstance(k, Quantized)
-    moved = decode_bytes(shape, batch, context, 1 if eight_bits else 2, 4 if eight_bits else 0)
+    moved = decode_bytes(shape, batch.lengths, 1 if eight_bits else 2, 4 if eight_bits else 0)
     rate = moved / seconds
     goal = GOAL if moved >= FILLS and not eight_bits and not small else None
     return Row(case, {"us": 1e6 * seconds, "GB/s": rate / 1e9, "share": rate / bandwidth}, goal)
 
 
-def seconds_of(shape: Shape, k: Pages, v: Pages, batch: int, context: int, impl: dispatch.Impl) -> float:
-    """Of a call, with sequences that all have `context` tokens, on other pages each time."""
-    q = jax.random.normal(jax.random.key(1), (batch, shape.heads, shape.head_dim), jnp.bfloat16)
-    block_tables = jnp.asarray(tables(k.shape[0], CHAIN, batch, context // shape.page_size))
-    lengths = jnp.full((batch,), context, jnp.int32)
+def seconds_of(shape: Shape, k: Pages, v: Pages, batch: Batch, impl: dispatch.Impl) -> float:
+    """Of a call, on other pages each time."""
+    q = jax.random.normal(jax.random.key(1), (len(batch.lengths), shape.heads, shape.head_dim), jnp.bfloat16)
+    tables = jnp.asarray(block_tables(k.shape[0], _pages(shape, batch)))
     attend = partial(dispatch.paged_attention_decode, scale=1 / math.sqrt(shape.head_dim), impl=impl)
-    return chained(lambda q, table, k, v, lengths: attend(q, k, v, table, lengths), q, block_tables, k, v, lengths)
+    lengths = jnp.asarray(batch.lengths, jnp.int32)
+    return chained(lambda q, table, k, v, lengths: attend(q, k, v, table, lengths), q, tables, k, v, lengths)

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from benchmarks.gpu.ceilings import ceilings
 from benchmarks.gpu.llama import FULL, SMALL, Load
 from benchmarks.gpu.model import compiled, random_params
 from benchmarks.gpu.rows import Row, skipped
-from benchmarks.gpu.timing import ceilings
 from benchmarks.host_cost import Clock
 from jengine.checkpoints.hugging_face import model_config
 from jengine.engine import Engine

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,9 @@ import numpy as np
 
 from benchmarks.gpu.work import Shape
 from pallas_kernels.quantized import Pages, movable, quantize
+from pallas_kernels.timing import page_pool
 
 KINDS = (None, "int8", "float8_e4m3fn")  # of a cache's numbers; None is the queries' dtype
-REPEATED = 512  # pages of a large cache that differ; the rest are like them, elsewhere in memory
 
 
 class Paged(NamedTuple):
@@ -49,22 +48,7 @@ def _stored(pages: jax.Array, kind: str | None) -> Pages:
 
 def large(shape: Shape, num_pages: int, dtype: str, kind: str | None) -> tuple[Pages, Pages]:
     """Keys and values, made on the device."""
-    if kind is not None:
-        dtype = "float32"  # as quantized ones are made from
-
-    @partial(jax.jit, static_argnums=1)
-    def make(key: jax.Array, repeats: int) -> Any:
-        few = jax.random.normal(key, (REPEATED, shape.kv_heads, shape.page_size, shape.head_dim), dtype)
-        return jax.tree.map(lambda x: jnp.tile(x, (repeats, *[1] * (x.ndim - 1))), _stored(few, kind))
-
-    k, v = (make(key, -(-num_pages // REPEATED)) for key in jax.random.split(jax.random.key(0)))
-    return k, v
-
-
-def tables(num_pages: int, calls: int, rows: int, width: int) -> np.ndarray:
-    """Block tables int32 [calls, rows, width] in random order; a page comes again when all have come."""
-    order = 1 + np.random.default_rng(0).permutation(num_pages - 1)
-    return np.resize(order, (calls, rows, width)).astype(np.int32)
+    return page_pool((num_pages, shape.kv_heads, shape.page_size, shape.head_dim), dtype, kind)
 
 
 def page_bytes(shape: Shape, kind: str | None) -> int:

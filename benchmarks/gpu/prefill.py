@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu.inputs import KINDS, large, tables
+from benchmarks.gpu.ceilings import ceilings
+from benchmarks.gpu.inputs import KINDS, large
 from benchmarks.gpu.prefill_peers import PEERS
 from benchmarks.gpu.rows import SKIPPED, Row, attempt, skipped
-from benchmarks.gpu.timing import CHAIN, ceilings, chained
 from benchmarks.gpu.work import LLAMA, SMALL, Shape, prefill_operations
 from pallas_kernels import dispatch
+from pallas_kernels.timing import CHAIN, block_tables, chained
 
 GOAL = 0.65
 CHUNKS = 512, 1024, 2048, 4096, 8192  # tokens of a prompt, all of them in one call
@@ -59,7 +60,7 @@ def prepared(shape: Shape, kind: str | None, sequences: int, chunk: int, small: 
     num_pages = 1 + CHAIN * sequences * width
     k, v = large(shape, num_pages, "bfloat16", kind)
     refused = None if small else dispatch.why_prefill_unsupported(q, k, v)
-    each = jnp.repeat(jnp.asarray(tables(num_pages, CHAIN, sequences, width)), per_prompt, axis=1)
+    each = jnp.repeat(jnp.asarray(block_tables(num_pages, [width] * sequences)), per_prompt, axis=1)
     positions = jnp.tile(jnp.arange(per_prompt, dtype=jnp.int32) * TILE, sequences)
     lengths = jnp.full_like(positions, TILE)
     attend = partial(dispatch.paged_attention_prefill, scale=1 / math.sqrt(shape.head_dim), impl="xla" if small else "mosaic")

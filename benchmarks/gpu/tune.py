@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import jax
@@ -12,15 +11,12 @@ from pallas_kernels import dispatch, tune, tuning
 
 
 def measure() -> Iterator[Row]:
-    """Writes to the table that the kernels read, as `python -m pallas_kernels.tune` does."""
+    """Writes to the table that the kernels read, as `python -m pallas_kernels.tune` does; goes on where an earlier run ended."""
     device = jax.devices()[0]
     if getattr(device, "compute_capability", None) not in dispatch.HOPPER:
         yield skipped("decode attention", f"device={device.device_kind}: tuning needs a Hopper GPU")
         return
-    for measured in tune.search(tune.CASES, tuning.cores(device), tune.seconds):
-        if measured.best < measured.default:
-            table = tuning.updated(json.loads(tuning.FILE.read_text()), device.device_kind, {measured.case: measured.choice})
-            tuning.FILE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    for measured in tune.tune([case for shape in tune.SHAPES for case in tune.cases(*shape)], device, tuning.FILE):
         values = {"default us": 1e6 * measured.default, "best us": 1e6 * measured.best, "gain": measured.default / measured.best}
         choice = {"splits": measured.choice.splits, "stages": measured.choice.stages or ""}
         yield Row(measured.case.key(), values | choice)

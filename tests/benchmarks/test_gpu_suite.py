@@ -13,18 +13,21 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_suite
-from benchmarks.gpu import correctness, decode, inputs, prefill, programs, rows, timing
+from benchmarks.gpu import correctness, decode, inputs, prefill, programs, rows
+from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, timing
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 
 
 def test_bytes_and_operations_by_hand() -> None:
     # 16 sequences of 1024 tokens, 8 kv heads of 128 numbers of two bytes, keys and values; 32 query heads in and out
-    assert decode_bytes(LLAMA, 16, 1024) == 2 * 16 * 1024 * 8 * 128 * 2 + 2 * 16 * 32 * 128 * 2
-    assert decode_bytes(LLAMA, 16, 1024, 1, 4) == 2 * 16 * 1024 * 8 * (128 + 4) + 2 * 16 * 32 * 128 * 2
+    assert decode_bytes(LLAMA, 16 * [1024]) == 2 * 16 * 1024 * 8 * 128 * 2 + 2 * 16 * 32 * 128 * 2
+    assert decode_bytes(LLAMA, 16 * [1024], 1, 4) == 2 * 16 * 1024 * 8 * (128 + 4) + 2 * 16 * 32 * 128 * 2
+    # padding reads nothing, and has results
+    assert decode_bytes(LLAMA, [1024, 512, 0, 0]) == 2 * 1536 * 8 * 128 * 2 + (2 + 4) * 32 * 128 * 2
     # three tokens see 1 + 2 + 3 keys; a product has two operations for each of head_dim numbers, and there are two products
     assert prefill_operations(Shape(1, 2, 64, 16), sequences=5, tokens=3) == 5 * 2 * 6 * 64 * 2 * 2
 
@@ -34,14 +37,37 @@ def test_a_page_has_the_bytes_of_its_arrays() -> None:
     for kind in inputs.KINDS:
         arrays = jax.tree.leaves(jax.eval_shape(lambda kind=kind: inputs.large(shape, 1, "bfloat16", kind)))
         total = sum(x.size * x.dtype.itemsize for x in arrays)
-        assert total == inputs.REPEATED * inputs.page_bytes(shape, kind)
+        assert total == timing.REPEATED * inputs.page_bytes(shape, kind)
 
 
 def test_tables_name_every_page_before_one_comes_again() -> None:
-    made = inputs.tables(num_pages=13, calls=3, rows=2, width=4)
+    made = timing.block_tables(num_pages=13, pages=[4, 4], calls=3)
     assert made.shape == (3, 2, 4)
     assert sorted(made.reshape(-1)[:12]) == list(range(1, 13))
     assert made.min() == 1  # never the null page
+
+
+def test_tables_of_ragged_rows_have_the_null_page_after_their_own() -> None:
+    made = timing.block_tables(num_pages=9, pages=[3, 0, 1], calls=2, width=4)
+    assert made.shape == (2, 3, 4)
+    assert (made > 0).tolist() == 2 * [[[True, True, True, False], 4 * [False], [True, False, False, False]]]
+    assert sorted(made[made > 0].tolist()) == list(range(1, 9))
+    assert timing.one_long(4, 100, 10, 30) == [100, 10, 20, 30]
+
+
+def test_decode_times_padding_and_ragged_batches_by_the_bytes_of_live_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = {batch.name: batch.lengths for batch in decode.batches(small=False)}
+    assert full["one row of 32768 in a bucket of 8"] == [32768, 0, 0, 0, 0, 0, 0, 0]
+    ragged = full["batch 64, one row of 32768, others of 256 to 1024"]
+    assert len(ragged) == 64 and (ragged[0], min(ragged[1:]), max(ragged[1:])) == (32768, 256, 1024)
+    monkeypatch.setattr(timing, "SAMPLE", 0.0)
+    monkeypatch.setattr(decode, "KINDS", (None,))
+    monkeypatch.setattr(decode, "ceilings", lambda small: Ceilings(1e9, 1.0))
+    _, *found = list(decode.measure(small=True))
+    assert [row.outcome for row in found] == 3 * [""] and len({row.case for row in found}) == 3
+    alone = next(row for row in found if row.case == "bfloat16 cache, one row of 128 in a bucket of 8")
+    moved = 2 * 128 * 2 * 64 * 2 + (1 + 8) * 4 * 64 * 2
+    assert alone.values["GB/s"] * alone.values["us"] == pytest.approx(moved / 1e3)
 
 
 def test_what_no_sequence_covers_is_nan() -> None:
@@ -165,10 +191,10 @@ def test_every_kernel_meets_the_reference_and_a_wrong_one_does_not(monkeypatch: 
 
 
 def test_what_no_kernel_serves_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "ceilings", lambda small: timing.Ceilings(1.0, 1.0))
-    monkeypatch.setattr(prefill, "ceilings", lambda small: timing.Ceilings(1.0, 1.0))
+    monkeypatch.setattr(decode, "ceilings", lambda small: Ceilings(1.0, 1.0))
+    monkeypatch.setattr(prefill, "ceilings", lambda small: Ceilings(1.0, 1.0))
     monkeypatch.setattr(decode, "LLAMA", Shape(1, 1, 64, 64))
-    monkeypatch.setattr(decode, "CONTEXTS", (1024,))
+    monkeypatch.setattr(decode, "batches", lambda small: [decode.Batch("one", [1024])])
     found = list(decode.measure(small=False))[1:]
     assert [row.outcome for row in found] == ["skipped"] * 3 and "device=cpu" in found[0].why
 
