@@ -17,6 +17,8 @@ TEST_LOWEST = PYTHONPATH=. .venv-lowest/bin/python -m pytest --numprocesses $(JO
 	tests/kernels/test_ahead_of_time.py tests/kernels/test_ampere.py tests/execution/test_gpu_programs.py tests/engine/test_golden.py
 PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolved under the first
 
+MAKEFLAGS += --jobs=2  # environments are made side by side
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve-demo test test-full lint format goldens goldens-vllm support compare protos clean
 
@@ -58,7 +60,7 @@ test: lint $(TESTED) $(LOWEST) ## check style and types, run the tests (minutes)
 test-full: lint $(TESTED) ## the same with the long tests
 	$(PYTEST) -m "full or not full" --timeout 3600
 
-lint: setup ## ruff and mypy
+lint: setup | $(if $(filter test%,$(MAKECMDGOALS)),$(TESTED)) ## ruff and mypy
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy

@@ -8,45 +8,29 @@ import grpc
 
 from jengine import AsyncLLM, InvalidArgument, OutputKind, PreparedPrompt, RequestHandle, SamplingParams, __version__
 from jengine.serving import conversions
-from jengine.serving.admission import Admission, client_of
+from jengine.serving.admission import client_of
 from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
-from jengine.serving.bounds import RequestBounds, check_priority
+from jengine.serving.bounds import check_priority
 from jengine.serving.errors import check_model, reported
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
-from jengine.serving.model_provider import ModelProvider
-from jengine.serving.sandbox import Sandbox
 from jengine.serving.security import scoped
-from jengine.serving.text_work import TextWork
-from jengine.serving.tracking import RequestTracker, TrackedRequest
+from jengine.serving.service import Service, Shared
+from jengine.serving.tracking import TrackedRequest
 
 Prompted = pb.GenerateRequest | pb.ChatRequest
 
 
-class GenerateService(GenerateServiceServicer):
-    """Every method may refuse with the statuses of jengine.serving.errors.
+class GenerateService(Service, GenerateServiceServicer):
+    """jengine's own service.
 
     Args:
-        sandbox: where grammars are checked, and clients' chat templates rendered.
-        text_work: where long texts are worked on.
-        write_timeout: seconds in which a client must take each message of a stream.
         client_chat_templates: whether clients may send chat templates of their own.
     """
 
-    def __init__(
-        self,
-        models: ModelProvider,
-        admission: Admission,
-        tracker: RequestTracker,
-        bounds: RequestBounds,
-        sandbox: Sandbox,
-        text_work: TextWork,
-        write_timeout: float,
-        client_chat_templates: bool,
-    ) -> None:
-        self._models, self._admission, self._tracker, self._bounds = models, admission, tracker, bounds
-        self._sandbox, self._text_work = sandbox, text_work
-        self._write_timeout, self._client_chat_templates = write_timeout, client_chat_templates
+    def __init__(self, shared: Shared, client_chat_templates: bool) -> None:
+        super().__init__(shared)
+        self._client_chat_templates = client_chat_templates
 
     # --- generation -------------------------------------------------------------------------------
 

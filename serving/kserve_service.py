@@ -13,47 +13,28 @@ from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from jengine import AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, __version__
-from jengine.serving.admission import Admission, client_of
+from jengine.serving.admission import client_of
 from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
-from jengine.serving.bounds import RequestBounds, check_priority
+from jengine.serving.bounds import check_priority
 from jengine.serving.errors import Refusal, check_model, checked, not_found, refusal, reported
 from jengine.serving.generated.inference import grpc_service_pb2 as pb
 from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
-from jengine.serving.model_provider import ModelProvider
 from jengine.serving.overload import Busy, SlowReader
-from jengine.serving.sandbox import Sandbox
 from jengine.serving.security import scoped
+from jengine.serving.service import Service, Shared
 from jengine.serving.tensors import OUTPUTS, Asked, read_request, write_texts
-from jengine.serving.text_work import TextWork
-from jengine.serving.tracking import RequestTracker, TrackedRequest
+from jengine.serving.tracking import TrackedRequest
 
 VERSION = "1"
 MOST_AT_ONCE = 64  # requests of one stream that are worked on; the next is read when one of them has ended
 
 
-class KserveService(GRPCInferenceServiceServicer):
-    """Every method may refuse with the statuses of jengine.serving.errors.
+class KserveService(Service, GRPCInferenceServiceServicer):
+    """The open inference protocol's service."""
 
-    Args:
-        sandbox: where grammars are checked.
-        text_work: where long texts are worked on.
-        write_timeout: seconds in which a client must take each message of a stream.
-    """
-
-    def __init__(
-        self,
-        models: ModelProvider,
-        admission: Admission,
-        tracker: RequestTracker,
-        bounds: RequestBounds,
-        sandbox: Sandbox,
-        text_work: TextWork,
-        write_timeout: float,
-        health: health.aio.HealthServicer,
-    ) -> None:
-        self._models, self._admission, self._tracker, self._bounds = models, admission, tracker, bounds
-        self._sandbox, self._text_work = sandbox, text_work
-        self._write_timeout, self._health = write_timeout, health
+    def __init__(self, shared: Shared, health: health.aio.HealthServicer) -> None:
+        super().__init__(shared)
+        self._health = health
 
     # --- what is here -----------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from jengine.serving.metrics import Metrics
 from jengine.serving.model_provider import ModelProvider
 from jengine.serving.request_log import RequestLog
 from jengine.serving.sandbox import Sandbox
+from jengine.serving.service import Shared
 from jengine.serving.text_work import TextWork
 from jengine.serving.tracking import RequestTracker
 
@@ -69,10 +70,9 @@ async def build_server(
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
     sandbox = Sandbox()
     tracker, bounds = RequestTracker(metrics, request_log), RequestBounds.of(config)
-    shared = (models, admission, tracker, bounds, sandbox, TextWork(), config.write_timeout)
-    for service, servicer in zip(
-        DESCRIPTORS, (GenerateService(*shared, config.client_chat_templates), KserveService(*shared, state)), strict=True
-    ):
+    shared = Shared(models, admission, tracker, bounds, sandbox, TextWork(), config.write_timeout)
+    services = GenerateService(shared, config.client_chat_templates), KserveService(shared, state)
+    for service, servicer in zip(DESCRIPTORS, services, strict=True):
         _add(service, servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
