@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -68,7 +69,11 @@ class ServerProcess:
     def children(self) -> list[int]:
         """Its processes: the engine's."""
         lists = Path(f"/proc/{self.pid}/task").glob("*/children")
-        return [int(child) for children in lists for child in children.read_text().split()]
+        found = []
+        for children in lists:
+            with contextlib.suppress(FileNotFoundError):  # its thread has ended meanwhile
+                found += map(int, children.read_text().split())
+        return found
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
