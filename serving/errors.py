@@ -17,6 +17,7 @@ from google.rpc.error_details_pb2 import BadRequest, ResourceInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead, InvalidArgument, ModelError, SamplingParams
+from jengine.serving.field_count import MAX_FIELDS, has_too_many_fields
 from jengine.serving.model_provider import RESTART_SECONDS, ModelProvider
 from jengine.serving.overload import Busy, SlowReader
 
@@ -60,10 +61,12 @@ def not_found(kind: str, name: str, message: str) -> Refusal:
 
 
 def parser(kind: type[Message]) -> Callable[[bytes], Message | bytes]:
-    """Reads this kind of message. What cannot be read stays bytes, for `checked` to refuse: raised where gRPC reads messages, an error
-    would be UNKNOWN, and a traceback in the log."""
+    """Reads this kind of message. What cannot be read, or has too many fields, stays bytes, for `checked` to reject: raised where gRPC
+    reads messages, an error would be UNKNOWN, and a traceback in the log."""
 
     def parse(raw: bytes) -> Message | bytes:
+        if has_too_many_fields(raw, kind.DESCRIPTOR):
+            return raw
         try:
             return kind.FromString(raw)
         except DecodeError:
@@ -75,7 +78,10 @@ def parser(kind: type[Message]) -> Callable[[bytes], Message | bytes]:
 def checked[T](request: T) -> T:
     """Raises Refusal for what `parser` could not read."""
     if isinstance(request, bytes):
-        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "the message cannot be parsed as what the service's proto says")
+        raise Refusal(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"the message cannot be parsed as the type that the service's proto says, or has more than {MAX_FIELDS} fields",
+        )
     return request
 
 
