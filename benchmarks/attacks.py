@@ -48,6 +48,12 @@ def request(**params: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text="The quick brown fox", sampling_params=sampling)
 
 
+@attack
+def ordinary_samples(i: int) -> pb.GenerateRequest:
+    """No attack: as many completions as a request may have, more than there are slots. Who comes later waits for one."""
+    return request(n=64, temperature=1.0, seed=i)
+
+
 # --- S1, S4: grammars --------------------------------------------------------------------------------
 
 
