@@ -151,6 +151,8 @@ def stub(address: str) -> Any:
 def watch(address: str, seconds: float, attacks: Attack | None, first: int) -> tuple[dict[str, Any], Counter[str]]:
     """The probes' waits during an attack, or without one."""
     answers: Counter[str] = Counter()
+    if attacks is not None:
+        attacks(first)  # what is made once takes the interpreter's lock, which the probes need
     with stub(address) as one, stub(address) as other, grpc.insecure_channel(address) as attacker:
         short = pb.GenerateRequest(text="def f(", sampling_params=pb.SamplingParams(max_tokens=8, ignore_eos=True))
         probes = {"GetLoad": Probe(lambda: one.GetLoad(pb.GetLoadRequest())), "Generate": Probe(lambda: other.Generate(short))}
