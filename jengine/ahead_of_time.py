@@ -21,7 +21,7 @@ from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
 from jengine.execution.program_store import ProgramStore
-from jengine.execution.programs import UNTUNED, CompilerOptions, Key, compile_all, file_name, memory_notes, memory_of, program_keys
+from jengine.execution.programs import UNTUNED, CompilerOptions, Key, compile_all, file_name, memory_notes, memory_of, program_keys, running
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
@@ -135,7 +135,7 @@ def compile_table(
         file_bytes[str(built.key)] = store.add(file_name(built.key), built.program)
         seconds[str(built.key)], used[built.key] = round(built.seconds, 2), memory_of(built.program)
     if memory is not None:
-        memory = DeviceMemory.of(memory.limit, spec, used.values())
+        memory = DeviceMemory.of(memory.limit, spec, running(used))
         _check(spec, memory)
     notes: dict[str, Any] = {"memory": memory_notes(used), "bytes": file_bytes, "compile_seconds": seconds}
     store.finish(spec.identity(), notes)

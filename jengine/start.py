@@ -21,7 +21,7 @@ from jengine.errors import InvalidArgument
 from jengine.execution.cache_folders import cache_limit, cache_root, saved_page_counts
 from jengine.execution.memory import check_room, claim_gpu_memory, pages_that_fit, pages_to_use
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
-from jengine.execution.programs import Programs, open_cache
+from jengine.execution.programs import Programs, open_cache, running
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
@@ -186,7 +186,7 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     programs = Programs(spec, store, threads=threads, progress=progress)
     started.programs_compiled, started.programs_loaded = programs.compiled, programs.loaded
     if given is not None:
-        check_room(spec, programs.memory.values())
+        check_room(spec, running(programs.memory))
     lap("programs")
     worker = Worker(spec, programs, params)
     link.agree(None, _first)  # all are ready

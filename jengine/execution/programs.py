@@ -137,6 +137,11 @@ def compile_all(
             pool.shutdown(cancel_futures=True)
 
 
+def running(memory: dict[Key, ProgramMemory]) -> list[ProgramMemory]:
+    """Of the programs that run beside the cache. Those that allocate it, and the counts, have ended by then."""
+    return [used for key, used in memory.items() if key not in (ALLOCATE, ALLOCATE_COUNTS)]
+
+
 def memory_notes(memory: dict[Key, ProgramMemory]) -> dict[str, dict[str, int]]:
     """As a manifest has them."""
     return {str(key): asdict(size) for key, size in memory.items()}

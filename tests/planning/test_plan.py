@@ -91,6 +91,11 @@ def test_the_manifest_is_an_h200s(compiled: Path) -> None:
     assert trunk["aliased"] >= 5 * page
 
 
+def test_what_allocates_the_cache_is_not_counted_beside_it() -> None:
+    memory: dict[Any, ProgramMemory] = {ALLOCATE: ProgramMemory(0, 1 << 40, 0, 0), COUNT: ProgramMemory(9, 9, 9, 5)}
+    assert running(memory) == [memory[COUNT]]
+
+
 def test_a_cpu_refuses_programs_of_an_h200(compiled: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "model", "llama_gqa")
     with pytest.raises(InvalidArgument, match='platform is "gpu" there, "cpu" is wanted'):
