@@ -20,7 +20,7 @@ from jengine.errors import InvalidArgument
 from jengine.execution import programs
 from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
-from jengine.execution.programs import ALLOCATE, COUNT, program_keys, running
+from jengine.execution.programs import ALLOCATE, COUNT, Built, Key, program_keys, running
 from jengine.planning import plan
 from jengine.planning.plan import Plan, formats_of, make_plan
 from jengine.planning.report import report
