@@ -80,7 +80,7 @@ def empty_stops(i: int) -> Asked:
 
 
 def many_stops(i: int) -> Asked:
-    """As many as are allowed; each sample had an automaton of its own."""
+    """As many as are allowed; one automaton was built for every sample."""
     return _generate(n=64, temperature=1.0, stop=[f"{i} {j} {j * j} never comes" for j in range(256)])
 
 

@@ -52,7 +52,7 @@ def make_requests(
     May be called in any thread.
 
     Args:
-        masks: make the token masks as well, which may take seconds; else whoever takes the requests must.
+        masks: make the token masks as well, which may take seconds; otherwise the receiver of the requests makes them.
         max_model_len: text of as many tokens or more is rejected without tokenizing it, where its length in bytes tells that.
 
     Raises:

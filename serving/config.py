@@ -37,7 +37,7 @@ class ServerConfig:
         max_tokens_limit: the largest max_tokens that a request may ask for; one that asks for no limit gets this one.
         max_request_seconds: the longest timeout that a request may ask for, and that of requests without one.
         max_message_bytes: of one request.
-        client_chat_templates: clients may send chat templates of their own. A template is a program: it runs in a process of its own,
+        client_chat_templates: clients may send chat templates of their own. A template is a program: it runs in a separate process,
             which is ended when it takes too much time or memory.
         write_timeout: seconds that a client may leave a finished message unread before its request is ended.
         lame_duck_seconds: after SIGTERM health says NOT_SERVING, but requests are still accepted for this long, so that load balancers

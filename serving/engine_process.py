@@ -177,7 +177,7 @@ class EngineProcess:
             error = EngineDead(f"the engine process is not understood: {wrong}")
             child.process.kill()
         self._outbox.put(None)
-        hung = child.hung  # then callers are told first: the end of a child that is stuck in a driver may be long in coming
+        hung = child.hung  # report to callers first: a child that is stuck in a driver may take long to exit
         how = hung or child.end(writer)
         with self._lock:
             if not hung:

@@ -1,7 +1,7 @@
 """How many fields a serialized message has, counted before it is parsed.
 
 Protobuf parses a message in one call that holds the interpreter's lock. 4 MB of empty submessages take it 0.1 s, in which the event
-loop answers nobody else. Requests within jengine's limits have few fields: token ids are packed into one.
+loop serves no other request. Requests within jengine's limits have few fields: token ids are packed into one.
 """
 
 from __future__ import annotations

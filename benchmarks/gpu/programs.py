@@ -51,7 +51,7 @@ def measure(given: Path | None) -> Iterator[Row]:
             how = shlex.join(["JAX_PLATFORMS=cpu", "jengine", *command("DIR", "h200")])
             yield skipped("compiled without a GPU", f"no folder given; make one with this machine's versions of JAX: {how}")
             return
-        copy = Path(temporary) / "given"  # of this user, and writable by nobody else, however it came here
+        copy = Path(temporary) / "given"  # of this user, and writable by no one else, however it came here
         shutil.copytree(given, copy)
         for path in (copy, *copy.iterdir()):
             path.chmod(0o700 if path.is_dir() else 0o600)

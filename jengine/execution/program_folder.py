@@ -1,7 +1,7 @@
 """A folder of saved programs as files: who may write it, its manifest, its lock. Knows nothing of executables, and imports no jax.
 
 A saved executable is code that runs in this process. So the folder and its files must belong to the user and be
-writable by nobody else, and a file counts only with the hash that the manifest records.
+writable by no one else, and a file counts only with the hash that the manifest records.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def must_be_private(path: Path) -> None:
     except OSError as error:
         raise UntrustedProgram(f"{path} cannot be read: {error.strerror}") from None
     if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
-        raise UntrustedProgram(f"{path} must belong to you and be writable by nobody else: programs are code")
+        raise UntrustedProgram(f"{path} must belong to you and be writable by no one else: programs are code")
 
 
 def write_private(path: Path, data: bytes) -> None:
