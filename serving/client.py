@@ -11,6 +11,7 @@ from typing import Any, Self
 import grpc
 
 from jengine import InvalidArgument, SamplingParams
+from jengine.interrupts import uninterrupted
 from jengine.serving.client_errors import Attempts, Retries, ServerError, exception_of
 from jengine.serving.client_messages import (
     Call,
@@ -184,9 +185,10 @@ class Client(_Connection):
     def _news(self, method: Callable[..., Any], request: Any) -> Generator[ServedOutput]:
         attempts = Attempts(self._retries)
         while True:
-            reader, begun = OutputReader(request), False
-            call = method(request, timeout=_deadline(request), **self._options)
+            reader, begun, call = OutputReader(request), False, None
             try:
+                with uninterrupted():  # between gRPC's count of calls and the thread that serves them, Ctrl-C would stall the channel
+                    call = method(request, timeout=_deadline(request), **self._options)
                 for event in call:
                     if (news := reader.news(event)) is not None:
                         begun = True
@@ -197,7 +199,8 @@ class Client(_Connection):
                 if pause is None:
                     raise exception_of(error, request) from None
             finally:
-                call.cancel()
+                if call is not None:
+                    call.cancel()
             time.sleep(pause)
 
 

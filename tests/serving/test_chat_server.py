@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,14 +55,12 @@ def test_the_oldest_messages_are_forgotten_when_room_is_wanting(make_server: Mak
 
 def test_an_answer_can_be_stopped_before_it_begins(make_server: MakeServer) -> None:
     """The server computes, or is full, for longer than anybody waits."""
-    with make_server(seconds=0.4) as server:
-        terminal = Terminal(
-            f"import sys; from jengine import cli; sys.exit(cli.main(['chat', '--server={server.address}', '--max-tokens=5']))"
-        )
+    code = "import sys; from jengine import cli; sys.exit(cli.main(['chat', '--server={}', '--max-tokens=5']))"
+    with make_server(seconds=0.4) as server, contextlib.closing(Terminal(code.format(server.address))) as terminal:
         terminal.until("Ctrl-D leaves.*> ")
         terminal.type("go\r")
         while not server.engine.has_work:
-            pass
+            time.sleep(0.001)
         terminal.type("\x03")
         shown = terminal.until(r"\(stopped\).*> $")
         assert "Traceback" not in shown
@@ -69,7 +69,6 @@ def test_an_answer_can_be_stopped_before_it_begins(make_server: MakeServer) -> N
         terminal.until(r"\(cut off.*> $")
         terminal.type("\x04")
         assert terminal.process.wait(timeout=30) == 0
-        terminal.close()
 
 
 def test_over_tls_with_a_key(tokenizer_folder: Path, tmp_path: Path) -> None:

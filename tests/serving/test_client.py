@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc import _channel
 
 from jengine import InvalidArgument, SamplingParams, Tokenizer
 from jengine.serving.client import AsyncClient, Client, Retries, ServedOutput, ServerError
@@ -150,6 +152,23 @@ def test_a_stream_can_be_left_and_aborted(kind: Any, make_server: MakeServer) ->
         assert (end.outputs[0].finish_reason, end.finished) == ("abort", True)
         timed = client.generate([1, 2, 3], max_tokens=1000, timeout=0.05)
         assert (timed.outputs[0].finish_reason, timed.outputs[0].stop_reason) == ("abort", "timeout")
+
+
+def test_a_stream_can_be_interrupted_while_it_is_opened(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC counts a call before it starts the thread that serves the channel: Ctrl-C between the two would stall every later call."""
+    start = _channel._run_channel_spin_thread
+
+    def interrupted(state: object) -> None:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        start(state)
+
+    with make_server(seconds=0.005) as server, Client(server.address) as client:
+        monkeypatch.setattr(_channel, "_run_channel_spin_thread", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(client.stream([1, 2, 3], max_tokens=1000))
+        server.wait_until_idle()
+        assert len(list(client.stream([1, 2, 3], max_tokens=2, timeout=30))[-1].outputs) == 1
 
 
 def test_errors_name_the_field(client: Client) -> None:
