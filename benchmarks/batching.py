@@ -70,8 +70,8 @@ class RecordingRunner:
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         record = self.record
-        record.rows.append(len(plan.row_slots))
-        record.real.append(len(plan.row_slots) + sum(len(tile.token_ids) for tile in plan.tiles))
+        record.rows.append(self._table.place(plan.spans).rows)
+        record.real.append(sum(span.length for span in plan.spans))
         record.axis.append(self._table.tokens(plan.trunk))
         record.programs.append(f"{plan.trunk} {plan.sampler}")
         self._dispatched[id(plan)] = time.perf_counter()

@@ -16,7 +16,7 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
-from jengine.scheduling.step_plan import StepPlan, Tile
+from jengine.scheduling.step_plan import Sample, Span, StepPlan
 
 PAGE_SIZE = 16
 
@@ -68,14 +68,15 @@ class Step:
         self._params = model.params
         self._cache, self._slots = _state(spec)
         self._spec, self._keys = spec, (key, sampler)
-        self._send(rows, context, [Tile(1, past + i * tile_size, list(range(tile_size)), samples=True) for i in range(tiles)])
+        self._send(rows, context, [Span(1, 1, past, tiles * tile_size, [*range(tile_size)] * tiles)] if tiles else [])
 
     def decode(self, rows: int, context: int) -> None:
         """From now on, fewer rows after fewer tokens than it was made for."""
         self._send(rows, context, [])
 
-    def _send(self, rows: int, context: int, tiles: list[Tile]) -> None:
-        plan = StepPlan(*self._keys, row_slots=list(range(1, rows + 1)), row_positions=[context] * rows, tiles=tiles)
+    def _send(self, rows: int, context: int, prompts: list[Span]) -> None:
+        spans = [*(Span(slot, slot, context) for slot in range(1, rows + 1)), *prompts]
+        plan = StepPlan(*self._keys, spans, [Sample(i, span.length - 1, span.seq, span.slot) for i, span in enumerate(spans)])
         self._packed = jax.device_put(self._spec.layout(plan.trunk).pack(plan), self._spec.replicated)
 
     def trunk(self) -> Any:
@@ -115,5 +116,5 @@ def _state(spec: ExecutionSpec) -> tuple[Any, Any]:
 
     cache = jax.tree.map(fill, spec.cache)
     slots = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), spec.slots)
-    slots.block_table[1:] = (1 + rng.permutation(spec.num_pages - 1)).reshape(spec.max_slots, -1)
+    slots.block_table[0, 1:] = (1 + rng.permutation(spec.num_pages - 1)).reshape(spec.max_slots, -1)
     return cache, jax.tree.map(lambda x: jax.device_put(x, spec.replicated), slots)

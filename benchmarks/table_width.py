@@ -22,7 +22,7 @@ from jengine.execution.worker import Worker
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
 from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
-from jengine.scheduling.step_plan import StepPlan
+from jengine.scheduling.step_plan import Sample, Span, StepPlan
 
 ROWS, CONTEXT, PAGE_SIZE = 32, 256, 16
 GOAL = 0.05  # share of a step's time
@@ -52,17 +52,16 @@ def make_runner(folder: Path, max_model_len: int, params: Params | None) -> Runn
     params = load(folder, model, mesh, progress=False) if params is None else params
     runner = Runner(Worker(spec, StepPrograms(spec), params))  # type: ignore[arg-type]
     for index in range(pages):
-        updates = [(slot, index, 1 + (slot - 1) * pages + index) for slot in range(1, ROWS + 1)]
-        runner.read(runner.dispatch(decode(page_updates=updates)))
+        entries = [(0, slot, index, 1 + (slot - 1) * pages + index) for slot in range(1, ROWS + 1)]
+        runner.read(runner.dispatch(decode(entries)))
     return runner
 
 
-def decode(page_updates: list[tuple[int, int, int]] | None = None) -> StepPlan:
+def decode(entries: list[tuple[int, int, int, int]] | None = None) -> StepPlan:
     """A step in which every sequence reads its CONTEXT-th token."""
-    slots = list(range(1, ROWS + 1))
-    return StepPlan(
-        TrunkKey(ROWS, 0), SamplerKey(ROWS, "greedy"), row_slots=slots, row_positions=[CONTEXT - 1] * ROWS, page_updates=page_updates or []
-    )
+    spans = [Span(slot, slot, CONTEXT - 1) for slot in range(1, ROWS + 1)]
+    samples = [Sample(i, 0, span.seq, span.slot) for i, span in enumerate(spans)]
+    return StepPlan(TrunkKey(ROWS, 0), SamplerKey(ROWS, "greedy"), spans, samples, table=entries or [])
 
 
 def step_seconds(runner: Runner) -> float:

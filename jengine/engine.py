@@ -93,12 +93,12 @@ class Engine:
     def load(self) -> Load:
         """How busy it is now. May be read from any thread."""
         scheduler = self.scheduler
-        pool = scheduler.pool
+        blocks = scheduler.blocks
         return Load(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
-            free_pages=pool.capacity - pool.owned,
-            pages=pool.capacity,
+            free_pages=blocks.capacity - blocks.owned,
+            pages=blocks.capacity,
             preemptions=scheduler.num_preemptions,
             compiles_since_start=self.compiles_since_start,
         )
@@ -129,7 +129,7 @@ class Engine:
         if plan is None:
             return self._read_all_but(0)
         updates: list[Update] = []
-        if plan.sampler.variant == "full" and any(sequence.request.mask is not None for _, sequence in plan.sampled):
+        if plan.sampler.variant == "full" and self._masked(plan):
             begun = self.runner.begin(plan)
             updates = self._read_all_but(0)  # a mask depends on the token before it; the trunk works meanwhile
             mask, failed = self._mask(plan)
@@ -149,17 +149,22 @@ class Engine:
             result = self.runner.read(step)
             self.trace.add("read", number)
             if result.scores is not None:
-                updates += _prompt_scores(step.plan, result.scores, self.scheduler.table.tile_size)
+                updates += self._prompt_scores(step.plan, result.scores)
             updates += self._collect(step, result)
         return updates
 
     def _mask(self, plan: StepPlan) -> tuple[np.ndarray, list[Ended]]:
         """The step's token mask, see logits.mask_words, and the requests that end here: their own mask fails, or leaves no token."""
         mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
-        masked = [(row, s) for row, s in plan.sampled if s.request.mask is not None and s.finish_reason is None]
+        masked = self._masked(plan)
         failures = self._masks.run([partial(_fill, mask[row], sequence) for row, sequence in masked])
         failed = [(masked[i][1], error) for i, error in sorted(failures.items())]  # each this request's alone
         return mask, [Ended(sequence.request_id, "error", self._fail(sequence, error)) for sequence, error in failed]
+
+    def _masked(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
+        """Rows of the sampler whose tokens a mask limits, and their sequences, as far as they have not ended."""
+        found = ((row, self.scheduler.running(sample.seq)) for row, sample in enumerate(plan.samples))
+        return [(row, sequence) for row, sequence in found if sequence is not None and sequence.request.mask is not None]
 
     def _fail(self, sequence: Sequence, error: Exception) -> str:
         """End one request with an error. Returns its stop_reason."""
@@ -173,13 +178,12 @@ class Engine:
         if got is None:
             return [
                 TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, None, s.num_preemptions, s.scheduled)
-                for s, token in collected
+                for _, s, token in collected
             ]
-        rows = {sequence: row for row, sequence in step.plan.sampled}
         updates = []
-        for s, token in collected:
+        for row, s, token in collected:
             count = s.request.params.logprobs
-            logprobs = None if count is None else _logprobs(got, rows[s], count)
+            logprobs = None if count is None else _logprobs(got, row, count)
             if s.request.mask is not None and s.finish_reason is None:
                 try:
                     s.request.mask.accept(token)
@@ -187,6 +191,18 @@ class Engine:
                     self._fail(s, error)
             updates.append(TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, logprobs, s.num_preemptions, s.scheduled))
         return updates
+
+    def _prompt_scores(self, plan: StepPlan, scores: SampledLogprobs) -> list[PromptScores]:
+        out, table = [], self.scheduler.table
+        for i, (number, offset, length) in enumerate(table.place(plan.spans).tiles):
+            span = plan.spans[number]
+            targets, sequence = (span.targets or [])[offset : offset + length], self.scheduler.running(span.seq)
+            if targets and sequence is not None:
+                count = sequence.request.params.prompt_logprobs
+                assert count is not None
+                logprobs = [_logprobs(scores, i * table.tile_size + j, count) for j in range(len(targets))]
+                out.append(PromptScores(sequence.request_id, span.start + offset + 1, targets, logprobs))
+        return out
 
 
 def _fill(words: np.ndarray, sequence: Sequence) -> None:
@@ -204,14 +220,3 @@ def _fill(words: np.ndarray, sequence: Sequence) -> None:
 def _logprobs(got: SampledLogprobs, row: int, count: int) -> TokenLogprobs:
     top = zip(got.top_ids[row, :count].tolist(), got.top_logprobs[row, :count].tolist(), strict=True)
     return TokenLogprobs(float(got.logprobs[row]), int(got.ranks[row]), list(top))
-
-
-def _prompt_scores(plan: StepPlan, scores: SampledLogprobs, tile_size: int) -> list[PromptScores]:
-    out = []
-    for i, tile in enumerate(plan.tiles):
-        if tile.scored is not None:
-            sequence, targets = tile.scored
-            count = sequence.request.params.prompt_logprobs
-            logprobs = [_logprobs(scores, i * tile_size + j, count) for j in range(len(targets))]
-            out.append(PromptScores(sequence.request_id, tile.position + 1, targets, logprobs))
-    return out

@@ -181,7 +181,7 @@ class LLM:
             ("numbers", started.dtype),
             ("devices", started.devices),
             ("programs", counted(started.programs_compiled + started.programs_loaded, "program")),
-            ("cache", f"{counted(scheduler.pool.capacity, 'page')} of {scheduler.page_size} tokens"),
+            ("cache", f"{counted(scheduler.blocks.capacity, 'page')} of {scheduler.page_size} tokens"),
             ("limits", f"{scheduler.max_num_seqs} sequences at once, {self.max_model_len} tokens each"),
         ]
 

@@ -8,8 +8,9 @@ and samplers by row count and variant. Scheduling picks from it; execution compi
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 from jengine.request import SamplingParams
 
@@ -67,6 +68,33 @@ class ScoreKey:
         return f"score[{self.tiles}t]"
 
 
+class Tokens(Protocol):
+    """Tokens of one sequence that a step computes: see step_plan.Span."""
+
+    length: int
+    tokens: list[int] | None
+
+
+class Tile(NamedTuple):
+    """A program's tile: `length` tokens of a span, from `offset` on."""
+
+    span: int
+    offset: int
+    length: int
+
+
+class Placement(NamedTuple):
+    """Where a step's spans lie on a program's token axis.
+
+    Attributes:
+        rows: how many spans have a row, the first ones.
+        tiles: the others', in order.
+    """
+
+    rows: int
+    tiles: list[Tile]
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramTable:
     """Sizes, in ascending order, from which every step's programs are picked."""
@@ -112,10 +140,23 @@ class ProgramTable:
         inside = {next((b for b in self.row_buckets if b >= s), over) for s in sums}
         return tuple(sorted({*self.row_buckets, *inside}))
 
-    def trunk(self, rows: int, tiles: int, pages: int = 0) -> TrunkKey:
-        """The smallest trunk that holds a step of this many rows, tiles and pages a sequence."""
-        bucket = _fit(self.mixed_row_buckets if tiles else self.row_buckets, rows)
-        return TrunkKey(bucket, _fit(self.tile_buckets, tiles) if tiles else 0, self.page_bucket(pages))
+    def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0) -> TrunkKey:
+        """The smallest trunk that holds a step of this many rows, tiles, pages a sequence and samples."""
+        buckets, tiles = self.mixed_row_buckets if tiles else self.row_buckets, _fit(self.tile_buckets, tiles) if tiles else 0
+        key = TrunkKey(_fit(buckets, rows), tiles, self.page_bucket(pages))
+        if self.sample_rows(key) < samples:  # several samples of one prompt
+            key = TrunkKey(next(b for b in buckets if self.sample_rows(TrunkKey(b, tiles)) >= samples), tiles, key.pages)
+        return key
+
+    def place(self, spans: Iterable[Tokens]) -> Placement:
+        """A row for each span whose token is on the device, tiles for the others, which come after them."""
+        rows, size, tiles = 0, self.tile_size, []
+        for i, span in enumerate(spans):
+            if span.tokens is None:
+                rows += 1
+            else:
+                tiles += [Tile(i, at, min(size, span.length - at)) for at in range(0, span.length, size)]
+        return Placement(rows, tiles)
 
     def page_bucket(self, pages: int) -> int:
         return self.page_buckets[0] if len(self.page_buckets) == 1 else _fit(self.page_buckets, pages)

@@ -305,6 +305,7 @@ class Request:
     mask: TokenMask | None = None  # what the parameters allow beyond what programs apply
     priority: int = 0  # lower runs first, under policy="priority"
     arrival: float = 0.0  # seconds, monotonic
+    cache_salt: str | None = None  # pages are shared with requests of an equal salt
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of
 from jengine.parallel.mesh import make_mesh
 from jengine.precision import choose_dtype
 from jengine.request import SamplingParams
+from jengine.scheduling.blocks import GroupPages
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.scheduler import Scheduler
 from jengine.shapes import describe
@@ -98,6 +99,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         max_num_seqs=spec.max_slots,
         max_num_batched_tokens=sizes(config, spec.mesh.devices.flat[0].platform).max_num_batched_tokens,
         max_model_len=spec.max_model_len,
+        groups=[GroupPages() for _ in spec.groups],
         policy=config.policy,
         costs=StepCosts(costs),
     )

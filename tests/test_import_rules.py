@@ -141,7 +141,7 @@ def test_no_import_cycle() -> None:
         ("jengine.scheduling.policy", "import jax.numpy as jnp"),
         ("jengine.scheduling.policy", "def f():\n    from jengine.execution import runner"),
         ("jengine.execution.batch", "from jengine.scheduling import scheduler"),
-        ("jengine.execution.batch", "from jengine.scheduling.page_pool import PagePool"),
+        ("jengine.execution.batch", "from jengine.scheduling.blocks import BlockManager"),
         ("jengine.models.llama", "from jengine.execution.trunk import Trunk"),
         ("pallas_kernels.xla", "from jengine.config import EngineConfig"),
         ("jengine.serving.server", "from jengine.engine import Engine"),

@@ -9,8 +9,11 @@ import jax
 import numpy as np
 
 from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling
-from jengine.program_table import TrunkKey
-from jengine.scheduling.step_plan import StepPlan
+from jengine.program_table import ProgramTable, TrunkKey
+from jengine.scheduling.step_plan import SlotReset, StepPlan
+
+ENTRY_WORDS, RESET_WORDS = 4, 1 + SAMPLING_WORDS
+Entry = tuple[int, int, int, int]  # see StepPlan.table
 
 
 class Batch(NamedTuple):
@@ -21,52 +24,74 @@ class Batch(NamedTuple):
     tile_slots: jax.Array  # [tiles]
     tile_positions: jax.Array  # [tiles], of the first token
     tile_lengths: jax.Array  # [tiles], real tokens
-    tile_samples: jax.Array  # [tiles], 1 where the next token is wanted
     tile_tokens: jax.Array  # [tiles, tile_size]
-    page_updates: jax.Array  # [updates, 3]: slot, index in its row of the block table, page
-    resets: jax.Array  # [tiles, 1 + SAMPLING_WORDS]: slot, then its sampling row
+    sample_tokens: jax.Array  # [samples], the index on the token axis of the token that each follows
+    sample_slots: jax.Array  # [samples]
+    table: jax.Array  # [entries, ENTRY_WORDS]: cache group, slot, index in its block table, page
+    resets: jax.Array  # [tiles, RESET_WORDS]: slot, then its sampling row
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
     """Where each field of a Batch lies in the buffer of one trunk program."""
 
+    table: ProgramTable
+    key: TrunkKey
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
     size: int  # int32 words
 
     @classmethod
-    def of(cls, key: TrunkKey, *, tile_size: int, page_size: int) -> BatchLayout:
-        """A row opens at most one page a step, a tile at most tile_size / page_size + 1."""
-        updates = key.rows + key.tiles * (tile_size // page_size + 1)
-        rows, tiles = (key.rows,), (key.tiles,)
-        shapes = (rows, rows, tiles, tiles, tiles, tiles, (key.tiles, tile_size), (updates, 3), (key.tiles, 1 + SAMPLING_WORDS))
+    def of(cls, key: TrunkKey, table: ProgramTable, *, page_size: int, groups: int) -> BatchLayout:
+        """There is room for the entries of rows that open a page each, and of tiles that begin and end within one."""
+        entries = groups * (key.rows + key.tiles * (table.tile_size // page_size + 1))
+        rows, tiles, samples = (key.rows,), (key.tiles,), (table.sample_rows(key),)
+        tokens, resets = (key.tiles, table.tile_size), (key.tiles, RESET_WORDS)
+        shapes = (rows, rows, tiles, tiles, tiles, tokens, samples, samples, (entries, ENTRY_WORDS), resets)
         ends = np.cumsum([int(np.prod(s)) for s in shapes]).tolist()
-        return cls(shapes, (0, *ends[:-1]), ends[-1])
+        return cls(table, key, shapes, (0, *ends[:-1]), ends[-1])
+
+    @property
+    def entries(self) -> int:
+        """Changes of block tables that there is room for."""
+        return self.shapes[8][0]
 
     def pack(self, plan: StepPlan) -> np.ndarray:
-        """int32 [size], a fresh buffer: the last one may still be in transfer."""
+        """int32 [size], a fresh buffer: the last one may still be in transfer. Holds as many entries and resets as there is room for."""
         buffer = np.zeros(self.size, np.int32)
         at = Batch(*self.offsets)  # type: ignore[arg-type]
-        rows = len(plan.row_slots)
-        buffer[at.row_slots : at.row_slots + rows] = plan.row_slots
-        buffer[at.row_positions : at.row_positions + rows] = plan.row_positions
-        tile_size = self.shapes[6][1]
-        for i, tile in enumerate(plan.tiles):
-            buffer[at.tile_slots + i] = tile.slot
-            buffer[at.tile_positions + i] = tile.position
-            buffer[at.tile_lengths + i] = len(tile.token_ids)
-            buffer[at.tile_samples + i] = tile.samples
-            start = at.tile_tokens + i * tile_size
-            buffer[start : start + len(tile.token_ids)] = tile.token_ids
-        if plan.page_updates:
-            flat = np.asarray(plan.page_updates, np.int32).reshape(-1)
-            buffer[at.page_updates : at.page_updates + flat.size] = flat
-        for i, reset in enumerate(plan.resets):
-            start = at.resets + i * (1 + SAMPLING_WORDS)
-            buffer[start : start + 1 + SAMPLING_WORDS] = pack_sampling(reset)
+        placement, size, spans = self.table.place(plan.spans), self.table.tile_size, plan.spans
+        rows = placement.rows
+        buffer[at.row_slots : at.row_slots + rows] = [span.slot for span in spans[:rows]]
+        buffer[at.row_positions : at.row_positions + rows] = [span.start for span in spans[:rows]]
+        first = [*range(rows)]  # of each span's tokens, on the token axis
+        for i, (number, offset, length) in enumerate(placement.tiles):
+            span = spans[number]
+            assert span.tokens is not None
+            buffer[at.tile_slots + i] = span.slot
+            buffer[at.tile_positions + i] = span.start + offset
+            buffer[at.tile_lengths + i] = length
+            start = at.tile_tokens + i * size
+            buffer[start : start + length] = span.tokens[offset : offset + length]
+            if not offset:
+                first.append(self.key.rows + i * size)
+        samples = len(plan.samples)
+        buffer[at.sample_tokens : at.sample_tokens + samples] = [first[sample.span] + sample.offset for sample in plan.samples]
+        buffer[at.sample_slots : at.sample_slots + samples] = [sample.slot for sample in plan.samples]
+        _fill(buffer, at.table, plan.table[: self.entries])  # type: ignore[arg-type]
+        for i, reset in enumerate(plan.resets[: self.key.tiles]):
+            _fill(buffer, at.resets + i * RESET_WORDS, pack_sampling(reset))  # type: ignore[arg-type]
         return buffer
+
+    def rest(self, plan: StepPlan) -> tuple[list[Entry], list[SlotReset]]:
+        """Entries and resets of a plan for which there is no room."""
+        return plan.table[self.entries :], plan.resets[self.key.tiles :]
 
     def unpack(self, buffer: jax.Array) -> Batch:
         parts = zip(self.offsets, self.shapes, strict=True)
         return Batch(*(buffer[start : start + int(np.prod(shape))].reshape(shape) for start, shape in parts))
+
+
+def _fill(buffer: np.ndarray, start: int, rows: object) -> None:
+    flat = np.asarray(rows, np.int32).reshape(-1)
+    buffer[start : start + flat.size] = flat

@@ -1,6 +1,8 @@
-"""The paged cache: a list of layers, each a pair of page arrays, donated to every step and updated in place."""
+"""The paged cache: pairs of page arrays, as many as the largest cache group has layers, donated to every step and updated in place."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,28 +10,50 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.config import ModelConfig
+from jengine.models.cache import cache_groups
 from jengine.parallel.collectives import AXIS
+from pallas_kernels import dispatch
 from pallas_kernels.quantized import LARGEST, Pages, Quantized, movable, quantize
 
 Cache = list[tuple[Pages, Pages]]
+COPIES = 64  # pages copied by one call
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: np.dtype) -> int:
-    """Bytes of one page on each device over all layers, keys and values together, scales included."""
+    """Bytes of one page on each device over the layers of its group, keys and values together, scales included."""
     arrays = jax.tree.leaves(_pages(model, 1, page_size, dtype))
-    total: int = 2 * model.num_layers * sum(int(x.size) * x.dtype.itemsize for x in arrays) // model.shards
+    total: int = 2 * _places(model) * sum(int(x.size) * x.dtype.itemsize for x in arrays) // model.shards
     return total
 
 
 def abstract_cache(model: ModelConfig, *, num_pages: int, page_size: int, dtype: np.dtype, mesh: Mesh) -> Cache:
-    """Per layer, K and V: [num_pages, kv_heads, page_size, head_dim], kv heads sharded over the mesh.
+    """K and V for each place in a group: [num_pages, kv_heads, page_size, head_dim], kv heads sharded over the mesh.
+
+    Layers of different groups that have the same place share arrays: a page is one group's at a time, see models/cache.py.
 
     An eight-bit dtype comes with a scale for each token and kv head: [num_pages, kv_heads, page_size].
     """
     sharding = NamedSharding(mesh, PartitionSpec(None, AXIS))
     pages = _pages(model, num_pages, page_size, dtype)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), pages)
-    return [(placed, placed) for _ in range(model.num_layers)]
+    return [(placed, placed) for _ in range(_places(model))]
+
+
+def make_copy(device: jax.Device) -> Callable[[Cache, jax.Array, jax.Array], Cache]:
+    """The function to compile: (cache, sources, targets) -> cache, page ids int32 [COPIES]; padding copies the null page to itself.
+
+    Args:
+        device: that it is compiled for, or one of them.
+    """
+
+    def copy(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
+        return [dispatch.copy_pages(k, v, sources, targets, device=device) for k, v in cache]
+
+    return copy
+
+
+def _places(model: ModelConfig) -> int:
+    return max(len(group.layers) for group in cache_groups(model))
 
 
 def _pages(model: ModelConfig, num_pages: int, page_size: int, dtype: np.dtype) -> Pages:

@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.cache_folders import folder_name
 from jengine.execution.kernels import prepare
-from jengine.execution.kv_cache import Cache
+from jengine.execution.kv_cache import COPIES, Cache, make_copy
 from jengine.execution.logits import COUNT_CHUNK, count_tokens
 from jengine.execution.memory import ProgramMemory
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.program_cache import Loaded, ProgramCache
 from jengine.execution.sampler import make_sampler, make_scorer
-from jengine.execution.slots import SlotState
+from jengine.execution.slots import UPDATE_WORDS, SlotState, update_slots
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
 from jengine.observe.compiles import retrieval_count
@@ -34,10 +34,12 @@ CompilerOptions = dict[str, str | bool]  # XLA's
 ALLOCATE: Literal["allocate"] = "allocate"
 ALLOCATE_COUNTS: Literal["allocate-counts"] = "allocate-counts"
 COUNT: Literal["count"] = "count"
+UPDATE: Literal["update"] = "update"
+COPY: Literal["copy"] = "copy"
 UNTUNED: CompilerOptions = {
     "xla_gpu_enable_triton_gemm": False
 }  # without a GPU to tune them on, cuBLASLt's products are faster than Triton's
-Key = TrunkKey | SamplerKey | ScoreKey | Literal["allocate", "allocate-counts", "count"]
+Key = TrunkKey | SamplerKey | ScoreKey | Literal["allocate", "allocate-counts", "count", "update", "copy"]
 
 
 class Programs:
@@ -154,18 +156,18 @@ def open_cache(spec: ExecutionSpec, root: Path, max_bytes: int, *, wait: bool = 
 
 def program_keys(spec: ExecutionSpec) -> list[Key]:
     table = spec.table
-    return [ALLOCATE, ALLOCATE_COUNTS, COUNT, *table.trunks(), *table.samplers(), *table.scores()]
+    return [ALLOCATE, ALLOCATE_COUNTS, COUNT, UPDATE, COPY, *table.trunks(), *table.samplers(), *table.scores()]
 
 
 def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     """A program's lowering from abstract values alone; nothing is closed over."""
     cache_out = jax.tree.map(lambda x: x.sharding, spec.cache)
     slots_out = jax.tree.map(lambda x: x.sharding, spec.slots)
+    cache_specs = jax.tree.map(lambda x: x.sharding.spec, spec.cache)
     everywhere = spec.replicated
     if isinstance(key, TrunkKey):
-        trunk = make_trunk(spec.model, key, spec.table, spec.page_size, spec.mesh.devices.flat[0])
+        trunk = make_trunk(spec.model, spec.layout(key), spec.page_size, spec.mesh.devices.flat[0])
         args: tuple[Any, ...] = spec.params, spec.cache, spec.slots, spec.packed(key)
-        cache_specs = jax.tree.map(lambda x: x.sharding.spec, spec.cache)
         return _lower(spec, trunk, f"trunk_{key.rows}_{key.tiles}_{key.pages}", args, (cache_specs, *[PartitionSpec()] * 3), (1, 2))
     if isinstance(key, SamplerKey):
         sampler = make_sampler(spec.model, key.variant)
@@ -175,6 +177,13 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     if isinstance(key, ScoreKey):
         scorer = make_scorer(spec.model, spec.table.tile_size)
         return _lower(spec, scorer, f"score_{key.tiles}", (spec.params, *spec.to_score(key)), PartitionSpec())
+    if key == COPY:
+        pages = jax.ShapeDtypeStruct((COPIES,), jnp.int32, sharding=everywhere)
+        copy = make_copy(spec.mesh.devices.flat[0])
+        return _lower(spec, copy, "copy_pages", (spec.cache, pages, pages), cache_specs, (0,))
+    if key == UPDATE:
+        packed = jax.ShapeDtypeStruct((UPDATE_WORDS,), jnp.int32, sharding=everywhere)
+        return jax.jit(update_slots, donate_argnums=0, out_shardings=slots_out).lower(spec.slots, packed)
     if key == COUNT:
         packed = jax.ShapeDtypeStruct((3 + COUNT_CHUNK,), jnp.int32, sharding=everywhere)
         return jax.jit(count_tokens, donate_argnums=0, out_shardings=everywhere).lower(spec.counts, packed)

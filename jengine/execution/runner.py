@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from jengine.execution.kv_cache import COPIES
 from jengine.execution.logits import count_chunks
 from jengine.execution.sampler import Sampled, SampledLogprobs
+from jengine.execution.slots import UPDATE_WORDS, pack_updates
 from jengine.execution.worker import Call, Worker, encode
 from jengine.observe.progress import progress_bar
 from jengine.parallel.link import Link, SingleProcess
 from jengine.program_table import ScoreKey, TrunkKey
-from jengine.scheduling.step_plan import StepPlan, Tile
+from jengine.scheduling.step_plan import Span, StepPlan
 
 TIMED_RUNS = 3  # the fastest counts: on a busy machine a single one misleads the scheduler until the programs are compiled again
 
@@ -44,12 +46,12 @@ class StepResult:
     """What a step gave, on the host.
 
     Attributes:
-        tokens: in sampler rows.
+        tokens: those of each of the plan's samples.
         logprobs: of them, numpy arrays, where the sampler is the full one.
-        scores: of the tokens that follow each tile's tokens, numpy arrays over tiles * tile_size, where a tile asked for it.
+        scores: of the tokens that follow each tile's tokens, numpy arrays over tiles * tile_size, where a span asked for it.
     """
 
-    tokens: list[int]
+    tokens: list[list[int]]
     logprobs: SampledLogprobs | None = None
     scores: SampledLogprobs | None = None
 
@@ -71,8 +73,13 @@ class Runner:
         for reset in plan.resets:
             if reset.counted is not None:
                 self._count(reset.slot, reset.counted, reset.prompt_len)
-        self._make(Call("trunk", plan.trunk, self._layouts[plan.trunk].pack(plan)))
-        return PendingSample(plan, self._score(plan) if any(tile.scored for tile in plan.tiles) else None)
+        layout = self._layouts[plan.trunk]
+        for packed in pack_updates(*layout.rest(plan)):
+            self._make(Call("update", None, packed))
+        for start in range(0, len(plan.copies), COPIES):
+            self._copy(plan.copies[start : start + COPIES])
+        self._make(Call("trunk", plan.trunk, layout.pack(plan)))
+        return PendingSample(plan, self._score(plan) if any(span.targets for span in plan.spans) else None)
 
     def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
         """Start the sampler of the step that was begun last. mask: see Call."""
@@ -86,7 +93,8 @@ class Runner:
         scores: SampledLogprobs | None
         with self._explained():
             sampled, scores = jax.tree.map(np.asarray, (step.sampled, step.scores))
-        return StepResult(sampled.tokens.tolist(), sampled if isinstance(sampled, SampledLogprobs) else None, scores)
+        tokens = sampled.tokens[: len(step.plan.samples), None].tolist()
+        return StepResult(tokens, sampled if isinstance(sampled, SampledLogprobs) else None, scores)
 
     def _make(self, call: Call) -> Any:
         if not isinstance(self._link, SingleProcess):
@@ -104,12 +112,18 @@ class Runner:
             raise
 
     def _score(self, plan: StepPlan) -> SampledLogprobs:
-        targets = np.zeros((plan.trunk.tiles, self.spec.table.tile_size), np.int32)
-        for row, tile in zip(targets, plan.tiles, strict=False):
-            if tile.scored is not None:
-                row[: len(tile.scored[1])] = tile.scored[1]
+        table = self.spec.table
+        targets = np.zeros((plan.trunk.tiles, table.tile_size), np.int32)
+        for row, (number, offset, length) in zip(targets, table.place(plan.spans).tiles, strict=False):
+            wanted = (plan.spans[number].targets or [])[offset : offset + length]
+            row[: len(wanted)] = wanted
         scores: SampledLogprobs = self._make(Call("score", ScoreKey(plan.trunk.tiles), targets.reshape(-1)))
         return scores
+
+    def _copy(self, copies: list[tuple[int, int, int]]) -> None:
+        pages = np.zeros((2, COPIES), np.int32)
+        pages[:, : len(copies)] = np.array([(source, target) for _, source, target in copies], np.int32).reshape(-1, 2).T
+        self._make(Call("copy", None, pages))
 
     def _count(self, slot: int, tokens: list[int], prompt_len: int) -> None:
         for chunk in count_chunks(slot, tokens, prompt_len, self.spec.model.config.vocab_size):
@@ -123,9 +137,11 @@ class Runner:
             if str(plan.trunk) not in self.programs.costs:
                 self.programs.costs[str(plan.trunk)] = min(self._timed(plan) for _ in range(TIMED_RUNS))
         for key in self.spec.table.scores():
-            tiles = [Tile(0, 0, [], False, scored=(None, [0]))] * key.tiles
+            spans = [Span(0, 0, 0, 1, [0], [0])] * key.tiles
             trunk = self.spec.table.trunk(0, key.tiles)
-            self._run(StepPlan(trunk, self.spec.table.sampler(trunk, "greedy"), tiles=tiles))
+            self._run(StepPlan(trunk, self.spec.table.sampler(trunk, "greedy"), spans))
+        self._make(Call("update", None, np.zeros(UPDATE_WORDS, np.int32)))
+        self._copy([])
         self._count(0, [0], 1)
         self._make(Call("forget"))
 

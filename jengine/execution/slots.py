@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jengine.execution.sampling_row import SAMPLING_WORDS
+from jengine.execution.batch import ENTRY_WORDS, RESET_WORDS, Entry
+from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling
+from jengine.scheduling.step_plan import SlotReset
+
+ENTRIES, RESETS = 512, 16  # of one `update_slots`
+UPDATE_WORDS = ENTRIES * ENTRY_WORDS + RESETS * RESET_WORDS
 
 
 class SlotState(NamedTuple):
@@ -15,7 +22,7 @@ class SlotState(NamedTuple):
 
     Attributes:
         last_token: int32 [slots], the token that the slot's next decode row reads.
-        block_table: int32 [slots, width], page ids in order.
+        block_table: int32 [cache groups, slots, width], page ids in order.
         sampling: int32 [slots, SAMPLING_WORDS], see sampling_row.py; one array, so that a step takes few.
     """
 
@@ -24,10 +31,37 @@ class SlotState(NamedTuple):
     sampling: jax.Array
 
 
-def abstract_slots(slots: int, width: int, sharding: jax.sharding.Sharding) -> SlotState:
+def abstract_slots(slots: int, groups: int, width: int, sharding: jax.sharding.Sharding) -> SlotState:
     """SlotState's shapes for `slots` slots, the null slot included, and `width` pages a sequence."""
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
-    return SlotState(ints(slots), ints(slots, width), ints(slots, SAMPLING_WORDS))  # type: ignore[arg-type]
+    return SlotState(ints(slots), ints(groups, slots, width), ints(slots, SAMPLING_WORDS))  # type: ignore[arg-type]
+
+
+def updated(slots: SlotState, entries: jax.Array, resets: jax.Array) -> SlotState:
+    """Entries [n, ENTRY_WORDS] and resets [m, RESET_WORDS], as in a Batch, applied."""
+    group, slot, index, page = entries.T
+    table, sampling = slots.block_table.at[group, slot, index].set(page), slots.sampling
+    if resets.shape[0]:
+        sampling = sampling.at[resets[:, 0]].set(resets[:, 1:])
+    return slots._replace(block_table=table, sampling=sampling)
+
+
+def update_slots(slots: SlotState, packed: jax.Array) -> SlotState:
+    """The same from one buffer of `pack_updates`: what a step's own buffer has no room for."""
+    entries, resets = jnp.split(packed, [ENTRIES * ENTRY_WORDS])
+    return updated(slots, entries.reshape(ENTRIES, ENTRY_WORDS), resets.reshape(RESETS, RESET_WORDS))
+
+
+def pack_updates(entries: Sequence[Entry], resets: Sequence[SlotReset]) -> Iterator[np.ndarray]:
+    """Buffers for `update_slots`, int32 [UPDATE_WORDS] each. Padding changes slot 0 to zeros."""
+    for i in range(max(-(-len(entries) // ENTRIES), -(-len(resets) // RESETS))):
+        buffer = np.zeros(UPDATE_WORDS, np.int32)
+        some = np.asarray(entries[i * ENTRIES : (i + 1) * ENTRIES], np.int32).reshape(-1)
+        buffer[: some.size] = some
+        rows = [pack_sampling(reset) for reset in resets[i * RESETS : (i + 1) * RESETS]]
+        if rows:
+            buffer[ENTRIES * ENTRY_WORDS :][: len(rows) * RESET_WORDS] = np.concatenate(rows)
+        yield buffer

@@ -24,6 +24,7 @@ from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.sources import source_digest
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
+from jengine.models.cache import CacheGroup, cache_groups
 from jengine.parallel.mesh import with_shardings
 from jengine.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.products import cpu_refused
@@ -55,8 +56,12 @@ class ExecutionSpec:
 
     @property
     def table_width(self) -> int:
-        """Pages a sequence may have."""
+        """Pages of a cache group that a sequence may have."""
         return -(-self.max_model_len // self.page_size)
+
+    @functools.cached_property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        return cache_groups(self.model.config)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -68,7 +73,7 @@ class ExecutionSpec:
         return self.num_pages * page_bytes(self.model.config, self.page_size, self.cache_dtype)
 
     def layout(self, key: TrunkKey) -> BatchLayout:
-        return BatchLayout.of(key, tile_size=self.table.tile_size, page_size=self.page_size)
+        return BatchLayout.of(key, self.table, page_size=self.page_size, groups=len(self.groups))
 
     # Abstract values, with shardings, from which programs are lowered.
 
@@ -82,7 +87,7 @@ class ExecutionSpec:
 
     @functools.cached_property
     def slots(self) -> SlotState:
-        return abstract_slots(self.max_slots + 1, self.table_width, self.replicated)
+        return abstract_slots(self.max_slots + 1, len(self.groups), self.table_width, self.replicated)
 
     def packed(self, key: TrunkKey) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.layout(key).size,), np.int32, sharding=self.replicated)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from jengine.execution.logits import ALL_ALLOWED, mask_words
-from jengine.execution.programs import ALLOCATE, ALLOCATE_COUNTS, COUNT, Programs
+from jengine.execution.programs import ALLOCATE, ALLOCATE_COUNTS, COPY, COUNT, UPDATE, Programs
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import ToSample
@@ -23,11 +23,13 @@ class Call(NamedTuple):
     - trunk: the key's trunk, over its packed batch
     - score: the last trunk's tiles, array int32 [tiles * tile_size] of the tokens that follow
     - sample: the last trunk's rows, under a token mask uint32 [sampler rows, words], see logits.mask_words; None allows every token
+    - update: changes of slots that a trunk's batch has no room for, see slots.pack_updates
+    - copy: pages, array int32 [2, COPIES] of sources and targets
     - count: a chunk of a sequence's tokens, see logits.count_tokens
     - forget: the counts
     """
 
-    what: Literal["trunk", "score", "sample", "count", "forget"]
+    what: Literal["trunk", "score", "sample", "update", "copy", "count", "forget"]
     key: TrunkKey | ScoreKey | SamplerKey | None = None
     array: np.ndarray | None = None
 
@@ -69,6 +71,12 @@ class Worker:
                 return _on_its_way(self.programs[key](self.params, self._tiles, self._put(targets)))
             case Call("sample", SamplerKey() as key, mask):
                 return _on_its_way(self._sample(key, mask))
+            case Call("update", None, np.ndarray() as packed):
+                self.slots = self.programs[UPDATE](self.slots, self._put(packed))
+                return None
+            case Call("copy", None, np.ndarray() as pages):
+                self.cache = self.programs[COPY](self.cache, *map(self._put, pages))
+                return None
             case Call("count", None, np.ndarray() as chunk):
                 self._counts = self.programs[COUNT](self._get_counts(), self._put(chunk))
                 return None

@@ -41,6 +41,10 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 
+    @property
+    def first(self) -> Sequence | None:
+        return self._sequences[0] if self._sequences else None
+
     def push(self, sequence: Sequence) -> None:
         insort(self._sequences, sequence, key=by_order)
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence as List
 
 from jengine.errors import InvalidArgument
 from jengine.program_table import VARIANTS, ProgramTable
 from jengine.request import FinishReason, Request
+from jengine.scheduling.blocks import NO_HIT, BlockManager, Entry, GroupPages, Hit
 from jengine.scheduling.costs import StepCosts
-from jengine.scheduling.page_pool import PagePool
 from jengine.scheduling.policy import Policy, WaitingQueue, order_of, victim
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
-from jengine.scheduling.step_plan import SlotReset, StepPlan, Tile
+from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
 
 
 class Scheduler:
@@ -24,7 +26,8 @@ class Scheduler:
 
     Slots and pages are freed as soon as a sequence finishes or is preempted, even if a dispatched
     step still uses them. Steps cannot overtake each other, since each takes the cache and the slots that the one before it gives
-    (they are donated): the next owner's writes come after the last use by the former one.
+    (they are donated): the next owner's writes come after the last use by the former one. For the same reason a page may be
+    shared as soon as the step that fills it is planned.
 
     Args:
         page_size: tokens a page holds.
@@ -32,6 +35,8 @@ class Scheduler:
         max_num_seqs: sequences running at once; they own slots 1 to max_num_seqs, slot 0 is the null slot.
         max_num_batched_tokens: of one step, decode rows and whole tiles together; at least max_num_seqs + one tile.
         max_model_len: tokens of a sequence, prompt and output together.
+        groups: the model's cache groups.
+        prefix_caching: whether prompts reuse the pages of earlier ones.
     """
 
     def __init__(
@@ -43,6 +48,8 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        groups: List[GroupPages] = (GroupPages(),),
+        prefix_caching: bool = False,
         policy: Policy = "fcfs",
         costs: StepCosts | None = None,
     ) -> None:
@@ -52,13 +59,16 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.policy: Policy = policy
         self.costs = StepCosts() if costs is None else costs
-        self.pool = PagePool(num_pages)
-        self.sequence = SequenceLimits(max_model_len=max_model_len, page_size=page_size, pages=self.pool.capacity)
+        self.blocks = BlockManager(page_size, [num_pages], groups, prefix_caching=prefix_caching)
+        self.sequence = SequenceLimits(max_model_len=max_model_len, page_size=page_size, pages=num_pages - 1)
         self.num_preemptions = 0
+        self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
         self._arrivals = 0
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
+        self._by_number: dict[int, Sequence] = {}  # the same
         self._waiting = WaitingQueue()
         self._running: dict[Sequence, None] = {}
+        self._sharing: dict[Sequence, None] = {}  # running, and their last page, of which a part is free, may be shared
         self._free_slots = list(range(max_num_seqs, 0, -1))
 
     @property
@@ -79,9 +89,12 @@ class Scheduler:
         if request_id in self._live:
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
 
-    def add(self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...]) -> Sequence:
+    def add(self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...], family: int | None = None) -> Sequence:
         """Queues a request, which SequenceLimits.validate has let pass. max_tokens beyond max_model_len is cut to what fits, as
         vLLM does.
+
+        Args:
+            family: number of the first of a prompt's samples, for the others.
 
         Raises:
             InvalidArgument: as `check_id`; nothing has been queued then.
@@ -91,6 +104,8 @@ class Scheduler:
         suppressed = tuple(dict.fromkeys((*params.stop_token_ids, *eos_token_ids)))
         sequence = Sequence(
             request=request,
+            number=self._arrivals,
+            family=self._arrivals if family is None else family,
             seed=seed,
             order=order_of(self.policy, request, self._arrivals),
             max_len=self.sequence.max_len(request),
@@ -100,7 +115,7 @@ class Scheduler:
             tokens=list(request.prompt_token_ids),
         )
         self._arrivals += 1
-        self._live[request.request_id] = sequence
+        self._live[request.request_id] = self._by_number[sequence.number] = sequence
         self._waiting.push(sequence)
         return sequence
 
@@ -108,70 +123,62 @@ class Scheduler:
         """The next step, or None if there is nothing to do before earlier steps are collected or requests added.
 
         Every decoding sequence gets a row. Prompts follow, in tiles: first of sequences that have begun,
-        then of those waiting. A plan has at most one slot reset a tile, and at most
-        rows + tiles * (tile_size // page_size + 1) page updates.
+        then of those waiting.
         """
-        rows, updates = self._decode_rows()
-        chunks = self._pending_chunks((self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
-        if not rows and not chunks:
-            return None
-        positions = [sequence.num_computed for sequence in rows]
+        draft = _Draft()
+        rows = self._decode_rows(draft)
+        draft.spans = [Span(s.number, s.slot, s.num_computed) for s in rows]
+        draft.samples = [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
+        draft.sampled = [*rows]
+        longest = max([s.num_computed for s in rows], default=-1) + 1  # tokens of the longest sequence in the step
         for sequence in rows:
             sequence.num_computed += 1
             sequence.in_flight += 1
-        longest = max(positions, default=-1) + 1  # tokens of the longest sequence in the step
-        tiles: list[Tile] = []
-        resets: list[SlotReset] = []
-        prefilled: list[tuple[int, Sequence]] = []  # last tile, sequence
-        if chunks:
-            pending = sum(count for _, count, _ in chunks)
-            pages = self.sequence.pages_of(max(longest, *[end for _, _, end in chunks]))
-            budget = self.costs.best_tiles(self.table, rows=len(rows), pending=pending, pages=pages)
-            for sequence, count, _ in chunks:
-                if sequence.state is State.WAITING:
-                    resets.append(self._admit(sequence))
-                self._cut(sequence, min(count, budget - len(tiles)), tiles, updates)
-                longest = max(longest, sequence.num_computed)
-                if sequence.state is State.DECODING:
-                    prefilled.append((len(tiles) - 1, sequence))
-                if len(tiles) == budget:
-                    break
-        trunk = self.table.trunk(len(rows), len(tiles), self.sequence.pages_of(longest))
-        sampled = list(enumerate(rows))
-        sampled += [(trunk.rows + tile, sequence) for tile, sequence in prefilled]
-        rank = max([sequence.variant_rank for _, sequence in sampled], default=0)
+        tiles, pending_longest = self._pending((self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
+        if tiles:
+            pages = self.blocks.pages_of(max(longest, pending_longest))
+            tiles = self._prefill(draft, self.costs.best_tiles(self.table, rows=len(rows), pending=tiles, pages=pages))
+            longest = max([longest, *[span.start + span.length for span in draft.spans[len(rows) :]]])
+        if not draft.spans:
+            return None
+        trunk = self.table.trunk(len(rows), tiles, self.blocks.pages_of(longest), len(draft.samples))
+        rank = max([sequence.variant_rank for sequence in draft.sampled], default=0)
         return StepPlan(
             trunk=trunk,
             sampler=self.table.sampler(trunk, VARIANTS[rank]),
-            row_slots=[sequence.slot for sequence in rows],
-            row_positions=positions,
-            tiles=tiles,
-            resets=resets,
-            page_updates=updates,
-            sampled=sampled,
+            spans=draft.spans,
+            samples=draft.samples,
+            resets=draft.resets,
+            table=draft.table,
+            copies=draft.copies,
         )
 
-    def collect(self, plan: StepPlan, tokens: list[int]) -> list[tuple[Sequence, int]]:
-        """Takes in a step's tokens, `tokens[sampler row]`, and finishes the sequences that they end.
+    def collect(self, plan: StepPlan, tokens: list[list[int]]) -> list[tuple[int, Sequence, int]]:
+        """Takes in a step's tokens, those of each of the plan's samples, and finishes the sequences that they end.
 
-        Returns (sequence, new token), in the plan's order. A token of a sequence that has finished
+        Returns (sample, sequence, new token), in the plan's order. A token of a sequence that has finished
         meanwhile is dropped; that of a preempted one is kept and recomputed with the others.
         """
         collected = []
-        finished = State.FINISHED
-        for row, sequence in plan.sampled:
-            sequence.in_flight -= 1
-            if sequence.state is finished:
+        page_size, by_number = self.page_size, self._by_number
+        for i, sample in enumerate(plan.samples):
+            sequence = by_number.get(sample.seq)
+            if sequence is None:
                 continue
-            token = tokens[row]
+            sequence.in_flight -= 1
             known = sequence.tokens
-            known.append(token)
-            collected.append((sequence, token))
-            if token in sequence.stop_token_ids:
-                at_eos = token in sequence.eos_token_ids and not sequence.request.params.ignore_eos
-                self.finish(sequence, "stop", None if at_eos else token)
-            elif len(known) == sequence.max_len:
-                self.finish(sequence, "length")
+            for token in tokens[i]:
+                known.append(token)
+                collected.append((i, sequence, token))
+                if token in sequence.stop_token_ids:
+                    at_eos = token in sequence.eos_token_ids and not sequence.request.params.ignore_eos
+                    self.finish(sequence, "stop", None if at_eos else token)
+                    break
+                if len(known) == sequence.max_len:
+                    self.finish(sequence, "length")
+                    break
+                if (len(known) - 1) % page_size == 0 and sequence.state is not State.WAITING:  # all but the new one fill pages
+                    self.blocks.commit(sequence.number, known, len(known) - 1)
         return collected
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -183,12 +190,16 @@ class Scheduler:
             self._waiting.remove(sequence)
         else:
             self._release(sequence)
-        sequence.state = State.FINISHED
-        del self._live[sequence.request_id]
+        sequence.state, sequence.in_flight = State.FINISHED, 0
+        del self._live[sequence.request_id], self._by_number[sequence.number]
 
     def find(self, request_id: str) -> Sequence | None:
         """The unfinished request with this id."""
         return self._live.get(request_id)
+
+    def running(self, number: int) -> Sequence | None:
+        """The unfinished sequence with this number."""
+        return self._by_number.get(number)
 
     def abort(self, request_id: str) -> Sequence | None:
         """Ends a request; None if there is none with this id, or it has ended."""
@@ -197,100 +208,181 @@ class Scheduler:
             self.finish(sequence, "abort")
         return sequence
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached pages. True: nothing that was computed before will be reused."""
+        self.blocks.reset()
+        return True
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page, slot and request is where it belongs, once."""
-        self.pool.check_integrity()
+        self.blocks.check_integrity()
         running, waiting = list(self._running), list(self._waiting)
-        pages = [page for sequence in running for page in sequence.pages]
-        assert len(set(pages)) == len(pages) == self.pool.owned, "a page is shared or lost"
+        assert self.blocks.numbers == {sequence.number for sequence in running}, "a block table is lost"
         slots = sorted([*self._free_slots, *(sequence.slot for sequence in running)])
         assert slots == list(range(1, self.max_num_seqs + 1)), f"a slot is shared or lost: {slots}"
-        assert all(s.slot == 0 and not s.pages and s.state is State.WAITING for s in waiting), "a waiting sequence owns something"
+        assert all(s.slot == 0 and s.state is State.WAITING for s in waiting), "a waiting sequence owns something"
         assert all(s.state in (State.PREFILLING, State.DECODING) for s in running), "a running sequence neither prefills nor decodes"
-        assert {*running, *waiting} == {*self._live.values()}, "a request is lost"
+        assert {*running, *waiting} == {*self._live.values()} == {*self._by_number.values()}, "a request is lost"
         assert len(running) + len(waiting) == len(self._live), "a request is in two places"
+        assert {*self._sharing} <= {*running}, "a sequence that does not run shares a page"
 
-    def _decode_rows(self) -> tuple[list[Sequence], list[tuple[int, int, int]]]:
-        """Sequences that decode in this step, and the page updates for those that enter a new page.
+    def _decode_rows(self, draft: _Draft) -> list[Sequence]:
+        """Sequences that decode in this step. Those that enter a new page get it, those whose page is shared a copy.
 
         Preempts, the policy's last first, until there are pages enough. That ends, at the latest, with one
         sequence running, for which alone the pool was found large enough when it was added.
         """
-        decoding, page_size = State.DECODING, self.page_size
+        decoding, page_size, blocks = State.DECODING, self.page_size, self.blocks
         while True:
             # One whose last token is in flight stays out, and finishes when that is collected.
             rows = [s for s in self._running if s.state is decoding and s.num_computed < s.last_position]
             growing = [s for s in rows if s.num_computed % page_size == 0]
-            if len(growing) <= self.pool.free:
+            copying = [s for s in rows if s in self._sharing] if self._sharing else []
+            if not growing and not copying:
+                return rows
+            for sequence in growing:
+                blocks.pass_windows(sequence.number, sequence.num_computed)
+            wanted = blocks.copies((s.number, s.num_computed) for s in copying)
+            wanted.update(blocks.new_pages(len(growing)))
+            if blocks.available(wanted):
                 break
             self._preempt(victim(self._running))
-        updates = []
-        for sequence, page in zip(growing, self.pool.allocate(len(growing)), strict=True):
-            updates.append((sequence.slot, len(sequence.pages), page))
-            sequence.pages.append(page)
-        return rows, updates
+        for sequence in growing:
+            draft.enter(sequence.slot, blocks.grow(sequence.number, sequence.num_computed + 1))
+        for sequence in copying:
+            copies, entries = blocks.unshare(sequence.number, sequence.num_computed)
+            draft.copies += copies
+            draft.enter(sequence.slot, entries)
+            del self._sharing[sequence]
+        return rows
 
-    def _pending_chunks(self, limit: int) -> list[tuple[Sequence, int, int]]:
-        """Prompts that can be worked on now, in order: (sequence, tiles, tokens it then has computed), `limit` tiles at most.
-
-        A waiting sequence is admitted with pages for all its known tokens, so a prefill never stops half-way for want
-        of pages. One page is left over for each running sequence, so that it is not soon preempted again.
-        """
-        chunks = []
-        limit = min(limit, self.table.max_tiles)
-        tile_size = self.table.tile_size
-
-        def take(sequence: Sequence) -> int:
-            left = len(sequence.tokens) - sequence.num_computed
-            tiles = min(-(-left // tile_size), limit)
-            chunks.append((sequence, tiles, sequence.num_computed + min(left, tiles * tile_size)))
-            return tiles
-
-        for sequence in self._running:  # at most one has begun and not ended: each is cut to its end before the next one's turn
-            if sequence.state is State.PREFILLING:
-                limit -= take(sequence)
-        slots, pages, running = len(self._free_slots), self.pool.free, len(self._running)
+    def _pending(self, limit: int) -> tuple[int, int]:
+        """Prompt tiles that can be worked on now, `limit` at most, and how many tokens the longest of their sequences then has."""
+        limit, tile_size, tiles, longest = min(limit, self.table.max_tiles), self.table.tile_size, 0, 0
+        for sequence in self._running:
+            if sequence.state is State.PREFILLING and tiles < limit:
+                count = min(-(-(len(sequence.tokens) - sequence.num_computed) // tile_size), limit - tiles)
+                longest = max(longest, min(sequence.num_computed + count * tile_size, len(sequence.tokens)))
+                tiles += count
+        slots, wanted = len(self._free_slots), Counter[int]()
         for sequence in self._waiting:
-            needed = self.sequence.pages_of(len(sequence.tokens))
-            # A preempted sequence with tokens in flight is not known in full yet; nobody passes it.
-            if limit <= 0 or not slots or needed + running > pages or sequence.in_flight:
+            if tiles >= limit or not slots or sequence.in_flight:
                 break
-            limit -= take(sequence)
-            slots, pages, running = slots - 1, pages - needed, running + 1
-        return chunks
+            hit = self._match(sequence)
+            wanted.update(self._needed(sequence, hit, len(self._free_slots) - slots))
+            if not self.blocks.available(wanted):
+                break
+            count = min(-(-(len(sequence.tokens) - hit.tokens) // tile_size), limit - tiles)
+            longest = max(longest, min(hit.tokens + count * tile_size, len(sequence.tokens)))
+            tiles, slots = tiles + count, slots - 1
+        return tiles, longest
 
-    def _admit(self, sequence: Sequence) -> SlotReset:
+    def _prefill(self, draft: _Draft, budget: int) -> int:
+        """Cuts prompts into a plan, `budget` tiles at most: each to its end before the next one's turn. Returns how many tiles.
+
+        So where several prompts begin alike, the first computes what the others then find.
+        """
+        left = budget
+        for sequence in [s for s in self._running if s.state is State.PREFILLING]:
+            left -= self._cut(draft, sequence, left)
+        while left > 0 and self._free_slots and all(s.state is not State.PREFILLING for s in self._running):
+            first = self._waiting.first
+            # A preempted sequence with tokens in flight is not known in full yet; nobody passes it.
+            if first is None or first.in_flight:
+                break
+            hit = self._match(first)
+            if not self.blocks.available(self._needed(first, hit)):
+                break
+            self._admit(draft, first)
+            self.blocks.admit(first.number, hit, len(first.tokens), first.request.cache_salt)
+            first.state, first.num_computed = State.PREFILLING, hit.tokens
+            self._note_hit(first, hit.tokens)
+            left -= self._cut(draft, first, left)
+        return budget - left
+
+    def _match(self, sequence: Sequence) -> Hit:
+        """What of it is in the cache. Log probabilities of a prompt need all of it to be computed."""
+        if sequence.request.params.prompt_logprobs is not None:
+            return NO_HIT
+        return self.blocks.match(sequence.tokens, sequence.request.cache_salt)
+
+    def _needed(self, sequence: Sequence, hit: Hit, more: int = 0) -> Counter[int]:
+        """Pages by pool that admitting a sequence takes: those of its known tokens, so that a prefill does not stop half-way, and one
+        for each that then runs, so that none is soon preempted.
+
+        Args:
+            more: sequences that are admitted before it, and run then.
+        """
+        wanted = self.blocks.needed(hit, len(sequence.tokens), self.max_num_batched_tokens)
+        wanted.update(self.blocks.new_pages(len(self._running) + more))
+        return wanted
+
+    def _note_hit(self, sequence: Sequence, tokens: int) -> None:
+        if self.blocks.prefix_caching:
+            self.prefix_queries += len(sequence.tokens)
+            self.prefix_hits += tokens
+        if not sequence.scheduled:
+            sequence.scheduled, sequence.num_cached = time.monotonic(), tokens
+
+    def _admit(self, draft: _Draft, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
         self._running[sequence] = None
-        sequence.state = State.PREFILLING
-        sequence.scheduled = sequence.scheduled or time.monotonic()
         sequence.slot = self._free_slots.pop()
-        sequence.pages = self.pool.allocate(self.sequence.pages_of(len(sequence.tokens)))
-        return SlotReset(
-            slot=sequence.slot,
-            params=sequence.request.params,
-            seed=sequence.seed,
-            sample_index=sequence.request.sample_index,
-            prompt_len=sequence.prompt_len,
-            stop_token_ids=sequence.suppressed_token_ids,
-            counted=list(sequence.tokens) if sequence.request.params.penalizes else None,
+        draft.resets.append(
+            SlotReset(
+                slot=sequence.slot,
+                params=sequence.request.params,
+                seed=sequence.seed,
+                sample_index=sequence.request.sample_index,
+                prompt_len=sequence.prompt_len,
+                stop_token_ids=sequence.suppressed_token_ids,
+                counted=list(sequence.tokens) if sequence.request.params.penalizes else None,
+            )
         )
 
-    def _cut(self, sequence: Sequence, count: int, tiles: list[Tile], updates: list[tuple[int, int, int]]) -> None:
-        """Appends `count` tiles of a sequence's known tokens, with the pages that they enter."""
-        for _ in range(count):
-            start = sequence.num_computed
-            end = min(start + self.table.tile_size, len(sequence.tokens))
-            updates += [(sequence.slot, i, sequence.pages[i]) for i in range(self.sequence.pages_of(start), self.sequence.pages_of(end))]
-            ends = end == len(sequence.tokens)
-            tiles.append(Tile(sequence.slot, start, sequence.tokens[start:end], ends, _scored(sequence, start, end)))
-            sequence.num_computed = end
-            if ends:
-                sequence.state = State.DECODING
-                sequence.in_flight += 1
+    def _cut(self, draft: _Draft, sequence: Sequence, tiles: int) -> int:
+        """Plans up to `tiles` tiles of a sequence's known tokens, as far as there are pages for them. Returns how many."""
+        number, start, blocks = sequence.number, sequence.num_computed, self.blocks
+        blocks.pass_windows(number, start)
+        end = blocks.room(number, min(start + tiles * self.table.tile_size, len(sequence.tokens)))
+        if end <= start:
+            return 0
+        draft.enter(sequence.slot, blocks.grow(number, end))
+        targets = _targets(sequence, start, end)
+        draft.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], targets))
+        sequence.num_computed = end
+        blocks.commit(number, sequence.tokens, end)
+        if end == len(sequence.tokens):
+            self._sample(draft, sequence)
+            if end == sequence.prompt_len:
+                self._fork(draft, sequence)
+        return -(-(end - start) // self.table.tile_size)
+
+    def _sample(self, draft: _Draft, sequence: Sequence) -> None:
+        """A sequence, of which all known tokens are planned, gets the token after the last span."""
+        draft.samples.append(Sample(len(draft.spans) - 1, draft.spans[-1].length - 1, sequence.number, sequence.slot))
+        draft.sampled.append(sequence)
+        sequence.state = State.DECODING
+        sequence.in_flight += 1
+
+    def _fork(self, draft: _Draft, parent: Sequence) -> None:
+        """Prompt's other samples, which wait behind the first one, share what it has computed."""
+        blocks, partial = self.blocks, parent.prompt_len % self.page_size > 0
+        while self._free_slots and blocks.available(blocks.new_pages(len(self._running) + 1)):
+            child = self._waiting.first
+            if child is None or child.family != parent.family or child.in_flight or len(child.tokens) > child.prompt_len:
+                return
+            self._admit(draft, child)
+            blocks.fork(parent.number, child.number)
+            draft.enter(child.slot, blocks.grow(child.number, child.prompt_len))
+            child.num_computed = child.prompt_len
+            self._note_hit(child, child.prompt_len)
+            self._sample(draft, child)
+            if partial:
+                self._sharing[parent] = self._sharing[child] = None
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes everything from a running sequence; it waits to compute all its tokens again."""
+        """Takes everything from a running sequence; it waits to compute again what is not in the cache any more."""
         self._release(sequence)
         sequence.state = State.WAITING
         sequence.num_computed = 0
@@ -300,15 +392,31 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         del self._running[sequence]
-        self.pool.release(sequence.pages)
+        self._sharing.pop(sequence, None)
+        self.blocks.commit(sequence.number, sequence.tokens, min(sequence.num_computed, len(sequence.tokens)))
+        self.blocks.release(sequence.number)
         self._free_slots.append(sequence.slot)
-        sequence.pages, sequence.slot = [], 0
+        sequence.slot = 0
 
 
-def _scored(sequence: Sequence, start: int, end: int) -> tuple[Sequence, list[int]] | None:
+class _Draft:
+    """A plan in the making. `sampled` are the sequences of `samples`."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.samples: list[Sample] = []
+        self.sampled: list[Sequence] = []
+        self.resets: list[SlotReset] = []
+        self.table: list[tuple[int, int, int, int]] = []
+        self.copies: list[tuple[int, int, int]] = []
+
+    def enter(self, slot: int, entries: List[Entry]) -> None:
+        self.table += [(group, slot, index, page) for group, index, page in entries]
+
+
+def _targets(sequence: Sequence, start: int, end: int) -> list[int] | None:
     """The prompt's tokens that follow positions [start, end), where their log probabilities are asked for."""
     request = sequence.request
     if request.params.prompt_logprobs is None:
         return None
-    following = request.prompt_token_ids[start + 1 : end + 1]
-    return (sequence, following) if following else None
+    return request.prompt_token_ids[start + 1 : end + 1] or None

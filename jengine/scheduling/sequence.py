@@ -26,6 +26,8 @@ class Sequence:
     """
 
     request: Request
+    number: int  # in the order of arrival
+    family: int  # number of the first of the prompt's samples
     seed: int
     order: tuple[int, int]  # place under the policy; smaller runs first, no two are equal
     max_len: int  # tokens, prompt and output together, at which it ends
@@ -37,9 +39,9 @@ class Sequence:
     num_computed: int = 0  # tokens whose keys and values are in the cache, or dispatched to be
     in_flight: int = 0  # tokens sampled by dispatched steps and not collected
     slot: int = 0  # 0 is the null slot: owns none
-    pages: list[int] = field(default_factory=list)
     state: State = State.WAITING
     num_preemptions: int = 0
+    num_cached: int = 0  # tokens of the prompt that were in the cache, or computed for another sample, when it was first admitted
     scheduled: float = 0.0  # when it was first admitted: seconds, monotonic
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

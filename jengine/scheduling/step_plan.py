@@ -1,12 +1,40 @@
-"""What one step runs: the only thing that passes from scheduling to execution. Plain data."""
+"""What one step runs: the only thing that passes from scheduling to execution. Plain values, which other processes can be sent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from jengine.program_table import SamplerKey, TrunkKey
 from jengine.request import SamplingParams
+
+
+class Span(msgspec.Struct, gc=False):
+    """Consecutive tokens of one sequence that a step computes.
+
+    Attributes:
+        seq: the sequence's number.
+        start: position of the first token.
+        tokens: their ids; None: there is one, which the step before has left in the slot, on the device.
+        targets: the tokens that follow these, where their log probabilities are asked for.
+    """
+
+    seq: int
+    slot: int
+    start: int
+    length: int = 1
+    tokens: list[int] | None = None
+    targets: list[int] | None = None
+
+
+class Sample(msgspec.Struct, gc=False):
+    """A token to sample: after the token at `offset` of a span, for a sequence and into its slot. Several may follow one token."""
+
+    span: int
+    offset: int
+    seq: int
+    slot: int
 
 
 @dataclass(slots=True)
@@ -23,29 +51,20 @@ class SlotReset:
 
 
 @dataclass(slots=True)
-class Tile:
-    """Up to tile_size consecutive tokens of one sequence's prompt (or of what it recomputes)."""
-
-    slot: int
-    position: int  # of the first token
-    token_ids: list[int]
-    samples: bool  # ends the known tokens, so the next one is sampled
-    scored: tuple[Any, list[int]] | None = None  # the sequence, and which tokens follow these, where prompt_logprobs wants them
-
-
-@dataclass(slots=True)
 class StepPlan:
-    """Lists run in parallel: row i decodes `row_slots[i]` at `row_positions[i]`.
+    """A step, in the order in which it is done: resets, block table entries, page copies; then the trunk; then the sampler.
 
-    A row's input token is on the device, in its slot. `sampled` names, in the sampler's row order, who
-    gets each token: `(sampler row, sequence)`; the sequence is opaque to execution.
+    Attributes:
+        spans: those with their token on the device come first.
+        samples: in the sampler's row order.
+        table: (cache group, slot, index in its block table, page).
+        copies: (pool, source page, target page).
     """
 
     trunk: TrunkKey
     sampler: SamplerKey
-    row_slots: list[int] = field(default_factory=list)
-    row_positions: list[int] = field(default_factory=list)
-    tiles: list[Tile] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     resets: list[SlotReset] = field(default_factory=list)
-    page_updates: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, index in its row of the table, page)
-    sampled: list[tuple[int, Any]] = field(default_factory=list)
+    table: list[tuple[int, int, int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)

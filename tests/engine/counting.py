@@ -33,8 +33,7 @@ class CountingRunner:
         if self.steps == self.fail_at:
             raise FloatingPointError("the device is on fire")
         self.steps += 1
-        rows = 1 + max((row for row, _ in step.plan.sampled), default=0)
-        return StepResult([100 + self.steps % 50] * rows, logprobs=None, scores=None)
+        return StepResult([[100 + self.steps % 50]] * len(step.plan.samples), logprobs=None, scores=None)
 
 
 def counting(runner: CountingRunner, tokenizer: Tokenizer | None = None) -> AsyncLLM:
@@ -54,4 +53,4 @@ async def collect(llm: AsyncLLM, prompt: Any, sampling_params: SamplingParams | 
 def assert_idle(llm: AsyncLLM) -> None:
     assert not llm.backend._thread.is_alive() and not llm.backend.engine.has_work and not llm._handles
     llm.backend.engine.scheduler.check_integrity()
-    assert llm.backend.engine.scheduler.pool.owned == 0
+    assert llm.backend.engine.scheduler.blocks.owned == 0

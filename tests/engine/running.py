@@ -9,7 +9,7 @@ import numpy as np
 
 from jengine.engine import Engine
 from jengine.request import Request, SamplingParams, TokenMask
-from jengine.scheduling.page_pool import PagePool
+from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.sequence import Sequence
 from jengine.text.masks import AllowedTokens
 from jengine.updates import PromptScores, TokenUpdate
@@ -20,8 +20,9 @@ SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "pag
 def limit_pages(engine: Engine, num_pages: int) -> None:
     """Let an idle engine use fewer pages than its cache has: it preempts, with programs that are compiled already."""
     scheduler = engine.scheduler
-    scheduler.pool = PagePool(num_pages)
-    scheduler.sequence = dataclasses.replace(scheduler.sequence, pages=scheduler.pool.capacity)
+    old = scheduler.blocks
+    scheduler.blocks = BlockManager(old.page_size, [num_pages], old.groups, prefix_caching=old.prefix_caching)
+    scheduler.sequence = dataclasses.replace(scheduler.sequence, pages=num_pages - 1)
 
 
 @dataclass
@@ -51,7 +52,7 @@ def run(engine: Engine, work: list[tuple[list[int], SamplingParams]]) -> list[An
             assert not any(u.finish_reason for u in answers[update.request_id].updates), "a token after the end"
             answers[update.request_id].updates.append(update)
         engine.scheduler.check_integrity()
-    assert engine.scheduler.pool.owned == 0
+    assert engine.scheduler.blocks.owned == 0
     assert all(a.updates[-1].finish_reason for a in answers.values())
     return list(answers.values())
 

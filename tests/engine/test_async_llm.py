@@ -45,7 +45,7 @@ async def wait_until_idle(llm: AsyncLLM) -> None:
     async with asyncio.timeout(10):
         while llm.backend.engine.has_work or llm._handles:
             await asyncio.sleep(0.005)
-    assert llm.backend.engine.scheduler.pool.owned == 0
+    assert llm.backend.engine.scheduler.blocks.owned == 0
 
 
 def joined(deltas: list[RequestOutput]) -> RequestOutput:

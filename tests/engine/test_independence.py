@@ -32,7 +32,7 @@ def test_in_a_batch_of_32(alone: list[list[int]], make_engine: Callable[..., Eng
     engine = make_engine(**LARGER)
     seen = []
     dispatch = engine.runner.dispatch
-    engine.runner.dispatch = lambda plan: seen.append(len(plan.row_slots)) or dispatch(plan)  # type: ignore[method-assign,func-returns-value]
+    engine.runner.dispatch = lambda plan: seen.append(engine.scheduler.table.place(plan.spans).rows) or dispatch(plan)  # type: ignore[method-assign,func-returns-value]
     assert [answer.tokens for answer in run(engine, WORK)] == alone
     assert max(seen) > 16, "the programs for 32 rows were never used"
     assert engine.compiles_since_start == 0

@@ -53,7 +53,7 @@ def llm(shared: LLM) -> LLM:
 
 def assert_idle(llm: LLM) -> None:
     llm.engine.scheduler.check_integrity()
-    assert not llm.engine.has_work and llm.engine.scheduler.pool.owned == 0
+    assert not llm.engine.has_work and llm.engine.scheduler.blocks.owned == 0
 
 
 def complete(llm: LLM, prompt: Any, params: SamplingParams = GREEDY) -> CompletionOutput:
@@ -151,7 +151,7 @@ def test_a_stream_grows_to_what_generate_gives(llm: LLM) -> None:
 def test_closing_a_stream_aborts(llm: LLM) -> None:
     stream = llm.stream(TEXT, SamplingParams(temperature=0.0, max_tokens=100))
     seen = [next(stream) for _ in range(5)]
-    assert llm.engine.scheduler.pool.owned > 0
+    assert llm.engine.scheduler.blocks.owned > 0
     stream.close()
     assert_idle(llm)
     assert seen[-1].finished and seen[-1].outputs[0].finish_reason == "abort"

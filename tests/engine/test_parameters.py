@@ -57,7 +57,7 @@ def run(llm: LLM, replay: Replay, work: list[tuple[list[int], SamplingParams]]) 
     outputs = llm.generate([prompt for prompt, _ in work], [params for _, params in work], use_tqdm=False)
     for output, (prompt, params) in zip(outputs, work, strict=True):
         replay.check(output, params, seeds.getrandbits(64) if params.seed is None else prompt_seed(params.seed, prompt))
-    assert llm.engine.compiles_since_start == 0 and not llm.engine.has_work and llm.engine.scheduler.pool.owned == 0
+    assert llm.engine.compiles_since_start == 0 and not llm.engine.has_work and llm.engine.scheduler.blocks.owned == 0
     return outputs
 
 

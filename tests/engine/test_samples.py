@@ -161,7 +161,7 @@ def test_closing_a_stream_ends_all(llm: LLM) -> None:
     assert llm.engine.scheduler.num_running == 3
     stream.close()
     assert seen.finished and ends(seen) == [("abort", None)] * 3
-    assert not llm.engine.has_work and llm.engine.scheduler.pool.owned == 0
+    assert not llm.engine.has_work and llm.engine.scheduler.blocks.owned == 0
 
 
 def test_online_in_three_ways(llm: LLM, online: AsyncLLM) -> None:
@@ -219,7 +219,7 @@ def test_a_timeout_ends_all() -> None:
             assert ends(outputs[-1]) == [("abort", "timeout")] * 3 and len(outputs) > 3
             while llm.backend.engine.has_work:
                 await asyncio.sleep(0.005)
-            assert llm.backend.engine.scheduler.pool.owned == 0
+            assert llm.backend.engine.scheduler.blocks.owned == 0
 
     asyncio.run(main())
 

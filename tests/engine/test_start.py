@@ -106,7 +106,7 @@ def test_no_request_compiles_anything(make_engine: Callable[..., Engine]) -> Non
                 ended += 1
         engine.scheduler.check_integrity()
     assert ended + aborted == 200 and aborted > 10 and not unfinished
-    assert engine.scheduler.pool.owned == 0
+    assert engine.scheduler.blocks.owned == 0
     samplers = {event.detail.split(",")[-1].rstrip("]") for event in engine.trace.events if event.kind == "dispatch"}
     assert samplers == {*VARIANTS}, "some variant was never used"
     assert engine.scheduler.num_preemptions > 0

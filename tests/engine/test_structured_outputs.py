@@ -132,7 +132,7 @@ def test_a_request_that_cannot_go_on_ends_with_an_error(faulty: dict[str, object
     before, failed, after = (output.outputs[0] for output in llm.generate([PROMPT] * 3, work, use_tqdm=False))
     assert failed.finish_reason == "error" and isinstance(failed.stop_reason, str) and why in failed.stop_reason
     assert before.token_ids == after.token_ids == llm.generate(PROMPT, PLAIN, use_tqdm=False)[0].outputs[0].token_ids
-    assert llm.engine.scheduler.pool.owned == 0 and not llm.engine.has_work
+    assert llm.engine.scheduler.blocks.owned == 0 and not llm.engine.has_work
 
 
 class Faulty:

@@ -37,7 +37,7 @@ def llm(shared: LLM) -> Iterator[LLM]:
     """Idle again afterwards, and in order."""
     yield shared
     shared.engine.scheduler.check_integrity()
-    assert not shared.engine.has_work and shared.engine.scheduler.pool.owned == 0
+    assert not shared.engine.has_work and shared.engine.scheduler.blocks.owned == 0
     parts = shared._shared
     assert parts._leader is None and not (parts._calls or parts._asleep or parts._orders or parts._live._live)
 

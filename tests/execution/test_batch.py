@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling, sampling_of
-from jengine.program_table import SamplerKey, TrunkKey
+from jengine.execution.slots import SlotState, pack_updates, update_slots
+from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.request import MAX_STOP_TOKEN_IDS, SamplingParams
-from jengine.scheduling.step_plan import SlotReset, StepPlan, Tile
+from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
 
 WHOLE = st.integers(0, 2**31 - 1)
 RESET = st.builds(
@@ -59,30 +60,44 @@ def test_values_beyond_32_bits_do_what_the_nearest_ones_do() -> None:
     assert words(top_p=1e-300) == words(top_p=1e-45) != words(top_p=1.0)
 
 
+TABLES = st.builds(
+    ProgramTable,
+    row_buckets=st.just((8, 16)),
+    mixed_row_buckets=st.just((8, 16)),
+    tile_buckets=st.just((1, 2, 3)),
+    tile_size=st.sampled_from([16, 64]),
+)
+
+
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[StepPlan, int, int]:
-    """A plan that fills its program to any degree, the tile size, the page size."""
-    key = TrunkKey(draw(st.sampled_from([8, 16])), draw(st.integers(0, 3)))
-    tile_size, page_size = draw(st.sampled_from([16, 64])), draw(st.sampled_from([16, 64]))
-    positions = draw(st.lists(st.tuples(WHOLE, WHOLE), max_size=key.rows))
-    tile = st.builds(Tile, WHOLE, WHOLE, st.lists(WHOLE, min_size=1, max_size=tile_size), st.booleans())
-    most = key.rows + key.tiles * (tile_size // page_size + 1)
+def plans(draw: st.DrawFn) -> tuple[StepPlan, BatchLayout]:
+    """A plan that fills its program to any degree, and the program's layout."""
+    table, ids = draw(TABLES), st.lists(WHOLE, min_size=1, max_size=150)
+    spans = draw(st.lists(st.builds(Span, WHOLE, WHOLE, WHOLE), max_size=16))
+    for tokens in draw(st.lists(ids, max_size=3)):
+        span = Span(draw(WHOLE), draw(WHOLE), draw(st.integers(0, 2**30)), len(tokens), tokens)
+        if len(table.place([*spans, span]).tiles) <= table.max_tiles:
+            spans.append(span)
+    placement, samples = table.place(spans), []
+    for _ in range(draw(st.integers(0, 16)) if spans else 0):
+        span = draw(st.integers(0, len(spans) - 1))
+        samples.append(Sample(span, draw(st.integers(0, spans[span].length - 1)), draw(WHOLE), draw(WHOLE)))
+    trunk = table.trunk(placement.rows, len(placement.tiles), samples=len(samples))
+    layout = BatchLayout.of(trunk, table, page_size=draw(st.sampled_from([16, 64])), groups=draw(st.integers(1, 3)))
     plan = StepPlan(
-        trunk=key,
-        sampler=SamplerKey(key.rows, "greedy"),
-        row_slots=[slot for slot, _ in positions],
-        row_positions=[position for _, position in positions],
-        tiles=draw(st.lists(tile, max_size=key.tiles)),
-        resets=draw(st.lists(RESET, max_size=key.tiles)),
-        page_updates=draw(st.lists(st.tuples(WHOLE, WHOLE, WHOLE), max_size=most)),
+        trunk=trunk,
+        sampler=table.sampler(trunk, "greedy"),
+        spans=spans,
+        samples=samples,
+        resets=draw(st.lists(RESET, max_size=6)),
+        table=draw(st.lists(st.tuples(WHOLE, WHOLE, WHOLE, WHOLE), max_size=150)),
     )
-    return plan, tile_size, page_size
+    return plan, layout
 
 
 @given(plans())
-def test_pack_and_unpack(case: tuple[StepPlan, int, int]) -> None:
-    plan, tile_size, page_size = case
-    layout = BatchLayout.of(plan.trunk, tile_size=tile_size, page_size=page_size)
+def test_pack_and_unpack(case: tuple[StepPlan, BatchLayout]) -> None:
+    plan, layout = case
     packed = layout.pack(plan)
     assert packed.dtype == np.int32 and packed.shape == (layout.size,)
     got = Batch(*(np.asarray(part).tolist() for part in layout.unpack(packed)))  # type: ignore[arg-type]
@@ -90,22 +105,49 @@ def test_pack_and_unpack(case: tuple[StepPlan, int, int]) -> None:
     def padded(values: list[object], like: object, length: int) -> list[object]:
         return values + [like] * (length - len(values))
 
-    rows, tiles = plan.trunk.rows, plan.trunk.tiles
-    assert got.row_slots == padded([*plan.row_slots], 0, rows)
-    assert got.row_positions == padded([*plan.row_positions], 0, rows)
-    assert got.tile_slots == padded([t.slot for t in plan.tiles], 0, tiles)
-    assert got.tile_positions == padded([t.position for t in plan.tiles], 0, tiles)
-    assert got.tile_lengths == padded([len(t.token_ids) for t in plan.tiles], 0, tiles)
-    assert got.tile_samples == padded([int(t.samples) for t in plan.tiles], 0, tiles)
-    assert got.tile_tokens == padded([padded([*t.token_ids], 0, tile_size) for t in plan.tiles], [0] * tile_size, tiles)
-    assert got.page_updates == padded([[*update] for update in plan.page_updates], [0, 0, 0], len(got.page_updates))
-    assert len(got.page_updates) == rows + tiles * (tile_size // page_size + 1)
-    assert got.resets == padded([pack_sampling(reset).tolist() for reset in plan.resets], [0] * (1 + SAMPLING_WORDS), tiles)
+    key, size = plan.trunk, layout.table.tile_size
+    rows = [span for span in plan.spans if span.tokens is None]
+    assert got.row_slots == padded([span.slot for span in rows], 0, key.rows)
+    assert got.row_positions == padded([span.start for span in rows], 0, key.rows)
+    tiles = [(span, at, span.tokens[at : at + size]) for span in plan.spans[len(rows) :] for at in range(0, span.length, size)]  # type: ignore[index]
+    assert got.tile_slots == padded([span.slot for span, _, _ in tiles], 0, key.tiles)
+    assert got.tile_positions == padded([span.start + at for span, at, _ in tiles], 0, key.tiles)
+    assert got.tile_lengths == padded([len(tokens) for _, _, tokens in tiles], 0, key.tiles)
+    assert got.tile_tokens == padded([padded([*tokens], 0, size) for _, _, tokens in tiles], [0] * size, key.tiles)
+    axis = [*rows, *[None] * (key.rows - len(rows))]  # of each place, the span that is there
+    axis += [span for span, _, tokens in tiles for _ in padded([*tokens], 0, size)]
+    begins = [next(i for i, other in enumerate(axis) if other is span) for span in plan.spans]
+    where = [begins[sample.span] + sample.offset for sample in plan.samples]
+    assert got.sample_tokens == padded([*where], 0, layout.table.sample_rows(key))
+    assert got.sample_slots == padded([sample.slot for sample in plan.samples], 0, layout.table.sample_rows(key))
+    entries, resets = layout.rest(plan)
+    inside = plan.table[: len(plan.table) - len(entries)]
+    assert got.table == padded([[*entry] for entry in inside], [0] * 4, len(got.table)) and (not entries or len(inside) == len(got.table))
+    packed_resets = [pack_sampling(reset).tolist() for reset in plan.resets]
+    assert got.resets == padded(packed_resets[: len(plan.resets) - len(resets)], [0] * (1 + SAMPLING_WORDS), key.tiles)
+    assert not resets or len(plan.resets) - len(resets) == key.tiles
+
+
+@given(st.lists(st.tuples(*[st.integers(1, 9)] * 4), unique_by=lambda entry: entry[:3], max_size=1200), st.integers(0, 40))
+def test_what_a_batch_has_no_room_for_changes_slots_by_itself(entries: list[tuple[int, int, int, int]], count: int) -> None:
+    resets = [SlotReset(slot, SamplingParams(top_k=slot), slot, 0, 5, ()) for slot in range(1, count + 1)]
+    slots = SlotState(np.zeros(50), np.zeros((10, 50, 10), np.int32), np.zeros((50, SAMPLING_WORDS), np.int32))  # type: ignore[arg-type]
+    for packed in pack_updates(entries, resets):
+        slots = jax.jit(update_slots)(slots, packed)
+    table, sampling = np.array(slots.block_table), np.array(slots.sampling)
+    for group, slot, index, page in entries:
+        assert table[group, slot, index] == page
+        table[group, slot, index] = 0
+    assert not table.any()
+    for reset in resets:
+        assert (sampling[reset.slot] == pack_sampling(reset)[1:]).all()
+    assert not sampling[count + 1 :].any() and not sampling[0].any()
 
 
 def test_each_pack_has_a_buffer_of_its_own() -> None:
     """The last one may still be on its way to the device."""
-    layout = BatchLayout.of(TrunkKey(8, 0), tile_size=16, page_size=16)
-    plan = StepPlan(TrunkKey(8, 0), SamplerKey(8, "greedy"), row_slots=[3], row_positions=[4])
+    table = ProgramTable((8,), (8,), (1,), 16)
+    layout = BatchLayout.of(TrunkKey(8, 0), table, page_size=16, groups=1)
+    plan = StepPlan(TrunkKey(8, 0), SamplerKey(8, "greedy"), [Span(3, 3, 4)])
     first, second = layout.pack(plan), layout.pack(plan)
     assert not np.shares_memory(first, second)

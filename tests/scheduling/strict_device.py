@@ -1,26 +1,29 @@
 """A device without a model: runs plans exactly as given and rejects every one that a real device could not run rightly.
 
-Its cache remembers who wrote what where, so reading another sequence's page, a stale page or an unwritten place
-fails at once. Its next token is a function of the seed and of all tokens before it, read through the block table: a wrong
-token anywhere shows in everything that follows.
+Its cache remembers what each place holds: the keys and values of a token after a certain prefix, of one cache group. Reading
+anything else, such as another sequence's page, a stale page or an unwritten place, fails at once. Its next token is a function of the seed
+and of all tokens before it: a wrong token anywhere shows in everything that follows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 from jengine.program_table import VARIANTS, ProgramTable, sampler_variant
 from jengine.request import Request, SamplingParams
+from jengine.scheduling.blocks import GroupPages
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
-from jengine.scheduling.step_plan import SlotReset, StepPlan
+from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
 
 VOCAB = 50
 EOS = (0,)
+FULL = (GroupPages(),)
 
 
-def next_token(seed: int, tokens: list[int], params: SamplingParams, prompt_len: int, suppressed: tuple[int, ...]) -> int:
-    token = hash((seed, *tokens)) % VOCAB
+def next_token(seed: int, sample: int, tokens: list[int], params: SamplingParams, prompt_len: int, suppressed: tuple[int, ...]) -> int:
+    token = hash((seed, sample, *tokens)) % VOCAB
     while len(tokens) - prompt_len < params.min_tokens and token in suppressed:
         token = (token + 1) % VOCAB
     return token
@@ -31,7 +34,7 @@ def alone(request: Request, seed: int, max_model_len: int) -> tuple[list[int], s
     params, prompt_len = request.params, len(request.prompt_token_ids)
     tokens = list(request.prompt_token_ids)
     while True:
-        token = next_token(seed, tokens, params, prompt_len, (*params.stop_token_ids, *EOS))
+        token = next_token(seed, request.sample_index, tokens, params, prompt_len, (*params.stop_token_ids, *EOS))
         tokens.append(token)
         if token in EOS and not params.ignore_eos:
             return tokens[prompt_len:], "stop", None
@@ -43,111 +46,159 @@ def alone(request: Request, seed: int, max_model_len: int) -> tuple[list[int], s
 
 @dataclass
 class Slot:
+    """A slot's state; its block tables, by cache group, are empty on reset, so a stale entry cannot pass."""
+
     reset: SlotReset
-    table: dict[int, int] = field(default_factory=dict)  # index -> page; empty on reset, so a stale entry cannot pass
-    written: int = 0  # tokens
+    tables: list[dict[int, int]]
+    tokens: list[int] = field(default_factory=list)  # whose keys and values are in the cache
     last_token: int | None = None
 
 
 class StrictDevice:
-    def __init__(self, table: ProgramTable, *, page_size: int, num_pages: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.table, self.page_size, self.num_pages = table, page_size, num_pages
+    """
+    Attributes:
+        prompts: by seed, prompt tokens and cache salt: what a hit may claim to hold.
+        hits: tokens that were not computed because the cache had them.
+        copies: pages copied.
+    """
+
+    def __init__(self, table: ProgramTable, *, page_size: int, num_pages: int, max_num_seqs: int, max_num_batched_tokens: int,
+                 groups: List[GroupPages] = FULL) -> None:  # fmt: skip
+        self.table, self.page_size, self.num_pages, self.groups = table, page_size, num_pages, groups
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.slots: dict[int, Slot] = {}
-        self.cache: dict[tuple[int, int], tuple[int, int, int]] = {}  # (page, offset) -> (seed of the owner, position, token)
+        self.sequences: dict[int, Sequence] = {}  # by number; only tokens and salt are looked at
+        self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (cache group, hash of the salt and all tokens up to it)
+        self.hits = self.copies = 0
 
-    def run(self, plan: StepPlan) -> list[int]:
-        """A token for every row of the sampler; rows that nobody samples get -1."""
-        self._check_size(plan)
+    def run(self, plan: StepPlan) -> list[list[int]]:
+        """The tokens of every sample."""
+        rows = self._check_size(plan)
         self._take_updates(plan)
-        for slot, position in zip(plan.row_slots, plan.row_positions, strict=True):
-            last = self.slots[slot].last_token
+        for span in plan.spans[:rows]:
+            last = self.slots[span.slot].last_token
             assert last is not None, "a decode row without a token to start from"
-            self._write(slot, position, [last], plan.trunk.pages)
-        for tile in plan.tiles:
-            assert 1 <= len(tile.token_ids) <= self.table.tile_size
-            self._write(tile.slot, tile.position, tile.token_ids, plan.trunk.pages)
-        # Writes come first: a tile attends to the tiles before it in the same step.
-        sampling = list(enumerate(plan.row_slots))
-        sampling += [(plan.trunk.rows + j, tile.slot) for j, tile in enumerate(plan.tiles) if tile.samples]
-        assert [(row, sequence.slot) for row, sequence in plan.sampled] == sampling
-        tokens = [-1] * plan.sampler.rows
-        for row, number in sampling:
-            slot = self.slots[number]
-            reset, prefix = slot.reset, self._read(slot)
+            self._write(span, [last], plan.trunk.pages)
+        for span in plan.spans[rows:]:
+            assert span.tokens is not None and len(span.tokens) == span.length >= 1
+            self._start(span)
+            self._write(span, span.tokens, plan.trunk.pages)
+        for span in plan.spans:  # writes come first: a tile attends to tiles before it in the same step, of other sequences too
+            self._read(span)
+        tokens = []
+        for sample in plan.samples:
+            span, slot = plan.spans[sample.span], self.slots[sample.slot]
+            reset, giver = slot.reset, self.slots[span.slot]
+            assert sample.offset == span.length - 1
+            if sample.slot != span.slot:  # another sample of one prompt
+                assert slot.tokens == [] and reset.seed == giver.reset.seed and reset.sample_index != giver.reset.sample_index
+                slot.tokens = [*giver.tokens]
+                self._read(Span(sample.seq, sample.slot, span.start, span.length))
             assert VARIANTS.index(plan.sampler.variant) >= VARIANTS.index(sampler_variant(reset.params))
-            tokens[row] = slot.last_token = next_token(reset.seed, prefix, reset.params, reset.prompt_len, reset.stop_token_ids)
-        for tile in plan.tiles:
-            self._read(self.slots[tile.slot])
+            how = reset.params, reset.prompt_len, reset.stop_token_ids
+            slot.last_token = next_token(reset.seed, reset.sample_index, slot.tokens, *how)
+            tokens.append([slot.last_token])
         return tokens
 
-    def _check_size(self, plan: StepPlan) -> None:
-        rows, tiles, table = len(plan.row_slots), len(plan.tiles), self.table
+    def _check_size(self, plan: StepPlan) -> int:
+        table, placement = self.table, self.table.place(plan.spans)
+        rows, tiles = placement.rows, len(placement.tiles)
         assert rows + tiles > 0, "an empty step"
+        assert all((span.tokens is None) == (i < rows) for i, span in enumerate(plan.spans)), "rows come first"
         assert plan.trunk in table.trunks() and plan.sampler in table.samplers(), "a program that is not in the table"
-        assert plan.sampler.rows == table.sample_rows(plan.trunk)
+        assert plan.sampler.rows == table.sample_rows(plan.trunk) >= len(plan.samples)
         assert rows <= plan.trunk.rows and tiles <= plan.trunk.tiles
-        assert table.trunk(rows, tiles, plan.trunk.pages) == plan.trunk, "a larger program than needed"
+        assert table.trunk(rows, tiles, plan.trunk.pages, len(plan.samples)) == plan.trunk, "a larger program than needed"
         assert rows + tiles * table.tile_size <= self.max_num_batched_tokens
-        assert len(plan.resets) <= tiles
-        assert len(plan.page_updates) <= rows + tiles * (table.tile_size // self.page_size + 1)
-        assert len(set(plan.row_slots)) == rows and not {*plan.row_slots} & {tile.slot for tile in plan.tiles}
-        needed = max(plan.sampled, key=lambda s: s[1].variant_rank)[1].variant_rank if plan.sampled else 0
-        assert plan.sampler.variant == VARIANTS[needed], "a costlier sampler than needed"
+        slots = [span.slot for span in plan.spans]
+        assert len(set(slots)) == len(slots), "a sequence twice"
+        assert len({sample.slot for sample in plan.samples}) == len(plan.samples)
+        ranks = [VARIANTS.index(sampler_variant(self.sequences[sample.seq].request.params)) for sample in plan.samples]
+        assert plan.sampler.variant == VARIANTS[max(ranks, default=0)], "a costlier sampler than needed"
+        return rows
 
     def _take_updates(self, plan: StepPlan) -> None:
         for reset in plan.resets:
             assert 1 <= reset.slot <= self.max_num_seqs
-            self.slots[reset.slot] = Slot(reset)
-        for slot, index, page in plan.page_updates:
+            self.slots[reset.slot] = Slot(reset, [{} for _ in self.groups])
+        for group, slot, index, page in plan.table:
             assert 1 <= page < self.num_pages
-            self.slots[slot].table[index] = page
+            self.slots[slot].tables[group][index] = page
+        targets = [target for _, _, target in plan.copies]
+        assert len({*targets}) == len(targets) and not {*targets} & {source for _, source, _ in plan.copies}
+        for _, source, target in plan.copies:
+            self.copies += 1
+            for offset in range(self.page_size):
+                self.cache.pop((target, offset), None)
+                if (source, offset) in self.cache:
+                    self.cache[target, offset] = self.cache[source, offset]
 
-    def _write(self, number: int, position: int, tokens: list[int], page_bucket: int) -> None:
-        slot = self.slots[number]
-        assert position == slot.written, "a gap, or a token computed twice"
-        for at, token in enumerate(tokens, position):
-            page = slot.table[at // self.page_size]
-            self.cache[page, at % self.page_size] = (slot.reset.seed, at, token)
-        slot.written += len(tokens)
-        assert page_bucket == 0 or (slot.written - 1) // self.page_size < page_bucket, "a program that reads too few pages"
+    def _start(self, span: Span) -> None:
+        """A sequence that does not begin at its first token claims that the cache has those before."""
+        slot, sequence = self.slots[span.slot], self.sequences[span.seq]
+        if not slot.tokens and span.start:
+            assert span.start % self.page_size == 0 and sequence.request.params.prompt_logprobs is None
+            slot.tokens = sequence.tokens[: span.start]
+            self.hits += span.start
 
-    def _read(self, slot: Slot) -> list[int]:
-        tokens = []
-        for at in range(slot.written):
-            owner, position, token = self.cache[slot.table[at // self.page_size], at % self.page_size]
-            assert (owner, position) == (slot.reset.seed, at), "another's page, or a stale one"
-            tokens.append(token)
-        return tokens
+    def _write(self, span: Span, tokens: list[int], page_bucket: int) -> None:
+        slot = self.slots[span.slot]
+        assert span.start == len(slot.tokens), "a gap, or a token computed twice"
+        for token in tokens:
+            at = len(slot.tokens)
+            slot.tokens.append(token)
+            for group, table in enumerate(slot.tables):
+                self.cache[table[at // self.page_size], at % self.page_size] = group, self._content(span, at)
+        assert page_bucket == 0 or (len(slot.tokens) - 1) // self.page_size < page_bucket, "a program that reads too few pages"
+
+    def _read(self, span: Span) -> None:
+        """What the span's queries see: in a group with a window, what the first of them sees and all after it."""
+        slot = self.slots[span.slot]
+        for group, table in enumerate(slot.tables):
+            window = self.groups[group].window
+            for at in range(0 if window is None else max(span.start - window + 1, 0), len(slot.tokens)):
+                found = self.cache[table[at // self.page_size], at % self.page_size]
+                assert found == (group, self._content(span, at)), "another's page, or a stale one"
+
+    def _content(self, span: Span, at: int) -> int:
+        return hash((self.sequences[span.seq].request.cache_salt, *self.slots[span.slot].tokens[: at + 1]))
 
 
 class Loop:
     """The engine's loop around a scheduler and a strict device, with every promise checked after every action."""
 
     def __init__(self, *, max_model_len: int, tile_size: int, page_size: int, num_pages: int, max_num_seqs: int,
-                 max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,), **options: object) -> None:  # fmt: skip
+                 max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,), groups: List[GroupPages] = FULL,
+                 **options: object) -> None:  # fmt: skip
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         table = ProgramTable.build(tile_size=tile_size, page_buckets=page_buckets, **limits)
-        pages = {"page_size": page_size, "num_pages": num_pages}
+        pages = {"page_size": page_size, "num_pages": num_pages, "groups": groups}
         self.scheduler = Scheduler(table, max_model_len=max_model_len, **pages, **limits, **options)  # type: ignore[arg-type]
-        self.device = StrictDevice(table, **pages, **limits)
+        self.device = StrictDevice(table, **pages, **limits)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.sequences: list[Sequence] = []
         self.outputs: dict[Sequence, list[int]] = {}
         self.ended: dict[Sequence, list[int]] = {}  # with the output it had when it ended
-        self.dispatched: list[tuple[StepPlan, list[int]]] = []
+        self.dispatched: list[tuple[StepPlan, list[list[int]]]] = []
         self.admitted: list[int] = []  # seeds, in the order of the slot resets
         self.exhausted = False  # whether every page has been owned
 
-    def add(self, prompt: list[int], priority: int = 0, **params: object) -> Sequence:
+    def add(self, prompt: list[int], priority: int = 0, n: int = 1, salt: str | None = None, **params: object) -> Sequence:
+        """Adds the `n` samples of a prompt; returns the first."""
         seed = len(self.sequences)
-        request = Request(request_id=f"r{seed}", prompt_token_ids=prompt, params=SamplingParams(**params), priority=priority)  # type: ignore[arg-type]
-        self.scheduler.sequence.validate(request, EOS)
-        sequence = self.scheduler.add(request, seed=seed, eos_token_ids=EOS)
-        self.sequences.append(sequence)
-        self.outputs[sequence] = []
+        first: Sequence | None = None
+        for index in range(n):
+            request = Request(request_id=f"r{seed}.{index}", prompt_token_ids=prompt, params=SamplingParams(**params), priority=priority,  # type: ignore[arg-type]
+                              sample_index=index, cache_salt=salt)  # fmt: skip
+            self.scheduler.sequence.validate(request, EOS)
+            sequence = self.scheduler.add(request, seed=seed, eos_token_ids=EOS, family=None if first is None else first.number)
+            first = first or sequence
+            self.sequences.append(sequence)
+            self.device.sequences[sequence.number] = sequence
+            self.outputs[sequence] = []
         self.check()
-        return sequence
+        assert first is not None
+        return first
 
     def abort(self, sequence: Sequence) -> None:
         found = self.scheduler.abort(sequence.request_id)
@@ -166,9 +217,9 @@ class Loop:
             self.admitted += [reset.seed for reset in plan.resets]
             self.dispatched.append((plan, self.device.run(plan)))
         self.check()
-        self.exhausted |= self.scheduler.pool.free == 0
+        self.exhausted |= self.scheduler.blocks.owned == self.scheduler.blocks.capacity
         while len(self.dispatched) > (0 if plan is None else ahead):
-            for sequence, token in self.scheduler.collect(*self.dispatched.pop(0)):
+            for _, sequence, token in self.scheduler.collect(*self.dispatched.pop(0)):
                 assert sequence not in self.ended, "a token after the end"
                 self.outputs[sequence].append(token)
             self.check()
@@ -196,7 +247,7 @@ class Loop:
     def check_idle(self) -> None:
         scheduler = self.scheduler
         assert not scheduler.has_work and scheduler.num_running == scheduler.num_waiting == 0
-        assert scheduler.pool.free == scheduler.pool.capacity
+        assert scheduler.blocks.owned == 0
         for sequence in self.sequences:
             assert sequence in self.ended and sequence.in_flight == 0
             expected, reason, stop_reason = alone(sequence.request, sequence.seed, self.max_model_len)

@@ -79,7 +79,7 @@ def test_a_stop_token_is_named_and_end_of_sequence_is_not(eos, params, reason, s
     sequence = scheduler.add(request, seed=0, eos_token_ids=eos)
     plan = scheduler.schedule()
     assert set(plan.resets[0].stop_token_ids) == {*eos, *request.params.stop_token_ids}
-    scheduler.collect(plan, [7] * plan.sampler.rows)
+    scheduler.collect(plan, [[7]])
     assert sequence.output_token_ids == [7]
     assert (sequence.finish_reason, sequence.stop_reason) == (reason, stop_reason)
 
@@ -91,7 +91,7 @@ def test_a_late_token_is_dropped():
     one.step(ahead=1)
     assert sequence.in_flight == 1 and len(sequence.output_token_ids) == 1
     one.abort(sequence)
-    assert one.scheduler.pool.free == one.scheduler.pool.capacity
+    assert one.scheduler.blocks.owned == 0
     one.step(ahead=1)
     assert sequence.in_flight == 0 and len(sequence.output_token_ids) == 1
 
@@ -119,12 +119,13 @@ def test_prompts_are_prefilled_in_chunks_beside_decode_rows():
     seen = []
     for _ in range(4):
         plan = mixed.scheduler.schedule()
-        seen.append((len(plan.row_slots), [(tile.position, len(tile.token_ids), tile.samples) for tile in plan.tiles], len(plan.sampled)))
+        rows = [span for span in plan.spans if span.tokens is None]
+        seen.append((len(rows), [(span.start, span.length) for span in plan.spans[len(rows) :]], len(plan.samples)))
         mixed.scheduler.collect(plan, mixed.device.run(plan))
     assert seen == [
-        (1, [(0, 8, False), (8, 8, False)], 1),
-        (1, [(16, 8, False), (24, 8, False)], 1),
-        (1, [(32, 5, True)], 2),
+        (1, [(0, 16)], 1),
+        (1, [(16, 16)], 1),
+        (1, [(32, 5)], 2),
         (2, [], 2),
     ]
 
@@ -136,7 +137,7 @@ def test_the_tile_bucket_is_chosen_by_cost():
         one.scheduler.costs.measured.update({TrunkKey(8, 1): 1.0, TrunkKey(8, 2): 1.0, TrunkKey(8, 4): 1.0, TrunkKey(8, 8): eight})
         one.add([1] * 20)
         one.add([2] * 15)
-        assert len(one.scheduler.schedule().tiles) == tiles
+        assert len(one.scheduler.table.place(one.scheduler.schedule().spans).tiles) == tiles
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_admission_leaves_a_page_for_each_running_sequence():
     for token, length in [(1, 15), (2, 15), (3, 4)]:
         one.add([token] * length, max_tokens=4, **NO_END)
     one.step(ahead=0)
-    assert one.scheduler.num_running == 2 and one.scheduler.pool.free == 1
+    assert one.scheduler.num_running == 2 and one.scheduler.blocks.capacity - one.scheduler.blocks.owned == 1
     one.drain(ahead=0)
     assert one.scheduler.num_preemptions == 1  # both running ones grow by a page, and there was one
 

@@ -1,0 +1,67 @@
+"""What a model's layers call to attend: one object for each cache group, made while a trunk is traced."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jengine.execution.batch import Batch
+from jengine.program_table import TrunkKey
+from pallas_kernels import dispatch
+from pallas_kernels.quantized import Pages
+from pallas_kernels.xla import Rotation, rotate
+
+
+class TokenAxis:
+    """A step's tokens: decode rows, then tiles. Each of the arrays is [rows + tiles * tile_size].
+
+    Attributes:
+        tokens: ids.
+        positions: of them in their sequences.
+        owner: their slots.
+        real: whether they are no padding.
+    """
+
+    def __init__(self, last_token: jax.Array, batch: Batch) -> None:
+        tiles, tile_size = batch.tile_tokens.shape
+        within = jnp.arange(tile_size)
+        tile_positions = batch.tile_positions[:, None] + within
+        self.tokens = jnp.concatenate([last_token[batch.row_slots], batch.tile_tokens.reshape(-1)])
+        self.positions = jnp.concatenate([batch.row_positions, tile_positions.reshape(-1)])
+        self.owner = jnp.concatenate([batch.row_slots, jnp.repeat(batch.tile_slots, tile_size, total_repeat_length=tiles * tile_size)])
+        self.real = jnp.concatenate([batch.row_slots > 0, (within < batch.tile_lengths[:, None]).reshape(-1)])
+
+
+class PagedAttention:
+    """Keys and values are written to pages, and read through a block table.
+
+    Args:
+        block_table: int32 [slots, width], the group's.
+        device: that programs are compiled for, or one of them; kernels are chosen by it.
+    """
+
+    def __init__(self, block_table: jax.Array, batch: Batch, axis: TokenAxis, key: TrunkKey, page_size: int, device: jax.Device) -> None:
+        index = jnp.minimum(axis.positions // page_size, block_table.shape[1] - 1)
+        pages = jnp.where(axis.real, block_table[axis.owner, index], 0)  # padding writes the null page
+        offsets = axis.positions % page_size
+        row_tables, tile_tables = block_table[batch.row_slots], block_table[batch.tile_slots]
+        row_lengths = jnp.where(batch.row_slots > 0, batch.row_positions + 1, 0)
+
+        @partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))  # traced and lowered once for all layers that are alike
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, kv: tuple[Pages, Pages], rotation: Rotation | None, **options: Any
+        ) -> tuple[jax.Array, tuple[Pages, Pages]]:
+            q = q if rotation is None else rotate(q, rotation)
+            kv = dispatch.kv_write(*kv, k, v, pages, offsets, rotation=rotation, device=device)
+            how = {**options, "pages": key.pages, "device": device}
+            out = [dispatch.paged_attention_decode(q[: key.rows], *kv, row_tables, row_lengths, **how)]
+            if key.tiles:
+                tiles = q[key.rows :].reshape(key.tiles, -1, *q.shape[1:])
+                got = dispatch.paged_attention_prefill(tiles, *kv, tile_tables, batch.tile_positions, batch.tile_lengths, **how)
+                out.append(got.reshape(-1, *q.shape[1:]))
+            return jnp.concatenate(out), kv
+
+        self.attend = attend

@@ -1,0 +1,316 @@
+"""Who owns which pages: block tables of running sequences, shared where prefixes are equal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from jengine.scheduling.page_pool import PagePool
+from jengine.scheduling.prefix_index import Block, PrefixIndex
+
+
+class GroupPages(NamedTuple):
+    """What a cache group asks of pages.
+
+    Attributes:
+        window: tokens that a query sees, its own included; pages before them are given up. None keeps all.
+        pool: index of the pool that its pages come from.
+    """
+
+    window: int | None = None
+    pool: int = 0
+
+
+Entry = tuple[int, int, int]  # a change of a block table: of which cache group, the index, the page
+
+
+class Copy(NamedTuple):
+    """Pages of one pool: what the first holds is to be copied to the second."""
+
+    pool: int
+    source: int
+    target: int
+
+
+class Hit(NamedTuple):
+    """A prefix that is in the cache: blocks, of which each group has the pages that it reads."""
+
+    blocks: list[Block]
+    tokens: int
+
+
+NO_HIT = Hit([], 0)
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """A sequence's pages.
+
+    Attributes:
+        pages: by group, in order; 0 for those behind the window.
+        first: by group, the index of the first page still held.
+        sent: by group, how many entries the device knows.
+        blocks: of its first pages, those that can be found.
+        findable: whether more shall be.
+    """
+
+    pages: list[list[int]]
+    first: list[int]
+    sent: list[int]
+    salt: str | None
+    findable: bool
+    blocks: list[Block] = field(default_factory=list)
+
+
+class BlockManager:
+    """Block tables by sequence number, over one or more pools of pages.
+
+    A page is shared by sequences whose tokens up to its end are equal. It is written only by its single holder, and can be found only
+    when all of its tokens are known and their step is planned: steps run in the order in which they are planned, and each layer
+    writes keys and values before it reads any.
+
+    Args:
+        page_size: tokens of a page.
+        pools: pages of each, the null page included.
+        groups: the model's cache groups.
+        prefix_caching: whether pages are kept to be found again.
+    """
+
+    def __init__(
+        self, page_size: int, pools: Sequence[int], groups: Sequence[GroupPages] = (GroupPages(),), *, prefix_caching: bool = False
+    ) -> None:
+        self.page_size, self.groups, self.prefix_caching = page_size, tuple(groups), prefix_caching
+        self.pools = [PagePool(pages, partial(self._forget, pool)) for pool, pages in enumerate(pools)]
+        self._groups_of = Counter(group.pool for group in self.groups)
+        self.hit_pages = [0] * len(self.groups)
+        self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
+        self._index = PrefixIndex(len(self.groups), page_size)
+        self._tables: dict[int, BlockTable] = {}
+
+    # --- what is there ---------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Pages there are, over all pools."""
+        return sum(pool.capacity for pool in self.pools)
+
+    @property
+    def owned(self) -> int:
+        return sum(pool.owned for pool in self.pools)
+
+    @property
+    def cached(self) -> int:
+        """Pages that no sequence holds, and that can be found."""
+        return sum(pool.cached for pool in self.pools)
+
+    @property
+    def evictions(self) -> int:
+        """Cached pages that were given to others."""
+        return sum(pool.evictions for pool in self.pools)
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages of each group that hold this many tokens."""
+        return -(-tokens // self.page_size)
+
+    @property
+    def numbers(self) -> set[int]:
+        """Of the sequences that have a block table."""
+        return {*self._tables}
+
+    def new_pages(self, count: int) -> Counter[int]:
+        """Pages by pool of `count` sequences that enter a new page in each group."""
+        return Counter({pool: count * groups for pool, groups in self._groups_of.items()})
+
+    def available(self, wanted: Counter[int]) -> bool:
+        """Whether each pool has as many pages to give."""
+        return all(self.pools[pool].available >= count for pool, count in wanted.items())
+
+    # --- a sequence comes ------------------------------------------------------------------------
+
+    def match(self, tokens: Sequence[int], salt: str | None) -> Hit:
+        """The longest prefix that is in the cache: whole pages, and never the last token, which must be computed to get on."""
+        if not self.prefix_caching:
+            return NO_HIT
+        chain = self._index.chain(salt, tokens, (len(tokens) - 1) // self.page_size)
+        best, runs = 0, [0] * len(self.groups)  # runs: by group, pages there without a gap up to here
+        for count, block in enumerate(chain, 1):
+            for group, page in enumerate(block.pages):
+                runs[group] = runs[group] + 1 if page else 0
+            if all(run >= count - self._first_seen(group, count * self.page_size) for group, run in enumerate(runs)):
+                best = count
+        return Hit(chain[:best], best * self.page_size)
+
+    def needed(self, hit: Hit, tokens: int, ahead: int) -> Counter[int]:
+        """Pages by pool that admitting a sequence takes from those available.
+
+        Args:
+            tokens: known ones. Groups without a window get pages for all of them at once.
+            ahead: tokens computed in one step at most, for which groups with a window get pages as they come.
+        """
+        wanted: Counter[int] = Counter()
+        for group, (window, pool) in enumerate(self.groups):
+            pages = self.pages_of(tokens) - len(hit.blocks)
+            wanted[pool] += pages if window is None else min(pages, self.pages_of(window + ahead) + 1)
+            holders = self.pools[pool].holders
+            wanted[pool] += sum(not holders(block.pages[group]) for block in hit.blocks[self._first_seen(group, hit.tokens) :])
+        return wanted
+
+    def admit(self, number: int, hit: Hit, tokens: int, salt: str | None) -> None:
+        """Gives a sequence its block table: the pages of the hit, and for groups without a window those of all known tokens."""
+        firsts = [self._first_seen(group, hit.tokens) for group in range(len(self.groups))]
+        pages = [[0] * first + [block.pages[group] for block in hit.blocks[first:]] for group, first in enumerate(firsts)]
+        table = BlockTable(pages, firsts, [*firsts], salt, self.prefix_caching, hit.blocks)
+        self._tables[number] = table
+        for group, first in enumerate(firsts):  # before pages are taken, lest these are evicted
+            for page in table.pages[group][first:]:
+                self.pools[self.groups[group].pool].share(page)
+            self.hit_pages[group] += len(hit.blocks) - first
+        if hit.blocks:
+            self._index.use(hit.blocks[-1])
+        for group, (window, _) in enumerate(self.groups):
+            if window is None:
+                self._grow(table, group, self.pages_of(tokens))
+
+    def fork(self, number: int, child: int) -> None:
+        """Another sequence with the same tokens: it shares all pages. What either writes must be `unshare`d before."""
+        parent = self._tables[number]
+        table = BlockTable([[*p] for p in parent.pages], [*parent.first], [*parent.first], parent.salt, parent.findable, [*parent.blocks])
+        self._tables[child] = table
+        for group, (_, pool) in enumerate(self.groups):
+            for page in table.pages[group][table.first[group] :]:
+                self.pools[pool].share(page)
+        if table.blocks:
+            self._index.use(table.blocks[-1])
+
+    # --- it grows --------------------------------------------------------------------------------
+
+    def pass_windows(self, number: int, position: int) -> None:
+        """Gives up the pages that no query from this position on sees."""
+        if self._windowed:
+            table = self._tables[number]
+            for group in self._windowed:
+                first = min(self._first_seen(group, position), len(table.pages[group]))
+                for index in range(table.first[group], first):
+                    self._release(group, table.pages[group][index])
+                    table.pages[group][index] = 0
+                table.first[group] = max(first, table.first[group])
+
+    def room(self, number: int, end: int) -> int:
+        """How many of a sequence's tokens, up to `end`, have pages or can get them."""
+        table, pages = self._tables[number], self.pages_of(end)
+        while True:
+            missing: Counter[int] = Counter()
+            for group, (_, pool) in enumerate(self.groups):
+                missing[pool] += max(pages - len(table.pages[group]), 0)
+            if self.available(missing):
+                return min(end, pages * self.page_size)
+            pages -= 1
+
+    def grow(self, number: int, tokens: int) -> list[Entry]:
+        """Takes the pages that a sequence's first `tokens` tokens lack. Returns the entries that the device does not know, up to there."""
+        table, pages, entries = self._tables[number], self.pages_of(tokens), []
+        for group in range(len(self.groups)):
+            self._grow(table, group, pages)
+            known = max(table.sent[group], table.first[group])
+            entries += [(group, index, table.pages[group][index]) for index in range(known, pages)]
+            table.sent[group] = max(pages, table.sent[group])
+        return entries
+
+    def copies(self, writers: Iterable[tuple[int, int]]) -> Counter[int]:
+        """Pages by pool that `unshare` will take for these sequences and positions, one after the other."""
+        wanted: Counter[int] = Counter()
+        holders: dict[tuple[int, int], int] = {}
+        for number, position in writers:
+            table, index = self._tables[number], position // self.page_size
+            for group, (_, pool) in enumerate(self.groups):
+                if index < len(table.pages[group]):
+                    page = pool, table.pages[group][index]
+                    left = holders.setdefault(page, self.pools[pool].holders(page[1]))
+                    wanted[pool] += left > 1
+                    holders[page] = left - 1
+        return wanted
+
+    def unshare(self, number: int, position: int) -> tuple[list[Copy], list[Entry]]:
+        """Gives a sequence its own copies of the pages of this position, where it shares them."""
+        table, index = self._tables[number], position // self.page_size
+        copies, entries = [], []
+        for group, (_, pool) in enumerate(self.groups):
+            if index < len(table.pages[group]) and self.pools[pool].holders(source := table.pages[group][index]) > 1:
+                (target,) = self.pools[pool].take(1)
+                self._release(group, source)
+                table.pages[group][index] = target
+                copies.append(Copy(pool, source, target))
+                entries.append((group, index, target))
+        return copies, entries
+
+    def commit(self, number: int, tokens: Sequence[int], count: int) -> None:
+        """Lets the pages of a sequence's first `count` tokens be found, as far as they are whole: known, and their steps planned."""
+        table = self._tables[number]
+        if not table.findable or count // self.page_size <= len(table.blocks):
+            return
+        last = table.blocks[-1] if table.blocks else None
+        for index in range(len(table.blocks), count // self.page_size):
+            parent = table.blocks[-1] if table.blocks else table.salt
+            block = self._index.get(parent, tuple(tokens[index * self.page_size : (index + 1) * self.page_size]))
+            for group, pages in enumerate(table.pages):
+                if pages[index]:
+                    self._index.hold(block, group, pages[index])
+            table.blocks.append(block)
+        self._index.use(table.blocks[-1])
+        if last is not None:
+            self._index.unuse(last)
+
+    # --- it goes ---------------------------------------------------------------------------------
+
+    def release(self, number: int) -> None:
+        """Takes a sequence's pages back, the tail first, so that of a prefix the beginning is evicted last."""
+        table = self._tables.pop(number)
+        for index in reversed(range(max(map(len, table.pages)))):
+            for group, pages in enumerate(table.pages):
+                if table.first[group] <= index < len(pages):
+                    self._release(group, pages[index])
+        if table.blocks:
+            self._index.unuse(table.blocks[-1])
+
+    def reset(self) -> None:
+        """Forgets all cached pages. What running sequences have computed cannot be found either."""
+        self._index.clear()
+        for pool in self.pools:
+            pool.forget()
+        for table in self._tables.values():
+            table.findable = False
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page is free, cached or owned, and every holder known."""
+        self._index.check_integrity()
+        for number, pool in enumerate(self.pools):
+            held: Iterable[int] = (
+                page
+                for table in self._tables.values()
+                for group, pages in enumerate(table.pages)
+                if self.groups[group].pool == number
+                for page in pages[table.first[group] :]
+            )
+            pool.check_integrity(Counter(held))
+
+    def _first_seen(self, group: int, position: int) -> int:
+        """The index of the first page that a query at this position sees."""
+        window = self.groups[group].window
+        return 0 if window is None else max(position - window + 1, 0) // self.page_size
+
+    def _grow(self, table: BlockTable, group: int, pages: int) -> None:
+        missing = pages - len(table.pages[group])
+        if missing > 0:
+            table.pages[group] += self.pools[self.groups[group].pool].take(missing)
+
+    def _release(self, group: int, page: int) -> None:
+        self.pools[self.groups[group].pool].release(page, keep=self._index.holds(group, page))
+
+    def _forget(self, pool: int, page: int) -> None:
+        """An evicted page's block loses it."""
+        for group, (_, own) in enumerate(self.groups):
+            if own == pool and self._index.holds(group, page):
+                self._index.forget(group, page)

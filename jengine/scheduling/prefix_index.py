@@ -1,0 +1,113 @@
+"""Finds the pages that hold a prefix: by its tokens themselves, so a hit is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Block:
+    """The tokens of one page after a certain prefix, and the pages that hold their keys and values.
+
+    Attributes:
+        parent: the block before it; the salt for a sequence's first.
+        pages: by cache group; 0 where there is none.
+        users: blocks that follow it, and sequences that will add one.
+    """
+
+    __slots__ = ("pages", "parent", "tokens", "users")
+
+    def __init__(self, parent: Block | str | None, tokens: tuple[int, ...], groups: int) -> None:
+        self.parent, self.tokens = parent, tokens
+        self.pages = [0] * groups
+        self.users = 0
+
+
+class PrefixIndex:
+    """Blocks by parent and tokens. A parent is compared by identity, so each block stands for one prefix, and for one salt.
+
+    A block stays while one of its pages does, or somebody uses it; a chain can then be followed beyond pages that were given away.
+    """
+
+    def __init__(self, groups: int, page_size: int) -> None:
+        self._groups, self._page_size = groups, page_size
+        self._blocks: dict[tuple[Block | str | None, tuple[int, ...]], Block] = {}
+        self._holding: list[dict[int, Block]] = [{} for _ in range(groups)]  # by group: page -> block
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def chain(self, salt: str | None, tokens: Sequence[int], most: int) -> list[Block]:
+        """The known blocks of a prefix, `most` at most, whatever pages they have."""
+        size, blocks, parent, found = self._page_size, self._blocks, salt, []
+        for start in range(0, most * size, size):
+            block = blocks.get((parent, tuple(tokens[start : start + size])))
+            if block is None:
+                break
+            found.append(block)
+            parent = block  # type: ignore[assignment]
+        return found
+
+    def get(self, parent: Block | str | None, tokens: tuple[int, ...]) -> Block:
+        """The block of these tokens, made if it is not known."""
+        block = self._blocks.get((parent, tokens))
+        if block is None:
+            block = self._blocks[parent, tokens] = Block(parent, tokens, self._groups)
+            if isinstance(parent, Block):
+                parent.users += 1
+        return block
+
+    def hold(self, block: Block, group: int, page: int) -> None:
+        """A page holds a block's keys and values, unless another does already."""
+        if not block.pages[group]:
+            block.pages[group] = page
+            self._holding[group][page] = block
+
+    def holds(self, group: int, page: int) -> bool:
+        """Whether a page can be found."""
+        return page in self._holding[group]
+
+    def forget(self, group: int, page: int) -> None:
+        """A page can no longer be found."""
+        block = self._holding[group].pop(page)
+        block.pages[group] = 0
+        self._drop(block)
+
+    def use(self, block: Block) -> None:
+        block.users += 1
+
+    def unuse(self, block: Block) -> None:
+        block.users -= 1
+        self._drop(block)
+
+    def clear(self) -> None:
+        """Nothing can be found any more."""
+        for block in self._blocks.values():
+            block.pages = [0] * self._groups
+        self._blocks.clear()
+        for pages in self._holding:
+            pages.clear()
+
+    def _drop(self, block: Block) -> None:
+        parent: Block | str | None = block
+        while isinstance(parent, Block) and not parent.users and not any(parent.pages):
+            block, parent = parent, parent.parent
+            if self._blocks.get((parent, block.tokens)) is not block:
+                return  # cleared
+            del self._blocks[parent, block.tokens]
+            if isinstance(parent, Block):
+                parent.users -= 1
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless blocks, pages and users agree."""
+        users: dict[Block, int] = {}
+        for (parent, tokens), block in self._blocks.items():
+            assert (block.parent, block.tokens) == (parent, tokens)
+            if isinstance(parent, Block):
+                assert self._blocks.get((parent.parent, parent.tokens)) is parent, "a block without its parent"
+                users[parent] = users.get(parent, 0) + 1
+            for group, page in enumerate(block.pages):
+                assert not page or self._holding[group].get(page) is block, "a page of two blocks"
+        assert all(block.users >= users.get(block, 0) for block in self._blocks.values()), "users are miscounted"
+        assert all(any(block.pages) or block.users for block in self._blocks.values()), "a block nobody needs"
+        held = sum(len(pages) for pages in self._holding)
+        assert held == sum(page > 0 for block in self._blocks.values() for page in block.pages), "a page without its block"
