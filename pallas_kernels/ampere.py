@@ -79,8 +79,8 @@ def paged_attention_prefill(
 
     Args:
         q: bfloat16 or float16 [tiles, tile, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
-        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype. What unused pages and the unused part
-            of a last page hold, NaN included, never reaches a result.
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype. What they hold for tokens that no
+            query sees, NaN included, never reaches a result.
         block_tables: int32 [tiles, width], page ids in order; read where a tile's queries see tokens.
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.

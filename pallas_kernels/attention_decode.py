@@ -57,8 +57,8 @@ def paged_attention_decode(
     Args:
         q: bfloat16 or float16 [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype, or Quantized to int8 or to the bits of
-            float8_e4m3fn. What unused pages and the unused part of a last page hold, NaN included, never reaches a result.
-        block_tables: int32 [rows, width], page ids in order; read as far as a row's length goes.
+            float8_e4m3fn. What they hold for tokens that no query sees, NaN included, never reaches a result.
+        block_tables: int32 [rows, width], page ids in order; read as far as a row's length goes, and some behind its window.
         lengths: int32 [rows], tokens of each sequence, the query's own included; 0 gives zeros, width * page_size is the most.
         scale, window, soft_cap: as in `xla.paged_attention_decode`.
         splits: parts of a sequence that blocks of threads work on side by side; None leaves them, and stages, to `tuning.decode`.

@@ -69,8 +69,8 @@ def paged_attention_prefill(
         q: bfloat16 or float16 [tiles, tile, heads, head_dim], tile a multiple of 8, head_dim 64, 128 or 256; query head h reads kv
             head h // (heads // kv_heads). The tile's own keys and values are already in the pages.
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype, or both Quantized alike; page_size 16, 32 or a
-            multiple of 64. What unused pages and the unused part of a last page hold, NaN included, never reaches a result.
-        block_tables: int32 [tiles, width], page ids in order; read as far as a tile's last real query goes.
+            multiple of 64. What they hold for tokens that no query sees, NaN included, never reaches a result.
+        block_tables: int32 [tiles, width], page ids in order; read as far as a tile's last real query goes, and some behind its window.
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values. A tile of none reads nothing.
         scale: positive.

@@ -99,10 +99,11 @@ def paged_attention_prefill(
     grouped = q.astype(jnp.float32).reshape(tiles, tile, kv_heads, heads // kv_heads, head_dim)
     k, v = tokens(k_pages), tokens(v_pages)
     at = positions[:, None] + jnp.arange(tile)
-    used = jnp.arange(width) < (positions + lengths)[:, None]
+    token, window = jnp.arange(width), window or width + tile
+    used = (token < (positions + lengths)[:, None]) & (token > positions[:, None] - window)  # by any query
     v = jnp.where(used[:, None, :, None], v, 0.0)
-    distance = at[..., None] - jnp.arange(width)
-    seen = (distance >= 0) & (distance < (window or width + tile)) & used[:, None]
+    distance = at[..., None] - token
+    seen = (distance >= 0) & (distance < window) & used[:, None]
     scores = jnp.einsum("tqhgd,thkd->thgqk", grouped, k) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)

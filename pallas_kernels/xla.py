@@ -101,8 +101,9 @@ def paged_attention_decode(
 
     Args:
         q: [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
-        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], or Quantized.
-        block_tables: int32 [rows, width], page ids in order.
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], or Quantized. What they hold for tokens that no query
+            sees, NaN included, never reaches a result.
+        block_tables: int32 [rows, width], page ids in order; pages behind the window may be another sequence's, or the null page.
         lengths: int32 [rows], tokens of each sequence, the query's own included; 0 gives zeros.
         scale: multiplies the scores.
         window: a query at position p sees keys in (p - window, p]; None sees all up to p.
@@ -143,7 +144,7 @@ def paged_attention_prefill(
     Args:
         q: [tiles, tile, heads, head_dim]; the tile's own keys and values are already in the pages.
         k_pages, v_pages, scale, window, soft_cap, pages: as in `paged_attention_decode`.
-        block_tables: int32 [tiles, width].
+        block_tables: int32 [tiles, width]; pages behind the first query's window may be another sequence's, or the null page.
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.
 
@@ -194,13 +195,16 @@ def _attend(
     span = step * page_size
     grouped = q.reshape(n, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4).astype(dtype)
     at = positions[:, None] + jnp.arange(queries)
+    oldest = None if window is None else positions - window + 1  # tokens before it may be another sequence's, or NaN
 
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         m, total, acc = carry
         index = i * step + jnp.arange(step)
         ids = jnp.where(index < width, tables[:, jnp.minimum(index, width - 1)], 0)
         token = i * span + jnp.arange(span)
-        used = token < ends[:, None]  # [n, span]
+        used = token < ends[:, None]  # [n, span], by any query
+        if oldest is not None:
+            used &= token >= oldest[:, None]
         k, k_scale = _read(k_pages, ids, dtype)
         v, v_scale = _read(v_pages, ids, dtype)
         v = jnp.where(used[:, None, :, None], v, 0)  # 0 * NaN is NaN
@@ -225,9 +229,8 @@ def _attend(
     start = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)
     blocks = -(-pages // step) if pages else (jnp.max(ends) + span - 1) // span
     first: int | jax.Array = 0
-    if window is not None and not pages:  # the first block that any row can see
-        oldest = jnp.where(ends > 0, positions - window + 1, 2**31 - 1)
-        first = jnp.maximum(jnp.min(oldest), 0) // span
+    if oldest is not None and not pages:  # the first block that any row can see
+        first = jnp.maximum(jnp.min(jnp.where(ends > 0, oldest, 2**31 - 1)), 0) // span
     _, total, acc = lax.fori_loop(first, blocks, body, start)
     out: jax.Array = acc / jnp.maximum(total, 1e-30)[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(n, queries, heads, head_dim).astype(q.dtype)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference, xla
-from pallas_kernels.quantized import dequantize, movable, quantize
+from pallas_kernels.quantized import dequantize, is_quantized, movable, quantize
 
 NUM_PAGES, WIDTH = 40, 7
 WAYS = [{}, {"soft_cap": 0.5}, {"window": 1}, {"window": 20}, {"window": 80, "soft_cap": 2.0}, {"window": 1000}]
@@ -22,13 +22,19 @@ def cache(rng, kv_heads, page_size, head_dim, dtype):
     return tuple(jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
 
 
-def poisoned(pages, tables, ends, page_size):
-    """NaN wherever no sequence has a token."""
+def poisoned(pages, tables, page_size, starts, ends):
+    """NaN but for the tokens from each sequence's start to its end; of eight bits the scales, and numbers that are NaN in fp8."""
     used = np.zeros((NUM_PAGES, page_size), bool)
-    for table, end in zip(np.asarray(tables), np.asarray(ends), strict=True):
-        for token in range(end):
+    for table, start, end in zip(np.asarray(tables), np.asarray(starts), np.asarray(ends), strict=True):
+        for token in range(max(start, 0), end):
             used[table[token // page_size], token % page_size] = True
-    return jnp.where(used[:, None, :, None], pages, jnp.nan)
+
+    def put(x, value):
+        return jnp.where(used.reshape(NUM_PAGES, 1, page_size, *[1] * (x.ndim - 3)), x, value)
+
+    if not is_quantized(pages):
+        return put(pages, jnp.nan)
+    return replace(pages, values=put(pages.values, 0x7F), scale=put(pages.scale, jnp.nan))
 
 
 @pytest.mark.parametrize("pages", [0, WIDTH])
@@ -40,12 +46,13 @@ def test_decode_matches_reference(shape, how, pages, dtype):
     lengths = jnp.array([0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size, WIDTH * page_size, 5], jnp.int32)
     tables = jnp.asarray(rng.permutation(np.arange(1, NUM_PAGES))[None, :WIDTH] * np.ones((8, 1)), jnp.int32)  # shared pages
     tables = tables.at[6].set(jnp.arange(20, 20 + WIDTH))
-    k, v = (poisoned(x, tables, lengths, page_size) for x in cache(rng, kv_heads, page_size, head_dim, dtype))
+    clean = cache(rng, kv_heads, page_size, head_dim, dtype)
+    k, v = (poisoned(x, tables, page_size, lengths - how.get("window", 1000), lengths) for x in clean)
     q = jnp.asarray(rng.normal(size=(8, heads, head_dim)), dtype)
-    args = (q, k, v, tables, lengths)
-    got = xla.paged_attention_decode(*args, scale=0.3, pages=pages, **how)
-    clean = (q, *(jnp.nan_to_num(x) for x in (k, v)), tables, lengths)
-    want = reference.paged_attention_decode(*clean, scale=0.3, **how)
+    run = jax.jit(partial(xla.paged_attention_decode, scale=0.3, pages=pages, **how))
+    got = run(q, k, v, tables, lengths)
+    np.testing.assert_array_equal(got, run(q, *clean, tables, lengths))
+    want = reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, **how)
     np.testing.assert_allclose(got[1:], want[1:], atol=2e-6 if dtype == "float32" else 2e-2)
     assert not np.any(np.asarray(got[0]))
 
@@ -54,14 +61,17 @@ def test_decode_matches_reference(shape, how, pages, dtype):
 @pytest.mark.parametrize(("tile", "page_size", "how"), [*((64, 16, how) for how in WAYS), (8, 16, {}), (64, 64, {})])
 def test_prefill_matches_reference(tile, page_size, pages, how):
     rng = np.random.default_rng(1)
-    k, v = cache(rng, 2, page_size, 32, "float32")
+    clean = cache(rng, 2, page_size, 32, "float32")
     tables = jnp.asarray(np.stack([rng.permutation(np.arange(1, NUM_PAGES))[:WIDTH] for _ in range(4)]), jnp.int32)
     positions = jnp.array([0, page_size - 1, 0, WIDTH * page_size - tile], jnp.int32)
     lengths = jnp.array([tile, tile // 2, 0, tile], jnp.int32)
     q = jnp.asarray(rng.normal(size=(4, tile, 6, 32)), jnp.float32)
-    run = (q, k, v, tables, positions, lengths)
-    got = np.asarray(xla.paged_attention_prefill(*run, scale=0.2, pages=pages, **how))
-    want = np.asarray(reference.paged_attention_prefill(*run, scale=0.2, **how))
+    starts, where = positions + 1 - how.get("window", 1000), (tables, positions, lengths)
+    seen = [poisoned(x, tables, page_size, starts, positions + lengths) for x in clean]
+    run = jax.jit(partial(xla.paged_attention_prefill, scale=0.2, pages=pages, **how))
+    got = np.asarray(run(q, *seen, *where))
+    np.testing.assert_array_equal(got, run(q, *clean, *where))
+    want = np.asarray(reference.paged_attention_prefill(q, *seen, *where, scale=0.2, **how))
     for i, n in enumerate(np.asarray(lengths)):
         np.testing.assert_allclose(got[i, :n], want[i, :n], atol=2e-6)
     assert np.isfinite(got).all()
@@ -80,19 +90,36 @@ def test_a_window_and_a_cap_change_the_result_and_a_wide_window_does_not():
     np.testing.assert_allclose(alone[0], np.repeat(last, 2, axis=0), atol=1e-6)
 
 
-def test_blocks_before_the_window_are_not_read():
-    """A loop that starts at the window: NaN keys before its first block change nothing."""
+@pytest.mark.parametrize("static", [False, True])
+def test_what_rows_hold_behind_their_windows_changes_no_bit(static):
+    """NaN pages, and the null page, which rows with later windows read where others of their group have theirs."""
+    rng = np.random.default_rng(4)
+    lengths = jnp.array([0, 100, 300, 98, 0, 212, 129, 40], jnp.int32)
+    tables = jnp.arange(1, 161, dtype=jnp.int32).reshape(8, 20)
+    behind = jnp.arange(20) < (lengths[:, None] - 20) // 16  # a page of which a token is seen is not
+    clean = [jnp.asarray(rng.normal(size=(161, 2, 16, 32)), jnp.float32) for _ in range(2)]
+    k, v = (x.at[0].set(jnp.nan).at[jnp.where(behind, tables, 0)].set(jnp.nan) for x in clean)
+    freed = jnp.where(behind & (tables % 2 == 0), 0, tables)
+    q = jnp.asarray(rng.normal(size=(8, 4, 32)), jnp.float32)
+    run = jax.jit(partial(xla.paged_attention_decode, scale=0.3, window=20, pages=20 if static else 0))
+    np.testing.assert_array_equal(run(q, k, v, freed, lengths), run(q, *clean, tables, lengths))
+
+
+def test_blocks_before_the_window_are_not_read(monkeypatch):
+    """The loop of each few rows starts at the first block that one of them sees."""
     rng = np.random.default_rng(4)
     k, v = cache(rng, 2, 16, 32, "float32")
-    pages = xla.DECODE_BLOCK // 16
-    tables = jnp.tile(jnp.arange(1, 1 + pages + WIDTH, dtype=jnp.int32), (8, 1))
-    lengths = jnp.array([0, 100, 110, 98, 0, 112, 105, 100], jnp.int32) + 16 * pages * jnp.array([0, 1, 1, 1, 0, 1, 1, 1], jnp.int32)
-    q = jnp.asarray(rng.normal(size=(8, 4, 32)), jnp.float32)
-    want = xla.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, window=20)
-    got = xla.paged_attention_decode(
-        q, k.at[1 : 1 + pages].set(jnp.nan), v.at[1 : 1 + pages].set(jnp.nan), tables, lengths, scale=0.3, window=20
-    )
-    np.testing.assert_array_equal(got, want)
+    bounds, loop = [], jax.lax.fori_loop
+
+    def fori_loop(first, end, *rest):
+        bounds.append((int(first), int(end)))
+        return loop(first, end, *rest)
+
+    monkeypatch.setattr(jax.lax, "fori_loop", fori_loop)
+    tables, lengths = jnp.ones((4, 24), jnp.int32), jnp.array([0, 300, 100, 380], jnp.int32)
+    with jax.disable_jit():
+        xla.paged_attention_decode(jnp.ones((4, 4, 32)), k, v, tables, lengths, scale=0.3, window=20)
+    assert bounds == [(280 // xla.DECODE_BLOCK, 3), (0, 3)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -133,19 +160,25 @@ def test_pages_are_copied_with_their_scales(kind):
 @pytest.mark.parametrize("how", WAYS[:4])
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
 def test_eight_bit_caches_match_reference(kind, how, pages):
-    """NaN scales where no sequence has a token change nothing."""
+    """NaN scales and numbers of tokens that no query sees change nothing."""
     rng = np.random.default_rng(5)
     k, v = (movable(quantize(x, kind)) for x in cache(rng, 2, 16, 32, "float32"))
     lengths = jnp.array([0, 1, 15, 16, 17, 48, WIDTH * 16, 5], jnp.int32)
     tables = jnp.asarray(np.stack([rng.permutation(np.arange(1, NUM_PAGES))[:WIDTH] for _ in range(8)]), jnp.int32)
     q = jnp.asarray(rng.normal(size=(8, 4, 32)), jnp.float32)
     want = reference.paged_attention_decode(q, k, v, tables, lengths, scale=0.3, **how)
-    unused = [replace(x, scale=poisoned(x.scale[..., None], tables, lengths, 16)[..., 0]) for x in (k, v)]
-    got = xla.paged_attention_decode(q, *unused, tables, lengths, scale=0.3, pages=pages, **how)
+    seen = [poisoned(x, tables, 16, lengths - how.get("window", 1000), lengths) for x in (k, v)]
+    run = jax.jit(partial(xla.paged_attention_decode, scale=0.3, pages=pages, **how))
+    got = run(q, *seen, tables, lengths)
+    np.testing.assert_array_equal(got, run(q, k, v, tables, lengths))
     np.testing.assert_allclose(got, want, atol=2e-6)
     tiles, positions, real = q[:, None].repeat(8, 1), lengths // 2, jnp.minimum(lengths, 8)
-    want = reference.paged_attention_prefill(tiles, k, v, tables, positions, real, scale=0.3, **how)
-    got = xla.paged_attention_prefill(tiles, k, v, tables, positions, real, scale=0.3, pages=pages, **how)
+    where = tables, positions, real
+    want = reference.paged_attention_prefill(tiles, k, v, *where, scale=0.3, **how)
+    seen = [poisoned(x, tables, 16, positions + 1 - how.get("window", 1000), positions + real) for x in (k, v)]
+    run = jax.jit(partial(xla.paged_attention_prefill, scale=0.3, pages=pages, **how))
+    got = run(tiles, *seen, *where)
+    np.testing.assert_array_equal(got, run(tiles, k, v, *where))
     for i, n in enumerate(np.asarray(real)):
         np.testing.assert_allclose(got[i, :n], want[i, :n], atol=2e-6)
 

@@ -50,7 +50,7 @@ def paged_attention_decode(
 
     Args:
         q: bfloat16, float16 or float32 [rows, heads, head_dim].
-        k_pages, v_pages: bfloat16 or float32 [num_pages, kv_heads, page_size, head_dim], or Quantized.
+        k_pages, v_pages: bfloat16 or float32 [num_pages, kv_heads, page_size, head_dim], or Quantized; read where the query sees tokens.
         block_tables: int32 [rows, width].
         lengths: int32 [rows].
     """

@@ -65,3 +65,24 @@ def cache(
     shape = num_pages, kv_heads, page_size, head_dim
     k, v = (jnp.asarray(np.where(used[:, None, :, None], rng.normal(size=shape), np.nan), dtype) for _ in "kv")
     return Cache(k, v, jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32))
+
+
+def only_what_is_seen(
+    paged: Cache, oldest: Sequence[int] | np.ndarray, ends: Sequence[int] | np.ndarray, window: int | None, *, behind: int | None = None
+) -> Cache:
+    """NaN where no row's queries, of which the oldest is at the position given, see a token.
+
+    Tables name no page where nothing is seen, or, behind the window, the page `behind`.
+    """
+    num_pages, _, page_size, _ = paged.k.shape
+    tables, tokens = np.asarray(paged.tables), np.arange(paged.tables.shape[1] * page_size)
+    starts = np.asarray(oldest)[:, None] - (window or len(tokens)) + 1
+    seen = (tokens < np.asarray(ends)[:, None]) & (tokens >= starts)
+    rows, places = np.nonzero(seen)
+    used = np.zeros((num_pages, page_size), bool)
+    used[tables[rows, places // page_size], places % page_size] = True
+    named = np.where(seen.reshape(*tables.shape, page_size).any(-1), tables, num_pages)
+    if behind is not None:
+        named = np.where(tokens[page_size - 1 :: page_size] < starts, behind, named)
+    k, v = (jnp.where(used[:, None, :, None], pages, jnp.nan) for pages in (paged.k, paged.v))
+    return paged._replace(k=k, v=v, tables=jnp.asarray(named, jnp.int32))

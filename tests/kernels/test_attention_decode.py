@@ -14,8 +14,8 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.attention_decode import paged_attention_decode
-from pallas_kernels.quantized import Quantized, dequantize, movable, quantize
-from tests.kernels.interpreted import RACES, cache, interpret
+from pallas_kernels.quantized import dequantize, movable, quantize
+from tests.kernels.interpreted import RACES, Cache, cache, interpret, only_what_is_seen
 
 Ways = dict[str, Any]
 PLAIN: Ways = {"scale": 0.2}
@@ -38,17 +38,18 @@ SMALL = [
 def check(
     head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways, kind: str | None = None
 ) -> None:
-    """An eight-bit kind of cache has NaN scales, and in fp8 NaN, where no sequence has a token."""
+    """What no query sees is NaN: numbers, or an eight-bit kind's scales and, in fp8, numbers."""
     lengths = [1, page_size - 1, 0, page_size, page_size + 1, 320, 129]
-    paged = cache(lengths, -(-320 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
+    whole = cache(lengths, -(-320 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
+    paged = only_what_is_seen(whole, np.array(lengths) - 1, lengths, ways.get("window"), behind=0)
     clean = paged.clean()
     if kind:
-        k, v = (movable(quantize(pages, kind)) for pages in paged[:2])
-        paged = paged._replace(k=k, v=v)
-        clean = clean._replace(k=jnp.nan_to_num(in_float32(k)), v=jnp.nan_to_num(in_float32(v)))
+        (whole, _), (paged, clean) = eight_bits(whole, kind), eight_bits(paged, kind)
     q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
     run = jax.jit(partial(paged_attention_decode, **ways, splits=splits, operand_in_registers=False, interpret=RACES))
     got = np.asarray(interpret(run, q, *paged), np.float32)
+    if ways is WINDOW:  # what is behind it changes no bit
+        np.testing.assert_array_equal(got, np.asarray(interpret(run, q, *whole), np.float32))
     want = np.asarray(reference.paged_attention_decode(q.astype(jnp.float32), *clean, **ways))
     # What is rounded to dtype: each weight, and the result. Anything else is float32.
     rounding = float(jnp.finfo(dtype).eps) / 2
@@ -57,8 +58,11 @@ def check(
     assert (got[2] == 0).all()
 
 
-def in_float32(pages: Quantized) -> jax.Array:
-    return dequantize(replace(pages, dtype="float32"))
+def eight_bits(paged: Cache, kind: str) -> tuple[Any, Cache]:
+    """The cache as it is stored, and what that stands for, in float32, with zeros for NaN."""
+    k, v = (movable(quantize(pages, kind)) for pages in paged[:2])
+    numbers = (dequantize(replace(pages, dtype="float32")) for pages in (k, v))
+    return paged._replace(k=k, v=v), paged._replace(k=next(numbers), v=next(numbers)).clean()
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "page_size", "splits", "dtype", "ways"), SMALL)

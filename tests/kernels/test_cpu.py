@@ -19,9 +19,9 @@ from pallas_kernels.cpu import calls
 from pallas_kernels.cpu.attention import paged_attention_decode
 from pallas_kernels.cpu.math import exponentials
 from pallas_kernels.cpu.products import kernel_of, matrix_few, matrix_vector
-from pallas_kernels.quantized import dequantize, movable, quantize
-from tests.kernels.interpreted import cache
-from tests.kernels.test_attention_decode import BOTH, CAP, PLAIN, WINDOW, Ways, in_float32
+from pallas_kernels.quantized import dequantize, quantize
+from tests.kernels.interpreted import cache, only_what_is_seen
+from tests.kernels.test_attention_decode import BOTH, CAP, PLAIN, WINDOW, Ways, eight_bits
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,16 +43,17 @@ CASES = [
 
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "page_size", "dtype", "kind", "ways"), CASES)
 def test_the_reference_is_met(head_dim: int, kv_heads: int, group: int, page_size: int, dtype: str, kind: str | None, ways: Ways) -> None:
-    """Numbers and scales where no sequence has a token are NaN."""
+    """Numbers and scales of tokens that no query sees are NaN; those behind its window change no bit."""
     lengths = [1, page_size - 1, 0, page_size, page_size + 1, 320, 129]
-    paged = cache(lengths, -(-320 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
+    whole = cache(lengths, -(-320 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
+    paged = only_what_is_seen(whole, np.array(lengths) - 1, lengths, ways.get("window"), behind=0)
     clean = paged.clean()
     if kind:
-        k, v = (movable(quantize(pages, kind)) for pages in paged[:2])
-        paged = paged._replace(k=k, v=v)
-        clean = clean._replace(k=jnp.nan_to_num(in_float32(k)), v=jnp.nan_to_num(in_float32(v)))
+        (whole, _), (paged, clean) = eight_bits(whole, kind), eight_bits(paged, kind)
     q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
-    got = np.asarray(jax.jit(partial(paged_attention_decode, **ways))(q, *paged), np.float32)
+    run = jax.jit(partial(paged_attention_decode, **ways))
+    got = np.asarray(run(q, *paged), np.float32)
+    np.testing.assert_array_equal(got, np.asarray(run(q, *whole), np.float32))
     want = np.asarray(reference.paged_attention_decode(q.astype(jnp.float32), *clean, **ways))
     rounding = float(jnp.finfo(dtype).eps) / 2 if dtype == "bfloat16" else 0
     assert (np.abs(got - want) <= 1.01 * rounding * np.abs(want) + 5e-6).all()  # false where got is NaN
