@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jengine.chat import chat_prompt
     from jengine.config import EngineConfig
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
+    from jengine.interrupts import uninterrupted
     from jengine.limits import Limits
     from jengine.llm import LLM
     from jengine.prompts import PreparedPrompt, params_of_samples
@@ -80,6 +81,7 @@ __all__ = [
     "probe_structure",
     "run_engine",
     "start_engine",
+    "uninterrupted",
 ]
 
 _MODULES = {
@@ -89,6 +91,7 @@ _MODULES = {
     "jengine.chat": ("chat_prompt",),
     "jengine.config": ("EngineConfig",),
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
+    "jengine.interrupts": ("uninterrupted",),
     "jengine.limits": ("Limits",),
     "jengine.prompts": ("PreparedPrompt", "params_of_samples"),
     "jengine.request": (

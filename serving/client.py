@@ -10,8 +10,7 @@ from typing import Any, Self
 
 import grpc
 
-from jengine import InvalidArgument, SamplingParams
-from jengine.interrupts import uninterrupted
+from jengine import InvalidArgument, SamplingParams, uninterrupted
 from jengine.serving.client_errors import Attempts, Retries, ServerError, exception_of
 from jengine.serving.client_messages import (
     Call,

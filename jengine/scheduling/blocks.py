@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from jengine.scheduling.page_pool import PagePool
 from jengine.scheduling.prefix_index import Block, PrefixIndex
+from jengine.scheduling.sequence_limits import most_pages
 
 
 class GroupPages(NamedTuple):
@@ -144,18 +145,18 @@ class BlockManager:
         return Hit(chain[:best], best * self.page_size)
 
     def needed(self, hit: Hit, tokens: int, ahead: int) -> Counter[int]:
-        """Pages by pool that admitting a sequence takes from those available.
+        """Pages by pool that admitting a sequence takes from those available; pages of the hit that others own are not among them.
 
         Args:
-            tokens: known ones. Groups without a window get pages for all of them at once.
-            ahead: tokens computed in one step at most, for which groups with a window get pages as they come.
+            tokens: known ones. Groups without a window get pages for all of them at once, the others as they are computed.
+            ahead: tokens computed at a time, at least.
         """
         wanted: Counter[int] = Counter()
         for group, (window, pool) in enumerate(self.groups):
-            pages = self.pages_of(tokens) - len(hit.blocks)
-            wanted[pool] += pages if window is None else min(pages, self.pages_of(window + ahead) + 1)
-            holders = self.pools[pool].holders
-            wanted[pool] += sum(not holders(block.pages[group]) for block in hit.blocks[self._first_seen(group, hit.tokens) :])
+            first, holders = self._first_seen(group, hit.tokens), self.pools[pool].holders
+            shared = sum(holders(block.pages[group]) > 0 for block in hit.blocks[first:])
+            most = most_pages(tokens, window, self.page_size, ahead)
+            wanted[pool] += max(min(self.pages_of(tokens) - first, most) - shared, 0)
         return wanted
 
     def admit(self, number: int, hit: Hit, tokens: int, salt: str | None) -> None:

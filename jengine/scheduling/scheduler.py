@@ -6,33 +6,27 @@ import time
 from collections import Counter
 from collections.abc import Sequence as List
 
-from jengine.errors import InvalidArgument
 from jengine.program_table import VARIANTS, ProgramTable
-from jengine.request import FinishReason, Request
 from jengine.scheduling.blocks import NO_HIT, BlockManager, Entry, GroupPages, Hit
 from jengine.scheduling.costs import StepCosts
-from jengine.scheduling.policy import Policy, WaitingQueue, order_of, victim
+from jengine.scheduling.policy import Policy, victim
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.sequences import Sequences
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
 
 
-class Scheduler:
+class Scheduler(Sequences):
     """Plans steps, one program of the table each, and takes in the tokens they sampled.
 
     Plans run on the device in the order in which they were made, each once, and each is collected once, in that order.
     A plan may be made before earlier ones are collected: every running sequence is then taken to get one more token from
     each. Where one of these turns out to end the sequence, rows planned after it were in vain, and what they sample is dropped.
 
-    Slots and pages are freed as soon as a sequence finishes or is preempted, even if a dispatched
-    step still uses them. Steps cannot overtake each other, since each takes the cache and the slots that the one before it gives
-    (they are donated): the next owner's writes come after the last use by the former one. For the same reason a page may be
-    shared as soon as the step that fills it is planned.
-
     Args:
         page_size: tokens a page holds.
         num_pages: of the cache, the null page included.
-        max_num_seqs: sequences running at once; they own slots 1 to max_num_seqs, slot 0 is the null slot.
+        max_num_seqs: sequences running at once.
         max_num_batched_tokens: of one step, decode rows and whole tiles together; at least max_num_seqs + one tile.
         max_model_len: tokens of a sequence, prompt and output together.
         groups: the model's cache groups.
@@ -53,71 +47,23 @@ class Scheduler:
         policy: Policy = "fcfs",
         costs: StepCosts | None = None,
     ) -> None:
+        super().__init__(
+            BlockManager(page_size, [num_pages], groups, prefix_caching=prefix_caching),
+            SequenceLimits(
+                max_model_len=max_model_len,
+                page_size=page_size,
+                pages=num_pages - 1,
+                windows=tuple(group.window for group in groups),
+                tile_size=table.tile_size,
+            ),
+            max_num_seqs=max_num_seqs,
+            policy=policy,
+        )
         self.table = table
         self.page_size = page_size
-        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.policy: Policy = policy
         self.costs = StepCosts() if costs is None else costs
-        self.blocks = BlockManager(page_size, [num_pages], groups, prefix_caching=prefix_caching)
-        self.sequence = SequenceLimits(max_model_len=max_model_len, page_size=page_size, pages=num_pages - 1)
-        self.num_preemptions = 0
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
-        self._arrivals = 0
-        self._live: dict[str, Sequence] = {}  # waiting and running, by request id
-        self._by_number: dict[int, Sequence] = {}  # the same
-        self._waiting = WaitingQueue()
-        self._running: dict[Sequence, None] = {}
-        self._sharing: dict[Sequence, None] = {}  # running, and their last page, of which a part is free, may be shared
-        self._free_slots = list(range(max_num_seqs, 0, -1))
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._live)
-
-    def check_id(self, request_id: str) -> None:
-        """Raises InvalidArgument where an unfinished request has this id."""
-        if request_id in self._live:
-            raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
-
-    def add(self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...], family: int | None = None) -> Sequence:
-        """Queues a request, which SequenceLimits.validate has let pass. max_tokens beyond max_model_len is cut to what fits, as
-        vLLM does.
-
-        Args:
-            family: number of the first of a prompt's samples, for the others.
-
-        Raises:
-            InvalidArgument: as `check_id`; nothing has been queued then.
-        """
-        self.check_id(request.request_id)
-        params = request.params
-        suppressed = tuple(dict.fromkeys((*params.stop_token_ids, *eos_token_ids)))
-        sequence = Sequence(
-            request=request,
-            number=self._arrivals,
-            family=self._arrivals if family is None else family,
-            seed=seed,
-            order=order_of(self.policy, request, self._arrivals),
-            max_len=self.sequence.max_len(request),
-            eos_token_ids=eos_token_ids,
-            stop_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else suppressed),
-            suppressed_token_ids=suppressed,
-            tokens=list(request.prompt_token_ids),
-        )
-        self._arrivals += 1
-        self._live[request.request_id] = self._by_number[sequence.number] = sequence
-        self._waiting.push(sequence)
-        return sequence
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to do before earlier steps are collected or requests added.
@@ -181,50 +127,10 @@ class Scheduler:
                     self.blocks.commit(sequence.number, known, len(known) - 1)
         return collected
 
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence. For one that has ended, changes only the reason: its last token may also have completed a stop string."""
-        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
-        if sequence.state is State.FINISHED:
-            return
-        if sequence.state is State.WAITING:
-            self._waiting.remove(sequence)
-        else:
-            self._release(sequence)
-        sequence.state, sequence.in_flight = State.FINISHED, 0
-        del self._live[sequence.request_id], self._by_number[sequence.number]
-
-    def find(self, request_id: str) -> Sequence | None:
-        """The unfinished request with this id."""
-        return self._live.get(request_id)
-
-    def running(self, number: int) -> Sequence | None:
-        """The unfinished sequence with this number."""
-        return self._by_number.get(number)
-
-    def abort(self, request_id: str) -> Sequence | None:
-        """Ends a request; None if there is none with this id, or it has ended."""
-        sequence = self._live.get(request_id)
-        if sequence is not None:
-            self.finish(sequence, "abort")
-        return sequence
-
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached pages. True: nothing that was computed before will be reused."""
         self.blocks.reset()
         return True
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless every page, slot and request is where it belongs, once."""
-        self.blocks.check_integrity()
-        running, waiting = list(self._running), list(self._waiting)
-        assert self.blocks.numbers == {sequence.number for sequence in running}, "a block table is lost"
-        slots = sorted([*self._free_slots, *(sequence.slot for sequence in running)])
-        assert slots == list(range(1, self.max_num_seqs + 1)), f"a slot is shared or lost: {slots}"
-        assert all(s.slot == 0 and s.state is State.WAITING for s in waiting), "a waiting sequence owns something"
-        assert all(s.state in (State.PREFILLING, State.DECODING) for s in running), "a running sequence neither prefills nor decodes"
-        assert {*running, *waiting} == {*self._live.values()} == {*self._by_number.values()}, "a request is lost"
-        assert len(running) + len(waiting) == len(self._live), "a request is in two places"
-        assert {*self._sharing} <= {*running}, "a sequence that does not run shares a page"
 
     def _decode_rows(self, draft: _Draft) -> list[Sequence]:
         """Sequences that decode in this step. Those that enter a new page get it, those whose page is shared a copy.
@@ -313,7 +219,7 @@ class Scheduler:
         Args:
             more: sequences that are admitted before it, and run then.
         """
-        wanted = self.blocks.needed(hit, len(sequence.tokens), self.max_num_batched_tokens)
+        wanted = self.blocks.needed(hit, len(sequence.tokens), self.table.tile_size)
         wanted.update(self.blocks.new_pages(len(self._running) + more))
         return wanted
 
@@ -325,9 +231,7 @@ class Scheduler:
             sequence.scheduled, sequence.num_cached = time.monotonic(), tokens
 
     def _admit(self, draft: _Draft, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
-        self._running[sequence] = None
-        sequence.slot = self._free_slots.pop()
+        self._take_slot(sequence)
         draft.resets.append(
             SlotReset(
                 slot=sequence.slot,
@@ -380,23 +284,6 @@ class Scheduler:
             self._sample(draft, child)
             if partial:
                 self._sharing[parent] = self._sharing[child] = None
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Takes everything from a running sequence; it waits to compute again what is not in the cache any more."""
-        self._release(sequence)
-        sequence.state = State.WAITING
-        sequence.num_computed = 0
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
-        self._waiting.push(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        del self._running[sequence]
-        self._sharing.pop(sequence, None)
-        self.blocks.commit(sequence.number, sequence.tokens, min(sequence.num_computed, len(sequence.tokens)))
-        self.blocks.release(sequence.number)
-        self._free_slots.append(sequence.slot)
-        sequence.slot = 0
 
 
 class _Draft:

@@ -16,11 +16,15 @@ class SequenceLimits:
         max_model_len: tokens, prompt and output together.
         page_size: tokens a page holds.
         pages: of the cache, the null page not counted.
+        windows: of the model's cache groups; None where a group keeps all tokens.
+        tile_size: tokens that a prefill needs room for at once.
     """
 
     max_model_len: int
     page_size: int
     pages: int
+    windows: tuple[int | None, ...] = (None,)
+    tile_size: int = 1
 
     def validate(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
         """Rejects requests that can never be answered.
@@ -40,7 +44,7 @@ class SequenceLimits:
             raise InvalidArgument("stop_token_ids", params.stop_token_ids, f"{stops} with end-of-sequence; at most {MAX_STOP_TOKEN_IDS}")
         max_len = self.max_len(request)
         # The last token is never an input, so its keys and values are never written.
-        pages = self.pages_of(max_len - 1)
+        pages = self.most_pages(max_len - 1)
         if pages > self.pages:
             limit = (
                 f"{len(prompt)} prompt tokens and up to {max_len - len(prompt)} more need {pages} pages of {self.page_size} tokens; "
@@ -53,6 +57,12 @@ class SequenceLimits:
         most = request.params.max_tokens
         return self.max_model_len if most is None else min(len(request.prompt_token_ids) + most, self.max_model_len)
 
-    def pages_of(self, tokens: int) -> int:
-        """Pages that hold this many tokens."""
-        return -(-tokens // self.page_size)
+    def most_pages(self, tokens: int) -> int:
+        """Pages that a sequence holds at most, over all cache groups, on its way to this many tokens."""
+        return sum(most_pages(tokens, window, self.page_size, self.tile_size) for window in self.windows)
+
+
+def most_pages(tokens: int, window: int | None, page_size: int, ahead: int) -> int:
+    """Pages that a sequence holds at most in a cache group on its way to `tokens` tokens, if it computes `ahead` of them at a time."""
+    every = -(-tokens // page_size)
+    return every if window is None else min(every, -(-(window - 1 + ahead) // page_size) + 1)

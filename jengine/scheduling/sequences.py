@@ -1,0 +1,146 @@
+"""Unfinished sequences, and what the running ones own: a slot and pages each."""
+
+from __future__ import annotations
+
+from jengine.errors import InvalidArgument
+from jengine.request import FinishReason, Request
+from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.policy import Policy, WaitingQueue, order_of
+from jengine.scheduling.sequence import Sequence, State
+from jengine.scheduling.sequence_limits import SequenceLimits
+
+
+class Sequences:
+    """Each waits or runs, from `add` to `finish`.
+
+    Slots and pages are freed as soon as a sequence finishes or is preempted, even if a dispatched
+    step still uses them. Steps cannot overtake each other, since each takes the cache and the slots that the one before it gives
+    (they are donated): the next owner's writes come after the last use by the former one. For the same reason a page may be
+    shared as soon as the step that fills it is planned.
+
+    Args:
+        sequence: what one sequence may have at most.
+        max_num_seqs: sequences running at once; they own slots 1 to max_num_seqs, slot 0 is the null slot.
+    """
+
+    def __init__(self, blocks: BlockManager, sequence: SequenceLimits, *, max_num_seqs: int, policy: Policy) -> None:
+        self.blocks, self.sequence, self.max_num_seqs = blocks, sequence, max_num_seqs
+        self.policy: Policy = policy
+        self.num_preemptions = 0
+        self._arrivals = 0
+        self._live: dict[str, Sequence] = {}  # waiting and running, by request id
+        self._by_number: dict[int, Sequence] = {}  # the same
+        self._waiting = WaitingQueue()
+        self._running: dict[Sequence, None] = {}
+        self._sharing: dict[Sequence, None] = {}  # running; the page that they write next may be shared
+        self._free_slots = list(range(max_num_seqs, 0, -1))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._live)
+
+    def check_id(self, request_id: str) -> None:
+        """Raises InvalidArgument where an unfinished request has this id."""
+        if request_id in self._live:
+            raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
+
+    def add(self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...], family: int | None = None) -> Sequence:
+        """Queues a request, which SequenceLimits.validate has let pass. max_tokens beyond max_model_len is cut to what fits, as
+        vLLM does.
+
+        Args:
+            family: number of the first of a prompt's samples, for the others.
+
+        Raises:
+            InvalidArgument: as `check_id`; nothing has been queued then.
+        """
+        self.check_id(request.request_id)
+        params = request.params
+        suppressed = tuple(dict.fromkeys((*params.stop_token_ids, *eos_token_ids)))
+        sequence = Sequence(
+            request=request,
+            number=self._arrivals,
+            family=self._arrivals if family is None else family,
+            seed=seed,
+            order=order_of(self.policy, request, self._arrivals),
+            max_len=self.sequence.max_len(request),
+            eos_token_ids=eos_token_ids,
+            stop_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else suppressed),
+            suppressed_token_ids=suppressed,
+            tokens=list(request.prompt_token_ids),
+        )
+        self._arrivals += 1
+        self._live[request.request_id] = self._by_number[sequence.number] = sequence
+        self._waiting.push(sequence)
+        return sequence
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Ends a sequence. For one that has ended, changes only the reason: its last token may also have completed a stop string."""
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        if sequence.state is State.FINISHED:
+            return
+        if sequence.state is State.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            self._release(sequence)
+        sequence.state, sequence.in_flight = State.FINISHED, 0
+        del self._live[sequence.request_id], self._by_number[sequence.number]
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The unfinished request with this id."""
+        return self._live.get(request_id)
+
+    def running(self, number: int) -> Sequence | None:
+        """The unfinished sequence with this number."""
+        return self._by_number.get(number)
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Ends a request; None if there is none with this id, or it has ended."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self.finish(sequence, "abort")
+        return sequence
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page, slot and request is where it belongs, once."""
+        self.blocks.check_integrity()
+        running, waiting = list(self._running), list(self._waiting)
+        assert self.blocks.numbers == {sequence.number for sequence in running}, "a block table is lost"
+        slots = sorted([*self._free_slots, *(sequence.slot for sequence in running)])
+        assert slots == list(range(1, self.max_num_seqs + 1)), f"a slot is shared or lost: {slots}"
+        assert all(s.slot == 0 and s.state is State.WAITING for s in waiting), "a waiting sequence owns something"
+        assert all(s.state in (State.PREFILLING, State.DECODING) for s in running), "a running sequence neither prefills nor decodes"
+        assert {*running, *waiting} == {*self._live.values()} == {*self._by_number.values()}, "a request is lost"
+        assert len(running) + len(waiting) == len(self._live), "a request is in two places"
+        assert {*self._sharing} <= {*running}, "a sequence that does not run shares a page"
+
+    def _take_slot(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self._running[sequence] = None
+        sequence.slot = self._free_slots.pop()
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes everything from a running sequence; it waits to compute again what is not in the cache any more."""
+        self._release(sequence)
+        sequence.state = State.WAITING
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.push(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        del self._running[sequence]
+        self._sharing.pop(sequence, None)
+        self.blocks.commit(sequence.number, sequence.tokens, min(sequence.num_computed, len(sequence.tokens)))
+        self.blocks.release(sequence.number)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = 0
