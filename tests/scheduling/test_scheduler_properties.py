@@ -9,7 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jengine.scheduling.blocks import GroupPages
 from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.sequence_limits import most_pages
 from tests.scheduling.strict_device import VOCAB, Loop
 
 
@@ -34,27 +36,47 @@ class SchedulerMachine(RuleBasedStateMachine):
         bucketed=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
         costs=st.none() | st.integers(0, 9),
+        windows=st.sampled_from([(None,), (None,), (5,), (None, 3), (None, 6, 6), (1, 9)]),
+        prefix_caching=st.booleans(),
     )
-    def start(self, page_size, tile_size, max_num_seqs, more_tokens, max_model_len, more_pages, bucketed, policy, costs):
+    def start(
+        self, page_size, tile_size, max_num_seqs, more_tokens, max_model_len, more_pages, bucketed, policy, costs, windows, prefix_caching
+    ):
         pages = -(-max_model_len // page_size)  # of the longest sequence
+        most = sum(most_pages(max_model_len - 1, window, page_size, tile_size) for window in windows)
         self.loop = Loop(
             max_model_len=max_model_len,
             tile_size=tile_size,
             page_size=page_size,
-            num_pages=1 + pages + more_pages,
+            num_pages=1 + most + more_pages * len(windows),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + tile_size + more_tokens,
             page_buckets=tuple(sorted({1, (pages + 1) // 2, pages})) if bucketed else (0,),
             policy=policy,
+            groups=[GroupPages(window) for window in windows],
+            prefix_caching=prefix_caching,
             costs=None if costs is None else random_costs(costs),
         )
 
-    @rule(data=st.data(), priority=st.integers(-1, 1), ignore_eos=st.booleans(), stops=st.lists(st.integers(0, VOCAB - 1), max_size=3))
-    def add(self, data, priority, ignore_eos, stops):
-        prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=self.loop.max_model_len - 1))
+    @rule(
+        data=st.data(),
+        priority=st.integers(-1, 1),
+        ignore_eos=st.booleans(),
+        stops=st.lists(st.integers(0, VOCAB - 1), max_size=3),
+        n=st.sampled_from([1, 1, 1, 2, 3, 5]),
+        salt=st.sampled_from([None, None, "a", "b"]),
+        scored=st.sampled_from([None, None, None, 1]),
+    )
+    def add(self, data, priority, ignore_eos, stops, n, salt, scored):
+        longest = self.loop.max_model_len - 1
+        prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=longest))
+        if self.loop.sequences and data.draw(st.booleans()):  # begins as another does, with a part of its output or without
+            known = data.draw(st.sampled_from(self.loop.sequences)).tokens
+            prompt = [*known[: data.draw(st.integers(0, len(known)))], *prompt][:longest]
         max_tokens = data.draw(st.none() | st.integers(1, 30))
         min_tokens = data.draw(st.integers(0, min(3, max_tokens or 3)))
-        self.loop.add(prompt, priority, max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, stop_token_ids=stops)
+        params = {"max_tokens": max_tokens, "min_tokens": min_tokens, "ignore_eos": ignore_eos, "stop_token_ids": stops}
+        self.loop.add(prompt, priority, n=n, salt=salt, prompt_logprobs=scored, **params)
 
     @rule(ahead=st.integers(0, 2), steps=st.integers(1, 8))
     def step(self, ahead, steps):
@@ -76,6 +98,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(ahead=st.integers(0, 2))
     def drain(self, ahead):
         self.loop.drain(ahead)
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.loop.scheduler.reset_prefix_cache()
+        assert self.loop.scheduler.blocks.cached == 0
 
     @invariant()
     def integrity(self):
