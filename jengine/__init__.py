@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.limits import Limits
     from jengine.llm import LLM
-    from jengine.prompts import PreparedPrompt, params_of_samples
+    from jengine.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.request import (
         CompletionOutput,
         FinishReason,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputs,
         TokenMask,
+        check_cache_salt,
         check_entries,
     )
     from jengine.request_handle import OutputKind, RequestHandle
@@ -65,13 +66,16 @@ __all__ = [
     "Started",
     "Steps",
     "StructuredOutputs",
+    "TextPrompt",
     "TokenLogprobs",
     "TokenMask",
     "TokenUpdate",
     "Tokenizer",
+    "TokensPrompt",
     "Updates",
     "__version__",
     "chat_prompt",
+    "check_cache_salt",
     "check_entries",
     "check_structure",
     "follow",
@@ -90,7 +94,7 @@ _MODULES = {
     "jengine.config": ("EngineConfig",),
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
     "jengine.limits": ("Limits",),
-    "jengine.prompts": ("PreparedPrompt", "params_of_samples"),
+    "jengine.prompts": ("PreparedPrompt", "TextPrompt", "TokensPrompt", "params_of_samples"),
     "jengine.request": (
         "CompletionOutput",
         "FinishReason",
@@ -100,6 +104,7 @@ _MODULES = {
         "SamplingParams",
         "StructuredOutputs",
         "TokenMask",
+        "check_cache_salt",
         "check_entries",
     ),
     "jengine.request_handle": ("OutputKind", "RequestHandle"),
