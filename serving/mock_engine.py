@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from jengine import Limits, Load, PromptScores, Request, SequenceLimits, TokenLogprobs, TokenUpdate
+
+LOOKED_UP = 4096  # tokens of a prompt: enough to test, and no work to speak of for prompts of millions
 
 
 @dataclass(slots=True)
@@ -25,7 +27,8 @@ class MockEngine:
 
     As a real engine it runs at most `max_num_seqs` requests, each step giving a token to each of them, and each owns cache pages for
     all of its tokens from its beginning to its end. It knows no sampling parameters but those that end a request, and log
-    probabilities, which are made up. Of a prompt that begins like one before it, with an equal salt, the whole pages count as cached.
+    probabilities, which are made up. Of a prompt that begins like one before it, with an equal salt, the whole pages count as cached,
+    up to LOOKED_UP tokens.
 
     Args:
         seconds: that a step takes.
@@ -151,14 +154,14 @@ class _Prefixes:
     """
 
     def __init__(self, page_size: int, pages: int) -> None:
-        self.known: dict[tuple[int | str | None, tuple[int, ...]], int] = {}
+        self.known: OrderedDict[tuple[int | str | None, tuple[int, ...]], int] = OrderedDict()
         self.queries = self.hits = self.evictions = 0
         self._page_size, self._pages = page_size, pages
         self._ids = itertools.count()
 
     def admit(self, request: Request) -> int:
         """The prompt's tokens that are known; at least one is not. All are from now on."""
-        prompt, size, found = request.prompt_token_ids, self._page_size, 0
+        prompt, size, found = request.prompt_token_ids[:LOOKED_UP], self._page_size, 0
         parent: int | str | None = request.cache_salt
         for start in range(0, len(prompt) // size * size, size):
             page = (parent, tuple(prompt[start : start + size]))
@@ -166,8 +169,8 @@ class _Prefixes:
             if known is not None:
                 found += size
             parent = self.known[page] = next(self._ids) if known is None else known
-        for page in list(self.known)[: max(len(self.known) - self._pages, 0)]:
-            del self.known[page]
+        while len(self.known) > self._pages:
+            self.known.popitem(last=False)
             self.evictions += 1
         if request.params.prompt_logprobs is not None:
             return 0
