@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jengine.interrupts import uninterrupted
     from jengine.limits import Limits
     from jengine.llm import LLM
-    from jengine.prompts import PreparedPrompt, params_of_samples
+    from jengine.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.request import (
         CompletionOutput,
         FinishReason,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputs,
         TokenMask,
+        check_cache_salt,
         check_entries,
     )
     from jengine.request_handle import OutputKind, RequestHandle
@@ -66,13 +67,16 @@ __all__ = [
     "Started",
     "Steps",
     "StructuredOutputs",
+    "TextPrompt",
     "TokenLogprobs",
     "TokenMask",
     "TokenUpdate",
     "Tokenizer",
+    "TokensPrompt",
     "Updates",
     "__version__",
     "chat_prompt",
+    "check_cache_salt",
     "check_entries",
     "check_structure",
     "follow",
@@ -93,7 +97,7 @@ _MODULES = {
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
     "jengine.interrupts": ("uninterrupted",),
     "jengine.limits": ("Limits",),
-    "jengine.prompts": ("PreparedPrompt", "params_of_samples"),
+    "jengine.prompts": ("PreparedPrompt", "TextPrompt", "TokensPrompt", "params_of_samples"),
     "jengine.request": (
         "CompletionOutput",
         "FinishReason",
@@ -103,6 +107,7 @@ _MODULES = {
         "SamplingParams",
         "StructuredOutputs",
         "TokenMask",
+        "check_cache_salt",
         "check_entries",
     ),
     "jengine.request_handle": ("OutputKind", "RequestHandle"),

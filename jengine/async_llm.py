@@ -62,6 +62,7 @@ class AsyncLLM:
         self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer)
         self._handles: dict[str, RequestHandle] = {}  # by request id
+        self._resets: set[asyncio.Future[bool]] = set()  # whose result has not come
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
@@ -148,6 +149,20 @@ class AsyncLLM:
         handle = self._handles.get(request_id)
         return handle is not None and handle.abort()
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages; requests that run keep theirs. Returns whether it was done.
+
+        Raises:
+            EngineDead: the engine has failed, or was closed.
+        """
+        self._check_usable()
+        self._bind()
+        reset: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._resets.add(reset)
+        reset.add_done_callback(self._resets.discard)
+        self.backend.reset_prefix_cache(partial(self._post, _resolve, reset))
+        return await reset
+
     async def close(self, drain: float = 0.0) -> None:
         """Stop: no new requests; up to `drain` seconds for those that run, then they are aborted with stop_reason "shutdown";
         then the engine's thread ends. May be called again."""
@@ -161,6 +176,7 @@ class AsyncLLM:
             for handle in self._handles.values():
                 handle.abort("shutdown")
         await loop.run_in_executor(None, self.backend.quit)
+        self._fail_resets(EngineDead("the engine has been closed"))
         atexit.unregister(self.backend.quit)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -221,11 +237,7 @@ class AsyncLLM:
             InvalidArgument: it can never be answered. Nothing has been queued then.
             EngineDead: the engine has failed, or was closed.
         """
-        check_process(self._pid)
-        if self._dead is not None:
-            raise EngineDead(f"the engine has stopped: {self._dead!r}") from self._dead
-        if self._closing:
-            raise EngineDead("the engine has been closed")
+        self._check_usable()
         if output_kind not in OUTPUT_KINDS:
             raise InvalidArgument("output_kind", output_kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
         if timeout is not None and not (type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0):
@@ -257,6 +269,13 @@ class AsyncLLM:
     def _max_model_len(self) -> int:
         return self.backend.limits.sequence.max_model_len
 
+    def _check_usable(self) -> None:
+        check_process(self._pid)
+        if self._dead is not None:
+            raise EngineDead(f"the engine has stopped: {self._dead!r}") from self._dead
+        if self._closing:
+            raise EngineDead("the engine has been closed")
+
     def _check_id(self, request_id: str | None) -> None:
         if request_id in self._handles:
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
@@ -272,6 +291,7 @@ class AsyncLLM:
             for handle in self._handles.values():
                 handle.abort()
             self._handles.clear()
+            self._resets.clear()
         self._loop = loop
 
     def _end(self, key: str, why: str | None) -> bool:
@@ -308,9 +328,20 @@ class AsyncLLM:
         self._dead = error
         for handle in self._handles.values():
             handle.fail(error)
+        self._fail_resets(EngineDead(f"the engine has stopped: {error!r}"))
+
+    def _fail_resets(self, error: EngineDead) -> None:
+        for reset in self._resets:
+            if not reset.done():
+                reset.set_exception(error)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:
         """Call it in the event loop, from whatever thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it has been closed: nobody waits
                 self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _resolve(reset: asyncio.Future[bool], done: bool) -> None:
+    if not reset.done():  # who asked may have been cancelled
+        reset.set_result(done)

@@ -37,6 +37,9 @@ class Steps(Protocol):
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> object:
         """Abort a request. Unknown ids are ignored."""
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages; requests that run keep theirs. Returns whether it was done."""
+
     def step(self) -> Updates:
         """One turn of the loop."""
 
@@ -67,6 +70,9 @@ class Backend(Protocol):
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
         """Take a request out, if it is still there."""
+
+    def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
+        """Forget all cached pages. Then `done` is called, in any thread, with whether that was done; not where the engine ends before."""
 
     def quit(self, wait: bool = True) -> None:
         """End the engine, and wait until it has ended. May be called again."""
@@ -114,6 +120,9 @@ class EngineThread:
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
         self._inbox.put(lambda: self.engine.end(request_id, reason, stop_reason))
+
+    def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
+        self._inbox.put(lambda: done(self.engine.reset_prefix_cache()))
 
     def quit(self, wait: bool = True) -> None:
         self._inbox.put(None)

@@ -8,6 +8,7 @@ from typing import Any, TypedDict, cast
 
 from jengine.errors import InvalidArgument, ModelError
 from jengine.prompts import TokensPrompt, check_length
+from jengine.request import check_cache_salt
 from jengine.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -25,6 +26,7 @@ class ChatOptions(TypedDict, total=False):
         tools: descriptions of tools, as JSON schemas, for templates that show them.
         chat_template: a Jinja template to take instead of the model's.
         chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}; those that it lacks are ignored.
+        cache_salt: of the prompt; see TextPrompt.
     """
 
     add_generation_prompt: bool | None
@@ -32,6 +34,7 @@ class ChatOptions(TypedDict, total=False):
     tools: list[dict[str, Any]] | None
     chat_template: str | None
     chat_template_kwargs: dict[str, Any] | None
+    cache_salt: str | None
 
 
 def chat_prompt(
@@ -44,6 +47,7 @@ def chat_prompt(
     tools: list[dict[str, Any]] | None = None,
     chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    cache_salt: str | None = None,
 ) -> TokensPrompt:
     """The prompt for one conversation; the options are those of ChatOptions, max_model_len as for make_requests.
 
@@ -54,6 +58,7 @@ def chat_prompt(
     from jengine.text.chat_template import ChatTemplate  # jinja2 is imported by those who chat
 
     messages = checked(messages)
+    check_cache_salt(cache_salt)
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     if add_generation_prompt and continue_final_message:
@@ -75,7 +80,8 @@ def chat_prompt(
     )
     check_length(tokenizer, text, max_model_len)
     # Templates write the special tokens themselves.
-    return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text}
+    prompt: TokensPrompt = {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text}
+    return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}
 
 
 def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:

@@ -145,6 +145,8 @@ class EngineConfig:
             max_num_seqs sequences of max_model_len, at most 1 GiB; on a GPU, see gpu_memory_utilization.
         gpu_memory_utilization: share of a GPU's memory for weights, programs and cache together.
         num_pages: pages of the cache, instead of a size in bytes; the null page is one of them.
+        enable_prefix_caching: keep the pages of prompts and answers until they are needed elsewhere; a request whose prompt begins with
+            the same tokens, and has the same cache_salt, takes them instead of computing them.
         policy: order of waiting requests: first come first served, or Request.priority.
         overlap: dispatch a step before the last one's tokens are read.
         seed: from which requests without a seed of their own draw theirs.
@@ -176,6 +178,7 @@ class EngineConfig:
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float = 0.9
     num_pages: int | None = None
+    enable_prefix_caching: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     overlap: bool = True
     seed: int = 0
@@ -215,8 +218,9 @@ class EngineConfig:
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidArgument("seed", self.seed, "must be a whole number")
-        if not isinstance(self.overlap, bool):
-            raise InvalidArgument("overlap", self.overlap, "must be True or False")
+        for name in ("enable_prefix_caching", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument(name, getattr(self, name), "must be True or False")
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise InvalidArgument("gpu_memory_utilization", self.gpu_memory_utilization, "must be in (0, 1]")
         if self.dtype not in ("auto", *DTYPES):

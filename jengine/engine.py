@@ -123,6 +123,10 @@ class Engine:
             self.scheduler.finish(sequence, reason, stop_reason)
         return sequence is not None
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages: no later request finds one. Requests that run keep theirs. Returns whether it was done."""
+        return self.scheduler.reset_prefix_cache()
+
     def step(self) -> list[Update]:
         """Dispatch the next step, then read the one before it. Returns what was read."""
         plan = self.scheduler.schedule()

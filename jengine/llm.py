@@ -62,7 +62,8 @@ class LLM:
         """Complete every prompt; results in the order of the prompts.
 
         Args:
-            prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of such.
+            prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of such. A dict may have a "cache_salt", too:
+                its prompt then shares cached pages only with prompts of an equal salt.
             sampling_params: one for all prompts, or one each; None is `get_default_sampling_params()`.
             priority: one for all prompts, or one each; lower runs first, under policy="priority".
 
@@ -122,6 +123,14 @@ class LLM:
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
         """What `chat` completes for one conversation; to be streamed, or counted. Raises as `chat`."""
         return chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages; requests that run keep theirs. Returns whether it was done.
+
+        Raises:
+            EngineDead: as `generate`.
+        """
+        return self._shared.reset_prefix_cache()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of requests that bring none: what the model's generation_config.json recommends, unless generation_config is "vllm".

@@ -83,12 +83,14 @@ class LiveOutputs:
         return answer.output
 
     def _grow(self, answer: _Answer, update: TokenUpdate) -> None:
-        request_id, metrics = update.request_id, answer.output.metrics
+        request_id, output = update.request_id, answer.output
+        metrics, builder = output.metrics, answer.builders[request_id]
         if metrics.first_token is None:
-            metrics.first_token, metrics.scheduled = time.monotonic(), update.scheduled or None
+            metrics.first_token, metrics.scheduled, output.num_cached_tokens = time.monotonic(), update.scheduled or None, update.cached
+        elif builder.output is output.outputs[0]:  # whichever completion came first
+            output.num_cached_tokens = update.cached
         metrics.preemptions += update.preemptions - answer.preemptions[request_id]
         answer.preemptions[request_id] = update.preemptions
-        builder = answer.builders[request_id]
         if update.logprobs is not None:
             builder.push_logprobs(update.token, *update.logprobs)
         reason, stop_reason = update.finish_reason, update.stop_reason
@@ -135,3 +137,4 @@ def catch_up(copy: RequestOutput, output: RequestOutput) -> None:
         mine.cumulative_logprob = completion.cumulative_logprob
         mine.finish_reason, mine.stop_reason = completion.finish_reason, completion.stop_reason
     copy.prompt_logprobs, copy.finished, copy.metrics = output.prompt_logprobs, output.finished, replace(output.metrics)
+    copy.num_cached_tokens = output.num_cached_tokens

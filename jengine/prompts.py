@@ -9,22 +9,24 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
 from jengine.errors import InvalidArgument
-from jengine.request import Request, SamplingParams, TokenMask
+from jengine.request import Request, SamplingParams, TokenMask, check_cache_salt
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
+    """A prompt as text. `cache_salt`: it shares cached pages only with prompts of an equal salt."""
 
     prompt: str
+    cache_salt: NotRequired[str | None]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is tokenized already; `prompt` is its text, to be shown."""
+    """A prompt that is tokenized already; `prompt` is its text, to be shown; `cache_salt` as in TextPrompt."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str | None]
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
@@ -56,20 +58,23 @@ def make_requests(
         max_model_len: text of as many tokens or more is rejected without tokenizing it, where its length in bytes tells that.
 
     Raises:
-        InvalidArgument: what is no prompt, or empty; what is no SamplingParams; text that is too long.
+        InvalidArgument: what is no prompt, or empty; what is no SamplingParams or cache_salt; text that is too long.
     """
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise InvalidArgument("sampling_params", params, "must be a SamplingParams")
     check_priority(priority)
     given: Any = prompt
-    if isinstance(given, str) or (isinstance(given, dict) and set(given) == {"prompt"}):
+    salt = given.get("cache_salt") if isinstance(given, dict) else None
+    check_cache_salt(salt)
+    fields = set(given) - {"cache_salt"} if isinstance(given, dict) else set()
+    if isinstance(given, str) or fields == {"prompt"}:
         text = given if isinstance(given, str) else given["prompt"]
         if not isinstance(text, str):
             raise InvalidArgument("prompt", text, "must be text")
         check_length(tokenizer, text, max_model_len)
         ids = tokenizer.encode(text) if text else []
-    elif isinstance(given, dict) and {"prompt_token_ids"} <= set(given) <= {"prompt_token_ids", "prompt"}:
+    elif {"prompt_token_ids"} <= fields <= {"prompt_token_ids", "prompt"}:
         text, ids = given.get("prompt"), given["prompt_token_ids"]
         if text is not None and not isinstance(text, str):
             raise InvalidArgument("prompt", text, "must be text, beside prompt_token_ids")
@@ -92,6 +97,7 @@ def make_requests(
             mask=fresh[index],
             priority=priority,
             arrival=arrival,
+            cache_salt=salt,
         )
         for index in range(params.n)
     ]

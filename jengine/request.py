@@ -20,6 +20,7 @@ MAX_LOGIT_BIAS = 300
 MAX_ALLOWED_TOKEN_IDS = 2**18  # as many tokens as the largest vocabularies have
 MAX_TEXTS = 256  # strings in `stop`, and in `bad_words`
 MAX_TEXTS_CHARACTERS = 10_000  # of each of these two lists together
+MAX_CACHE_SALT = 256  # characters
 MAX_ENTRIES = {
     "stop": MAX_TEXTS,
     "bad_words": MAX_TEXTS,
@@ -78,8 +79,8 @@ class SamplingParams:
     Lists have a maximal length, which is checked first; then duplicates are removed.
 
     Args:
-        n: completions of the prompt, at most MAX_SAMPLES, each sampled independently; must be 1 where temperature is 0, as in vLLM. Each
-            computes the whole prompt and takes a slot and cache pages like a separate request.
+        n: completions of the prompt, at most MAX_SAMPLES, each sampled independently; must be 1 where temperature is 0, as in vLLM. The
+            prompt is computed once and they share its cache pages; each takes a slot, and pages for its own tokens.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the likeliest tokens until their mass reaches this; in (0, 1].
@@ -105,7 +106,8 @@ class SamplingParams:
         detokenize: turn tokens into text; stop strings need it.
         logprobs: return, for each position, log probabilities (of the raw logits) of this many likeliest tokens and of the chosen
             one; 0 gives the chosen one's only. At most MAX_LOGPROBS; by default none.
-        prompt_logprobs: the same for each token of the prompt, except for the first.
+        prompt_logprobs: the same for each token of the prompt, except for the first. Such a request computes its whole prompt: it takes
+            no pages from the prefix cache.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.
@@ -242,6 +244,17 @@ def check_entries(name: str, count: int) -> None:
         raise InvalidArgument(name, f"{count} entries", f"at most {MAX_ENTRIES[name]}")
 
 
+def check_cache_salt(salt: object) -> None:
+    """
+    Raises:
+        InvalidArgument: neither None nor text of 1 to MAX_CACHE_SALT characters.
+    """
+    if salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_CACHE_SALT):
+        return
+    shown = f"{len(salt)} characters" if isinstance(salt, str) and salt else salt
+    raise InvalidArgument("cache_salt", shown, f"must be text of 1 to {MAX_CACHE_SALT} characters")
+
+
 def _several(name: str, value: object) -> list[Any] | tuple[Any, ...]:
     if value is None:
         return ()
@@ -295,7 +308,11 @@ class TokenMask(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """One completion of a prompt, on its way through the engine; each of n is a separate request."""
+    """One completion of a prompt, on its way through the engine; each of n is a separate request.
+
+    Attributes:
+        cache_salt: requests share cached pages only with requests of an equal salt; None equals None.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -305,7 +322,7 @@ class Request:
     mask: TokenMask | None = None  # what the parameters allow beyond what programs apply
     priority: int = 0  # lower runs first, under policy="priority"
     arrival: float = 0.0  # seconds, monotonic
-    cache_salt: str | None = None  # pages are shared with requests of an equal salt
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +368,11 @@ class RequestMetrics:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A request with what has been generated for it so far: `outputs` are its n completions, by index. Finished when all are."""
+    """A request with what has been generated for it so far: `outputs` are its n completions, by index. Finished when all are.
+
+    Attributes:
+        num_cached_tokens: prompt tokens that the first completion took from the prefix cache; None until the first token has come.
+    """
 
     request_id: str
     prompt: str | None
@@ -360,6 +381,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
     finished: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int | None = None
 
     def __repr__(self) -> str:
         prompt = f"prompt={short(self.prompt)}, {counted(len(self.prompt_token_ids), 'prompt token')}"

@@ -137,4 +137,5 @@ def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> Reque
             finished=times.finished,
             preemptions=times.preemptions,
         ),
+        num_cached_tokens=output.num_cached_tokens,
     )

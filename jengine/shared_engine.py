@@ -126,6 +126,33 @@ class SharedEngine:
             elif news:
                 return news
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages, between two steps; requests that run keep theirs. Returns whether it was done.
+
+        Raises:
+            EngineDead: the engine has stopped, or was closed.
+        """
+        check_process(self._pid)
+        call = Call()
+        results: list[bool] = []
+
+        def reset() -> None:
+            results.append(self.engine.reset_prefix_cache())
+            self._wake(call)
+
+        with uninterrupted(), self._change():
+            self.check()
+            self._order(reset)
+            if not results:
+                self._asleep[call] = None
+        while not results:  # it is done after the step that runs now; a thread also wakes when the engine has stopped
+            call.gate.acquire()
+            with uninterrupted(), self._change():
+                if not results:
+                    self.check()
+                    self._asleep[call] = None
+        return results[0]
+
     def close(self, call: Call) -> None:
         """Abort what is unfinished of a call. Where nothing else runs, the engine is idle afterwards."""
         if os.getpid() != self._pid:

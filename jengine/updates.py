@@ -16,8 +16,14 @@ class TokenLogprobs(NamedTuple):
 
 
 class TokenUpdate(NamedTuple):
-    """A request's next token, and why it is the last one, if it is. `scheduled` is when the request first ran, in seconds, monotonic;
-    0 where that is not known."""
+    """A request's next token.
+
+    Attributes:
+        finish_reason, stop_reason: why it is the last one, if it is.
+        scheduled: when the request first ran, in seconds, monotonic; 0 where that is not known.
+        cached: tokens of its prompt whose keys and values the request did not compute: found in the prefix cache when it first ran, or
+            computed by a sample of the same prompt.
+    """
 
     request_id: str
     token: int
@@ -26,6 +32,7 @@ class TokenUpdate(NamedTuple):
     logprobs: TokenLogprobs | None = None
     preemptions: int = 0
     scheduled: float = 0.0
+    cached: int = 0
 
 
 class PromptScores(NamedTuple):
@@ -55,6 +62,11 @@ class Load(NamedTuple):
         running, waiting: requests.
         free_pages, pages: of the cache, the null page not counted.
         preemptions, compiles_since_start: since it started; a compilation is a bug.
+        cached_pages: free pages that can still be found by a prompt.
+        prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache since the start, and those found.
+        hit_pages: pages found since the start, by cache group.
+        cache_groups: their names, such as "full" or "window[512]".
+        evictions: cached pages that were given to other tokens since the start.
     """
 
     running: int
@@ -63,3 +75,9 @@ class Load(NamedTuple):
     pages: int
     preemptions: int
     compiles_since_start: int
+    cached_pages: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    hit_pages: tuple[int, ...] = ()
+    cache_groups: tuple[str, ...] = ()
+    evictions: int = 0

@@ -12,6 +12,10 @@ NO_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {  # the values that ask 
     "disable_log_stats": ((True, False), "no statistics are logged; see LLM.stats"),
     "enforce_eager": ((False, True), "programs are always compiled, before the first request"),
     "load_format": (("auto", "safetensors"), "weights are read from safetensors, or from a converted folder"),
+    "prefix_caching_hash_algo": (
+        ("builtin", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"),
+        "cached pages are found by their tokens themselves, see enable_prefix_caching",
+    ),
     "skip_tokenizer_init": ((False,), "the tokenizer is always loaded"),
     "swap_space": ((0,), "the cache is not swapped to the host"),
     "tokenizer_mode": (("auto",), "the tokenizer is the folder's tokenizer.json"),

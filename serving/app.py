@@ -151,7 +151,7 @@ class ServerApp:
     def _metrics(self) -> Metrics:
         if self._config.metrics_port is None:
             return Metrics()
-        return PrometheusMetrics(self._name, lambda: self._supervisor.llm.load, lambda: self._supervisor.restarts)
+        return PrometheusMetrics(self._name, lambda: self._supervisor.load, lambda: self._supervisor.restarts)
 
     def _make(self, on_end: OnEnd) -> EngineProcess:
         self._engine = self._make_engine(on_end)

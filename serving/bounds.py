@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 from typing import NamedTuple
+from urllib.parse import unquote
 
 import grpc
 
@@ -61,3 +63,35 @@ def check_priority(priority: int) -> None:
     if key is not None and type(priority) is int and priority < key.min_priority:
         message = f"priority={priority}: at least {key.min_priority} with this key (its min_priority; lower runs first)"
         raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message, cause="priority")
+
+
+def sees_all_clients() -> bool:
+    """Whether the caller may know what other clients do: its key says so, or there are no keys."""
+    key = current_key.get()
+    return key is None or key.admin == 1
+
+
+def check_admin(peer: str) -> None:
+    """Raises Refusal unless the caller may change what concerns all clients: by its key's admin=1; without keys, from this machine.
+
+    Args:
+        peer: of the call, as gRPC writes it: "ipv4:127.0.0.1:12345", "ipv6:%5B::1%5D:12345".
+    """
+    if current_key.get() is None and not is_loopback(peer):
+        message = "without API keys, only clients on the server's machine may do this"
+    elif not sees_all_clients():
+        message = "this needs an API key whose line in the keys file has admin=1"
+    else:
+        return
+    raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message, cause="admin")
+
+
+def is_loopback(peer: str) -> bool:
+    """Whether a peer, as gRPC writes it, is on this machine; False for what is no address."""
+    kind, _, rest = unquote(peer).partition(":")
+    try:
+        address = ipaddress.ip_address(rest.rpartition(":")[0].strip("[]"))
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return kind in ("ipv4", "ipv6") and (mapped or address).is_loopback

@@ -100,6 +100,7 @@ class Client(_Connection):
         request_id: for `abort`; the server makes one otherwise.
         priority: lower runs first, under the server's policy="priority".
         timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
+        cache_salt: the request takes cached prompt pages only of requests with an equal salt.
 
     Raises:
         InvalidArgument: a field of the request is wrong, here or by the server's judgement.
@@ -148,9 +149,13 @@ class Client(_Connection):
         return got
 
     def load(self) -> pb.GetLoadResponse:
-        """How busy the server is: running, waiting, free_pages and pages."""
+        """How busy the server is: running, waiting, free_pages, pages, cached_pages."""
         got: pb.GetLoadResponse = self._ask(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
         return got
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages, those of all clients. Needs an API key with admin=1, or a server without keys on this machine."""
+        return bool(self._ask(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT).done)
 
     def close(self) -> None:
         """End the connection, and what still runs over it."""
@@ -240,6 +245,9 @@ class AsyncClient(_Connection):
     async def load(self) -> pb.GetLoadResponse:
         got: pb.GetLoadResponse = await self._ask(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
         return got
+
+    async def reset_prefix_cache(self) -> bool:
+        return bool((await self._ask(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT)).done)
 
     async def close(self) -> None:
         await self._channel.close()

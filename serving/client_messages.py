@@ -12,14 +12,14 @@ from jengine import CompletionOutput, FinishReason, InvalidArgument, JengineErro
 from jengine.serving.conversions import REASONS, from_params
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
-Prompt = str | list[int] | dict[str, Any]  # text, token ids, or {"prompt_token_ids": ids}
+Prompt = str | list[int] | dict[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt"
 Messages = Iterable[Mapping[str, Any]]  # {"role": ..., "content": text, or [{"type": "text", "text": text}]}
 CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template", "chat_template_kwargs")
 FINISH_REASONS = {value: cast(FinishReason, name) for name, value in REASONS.items()}
 
 
 class Usage(NamedTuple):
-    """Tokens of a request; cached prompt tokens are those that needed no computation."""
+    """Tokens of a request; cached prompt tokens are those that the first completion took from the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -41,17 +41,19 @@ class ServedOutput(RequestOutput):
 
 
 class Call(NamedTuple):
-    """What a request has beside its prompt: of the client's methods' keywords, these three and the rest."""
+    """What a request has beside its prompt: of the client's methods' keywords, these and the rest."""
 
     params: SamplingParams | None
     request_id: str | None
     priority: int | None
     timeout: float | None
+    cache_salt: str | None
     fields: Mapping[str, Any]
 
     @classmethod
     def of(cls, params: SamplingParams | None, options: dict[str, Any]) -> Call:
-        return cls(params, options.pop("request_id", None), options.pop("priority", None), options.pop("timeout", None), options)
+        request_id, priority, timeout, salt = (options.pop(name, None) for name in ("request_id", "priority", "timeout", "cache_salt"))
+        return cls(params, request_id, priority, timeout, salt, options)
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -60,13 +62,16 @@ class Call(NamedTuple):
 def generate_request(prompt: Prompt, call: Call) -> pb.GenerateRequest:
     """Raises InvalidArgument for what cannot be sent."""
     request = pb.GenerateRequest()
-    if isinstance(prompt, str):
-        with sending("prompt", prompt):
-            request.text = prompt
+    given: Any = prompt
+    if isinstance(prompt, dict):
+        given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
+        call = call._replace(cache_salt=prompt.get("cache_salt", call.cache_salt))
+    if isinstance(given, str):
+        with sending("prompt", given):
+            request.text = given
     else:
-        ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
-        with sending("prompt_token_ids", ids):
-            request.token_ids.ids.extend(ids)
+        with sending("prompt_token_ids", given):
+            request.token_ids.ids.extend(given)
     return _completed(request, call, call.fields)
 
 
@@ -93,7 +98,8 @@ def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](request: R, call: Call, 
         request.sampling_params.CopyFrom(from_params(SamplingParams(**sampling_fields), sampling_fields))
     else:
         request.sampling_params.CopyFrom(from_params(params))
-    for name, value in (("request_id", call.request_id), ("priority", call.priority), ("timeout_seconds", call.timeout)):
+    options = {"request_id": call.request_id, "priority": call.priority, "timeout_seconds": call.timeout, "cache_salt": call.cache_salt}
+    for name, value in options.items():
         if value is not None:
             with sending(name, value):
                 setattr(request, name, value)
@@ -160,6 +166,7 @@ class OutputReader:
     def _end(self, output: ServedOutput, endings: Iterable[pb.Ending], end: pb.GenerateResponse | pb.Finished) -> ServedOutput:
         output.finished = True
         output.usage = Usage(end.usage.prompt_tokens, end.usage.completion_tokens, end.usage.cached_prompt_tokens)
+        output.num_cached_tokens = output.usage.cached_prompt_tokens
         times, output.metrics.preemptions = end.timings, end.timings.preemptions
         output.metrics.first_token = times.first_token_seconds if times.HasField("first_token_seconds") else None
         output.metrics.finished = times.total_seconds

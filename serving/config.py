@@ -50,7 +50,7 @@ class ServerConfig:
         tls_key: PEM file of its private key.
         tls_client_ca: PEM file of the authorities whose client certificates are required (mutual TLS).
         api_keys: file of the keys' hashes, as `python -m jengine.serving.security` writes them; a request needs one of the keys. Request
-            ids, aborts and limits are a key's own.
+            ids, aborts, limits and cached pages are a key's own.
         request_log: file to which a line of JSON is appended for each request, without its texts; - is stdout.
         log_level: of the server's log on stderr. Prompts and outputs are never logged.
     """

@@ -8,7 +8,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jengine import CompletionOutput, InvalidArgument, Logprob, RequestOutput, SamplingParams, StructuredOutputs, check_entries
+from jengine import CompletionOutput, InvalidArgument, Load, Logprob, RequestOutput, SamplingParams, StructuredOutputs, check_entries
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
 NO_LIMIT = 2**31 - 1  # as max_tokens: SamplingParams' None, since an unset field is the default
@@ -210,7 +210,27 @@ def ending(completion: CompletionOutput) -> pb.Ending:
 
 
 def usage(output: RequestOutput, completion_tokens: int) -> pb.Usage:
-    return pb.Usage(prompt_tokens=len(output.prompt_token_ids), completion_tokens=completion_tokens)
+    return pb.Usage(
+        prompt_tokens=len(output.prompt_token_ids),
+        completion_tokens=completion_tokens,
+        cached_prompt_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def load(now: Load, counters: bool) -> pb.GetLoadResponse:
+    """`counters`: also those of the prefix cache."""
+    proto = pb.GetLoadResponse(
+        running=now.running,
+        waiting=now.waiting,
+        free_pages=now.free_pages,
+        pages=now.pages,
+        preemptions=now.preemptions,
+        cached_pages=now.cached_pages,
+    )
+    if counters:
+        proto.prefix_queries, proto.prefix_hits, proto.evictions = now.prefix_queries, now.prefix_hits, now.evictions
+        proto.hit_pages.update(zip(now.cache_groups, now.hit_pages, strict=True))
+    return proto
 
 
 def timings(output: RequestOutput) -> pb.Timings:

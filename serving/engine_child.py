@@ -29,8 +29,10 @@ from jengine.serving.wire import (
     Frames,
     Message,
     Order,
+    PrefixCacheReset,
     Quit,
     Ready,
+    ResetPrefixCache,
     failed,
     frame,
     has_masks,
@@ -43,7 +45,7 @@ class EngineChild:
 
     def __init__(self, server: socket.socket, heartbeat: Heartbeat) -> None:
         self._server, self._heartbeat = server, heartbeat
-        self._frames: Frames[Configure | Add | End | Quit] = Frames(Order)
+        self._frames: Frames[Configure | Add | End | ResetPrefixCache | Quit] = Frames(Order)
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # what the loop shall do; None ends it
         self._unmasked: queue.SimpleQueue[Add] = queue.SimpleQueue()  # orders whose masks shall be made
         self._masking: set[str] = set()  # their requests
@@ -137,7 +139,7 @@ class EngineChild:
             os._exit(1)
         os._exit(0)  # the server is gone
 
-    def _pass_on(self, order: Configure | Add | End | Quit) -> None:
+    def _pass_on(self, order: Configure | Add | End | ResetPrefixCache | Quit) -> None:
         match order:
             case Configure():
                 self._configured.put(order)
@@ -148,6 +150,8 @@ class EngineChild:
                 self._inbox.put(self._adding(order))
             case End(ended):
                 self._inbox.put(lambda: self._end(ended))
+            case ResetPrefixCache():
+                self._inbox.put(lambda: self._say(PrefixCacheReset(self._engine.reset_prefix_cache())))
             case Quit():
                 self._inbox.put(None)
 

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -32,9 +33,11 @@ from jengine.serving.wire import (
     EngineInfo,
     Failed,
     Frames,
+    PrefixCacheReset,
     Quit,
     Ready,
     Report,
+    ResetPrefixCache,
     TooLarge,
     add_order,
     error_of,
@@ -77,6 +80,7 @@ class EngineProcess:
         self._configure = Configure(engine, json.dumps(options, default=str))
         self._on_end, self._watchdog_seconds = on_end, watchdog_seconds
         self._outbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()  # what the writer shall send; None ends it
+        self._resets: deque[Callable[[bool], None]] = deque()  # to be called, in this order, when the child says that it has done one
         self._lock = threading.RLock()  # of what follows
         self._child: _Child | None = None
         self._ready = self._connected = self._quitting = False
@@ -143,7 +147,12 @@ class EngineProcess:
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
         self._order(End(Ended(request_id, reason, stop_reason)))
 
-    def _order(self, order: Add | End) -> None:
+    def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
+        with self._lock:  # the answers come in the order of the questions
+            self._resets.append(done)
+            self._order(ResetPrefixCache())
+
+    def _order(self, order: Add | End | ResetPrefixCache) -> None:
         if not self._quitting:
             self._outbox.put(frame(order))
 
@@ -200,6 +209,8 @@ class EngineProcess:
                 if isinstance(message, Batch):
                     self.load = message.load
                     updates += [*message.scores, *message.tokens, *message.ended]
+                elif isinstance(message, PrefixCacheReset):
+                    self._resets.popleft()(message.done)
                 elif isinstance(message, Failed):
                     error = EngineDead(f"the engine has failed: {error_of(message)}")
             if updates:
@@ -226,7 +237,7 @@ class _Child:
 
     def __init__(self, watchdog_seconds: float) -> None:
         self.hung: EngineDead | None = None
-        self._frames: Frames[Ready | Batch | Failed] = Frames(Report)
+        self._frames: Frames[Ready | Batch | PrefixCacheReset | Failed] = Frames(Report)
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
@@ -240,7 +251,7 @@ class _Child:
         with contextlib.suppress(ConnectionError):  # it has died: reading tells how
             self._socket.sendall(data)
 
-    def messages(self) -> Iterator[list[Ready | Batch | Failed]]:
+    def messages(self) -> Iterator[list[Ready | Batch | PrefixCacheReset | Failed]]:
         """What it says, as much at a time as has come, until it hangs up.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import grpc
@@ -10,13 +11,15 @@ from jengine import AsyncLLM, InvalidArgument, OutputKind, PreparedPrompt, Reque
 from jengine.serving import conversions
 from jengine.serving.admission import client_of
 from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
-from jengine.serving.bounds import check_priority
+from jengine.serving.bounds import check_admin, check_priority, sees_all_clients
 from jengine.serving.errors import check_model, reported
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
-from jengine.serving.security import scoped
+from jengine.serving.security import salted, scoped
 from jengine.serving.service import Service, Shared
 from jengine.serving.tracking import TrackedRequest
+
+log = logging.getLogger("jengine.serving")
 
 Prompted = pb.GenerateRequest | pb.ChatRequest
 
@@ -102,6 +105,7 @@ class GenerateService(Service, GenerateServiceServicer):
 
     async def _prepare(self, llm: AsyncLLM, request: Prompted, params: SamplingParams, client: str) -> PreparedPrompt:
         """What takes long in a request happens in threads, what may go wrong in processes of the sandbox."""
+        salt = salted(request.cache_salt if request.HasField("cache_salt") else None)  # here: threads do not know the key
         await self._sandbox.check(client, params.structured_outputs, llm.tokenizer)
         work = partial(self._text_work.run, client, request.ByteSize())
         if isinstance(request, pb.ChatRequest) and request.options.HasField("chat_template"):
@@ -110,17 +114,18 @@ class GenerateService(Service, GenerateServiceServicer):
                 raise InvalidArgument("chat_template", template, "this server takes no templates from its clients")
             messages, chat = await work(lambda: (conversions.to_messages(request.messages), conversions.to_options(request.options)))
             ids = await self._sandbox.render(client, messages, chat, llm.tokenizer)
-            return await work(partial(llm.prepare, ids, params))
-        return await work(partial(self._prepare_here, llm, request, params))
+            return await work(partial(llm.prepare, {"prompt_token_ids": ids, "cache_salt": salt}, params))
+        return await work(partial(self._prepare_here, llm, request, params, salt))
 
-    def _prepare_here(self, llm: AsyncLLM, request: Prompted, params: SamplingParams) -> PreparedPrompt:
+    def _prepare_here(self, llm: AsyncLLM, request: Prompted, params: SamplingParams, salt: str | None) -> PreparedPrompt:
         """In any thread."""
         if isinstance(request, pb.ChatRequest):
-            return llm.prepare_chat(conversions.to_messages(request.messages), params, **conversions.to_options(request.options))
+            options = conversions.to_options(request.options)
+            return llm.prepare_chat(conversions.to_messages(request.messages), params, cache_salt=salt, **options)
         if request.WhichOneof("prompt") == "token_ids":
             self._check_ids("prompt_token_ids", len(request.token_ids.ids))
-            return llm.prepare(list(request.token_ids.ids), params)
-        return llm.prepare(request.text, params)
+            return llm.prepare({"prompt_token_ids": list(request.token_ids.ids), "cache_salt": salt}, params)
+        return llm.prepare({"prompt": request.text, "cache_salt": salt}, params)
 
     def _check_ids(self, field: str, count: int) -> None:
         """Before they are copied."""
@@ -183,10 +188,14 @@ class GenerateService(Service, GenerateServiceServicer):
 
     @reported
     async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
-        load = self._models.llm.load
-        return pb.GetLoadResponse(
-            running=load.running, waiting=load.waiting, free_pages=load.free_pages, pages=load.pages, preemptions=load.preemptions
-        )
+        return conversions.load(self._models.llm.load, counters=sees_all_clients())
+
+    @reported
+    async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext) -> pb.ResetPrefixCacheResponse:
+        check_admin(context.peer())
+        done = await self._models.llm.reset_prefix_cache()
+        log.info("%s has reset the prefix cache", client_of(context))
+        return pb.ResetPrefixCacheResponse(done=done)
 
 
 def _method(request: Prompted, stream: str) -> str:

@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from jengine import AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, __version__
+from jengine import AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, TextPrompt, __version__
 from jengine.serving.admission import client_of
 from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
 from jengine.serving.bounds import check_priority
@@ -20,7 +20,7 @@ from jengine.serving.errors import Refusal, check_model, checked, not_found, ref
 from jengine.serving.generated.inference import grpc_service_pb2 as pb
 from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
 from jengine.serving.overload import Busy, SlowReader
-from jengine.serving.security import scoped
+from jengine.serving.security import salted, scoped
 from jengine.serving.service import Service, Shared
 from jengine.serving.tensors import OUTPUTS, Asked, read_request, write_texts
 from jengine.serving.tracking import TrackedRequest
@@ -124,8 +124,9 @@ class KserveService(Service, GRPCInferenceServiceServicer):
     async def _submit(self, llm: AsyncLLM, asked: Asked, kind: OutputKind, context: grpc.aio.ServicerContext) -> RequestHandle:
         """Check and queue a request."""
         client = client_of(context)
+        prompt: TextPrompt = {"prompt": asked.text, "cache_salt": salted(asked.cache_salt)}
         await self._sandbox.check(client, asked.params.structured_outputs, llm.tokenizer)
-        prepared = await self._text_work.run(client, asked.bytes, partial(llm.prepare, asked.text, asked.params))
+        prepared = await self._text_work.run(client, asked.bytes, partial(llm.prepare, prompt, asked.params))
         timeout = self._bounds.timeout(asked.timeout)
         return llm.submit(prepared, request_id=scoped(new_id()), priority=asked.priority, timeout=timeout, output_kind=kind)
 
@@ -143,6 +144,7 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         if output.finished:
             response.parameters["prompt_tokens"].int64_param = len(output.prompt_token_ids)
             response.parameters["completion_tokens"].int64_param = tokens
+            response.parameters["cached_prompt_tokens"].int64_param = output.num_cached_tokens or 0
         texts: dict[str, list[str]] = {
             "text_output": [completion.text for completion in output.outputs],
             "finish_reason": [completion.finish_reason or "" for completion in output.outputs],

@@ -104,7 +104,7 @@ class PrometheusMetrics(Metrics, Collector):
         self.model, self.load, self.restarts = model, load, restarts
         self.rpcs: Counter[tuple[str, str]] = Counter()  # by method and status
         self.finished: Counter[str] = Counter()  # completions by why they ended
-        self.prompt_tokens = self.generation_tokens = 0
+        self.prompt_tokens = self.cached_prompt_tokens = self.generation_tokens = 0
         self.first_token, self.inter_token, self.end_to_end = Histogram(), Histogram(), Histogram()
         self.queue_time, self.prompt_lengths = Histogram(), Histogram(TOKENS)
         self.rejections: Counter[tuple[str, str]] = Counter()  # by cause and key
@@ -133,6 +133,7 @@ class PrometheusMetrics(Metrics, Collector):
         if (expiry := self.certificate_expiry()) is not None:
             yield self._gauge("certificate_expiry_timestamp_seconds", "When the server's certificate expires", expiry)
         yield self._counter("prompt_tokens", "Prompt tokens of answered requests", self.prompt_tokens)
+        yield self._counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache", self.cached_prompt_tokens)
         yield self._counter("generation_tokens", "Generated tokens", self.generation_tokens)
         ends = CounterMetricFamily(PREFIX + "request_success", "Completions by why they ended", labels=("model_name", "finished_reason"))
         for reason, count in list(self.finished.items()):
@@ -168,6 +169,16 @@ class PrometheusMetrics(Metrics, Collector):
         yield self._gauge("kv_cache_usage_perc", "Share of the cache's pages in use; 1 is all", 1 - load.free_pages / max(load.pages, 1))
         yield self._gauge("kv_cache_pages", "Pages of the cache", load.pages)
         yield self._gauge("kv_cache_free_pages", "Pages of the cache that are free", load.free_pages)
+        yield self._gauge("kv_cache_cached_pages", "Free pages of the cache that a prompt may still find", load.cached_pages)
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", load.prefix_queries)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", load.prefix_hits)
+        hits = CounterMetricFamily(
+            PREFIX + "prefix_cache_hit_pages", "Pages found in the prefix cache, by cache group", labels=("model_name", "group")
+        )
+        for group, count in zip(load.cache_groups, load.hit_pages, strict=True):
+            hits.add_metric((self.model, group), count)
+        yield hits
+        yield self._counter("prefix_cache_evictions", "Cached pages that were given to other tokens", load.evictions)
         yield self._counter("num_preemptions", "Times that a running request lost its place", load.preemptions)
         yield self._counter("compiles_since_start", "Compilations since warm-up; each is a bug", load.compiles_since_start)
 
@@ -227,6 +238,7 @@ class _Watch(RequestWatch):
         """The first tokens have come. Returns when they did."""
         times, metrics = output.metrics, self.metrics
         metrics.prompt_tokens += len(output.prompt_token_ids)
+        metrics.cached_prompt_tokens += output.num_cached_tokens or 0
         first = times.first_token or now
         metrics.prompt_lengths.add(len(output.prompt_token_ids))
         if times.scheduled is not None:

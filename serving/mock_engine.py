@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from jengine import Limits, Load, PromptScores, Request, SequenceLimits, TokenLogprobs, TokenUpdate
+
+LOOKED_UP = 4096  # tokens of a prompt: enough to test, and no work to speak of for prompts of millions
 
 
 @dataclass(slots=True)
@@ -15,6 +18,7 @@ class _Sequence:
     max_len: int
     pages: int  # owned
     generated: int = 0
+    cached: int = 0  # prompt tokens
     scheduled: float = 0.0  # seconds, monotonic
 
 
@@ -23,7 +27,8 @@ class MockEngine:
 
     As a real engine it runs at most `max_num_seqs` requests, each step giving a token to each of them, and each owns cache pages for
     all of its tokens from its beginning to its end. It knows no sampling parameters but those that end a request, and log
-    probabilities, which are made up.
+    probabilities, which are made up. Of a prompt that begins like one before it, with an equal salt, the whole pages count as cached,
+    up to LOOKED_UP tokens.
 
     Args:
         seconds: that a step takes.
@@ -48,6 +53,7 @@ class MockEngine:
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[str, _Sequence] = {}
         self._free_pages = pages
+        self._prefixes = _Prefixes(page_size, pages)
 
     @property
     def load(self) -> Load:
@@ -58,6 +64,12 @@ class MockEngine:
             pages=self.limits.sequence.pages,
             preemptions=0,
             compiles_since_start=0,
+            cached_pages=min(len(self._prefixes.known), self._free_pages),
+            prefix_queries=self._prefixes.queries,
+            prefix_hits=self._prefixes.hits,
+            hit_pages=(self._prefixes.hits // self.limits.sequence.page_size,),
+            cache_groups=("full",),
+            evictions=self._prefixes.evictions,
         )
 
     @property
@@ -80,6 +92,10 @@ class MockEngine:
             if sequence.request.request_id == request_id:
                 self._waiting.remove(sequence)
                 return
+
+    def reset_prefix_cache(self) -> bool:
+        self._prefixes.known.clear()
+        return True
 
     def step(self) -> list[TokenUpdate | PromptScores]:
         if self.steps == self.fail_at:
@@ -105,6 +121,7 @@ class MockEngine:
             request = sequence.request
             self._running[request.request_id] = sequence
             sequence.scheduled = time.monotonic()
+            sequence.cached = self._prefixes.admit(request)
             self._free_pages -= sequence.pages
             if (count := request.params.prompt_logprobs) is not None and len(request.prompt_token_ids) > 1:
                 tokens = request.prompt_token_ids[1:]
@@ -125,7 +142,41 @@ class MockEngine:
         if reason is None and len(prompt) + sequence.generated >= sequence.max_len:
             reason = "length"
         logprobs = None if params.logprobs is None else _logprobs(token, params.logprobs)
-        return TokenUpdate(request_id, token, reason, stop_reason, logprobs, 0, sequence.scheduled)  # type: ignore[arg-type]
+        return TokenUpdate(request_id, token, reason, stop_reason, logprobs, 0, sequence.scheduled, sequence.cached)  # type: ignore[arg-type]
+
+
+class _Prefixes:
+    """Pages of prompts that have been seen, by what comes before them; the oldest are forgotten where there are too many.
+
+    Attributes:
+        known: an id for each page, by the id of the page before it (a first page's is its salt) and its tokens. No id comes twice.
+        queries, hits: tokens.
+    """
+
+    def __init__(self, page_size: int, pages: int) -> None:
+        self.known: OrderedDict[tuple[int | str | None, tuple[int, ...]], int] = OrderedDict()
+        self.queries = self.hits = self.evictions = 0
+        self._page_size, self._pages = page_size, pages
+        self._ids = itertools.count()
+
+    def admit(self, request: Request) -> int:
+        """The prompt's tokens that are known; at least one is not. All are from now on."""
+        prompt, size, found = request.prompt_token_ids[:LOOKED_UP], self._page_size, 0
+        parent: int | str | None = request.cache_salt
+        for start in range(0, len(prompt) // size * size, size):
+            page = (parent, tuple(prompt[start : start + size]))
+            known = self.known.get(page)
+            if known is not None:
+                found += size
+            parent = self.known[page] = next(self._ids) if known is None else known
+        while len(self.known) > self._pages:
+            self.known.popitem(last=False)
+            self.evictions += 1
+        if request.params.prompt_logprobs is not None:
+            return 0
+        cached = min(found, (len(prompt) - 1) // size * size)
+        self.queries, self.hits = self.queries + len(prompt), self.hits + cached
+        return cached
 
 
 def _logprobs(token: int, count: int) -> TokenLogprobs:

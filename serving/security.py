@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from jengine import InvalidArgument
+from jengine import InvalidArgument, check_cache_salt
 from jengine.serving.metrics import Metrics
 from jengine.serving.sparse_log import SparseLog
 
@@ -36,12 +36,14 @@ class Key:
         max_streams: completions that the client may have at once; None is the server's max_streams_per_client.
         tokens_per_minute: prompt and generated tokens together; None is unlimited.
         min_priority: the lowest priority that its requests may ask for. Lower runs first.
+        admin: 1 for a client that may ask for what concerns all clients: to reset the prefix cache, and to read its counters.
     """
 
     name: str
     max_streams: int | None = None
     tokens_per_minute: int | None = None
     min_priority: int = 0
+    admin: int = 0
 
 
 SETTINGS = tuple(field.name for field in fields(Key) if field.name != "name")
@@ -58,6 +60,21 @@ def scoped(request_id: str) -> str:
     """The id that the engine knows a client's request by. Each key has ids of its own; without keys, all clients share theirs."""
     key = current_key.get()
     return request_id if key is None else f"{key.name}{_SEPARATOR}{request_id}"
+
+
+def salted(cache_salt: str | None) -> str | None:
+    """The salt that the engine shares the pages of a client's request by. It depends on the key's name as well, so no client finds pages
+    of another key, whose prompts it could guess by the time that an answer takes. Without keys it is the client's own.
+
+    Raises:
+        InvalidArgument: what is no salt.
+    """
+    check_cache_salt(cache_salt)
+    key = current_key.get()
+    if key is None:
+        return cache_salt
+    name, own = (text.encode("utf-8", "surrogatepass") for text in (key.name, cache_salt or ""))
+    return hashlib.sha256(len(name).to_bytes(8, "big") + name + own).hexdigest()  # with its length, no name continues in a salt
 
 
 # --- the keys file ----------------------------------------------------------------------------------
@@ -140,7 +157,9 @@ def _key_of(words: list[str], default_name: str) -> Key:
         name, _, value = words.pop().partition("=")
         if name not in SETTINGS or name in settings:
             raise ValueError(f"{name!r} is given twice" if name in settings else f"no setting {name!r}; there are {', '.join(SETTINGS)}")
-        if not re.fullmatch(r"-?\d{1,18}", value) or (int(value) < 1 and name != "min_priority"):
+        if name == "admin" and value not in ("0", "1"):
+            raise ValueError(f"admin={value}: must be 0 or 1")
+        if not re.fullmatch(r"-?\d{1,18}", value) or (int(value) < 1 and name not in ("min_priority", "admin")):
             raise ValueError(f"{name}={value}: must be a whole number{'' if name == 'min_priority' else ', at least 1'}")
         settings[name] = int(value)
     name = " ".join(words) or default_name

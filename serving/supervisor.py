@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jengine import AsyncLLM, EngineDead, SamplingParams, Tokenizer
+from jengine import AsyncLLM, EngineDead, Load, SamplingParams, Tokenizer
 from jengine.serving.engine_process import EngineProcess
 from jengine.serving.model_provider import RESTART_SECONDS, ModelInfo
 
 logger = logging.getLogger(__name__)
 OnEnd = Callable[[EngineDead | None], None]
 SHORTEST_RETRY, LONGEST_OVERDUE = 1.0, 30.0  # seconds
+COUNTERS = ("preemptions", "compiles_since_start", "prefix_queries", "prefix_hits", "evictions")  # of a Load: since its engine's start
 
 
 class BackOff:
@@ -64,6 +65,7 @@ class Supervisor:
         self._tokenizer: Tokenizer | None = None
         self._facts: ModelInfo | None = None
         self._llm: AsyncLLM | None = None
+        self._past: Load | None = None  # the last engine's, with what those before it had counted
         self._serving = self._retired = False
         self._since = time.monotonic()  # when the engine that answers was ready
         self._expected: float | None = None  # when the next one should be, where none answers
@@ -80,6 +82,17 @@ class Supervisor:
         if self._llm is None:
             raise EngineDead("there is no engine at this moment")
         return self._llm
+
+    @property
+    def load(self) -> Load:
+        """Of the engine that answers now, but with what all engines have counted: these numbers never fall. May be read in any thread.
+
+        Raises:
+            EngineDead: there is none.
+        """
+        past = self._past  # before the engine: else one that ends meanwhile would be counted twice
+        load = self.llm.load
+        return load if past is None else _added(past, load)
 
     @property
     def info(self) -> ModelInfo:
@@ -138,7 +151,8 @@ class Supervisor:
             since = loop.time()
             error = await ended
             self._set(False)
-            dead, self._llm = self.llm, None
+            dead, last, self._llm = self.llm, self.load, None
+            self._past = last
             await dead.close()
             ended = await self._restart(error, loop.time() - since)
             self.restarts += 1
@@ -199,6 +213,13 @@ class Supervisor:
         if serving != self._serving:
             self._serving = serving
             self._on_state(serving)
+
+
+def _added(past: Load, load: Load) -> Load:
+    """A load whose counters begin where those of `past` ended."""
+    pages = dict(zip(past.cache_groups, past.hit_pages, strict=True))
+    hit_pages = tuple(count + pages.get(group, 0) for group, count in zip(load.cache_groups, load.hit_pages, strict=True))
+    return load._replace(hit_pages=hit_pages, **{name: getattr(past, name) + getattr(load, name) for name in COUNTERS})
 
 
 def _resolve(future: asyncio.Future[EngineDead | None], error: EngineDead | None) -> None:

@@ -32,7 +32,7 @@ KINDS = {
 LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")  # sampling parameters that are tensors of any size
 OUTPUTS = ("text_output", "finish_reason")
 WITHOUT_EFFECT = ("triton_enable_empty_final_response",)  # the last response is marked in any case
-KNOWN = {"text_input", "sampling_parameters", "priority", "timeout", *DEFAULTS, *WITHOUT_EFFECT}  # inputs or parameters
+KNOWN = {"text_input", "sampling_parameters", "priority", "timeout", "cache_salt", *DEFAULTS, *WITHOUT_EFFECT}  # inputs or parameters
 NOT_KNOWN = "there is no such input or parameter"
 MAX_RANK = 8  # of a tensor: the product of its sizes is taken
 MAX_TEXTS = 1000  # in a tensor: more than any parameter may have
@@ -45,6 +45,7 @@ class Asked(NamedTuple):
     params: SamplingParams
     priority: int
     timeout: float | None  # seconds
+    cache_salt: Any  # not checked yet
     bytes: int  # of the request
 
 
@@ -73,9 +74,9 @@ def read_request(request: pb.ModelInferRequest, default: SamplingParams | None =
     text = given.pop("text_input", None)
     if not isinstance(text, str):
         raise InvalidArgument("text_input", text, "must be given, as a BYTES tensor of one element")
-    priority, timeout = given.pop("priority", 0), given.pop("timeout", None)
+    priority, timeout, salt = given.pop("priority", 0), given.pop("timeout", None), given.pop("cache_salt", None)
     params = _params(given, SamplingParams() if default is None else default)
-    return Asked(text, params, priority, None if timeout is None else _seconds(timeout), request.ByteSize())
+    return Asked(text, params, priority, None if timeout is None else _seconds(timeout), salt, request.ByteSize())
 
 
 def _params(given: dict[str, Any], default: SamplingParams) -> SamplingParams:

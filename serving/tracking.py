@@ -79,6 +79,7 @@ class TrackedRequest:
             "status": status,
             "cause": None if refused is None else refused.cause,
             "prompt_tokens": self.prompt_tokens,
+            "cached_prompt_tokens": 0 if output is None else output.num_cached_tokens or 0,
             "output_tokens": self.output_tokens,
             "queue_seconds": None if times is None or times.scheduled is None else round(times.scheduled - self.began, 6),
             "first_token_seconds": None if times is None or times.first_token is None else round(times.first_token - self.began, 6),

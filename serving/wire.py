@@ -84,6 +84,7 @@ class Add(Message):
     samples: list[Sample]
     priority: int
     arrival: float
+    cache_salt: str | None = None
 
 
 class End(Message):
@@ -92,11 +93,15 @@ class End(Message):
     request: Ended
 
 
+class ResetPrefixCache(Message):
+    """Forget all cached pages; answered by PrefixCacheReset."""
+
+
 class Quit(Message):
     """Last."""
 
 
-Order = Configure | Add | End | Quit
+Order = Configure | Add | End | ResetPrefixCache | Quit
 
 
 # --- the engine says -------------------------------------------------------------------------------
@@ -134,6 +139,12 @@ class Batch(Message):
     load: Load
 
 
+class PrefixCacheReset(Message):
+    """The oldest ResetPrefixCache that has no answer was carried out, and whether that was done."""
+
+    done: bool
+
+
 class Failed(Message):
     """Last: the engine could not start, or has stopped. `arguments` are the error's, as a JSON list."""
 
@@ -141,7 +152,7 @@ class Failed(Message):
     arguments: str
 
 
-Report = Ready | Batch | Failed
+Report = Ready | Batch | PrefixCacheReset | Failed
 
 
 # --- a server and its sandbox's workers -------------------------------------------------------
@@ -229,7 +240,7 @@ def add_order(requests: tuple[Request, ...]) -> Add:
     first = requests[0]
     samples = [Sample(request.request_id, request.sample_index) for request in requests]
     priority = max(-(2**63), min(first.priority, 2**63 - 1))  # what msgpack holds
-    return Add(first.prompt_token_ids, _params_text(first.params), samples, priority, first.arrival)
+    return Add(first.prompt_token_ids, _params_text(first.params), samples, priority, first.arrival, first.cache_salt)
 
 
 def has_masks(order: Add) -> bool:
@@ -259,6 +270,7 @@ def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
             mask=masks[i],
             priority=order.priority,
             arrival=order.arrival,
+            cache_salt=order.cache_salt,
         )
         for i, sample in enumerate(order.samples)
     ]

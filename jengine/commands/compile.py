@@ -13,7 +13,10 @@ from jengine.commands.flags import add_fields, add_model, given_fields
 from jengine.commands.terminal import note
 
 # These do not enter programs, or are what is written here.
-SKIPS = ("model", "tokenizer", "policy", "overlap", "seed", "programs", "cache_max_size", "coordinator", "num_processes", "process_id")
+SKIPS = (
+    "model", "tokenizer", "enable_prefix_caching", "policy", "overlap", "seed", "programs", "cache_max_size",
+    "coordinator", "num_processes", "process_id",
+)  # fmt: skip
 GIB, MIB = 1 << 30, 1 << 20
 
 

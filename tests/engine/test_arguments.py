@@ -60,7 +60,13 @@ def test_a_clone_is_equal_and_may_differ() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"trust_remote_code": False}, {"disable_log_stats": True}, {"swap_space": 0}, {"enforce_eager": False}, {"tokenizer_mode": "auto"}],
+    [
+        {"trust_remote_code": False},
+        {"disable_log_stats": True},
+        {"swap_space": 0},
+        {"enforce_eager": False},
+        {"prefix_caching_hash_algo": "sha256"},
+    ],
 )
 def test_options_of_vllm_that_change_nothing(options: dict[str, Any]) -> None:
     assert EngineConfig.of("demo", {**options, "seed": 3}) == EngineConfig(seed=3)
@@ -71,5 +77,7 @@ def test_options_of_vllm_that_would_change_something() -> None:
         with pytest.raises(InvalidArgument, match=reason) as refused:
             EngineConfig.of("demo", {name: value})
         assert refused.value.field == name
+    with pytest.raises(InvalidArgument, match="enable_prefix_caching=1: must be True or False"):
+        EngineConfig.of("demo", {"enable_prefix_caching": 1})
     with pytest.warns(UserWarning, match="enforce_eager=True has no effect: programs are always compiled"):
         EngineConfig.of("demo", {"enforce_eager": True})

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, InvalidArgument, RequestOutput, SamplingParams
-from jengine.outputs import LiveOutputs
+from jengine.outputs import LiveOutputs, blank_copy, catch_up
 from jengine.prompts import make_requests
 from jengine.request import MAX_SAMPLES, Request
 from jengine.text.tokenizer import Tokenizer
@@ -286,6 +286,18 @@ def test_completions_grow_in_any_order(order: list[int]) -> None:
     assert [c.token_ids for c in output.outputs] == [[100 * i + 1 + j for j in range(length)] for i, length in enumerate(lengths)]
     assert output.finished and output.metrics.finished is not None and output.metrics.preemptions == 3 + 10
     assert live.take([TokenUpdate(request.request_id, 1) for request in requests]) == [] and live.abort("7") is None and live.ended == []
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_cached_tokens_are_the_first_completions(order: tuple[int, int]) -> None:
+    live, output, requests = opened(2)
+    copy = blank_copy(output)
+    assert output.num_cached_tokens is None
+    for i in order:
+        live.take([TokenUpdate(requests[i].request_id, 70, cached=16 + i)])
+        assert output.num_cached_tokens == (16 if 0 in order[: order.index(i) + 1] else 17)
+    catch_up(copy, output)
+    assert copy.num_cached_tokens == 16
 
 
 def test_what_comes_for_one_that_has_ended_is_dropped() -> None:

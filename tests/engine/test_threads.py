@@ -200,6 +200,37 @@ def test_uninterrupted() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+# The prefix cache.
+
+
+def test_a_reset_comes_between_two_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while another thread steps; whichever calls run go on."""
+    engine, stepping, calls = llm.engine, [False], []
+    step: Any = engine.step
+
+    def watched() -> Any:
+        stepping[0] = True
+        time.sleep(0.001)
+        updates = step()
+        stepping[0] = False
+        return updates
+
+    def reset() -> bool:
+        calls.append(stepping[0])
+        return len(calls) % 2 == 1
+
+    monkeypatch.setattr(engine, "step", watched)
+    monkeypatch.setattr(engine.scheduler, "reset_prefix_cache", reset)
+    assert [llm.reset_prefix_cache(), llm.reset_prefix_cache()] == [True, False]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: llm.generate("dog", SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False))
+        while llm._shared._leader is None and not other.done():
+            time.sleep(0.0005)
+        got = [llm.reset_prefix_cache() for _ in range(10)]
+        assert got == [True, False] * 5 and len(other.result(WAIT)[0].outputs[0].token_ids) == 150
+    assert calls == [False] * 12
+
+
 # Ends.
 
 
@@ -227,11 +258,19 @@ def test_a_step_that_fails_ends_every_call(text_model: Path, monkeypatch: pytest
             return error
         return None
 
-    errors = in_threads(4, work)
+    def reset(thread: int) -> BaseException | None:
+        try:
+            while True:
+                llm.reset_prefix_cache()
+        except BaseException as error:
+            return error
+
+    errors = in_threads(5, lambda thread: (work if thread else reset)(thread))
     assert sum(isinstance(error, ZeroDivisionError) for error in errors) == 1
-    assert sum(isinstance(error, EngineDead) and "a fault" in str(error) for error in errors) == 3
-    with pytest.raises(EngineDead, match="a fault"):
-        llm.stream("the")
+    assert sum(isinstance(error, EngineDead) and "a fault" in str(error) for error in errors) == 4
+    for use in (lambda: llm.stream("the"), llm.reset_prefix_cache):
+        with pytest.raises(EngineDead, match="a fault"):
+            use()
     llm.close()
 
 
@@ -249,7 +288,14 @@ def test_closing(text_model: Path) -> None:
             for one in running:
                 assert isinstance(one.exception(WAIT), EngineDead)
     running.clear()
-    for use in (lambda: llm.generate("the"), lambda: llm.stream("the"), lambda: next(stream), lambda: llm.stats, lambda: llm.engine):
+    for use in (
+        lambda: llm.generate("the"),
+        lambda: llm.stream("the"),
+        lambda: next(stream),
+        lambda: llm.stats,
+        lambda: llm.engine,
+        llm.reset_prefix_cache,
+    ):
         with pytest.raises(EngineDead, match="has been closed"):
             use()
     assert repr(llm).endswith("closed)") and llm.max_model_len == 192 and llm.get_tokenizer() is llm.tokenizer

@@ -70,6 +70,7 @@ def test_contents_are_answered_with_contents(stub: GRPCInferenceServiceStub, moc
     assert answer.outputs[0].contents.bytes_contents and not answer.raw_output_contents
     assert answer.parameters["completion_tokens"].int64_param == 5 and answer.parameters["triton_final_response"].bool_param
     assert answer.parameters["prompt_tokens"].int64_param == len(mock_server.llm.tokenizer.encode(TEXT))
+    assert answer.parameters["cached_prompt_tokens"].int64_param == 0
     assert [(output.name, output.datatype, list(output.shape)) for output in answer.outputs] == [
         ("text_output", "BYTES", [1]),
         ("finish_reason", "BYTES", [1]),

@@ -18,7 +18,10 @@ from jengine.serving.http_server import pages_of
 from jengine.serving.metrics import Histogram, Metrics, OutcomeInterceptor, PrometheusMetrics
 from jengine.serving.security import ApiKeys, KeyInterceptor, hash_line
 
-LOAD = Load(running=3, waiting=2, free_pages=30, pages=40, preemptions=5, compiles_since_start=1)
+LOAD = Load(
+    running=3, waiting=2, free_pages=30, pages=40, preemptions=5, compiles_since_start=1, cached_pages=12, prefix_queries=900,
+    prefix_hits=320, hit_pages=(20, 4), cache_groups=("full", "window[512]"), evictions=6,
+)  # fmt: skip
 
 
 def make(load: Load | None = LOAD) -> PrometheusMetrics:
@@ -50,6 +53,7 @@ def output(arrival: float, first: float | None, end: float | None, *completions:
         prompt_token_ids=[1] * prompt,
         outputs=[CompletionOutput(index=i, token_ids=[1] * n, finish_reason=why) for i, (n, why) in enumerate(completions)],  # type: ignore[arg-type]
     )
+    made.num_cached_tokens = None if first is None else prompt // 2
     made.metrics.scheduled = None if first is None else arrival + 0.25
     made.metrics.arrival, made.metrics.first_token, made.metrics.finished = arrival, first, end
     return made
@@ -71,8 +75,12 @@ def test_the_engine_as_last_heard() -> None:
     names = [key[0] for key in got if any(word in key[0] for word in ("kv", "num", "engine"))]
     assert {name: got[(name,)] for name in names} == {
         "num_requests_running": 3, "num_requests_waiting": 2, "kv_cache_usage_perc": 0.25, "kv_cache_pages": 40, "kv_cache_free_pages": 30,
-        "num_preemptions_total": 5, "engine_up": 1, "engine_restarts_total": 7,
+        "num_preemptions_total": 5, "engine_up": 1, "engine_restarts_total": 7, "kv_cache_cached_pages": 12,
     }  # fmt: skip
+    assert {key[0].removeprefix("prefix_cache_"): value for key, value in got.items() if key[0].startswith("prefix") and len(key) == 1} == {
+        "queries_total": 900, "hits_total": 320, "evictions_total": 6,
+    }  # fmt: skip
+    assert got[("prefix_cache_hit_pages_total", "full")] == 20 and got[("prefix_cache_hit_pages_total", "window[512]")] == 4
     assert got[("compiles_since_start_total",)] == 1 and got[("process_open_fds",)] > 0
     down = scraped(make(load=None))
     assert down[("engine_up",)] == 0 and ("num_requests_running",) not in down and down[("engine_restarts_total",)] == 7
@@ -99,6 +107,7 @@ def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> 
 
     got = scraped(metrics)
     assert (got[("prompt_tokens_total",)], got[("generation_tokens_total",)]) == (4 + 6 + 4, 4 + 8 + 1)
+    assert got[("prompt_tokens_cached_total",)] == 2 + 3 + 2
     assert {key[1]: value for key, value in got.items() if key[0] == "request_success_total"} == {"length": 2, "stop": 1, "abort": 2}
     sums = {name: (got[(f"{name}_count",)], pytest.approx(got[(f"{name}_sum",)])) for name in LATENCIES}
     assert sums == {

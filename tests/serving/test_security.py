@@ -50,7 +50,11 @@ def test_names_of_keys(keys: Path) -> None:
         (b"\n" + KEY.encode(), "line 2 does not begin with a SHA-256 in hexadecimal digits"),
         (b"\xff", "is no UTF-8 text"),
         (f"{KEY} anna".encode(), "if it is the key itself, replace it by what `python -m jengine.serving.security NAME` prints"),
-        (f"{DIGEST} anna max_stream=3".encode(), "line 1: no setting 'max_stream'; there are max_streams, tokens_per_minute, min_priority"),
+        (
+            f"{DIGEST} anna max_stream=3".encode(),
+            "line 1: no setting 'max_stream'; there are max_streams, tokens_per_minute, min_priority, admin",
+        ),
+        (f"{DIGEST} anna admin=yes".encode(), "line 1: admin=yes: must be 0 or 1"),
         (f"{DIGEST} anna max_streams=0".encode(), "line 1: max_streams=0: must be a whole number, at least 1"),
         (f"{DIGEST} anna min_priority=low".encode(), "line 1: min_priority=low: must be a whole number"),
         (f"{DIGEST} max_streams=1 max_streams=2".encode(), "'max_streams' is given twice"),
@@ -70,10 +74,10 @@ def test_key_files_that_would_let_nobody_or_anybody_in(tmp_path: Path, content: 
 
 def test_settings_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    settings = ("max_streams=8", "tokens_per_minute=20000", "min_priority=-3")
+    settings = ("max_streams=8", "tokens_per_minute=20000", "min_priority=-3", "admin=1")
     file.write_text(f"{hash_line(KEY, 'anna b', *settings)}  # a comment\n{hash_line(OTHER, '', 'max_streams=1')}\n")
     known = ApiKeys.load(file)
-    assert known.find(KEY) == Key("anna b", max_streams=8, tokens_per_minute=20000, min_priority=-3)
+    assert known.find(KEY) == Key("anna b", max_streams=8, tokens_per_minute=20000, min_priority=-3, admin=1)
     assert known.find(OTHER) == Key(OTHER_NAME, max_streams=1)
     with pytest.raises(InvalidArgument, match="no setting 'max_stream'"):
         hash_line(KEY, "anna", "max_stream=1")

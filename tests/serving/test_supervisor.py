@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jengine import EngineDead, InvalidArgument, RequestOutput, SamplingParams
+from jengine import EngineDead, InvalidArgument, Load, RequestOutput, SamplingParams
 from jengine.serving.engine_process import EngineProcess
 from jengine.serving.supervisor import BackOff, OnEnd, Supervisor
 from tests.serving.leaks import nothing_leaks, wait_until
@@ -138,6 +138,38 @@ def test_a_slow_reader_learns_of_the_death_too(tokenizer_folder: Path) -> None:
         await watched.supervisor.close()
 
     run(main)
+
+
+def test_counters_do_not_fall_when_an_engine_is_replaced(tokenizer_folder: Path) -> None:
+    watched = Watched(tokenizer_folder, page_size=2)
+    supervisor, queried, hits = watched.supervisor, [], []
+
+    def counted() -> Load:
+        queried.append(supervisor.load.prefix_queries)
+        hits.append((supervisor.load.prefix_hits, supervisor.load.hit_pages))
+        return supervisor.load
+
+    async def main() -> None:
+        await supervisor.start()
+        for _ in range(2):
+            await watched.ask()
+        assert counted() == supervisor.llm.load
+        for _ in range(2):
+            watched.kill()
+            await watched.until_state(False)
+            with pytest.raises(EngineDead):
+                _ = supervisor.load
+            await watched.until_state(True)
+            counted()
+            await watched.ask()
+            assert supervisor.llm.load.prefix_hits == 0, "a new engine has cached nothing"
+            counted()
+        await supervisor.close()
+
+    run(main)
+    once = queried[0] // 2
+    assert once > 4 and [count // once for count in queried] == [2, 2, 3, 3, 4]
+    assert len(set(hits)) == 1 and hits[0][0] == 2 * hits[0][1][0] > 0
 
 
 def test_the_first_engine_must_start(tokenizer_folder: Path) -> None:

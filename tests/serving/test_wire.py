@@ -75,14 +75,18 @@ TOPS = st.lists(st.tuples(st.integers(0, 2**31), st.floats(max_value=0)), max_si
 LOGPROBS = st.builds(TokenLogprobs, st.floats(-100, 0), st.integers(1, 2**40), TOPS)
 ID, TOKEN = st.text(st.characters(codec="utf-8")), st.integers(0, 2**31)
 REASONS = st.none() | st.sampled_from(("stop", "length", "abort", "error"))
-UPDATES = st.builds(TokenUpdate, ID, TOKEN, REASONS, st.none() | TOKEN | ID, st.none() | LOGPROBS, st.integers(0, 9), st.floats(0, 1e9))
+COUNT = st.integers(0, 2**40)
+UPDATES = st.builds(
+    TokenUpdate, ID, TOKEN, REASONS, st.none() | TOKEN | ID, st.none() | LOGPROBS, st.integers(0, 9), st.floats(0, 1e9), COUNT
+)
+GROUPS = st.lists(ID, max_size=2).map(tuple)
 SCORES = st.builds(PromptScores, ID, TOKEN, st.lists(TOKEN), st.lists(LOGPROBS, max_size=3))
 BATCHES = st.builds(
     Batch,
     st.lists(UPDATES),
     st.lists(SCORES, max_size=2),
     st.lists(st.builds(Ended, ID, REASONS.filter(bool), st.none() | ID), max_size=2),
-    st.builds(Load, *[st.integers(0, 2**40)] * 6),
+    st.builds(Load, *[COUNT] * 9, st.lists(COUNT, max_size=2).map(tuple), GROUPS, COUNT),
 )
 
 
@@ -94,10 +98,22 @@ def send(messages: Sequence[Message], kind: Any, cuts: list[int]) -> list[Any]:
     return [message for start, end in itertools.pairwise(places) for message in frames.take(data[start:end])]
 
 
-@given(st.lists(PARAMS, min_size=1, max_size=3), st.integers(-(10**30), 10**30), st.lists(st.integers(0, 10**6), max_size=9))
-def test_requests(each: list[SamplingParams], priority: int, cuts: list[int]) -> None:
+@given(
+    st.lists(PARAMS, min_size=1, max_size=3), st.integers(-(10**30), 10**30), st.none() | ID, st.lists(st.integers(0, 10**6), max_size=9)
+)
+def test_requests(each: list[SamplingParams], priority: int, salt: str | None, cuts: list[int]) -> None:
     given = [
-        [Request(request_id=f"{i}/{j}", prompt_token_ids=[5, i, j], params=params, sample_index=j, priority=priority, arrival=i + 0.1)]
+        [
+            Request(
+                request_id=f"{i}/{j}",
+                prompt_token_ids=[5, i, j],
+                params=params,
+                sample_index=j,
+                priority=priority,
+                arrival=i + 0.1,
+                cache_salt=salt,
+            )
+        ]
         for i, params in enumerate(each)
         for j in range(2)
     ]

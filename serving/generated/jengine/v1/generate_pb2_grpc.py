@@ -79,6 +79,11 @@ class GenerateServiceStub:
                 request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/jengine.v1.GenerateService/ResetPrefixCache',
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
 
 
 class GenerateServiceServicer:
@@ -145,6 +150,14 @@ class GenerateServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Forgets all pages of the prefix cache, those of all clients; requests that run go on. PERMISSION_DENIED unless the API key's line has
+        admin=1, or, on a server without keys, the call comes from the server's machine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -192,6 +205,11 @@ def add_GenerateServiceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadRequest.FromString,
                     response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -437,6 +455,33 @@ class GenerateService:
             '/jengine.v1.GenerateService/GetLoad',
             jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadRequest.SerializeToString,
             jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jengine.v1.GenerateService/ResetPrefixCache',
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ResetPrefixCacheRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
