@@ -101,6 +101,12 @@ class Engine:
             pages=blocks.capacity,
             preemptions=scheduler.num_preemptions,
             compiles_since_start=self.compiles_since_start,
+            cached_pages=blocks.cached,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            hit_pages=tuple(blocks.hit_pages.values()),
+            cache_groups=tuple(blocks.hit_pages),
+            evictions=blocks.evictions,
         )
 
     def add(self, *requests: Request) -> list[Sequence]:
@@ -114,7 +120,9 @@ class Engine:
             self.scheduler.check_id(request.request_id)
         first = requests[0]
         seed = self._seeds.getrandbits(64) if first.params.seed is None else prompt_seed(first.params.seed, first.prompt_token_ids)
-        return [self.scheduler.add(request, seed=seed, eos_token_ids=self.model.eos_token_ids) for request in requests]
+        add, eos = self.scheduler.add, self.model.eos_token_ids
+        sequence = add(first, seed=seed, eos_token_ids=eos)
+        return [sequence, *[add(request, seed=seed, eos_token_ids=eos, family=sequence.number) for request in requests[1:]]]
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
         """End a request for the caller's reason, such as a stop string in its text or an abort. False where it has already ended."""
@@ -181,7 +189,7 @@ class Engine:
         got = result.logprobs
         if got is None:
             return [
-                TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, None, s.num_preemptions, s.scheduled)
+                TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, None, s.num_preemptions, s.scheduled, s.num_cached)
                 for _, s, token in collected
             ]
         updates = []
@@ -193,7 +201,9 @@ class Engine:
                     s.request.mask.accept(token)
                 except Exception as error:  # this request's alone
                     self._fail(s, error)
-            updates.append(TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, logprobs, s.num_preemptions, s.scheduled))
+            updates.append(
+                TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, logprobs, s.num_preemptions, s.scheduled, s.num_cached)
+            )
         return updates
 
     def _prompt_scores(self, plan: StepPlan, scores: SampledLogprobs) -> list[PromptScores]:

@@ -99,7 +99,8 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         max_num_seqs=spec.max_slots,
         max_num_batched_tokens=sizes(config, spec.mesh.devices.flat[0].platform).max_num_batched_tokens,
         max_model_len=spec.max_model_len,
-        groups=[GroupPages() for _ in spec.groups],
+        groups=[GroupPages(group.window) for group in spec.groups],
+        prefix_caching=config.enable_prefix_caching,
         policy=config.policy,
         costs=StepCosts(costs),
     )

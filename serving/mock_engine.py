@@ -82,7 +82,7 @@ class MockEngine:
         room = self.limits.sequence
         for request in requests:
             max_len = room.max_len(request)
-            self._waiting.append(_Sequence(request, max_len, room.pages_of(max_len - 1)))
+            self._waiting.append(_Sequence(request, max_len, room.most_pages(max_len - 1)))
 
     def end(self, request_id: str, reason: str, stop_reason: str | None = None) -> None:
         if (sequence := self._running.pop(request_id, None)) is not None:

@@ -26,9 +26,6 @@ class CacheGroup:
     layers: tuple[int, ...]
     window: int | None = None
 
-    def __str__(self) -> str:
-        return self.kind if self.window is None else f"{self.kind}[{self.window}]"
-
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """The groups of a model, full attention first. Layers of one kind are split into groups about as large as the rarest kind's."""

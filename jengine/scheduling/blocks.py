@@ -24,6 +24,10 @@ class GroupPages(NamedTuple):
     window: int | None = None
     pool: int = 0
 
+    @property
+    def name(self) -> str:
+        return "full" if self.window is None else f"window[{self.window}]"
+
 
 Entry = tuple[int, int, int]  # a change of a block table: of which cache group, the index, the page
 
@@ -86,7 +90,7 @@ class BlockManager:
         self.page_size, self.groups, self.prefix_caching = page_size, tuple(groups), prefix_caching
         self.pools = [PagePool(pages, partial(self._forget, pool)) for pool, pages in enumerate(pools)]
         self._groups_of = Counter(group.pool for group in self.groups)
-        self.hit_pages = [0] * len(self.groups)
+        self.hit_pages = dict.fromkeys((group.name for group in self.groups), 0)  # pages found, by the groups' names
         self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
         self._index = PrefixIndex(len(self.groups), page_size)
         self._tables: dict[int, BlockTable] = {}
@@ -163,12 +167,12 @@ class BlockManager:
         """Gives a sequence its block table: the pages of the hit, and for groups without a window those of all known tokens."""
         firsts = [self._first_seen(group, hit.tokens) for group in range(len(self.groups))]
         pages = [[0] * first + [block.pages[group] for block in hit.blocks[first:]] for group, first in enumerate(firsts)]
-        table = BlockTable(pages, firsts, [*firsts], salt, self.prefix_caching, hit.blocks)
+        table = BlockTable(pages, firsts, [*firsts], salt, self.prefix_caching, [*hit.blocks])
         self._tables[number] = table
         for group, first in enumerate(firsts):  # before pages are taken, lest these are evicted
             for page in table.pages[group][first:]:
                 self.pools[self.groups[group].pool].share(page)
-            self.hit_pages[group] += len(hit.blocks) - first
+            self.hit_pages[self.groups[group].name] += len(hit.blocks) - first
         if hit.blocks:
             self._index.use(hit.blocks[-1])
         for group, (window, _) in enumerate(self.groups):
