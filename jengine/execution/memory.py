@@ -97,7 +97,7 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
     if config.num_pages is not None:
         return config.num_pages
     each = page_bytes(spec.model.config, spec.page_size, spec.cache_dtype)
-    everyone = 1 + spec.max_slots * spec.table_width
+    everyone = 1 + spec.max_slots * spec.most_pages(spec.max_model_len)
     given = parse_bytes("kv_cache_memory", config.kv_cache_memory)
     device = spec.mesh.devices.flat[0]
     if given is not None:
@@ -120,7 +120,7 @@ def pages_beside(config: EngineConfig, spec: ExecutionSpec, memory: DeviceMemory
     if config.num_pages is not None:
         return config.num_pages
     given = parse_bytes("kv_cache_memory", config.kv_cache_memory)
-    count = min(1 + spec.max_slots * spec.table_width, memory.pages) if given is None else given // memory.page
+    count = min(1 + spec.max_slots * spec.most_pages(spec.max_model_len), memory.pages) if given is None else given // memory.page
     return _enough(count, spec.page_size, memory.page)
 
 

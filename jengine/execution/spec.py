@@ -25,6 +25,7 @@ from jengine.execution.sources import source_digest
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, cache_groups
+from jengine.pages import most_pages, pages_of
 from jengine.parallel.mesh import with_shardings
 from jengine.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.products import cpu_refused
@@ -57,7 +58,11 @@ class ExecutionSpec:
     @property
     def table_width(self) -> int:
         """Pages of a cache group that a sequence may have."""
-        return -(-self.max_model_len // self.page_size)
+        return pages_of(self.max_model_len, self.page_size)
+
+    def most_pages(self, tokens: int) -> int:
+        """Pages that a sequence holds at most, over all cache groups, on its way to this many tokens."""
+        return sum(most_pages(tokens, group.window, self.page_size, self.table.tile_size) for group in self.groups)
 
     @functools.cached_property
     def groups(self) -> tuple[CacheGroup, ...]:

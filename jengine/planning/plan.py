@@ -75,7 +75,7 @@ class Plan:
 
     def sequences(self, context: int) -> float:
         """Of so many tokens, that the cache holds at once."""
-        return max(self.pages - 1, 0) / -(-context // self.spec.page_size)
+        return max(self.pages - 1, 0) / self.spec.most_pages(context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def make_plan(config: EngineConfig, target: str, *, exact: bool = False, progres
     if pages * memory.page + memory.weights + memory.state + memory.working > memory.limit:  # of pages that were asked for
         pages = 0
     formats = formats_of(spec)
-    model, room = spec.model.config, (pages - 1) * spec.page_size
+    model = spec.model.config
     contexts = sorted({min(context, spec.max_model_len) for context in CONTEXTS})
     batches = sorted({min(batch, spec.max_slots) for batch in (*BATCHES, spec.max_slots)})
     steps = sorted({table.tile_size * tiles for tiles in (1, table.max_tiles, max(1, table.max_tiles // 4))})
@@ -126,7 +126,11 @@ def make_plan(config: EngineConfig, target: str, *, exact: bool = False, progres
         total_programs=len(program_keys(spec)),
         programs=programs,
         seconds=seconds,
-        decode=[Rate(n, c, bound(decode(model, formats, n, c), formats, device), n * c <= room) for n in batches for c in contexts],
+        decode=[
+            Rate(n, c, bound(decode(model, formats, n, c), formats, device), n * spec.most_pages(c) < pages)
+            for n in batches
+            for c in contexts
+        ],
         prefill=[Rate(n, c, bound(prefill(model, formats, n, c), formats, device)) for n in steps for c in contexts],
     )
 

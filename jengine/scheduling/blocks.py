@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from jengine.pages import most_pages, pages_of
 from jengine.scheduling.page_pool import PagePool
 from jengine.scheduling.prefix_index import Block, PrefixIndex
-from jengine.scheduling.sequence_limits import most_pages
 
 
 class GroupPages(NamedTuple):
@@ -118,7 +118,7 @@ class BlockManager:
 
     def pages_of(self, tokens: int) -> int:
         """Pages of each group that hold this many tokens."""
-        return -(-tokens // self.page_size)
+        return pages_of(tokens, self.page_size)
 
     @property
     def numbers(self) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jengine.errors import InvalidArgument
+from jengine.pages import most_pages
 from jengine.request import MAX_STOP_TOKEN_IDS, Request
 
 
@@ -60,9 +61,3 @@ class SequenceLimits:
     def most_pages(self, tokens: int) -> int:
         """Pages that a sequence holds at most, over all cache groups, on its way to this many tokens."""
         return sum(most_pages(tokens, window, self.page_size, self.tile_size) for window in self.windows)
-
-
-def most_pages(tokens: int, window: int | None, page_size: int, ahead: int) -> int:
-    """Pages that a sequence holds at most in a cache group on its way to `tokens` tokens, if it computes `ahead` of them at a time."""
-    every = -(-tokens // page_size)
-    return every if window is None else min(every, -(-(window - 1 + ahead) // page_size) + 1)

@@ -74,7 +74,7 @@ def compiled(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with texts(ahead_of_time) as written:
         done = compile_table(EngineConfig.of(str(tiny), TINY), out, target="h200", progress=False)
     check_products(written)
-    assert done.memory is not None and len(done.file_bytes) == len(program_keys(done.spec)) == 14
+    assert done.memory is not None and len(done.file_bytes) == len(program_keys(done.spec)) == 16
     assert done.spec.num_pages == 1 + 4, "as many as all sequences take: a page each, and the null page"
     return out
 
@@ -121,7 +121,7 @@ def test_a_plan_for_a_tiny_model(tiny: Path, capsys: pytest.CaptureFixture[str])
         assert cli.main(["plan", *arguments, "--exact"]) == 0
     check_products(written)
     text = capsys.readouterr().out
-    assert "on 1 x NVIDIA H200" in text and text.rstrip().endswith("The whole table has 14 programs. It fits.")
+    assert "on 1 x NVIDIA H200" in text and text.rstrip().endswith("The whole table has 16 programs. It fits.")
     exact, quick = (make_plan(EngineConfig.of(str(tiny), TINY), "h200", exact=exact, progress=False) for exact in (True, False))
     assert dataclasses.replace(quick.memory, working=0) == dataclasses.replace(exact.memory, working=0)
     assert all(quick.programs[key].working >= exact.programs[key].working for key in quick.programs), "the estimate is a bound"
@@ -181,5 +181,5 @@ def test_llamas_programs(size: str, devices: int, tmp_path: Path) -> None:
     config = EngineConfig(model=str(DATA / f"llama-3.1-{size}"), tensor_parallel_size=devices, max_model_len=8192)
     done = compile_table(config, tmp_path, target="h200", progress=False)
     print(f"{len(done.file_bytes)} programs, {done.elapsed:.0f} s, {done.spec.num_pages} pages")
-    assert len(done.file_bytes) == 61
+    assert len(done.file_bytes) == 63
     assert PrebuiltPrograms(tmp_path).manifest().identity["num_pages"] == done.spec.num_pages

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jengine.pages import most_pages
 from jengine.scheduling.blocks import GroupPages
 from jengine.scheduling.costs import StepCosts
-from jengine.scheduling.sequence_limits import most_pages
 from tests.scheduling.strict_device import VOCAB, Loop
 
 
