@@ -57,9 +57,10 @@ class Slot:
 class StrictDevice:
     """
     Attributes:
-        prompts: by seed, prompt tokens and cache salt: what a hit may claim to hold.
+        sequences: by number; only their tokens and cache salt are looked at.
         hits: tokens that were not computed because the cache had them.
         copies: pages copied.
+        prefilled: prompt tokens that were computed.
     """
 
     def __init__(self, table: ProgramTable, *, page_size: int, num_pages: int, max_num_seqs: int, max_num_batched_tokens: int,
@@ -67,9 +68,9 @@ class StrictDevice:
         self.table, self.page_size, self.num_pages, self.groups = table, page_size, num_pages, groups
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.slots: dict[int, Slot] = {}
-        self.sequences: dict[int, Sequence] = {}  # by number; only tokens and salt are looked at
+        self.sequences: dict[int, Sequence] = {}
         self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (cache group, hash of the salt and all tokens up to it)
-        self.hits = self.copies = 0
+        self.hits = self.copies = self.prefilled = 0
 
     def run(self, plan: StepPlan) -> list[list[int]]:
         """The tokens of every sample."""
@@ -82,6 +83,7 @@ class StrictDevice:
         for span in plan.spans[rows:]:
             assert span.tokens is not None and len(span.tokens) == span.length >= 1
             self._start(span)
+            self.prefilled += span.length
             self._write(span, span.tokens, plan.trunk.pages)
         for span in plan.spans:  # writes come first: a tile attends to tiles before it in the same step, of other sequences too
             self._read(span)
