@@ -1,0 +1,136 @@
+"""Sequences come, grow, fork, end and are found again, over any groups and pools; pages remember what they hold."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jengine.pages import most_pages
+from jengine.scheduling.blocks import BlockManager, GroupPages
+
+GROUPS = [
+    [GroupPages()],
+    [GroupPages(3)],
+    [GroupPages(), GroupPages(5), GroupPages(5)],
+    [GroupPages(), GroupPages(None, 1)],
+    [GroupPages(4), GroupPages(None, 1), GroupPages(9)],
+]
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)  # few ids: prefixes are often equal
+LONGEST = 40
+
+
+class BlocksMachine(RuleBasedStateMachine):
+    @initialize(page_size=st.integers(1, 4), groups=st.sampled_from(GROUPS), more=st.integers(0, 10), prefix_caching=st.booleans())
+    def start(self, page_size, groups, more, prefix_caching):
+        pools = [1 + more] * (1 + max(group.pool for group in groups))
+        for window, pool in groups:
+            pools[pool] += most_pages(LONGEST, window, page_size, 1)
+        self.blocks = BlockManager(page_size, pools, groups, prefix_caching=prefix_caching)
+        self.tokens: dict[int, list[int]] = {}  # by sequence, those computed
+        self.salts: dict[int, str | None] = {}
+        self.held: dict[tuple[int, int, int], object] = {}  # (pool, page, offset) -> what was written there
+        self.numbers = 0
+
+    def content(self, number, group, at):
+        return group, self.salts[number], tuple(self.tokens[number][: at + 1])
+
+    def places(self, number, group, start):
+        """Of tokens from `start` on: position, and (pool, page, offset)."""
+        size, pages = self.blocks.page_size, self.blocks._tables[number].pages[group]
+        return [(at, (self.blocks.groups[group].pool, pages[at // size], at % size)) for at in range(start, len(self.tokens[number]))]
+
+    @rule(tokens=TOKENS, salt=st.sampled_from([None, None, "a"]))
+    def come(self, tokens, salt):
+        hit = self.blocks.match(tokens, salt)
+        assert hit.tokens < len(tokens) and hit.tokens % self.blocks.page_size == 0
+        if not self.blocks.available(self.blocks.needed(hit, len(tokens), 1)):
+            return
+        number, self.numbers = self.numbers, self.numbers + 1
+        self.blocks.admit(number, hit, len(tokens), salt)
+        self.tokens[number], self.salts[number] = tokens[: hit.tokens], salt
+        self.compute(number, tokens[hit.tokens :])
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), tokens=TOKENS)
+    def grow(self, data, tokens):
+        number = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.compute(number, tokens[: LONGEST - len(self.tokens[number])])
+
+    def compute(self, number, tokens):
+        """As far as there is room, as a step does: shared pages are copied, then tokens are written, then read."""
+        known, blocks = self.tokens[number], self.blocks
+        start = len(known)
+        blocks.pass_windows(number, start)
+        if not tokens or not blocks.available(blocks.copies([(number, start)])):
+            return
+        before = [pool.available for pool in blocks.pools]
+        foreseen = blocks.copies([(number, start)])
+        copies, _ = blocks.unshare(number, start)
+        taken = [was - pool.available for was, pool in zip(before, blocks.pools, strict=True)]
+        assert taken == [foreseen[pool] for pool in range(len(blocks.pools))] and sum(taken) == len(copies)
+        for pool, source, target in copies:
+            for offset in range(blocks.page_size):
+                self.held.pop((pool, target, offset), None)
+                if (pool, source, offset) in self.held:
+                    self.held[pool, target, offset] = self.held[pool, source, offset]
+        end = blocks.room(number, start + len(tokens))
+        assert start <= end <= start + len(tokens)
+        entries = blocks.grow(number, end)
+        assert all(page > 0 for _, _, page in entries)
+        known += tokens[: end - start]
+        for group, (_, pool) in enumerate(blocks.groups):
+            for at, place in self.places(number, group, start):
+                assert blocks.pools[pool].holders(place[1]) == 1, "written while shared"
+                assert not any(blocks._index.holds(g, place[1]) for g, own in enumerate(blocks.groups) if own.pool == pool)
+                self.held[place] = self.content(number, group, at)
+        blocks.commit(number, known, len(known))
+        self.read(number, start)
+
+    def read(self, number, position):
+        """What queries from a position on see."""
+        for group, (window, _) in enumerate(self.blocks.groups):
+            for at, place in self.places(number, group, 0 if window is None else max(position - window + 1, 0)):
+                assert self.held[place] == self.content(number, group, at)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def fork(self, data, count):
+        parent = data.draw(st.sampled_from(sorted(self.tokens)))
+        for _ in range(count):
+            child, self.numbers = self.numbers, self.numbers + 1
+            self.blocks.fork(parent, child)
+            self.tokens[child], self.salts[child] = [*self.tokens[parent]], self.salts[parent]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def go(self, data):
+        number = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.blocks.release(number)
+        del self.tokens[number]
+
+    @rule()
+    def reset(self):
+        self.blocks.reset()
+        assert self.blocks.cached == 0 and len(self.blocks._index) == 0
+
+    @invariant()
+    def integrity(self):
+        if hasattr(self, "blocks"):
+            self.blocks.check_integrity()
+            assert self.blocks.numbers == {*self.tokens}
+            for number, tokens in self.tokens.items():
+                self.read(number, len(tokens))
+
+    def teardown(self):
+        if hasattr(self, "blocks"):
+            for number in [*self.tokens]:
+                self.blocks.release(number)
+            self.blocks.check_integrity()
+            assert self.blocks.owned == 0
+            self.blocks.reset()
+            assert len(self.blocks._index) == 0 and sum(pool.free for pool in self.blocks.pools) == self.blocks.capacity
+
+
+BlocksMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+TestBlocks = BlocksMachine.TestCase
