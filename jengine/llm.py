@@ -172,6 +172,8 @@ class LLM:
             "compiles_since_start": self.engine.compiles_since_start,
             "start_seconds": dict(self.started.seconds),
             "preemptions": self.engine.scheduler.num_preemptions,
+            "prefix_cache_queries": self.engine.scheduler.prefix_queries,
+            "prefix_cache_hits": self.engine.scheduler.prefix_hits,
         }
 
     def __repr__(self) -> str:
