@@ -170,17 +170,17 @@ class Scheduler(Sequences):
                 count = min(-(-(len(sequence.tokens) - sequence.num_computed) // tile_size), limit - tiles)
                 longest = max(longest, min(sequence.num_computed + count * tile_size, len(sequence.tokens)))
                 tiles += count
-        slots, wanted = len(self._free_slots), Counter[int]()
+        slots, taken, running = len(self._free_slots), Counter[int](), len(self._running)
         for sequence in self._waiting:
             if tiles >= limit or not slots or sequence.in_flight:
                 break
             hit = self._match(sequence)
-            wanted.update(self._needed(sequence, hit, len(self._free_slots) - slots))
-            if not self.blocks.available(wanted):
+            taken.update(self._needed(sequence, hit))
+            if not self._fits(taken, running):
                 break
             count = min(-(-(len(sequence.tokens) - hit.tokens) // tile_size), limit - tiles)
             longest = max(longest, min(hit.tokens + count * tile_size, len(sequence.tokens)))
-            tiles, slots = tiles + count, slots - 1
+            tiles, slots, running = tiles + count, slots - 1, running + 1
         return tiles, longest
 
     def _prefill(self, draft: _Draft, budget: int) -> int:
@@ -197,7 +197,7 @@ class Scheduler(Sequences):
             if first is None or first.in_flight:
                 break
             hit = self._match(first)
-            if not self.blocks.available(self._needed(first, hit)):
+            if not self._fits(self._needed(first, hit), len(self._running)):
                 break
             self._admit(draft, first)
             self.blocks.admit(first.number, hit, len(first.tokens), first.request.cache_salt)
@@ -212,16 +212,13 @@ class Scheduler(Sequences):
             return NO_HIT
         return self.blocks.match(sequence.tokens, sequence.request.cache_salt)
 
-    def _needed(self, sequence: Sequence, hit: Hit, more: int = 0) -> Counter[int]:
-        """Pages by pool that admitting a sequence takes: those of its known tokens, so that a prefill does not stop half-way, and one
-        for each that then runs, so that none is soon preempted.
+    def _needed(self, sequence: Sequence, hit: Hit) -> Counter[int]:
+        """Pages by pool that admitting a sequence takes: those of its known tokens, so that a prefill does not stop half-way."""
+        return self.blocks.needed(hit, len(sequence.tokens), self.table.tile_size)
 
-        Args:
-            more: sequences that are admitted before it, and run then.
-        """
-        wanted = self.blocks.needed(hit, len(sequence.tokens), self.table.tile_size)
-        wanted.update(self.blocks.new_pages(len(self._running) + more))
-        return wanted
+    def _fits(self, wanted: Counter[int], running: int) -> bool:
+        """Whether there are these pages, and one for each running sequence, so that none is soon preempted."""
+        return self.blocks.available(wanted + self.blocks.new_pages(running))
 
     def _note_hit(self, sequence: Sequence, tokens: int) -> None:
         if self.blocks.prefix_caching:
@@ -272,7 +269,7 @@ class Scheduler(Sequences):
     def _fork(self, draft: _Draft, parent: Sequence) -> None:
         """Prompt's other samples, which wait behind the first one, share what it has computed."""
         blocks, partial = self.blocks, parent.prompt_len % self.page_size > 0
-        while self._free_slots and blocks.available(blocks.new_pages(len(self._running) + 1)):
+        while self._free_slots and self._fits(Counter(), len(self._running) + 1):
             child = self._waiting.first
             if child is None or child.family != parent.family or child.in_flight or len(child.tokens) > child.prompt_len:
                 return
