@@ -1,25 +1,31 @@
 """What a step costs the host: the real loop around programs that do nothing, 256 sequences decoding, one core.
 
-    python -m benchmarks.host_cost [--sequences 256] [--steps 1000] [--quick]
+    python -m benchmarks.host_cost [--sequences 256] [--steps 1000] [--against DIR] [--quick]
 
 Schedule, pack and collect are the host's own work, and their sum is what the goal is about. Listed apart: the buffer's
-transfer with the calls of two empty programs, the wait for the tokens (here none), and text.
+transfer with the calls of two empty programs, the wait for the tokens (here none), and text. Then what the scheduler takes for
+prompts' pages: see admission.py. With --against, this file measures another checkout as well, in turn, and prints ratios.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
 import os
+import statistics
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.machine import save
 from jengine.checkpoints import read_config, resolve
 from jengine.engine import Engine
 from jengine.execution.batch import BatchLayout
@@ -30,15 +36,19 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
-from jengine.program_table import ProgramTable, TrunkKey
+from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
 from jengine.text.completion import CompletionBuilder
+from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
-GOAL = 1500.0  # microseconds a step
+GOAL = 600.0  # microseconds a step
+GOAL_RATIO = 1.25  # to the checkout before query spans and shared pages
+ROUNDS = 5  # of each checkout
 PAGE_SIZE, TILE_SIZE, PROMPT = 16, 64, (16, 512)
 PARTS = ("schedule", "pack", "collect")
+SUM = "schedule + pack + collect"
 
 
 class NoPrograms:
@@ -55,7 +65,11 @@ class NoPrograms:
     def __getitem__(self, key: Key) -> Callable[..., Any]:
         if key == ALLOCATE:
             return lambda: ([], self._spec.slots)
-        return self._trunk if isinstance(key, TrunkKey) else self._sampler
+        if isinstance(key, TrunkKey):
+            return self._trunk
+        if isinstance(key, SamplerKey):
+            return self._sampler
+        return lambda state, *_: state  # of slots, or of pages
 
     def _trunk(self, params: Any, cache: Any, slots: Any, packed: jax.Array) -> tuple[Any, Any, Any, Any]:
         return cache, slots, None, None
@@ -101,6 +115,8 @@ def make_engine(sequences: int, tokens: int) -> Engine:
         page_size=PAGE_SIZE,
         num_pages=1 + sequences * -(-tokens // PAGE_SIZE),
     )
+    options = {"prefix_caching": True}
+    known = inspect.signature(Scheduler).parameters  # older checkouts lack some
     scheduler = Scheduler(
         spec.table,
         page_size=PAGE_SIZE,
@@ -108,6 +124,7 @@ def make_engine(sequences: int, tokens: int) -> Engine:
         max_num_seqs=sequences,
         max_num_batched_tokens=budget,
         max_model_len=tokens,
+        **{name: value for name, value in options.items() if name in known},
     )
     return Engine(model, Runner(Worker(spec, NoPrograms(spec), params=None)), scheduler)  # type: ignore[arg-type]
 
@@ -120,12 +137,14 @@ def measure(sequences: int, steps: int) -> list[dict[str, float]]:
     engine = make_engine(sequences, PROMPT[1] + output)
     tokenizer = Tokenizer.load(resolve("demo"))
     plain, stopping = {}, {}
+    stops: tuple[str, ...] = ("\n\n\n\n", "Question: ")
     for i in range(sequences):
         prompt = rng.integers(2, engine.model.vocab_size, rng.integers(PROMPT[0], PROMPT[1] + 1)).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        engine.add(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
-        plain[str(i)] = CompletionBuilder(tokenizer, params)
-        stopping[str(i)] = CompletionBuilder(tokenizer, replace(params, stop=("\n\n\n\n", "Question: ")))
+        request = Request(request_id=str(i), prompt_token_ids=prompt, params=params)
+        engine.add(request)
+        plain[str(i)] = CompletionBuilder(tokenizer, request, StopAutomaton(()))
+        stopping[str(i)] = CompletionBuilder(tokenizer, request, StopAutomaton(stops))
     while len(engine.step()) < sequences:
         pass  # until all have been prefilled
     clock = Clock()
@@ -149,33 +168,70 @@ def measure(sequences: int, steps: int) -> list[dict[str, float]]:
             spent[name] = time.perf_counter() - start
         spent["loop"] = whole - sum(spent[part] for part in ("schedule", "dispatch", "collect", "read"))
         spent["transfer and calls"] = spent.pop("dispatch") - spent["pack"]
-        spent["schedule + pack + collect"] = sum(spent[part] for part in PARTS)
+        spent[SUM] = sum(spent[part] for part in PARTS)
         spent["whole step"] = whole
         records.append({part: 1e6 * seconds for part, seconds in spent.items()})
     return records[warm_up:]
+
+
+def compare(other: Path, sequences: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Medians of each part here and in another checkout, by rounds in turn, and the median of the rounds' ratios."""
+    folders = {"here": Path(__file__).parent.parent, "there": other.resolve()}
+    medians: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in folders}
+    for _ in range(rounds):
+        for name, folder in folders.items():
+            command = [sys.executable, "-P", __file__, "--sequences", str(sequences), "--steps", str(steps), "--json"]
+            done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True)
+            for part, values in json.loads(done.stdout.splitlines()[-1]).items():
+                medians[name][part].append(values["median"])
+    ratios = {}
+    print(f"\nagainst {other}, {rounds} rounds of each in turn, {steps} steps a round\n\n{'':28}{'here':>8}{'there':>8}{'ratio':>8}")
+    for part in (*PARTS, SUM):
+        here, there = medians["here"][part], medians["there"][part]
+        ratios[part] = round(statistics.median(a / b for a, b in zip(here, there, strict=True)), 3)
+        print(f"{part:28}{statistics.median(here):8.0f}{statistics.median(there):8.0f}{ratios[part]:8.2f}")
+    print(f"\nthe goal is at most {GOAL_RATIO}")
+    return {"ratios": ratios, "medians": medians, "goal": GOAL_RATIO}
+
+
+def summary(records: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Percentiles of each part."""
+    ranks = {"p10": 10, "median": 50, "p90": 90}
+    return {
+        part: {name: round(float(np.percentile([record[part] for record in records], rank)), 1) for name, rank in ranks.items()}
+        for part in (*PARTS, SUM, "transfer and calls", "read", "loop", "whole step", "text", "text, two stop strings")
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--against", type=Path, help="the root of another checkout of this repository")
+    parser.add_argument("--json", action="store_true", help="print percentiles as JSON and nothing else, save nothing")
     parser.add_argument("--quick", action="store_true", help="100 steps, nothing saved")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, for JAX's threads too
-    records = measure(options.sequences, 100 if options.quick else options.steps)
-    parts = {}
-    print(
-        f"\n{options.sequences} sequences decoding, {len(records)} steps, microseconds a step\n\n{'':28}{'p10':>8}{'median':>8}{'p90':>8}"
+    steps = 100 if options.quick else options.steps
+    parts = summary(measure(options.sequences, steps))
+    if options.json:
+        print(json.dumps(parts))
+        return
+    from benchmarks.admission import measure as measure_admission  # here: other checkouts lack what they measure
+    from benchmarks.machine import save
+
+    print(f"\n{options.sequences} sequences decoding, {steps} steps, microseconds a step\n\n{'':28}{'p10':>8}{'median':>8}{'p90':>8}")
+    for part, values in parts.items():
+        print(f"{part:28}" + "".join(f"{value:8.0f}" for value in values.values()))
+    print(f"\n{SUM}: {parts[SUM]['median']:.0f} us a step; the goal is {GOAL:.0f}")
+    admission = measure_admission(rounds=2 if options.quick else 20)
+    against = (
+        None if options.against is None else compare(options.against, options.sequences, min(steps, 300), 2 if options.quick else ROUNDS)
     )
-    for part in (*PARTS, "schedule + pack + collect", "transfer and calls", "read", "loop", "whole step", "text", "text, two stop strings"):
-        low, middle, high = np.percentile([record[part] for record in records], [10, 50, 90]).round(1).tolist()
-        parts[part] = {"p10": low, "median": middle, "p90": high}
-        print(f"{part:28}{low:8.0f}{middle:8.0f}{high:8.0f}")
-    total = parts["schedule + pack + collect"]["median"]
-    print(f"\nschedule + pack + collect: {total:.0f} us a step; the goal is {GOAL:.0f}")
     if not options.quick:
-        save("host_cost", {"sequences": options.sequences, "steps": len(records), "microseconds": parts, "goal": GOAL})
+        result = {"sequences": options.sequences, "steps": steps, "microseconds": parts, "goal": GOAL}
+        save("host_cost", {**result, "admission": admission, "against": against})
 
 
 if __name__ == "__main__":
