@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from jengine.request import FinishReason
 
 
@@ -15,8 +17,8 @@ class TokenLogprobs(NamedTuple):
     top: list[tuple[int, float]]
 
 
-class TokenUpdate(NamedTuple):
-    """A request's next token.
+class TokenUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request's next token. A step makes hundreds, hence a struct: a named tuple takes five times as long to make.
 
     Attributes:
         finish_reason, stop_reason: why it is the last one, if it is.
