@@ -106,7 +106,7 @@ class Scheduler(Sequences):
         meanwhile is dropped; that of a preempted one is kept and recomputed with the others.
         """
         collected = []
-        page_size, by_number = self.page_size, self._by_number
+        by_number = self._by_number
         for i, sample in enumerate(plan.samples):
             sequence = by_number.get(sample.seq)
             if sequence is None:
@@ -123,8 +123,6 @@ class Scheduler(Sequences):
                 if len(known) == sequence.max_len:
                     self.finish(sequence, "length")
                     break
-                if (len(known) - 1) % page_size == 0 and sequence.state is not State.WAITING:  # all but the new one fill pages
-                    self.blocks.commit(sequence.number, known, len(known) - 1)
         return collected
 
     def reset_prefix_cache(self) -> bool:
