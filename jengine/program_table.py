@@ -8,7 +8,7 @@ and samplers by row count and variant. Scheduling picks from it; execution compi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -148,14 +148,11 @@ class ProgramTable:
             key = TrunkKey(next(b for b in buckets if self.sample_rows(TrunkKey(b, tiles)) >= samples), tiles, key.pages)
         return key
 
-    def place(self, spans: Iterable[Tokens]) -> Placement:
+    def place(self, spans: Sequence[Tokens]) -> Placement:
         """A row for each span whose token is on the device, tiles for the others, which come after them."""
-        rows, size, tiles = 0, self.tile_size, []
-        for i, span in enumerate(spans):
-            if span.tokens is None:
-                rows += 1
-            else:
-                tiles += [Tile(i, at, min(size, span.length - at)) for at in range(0, span.length, size)]
+        rows, size, tiles = bisect_left(spans, True, key=lambda span: span.tokens is not None), self.tile_size, []
+        for i, span in enumerate(spans[rows:], rows):
+            tiles += [Tile(i, at, min(size, span.length - at)) for at in range(0, span.length, size)]
         return Placement(rows, tiles)
 
     def page_bucket(self, pages: int) -> int:

@@ -217,11 +217,12 @@ class BlockManager:
     def grow(self, number: int, tokens: int) -> list[Entry]:
         """Takes the pages that a sequence's first `tokens` tokens lack. Returns the entries that the device does not know, up to there."""
         table, pages, entries = self._tables[number], self.pages_of(tokens), []
-        for group in range(len(self.groups)):
+        for group, own in enumerate(table.pages):
             self._grow(table, group, pages)
             known = max(table.sent[group], table.first[group])
-            entries += [(group, index, table.pages[group][index]) for index in range(known, pages)]
-            table.sent[group] = max(pages, table.sent[group])
+            if known < pages:
+                entries += [(group, index, own[index]) for index in range(known, pages)]
+                table.sent[group] = pages
         return entries
 
     def copies(self, writers: Iterable[tuple[int, int]]) -> Counter[int]:

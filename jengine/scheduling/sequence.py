@@ -46,18 +46,16 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
+    request_id: str = field(init=False)
     prompt_len: int = field(init=False)  # tokens
     last_position: int = field(init=False)  # of the last token it may have; that token is never an input
     variant_rank: int = field(init=False)  # of its sampler variant in VARIANTS, the cheapest first
 
     def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
         self.prompt_len = len(self.request.prompt_token_ids)
         self.last_position = self.max_len - 1
         self.variant_rank = VARIANTS.index("full" if self.request.mask is not None else sampler_variant(self.request.params))
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     @property
     def output_token_ids(self) -> list[int]:
