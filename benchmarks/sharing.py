@@ -1,0 +1,230 @@
+"""What shared pages save: a prefix that many requests have, samples of one prompt, a chat, and windows.
+
+    python -m benchmarks.sharing [--parts arrivals samples chat windows reserved] [--rounds 3] [--quick]
+
+arrivals  64 requests arrive together: a common prefix of 1,024 tokens, suffixes of 64, 32 tokens of output each
+samples   n=8 of a prompt of 512 tokens, against eight requests with that prompt: prompt tokens computed
+chat      10 turns, each with the whole talk before it: time to the tenth's first token
+windows   bytes of cache of a sequence of 8,192 tokens, models with windows; no model runs
+reserved  slots in sequences' pages that hold no token; no model runs
+
+The first three: the 134M shape, random weights, one engine and one set of programs, the prefix cache on and off in turn, and empty
+at the start of each. A round's ratio is of two runs side by side; the median of the rounds counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import RESULTS, made_model, save
+from benchmarks.page_use import bytes_at_8k, unused_slots
+from jengine.config import EngineConfig
+from jengine.execution.runner import InFlight, Runner
+from jengine.request import Request, SamplingParams
+from jengine.scheduling.step_plan import StepPlan
+from jengine.start import start_engine
+from jengine.updates import TokenUpdate
+
+PAGE_SIZE = 16
+REQUESTS, PREFIX, SUFFIX, OUTPUT = 64, 1024, 64, 32
+SAMPLES, SAMPLED_PROMPT = 8, 512
+TURNS, SYSTEM, QUESTION, ANSWER = 10, 256, 64, 64
+GOALS = {"first_token": 5.0, "tokens_per_second": 2.0, "prompt_tokens": SAMPLED_PROMPT}
+
+
+class CountingRunner(Runner):
+    """Counts prompt tokens that steps compute."""
+
+    prompt_tokens = 0
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        self.prompt_tokens += sum(span.length for span in plan.spans if span.tokens is not None)
+        return super().dispatch(plan)
+
+
+@dataclass(slots=True)
+class Ran:
+    """Seconds from the arrival of all requests to each one's first token, and to the last token of all; prompt tokens computed."""
+
+    first: list[float]
+    whole: float
+    computed: int
+    tokens: dict[str, list[int]]
+
+
+class Bench:
+    def __init__(self, model: str, max_num_seqs: int, max_model_len: int, num_pages: int) -> None:
+        options = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "num_pages": num_pages, "page_size": PAGE_SIZE}
+        self.engine, started = start_engine(EngineConfig.of(model, options))
+        self.dtype = started.dtype
+        runner = self.engine.runner
+        assert isinstance(runner, Runner)
+        self.runner = self.engine.runner = CountingRunner(runner.worker)
+        self.rng = np.random.default_rng(0)
+
+    def prompt(self, tokens: int) -> list[int]:
+        ids: list[int] = self.rng.integers(2, self.engine.model.vocab_size, tokens).tolist()
+        return ids
+
+    def cache(self, on: bool) -> None:
+        """Turns the prefix cache on or off, and empties it."""
+        self.engine.reset_prefix_cache()
+        self.engine.scheduler.blocks.prefix_caching = on
+
+    def run(self, prompts: list[list[int]], output: int, samples: int = 1) -> Ran:
+        """`samples` of each prompt, all of which arrive together."""
+        engine, first, before = self.engine, dict[str, float](), self.runner.prompt_tokens
+        tokens: dict[str, list[int]] = {}
+        params = SamplingParams(temperature=float(samples > 1), max_tokens=output, ignore_eos=True, seed=1)
+        start = time.perf_counter()
+        for i, prompt in enumerate(prompts):
+            engine.add(*(Request(request_id=f"{i}.{j}", prompt_token_ids=prompt, params=params, sample_index=j) for j in range(samples)))
+        while engine.has_work:
+            for update in engine.step():
+                assert isinstance(update, TokenUpdate)
+                first.setdefault(update.request_id, time.perf_counter() - start)
+                tokens.setdefault(update.request_id, []).append(update.token)
+        return Ran([*first.values()], time.perf_counter() - start, self.runner.prompt_tokens - before, tokens)
+
+
+def in_turn(rounds: int, run: Callable[[bool], Any]) -> dict[bool, list[Any]]:
+    """`run(on)` for each round: off, then on."""
+    results: dict[bool, list[Any]] = {False: [], True: []}
+    for _ in range(rounds):
+        for on in results:
+            results[on].append(run(on))
+    return results
+
+
+def arrivals(bench: Bench, requests: int, rounds: int) -> dict[str, Any]:
+    def run(on: bool) -> dict[str, float]:
+        prefix = bench.prompt(PREFIX)
+        prompts = [prefix + bench.prompt(SUFFIX) for _ in range(requests)]
+        bench.cache(on)
+        ran = bench.run(prompts, OUTPUT)
+        median, p90 = np.percentile(ran.first, [50, 90]).tolist()
+        return {
+            "first_token_median_s": round(median, 3),
+            "first_token_p90_s": round(p90, 3),
+            "tokens_per_second": round(requests * OUTPUT / ran.whole, 1),
+            "prompt_tokens_computed": ran.computed,
+        }
+
+    found = in_turn(rounds, run)
+    ratios = {
+        "first_token_median": _ratio(found, lambda run: run["first_token_median_s"]),
+        "first_token_p90": _ratio(found, lambda run: run["first_token_p90_s"]),
+        "tokens_per_second": round(1 / _ratio(found, lambda run: run["tokens_per_second"]), 2),
+    }
+    print(f"\narrivals: {requests} requests, {PREFIX} + {SUFFIX} tokens, {OUTPUT} of output")
+    for on, runs in found.items():
+        for one in runs:
+            print(f"    cache {'on' if on else 'off':4}" + "".join(f"{name} {value:<10}" for name, value in one.items()))
+    print(
+        f"    off / on: first token {ratios['first_token_median']} (median), {ratios['first_token_p90']} (p90), goal {GOALS['first_token']}; "
+        f"on / off: tokens/s {ratios['tokens_per_second']}, goal {GOALS['tokens_per_second']}"
+    )
+    return {"requests": requests, "ratios": ratios, "off": found[False], "on": found[True]}
+
+
+def samples(bench: Bench, rounds: int) -> dict[str, Any]:
+    def run(on: bool) -> dict[str, Any]:
+        prompt = bench.prompt(SAMPLED_PROMPT)
+        bench.cache(False)  # samples share without it
+        ran = bench.run([prompt], OUTPUT, SAMPLES) if on else bench.run([prompt] * SAMPLES, OUTPUT)
+        return {"prompt_tokens_computed": ran.computed, "last_first_token_s": round(max(ran.first), 3), "whole_s": round(ran.whole, 3)}
+
+    found = in_turn(rounds, run)
+    ratio = _ratio(found, lambda run: run["last_first_token_s"])
+    computed = max(run["prompt_tokens_computed"] for run in found[True])
+    print(f"\nsamples: n={SAMPLES}, prompt of {SAMPLED_PROMPT}: {computed} prompt tokens computed, goal at most {GOALS['prompt_tokens']}; ")
+    print(f"    {SAMPLES} requests / n={SAMPLES}: {ratio} times as long to the last one's first token")
+    return {"prompt_tokens_computed": computed, "ratio_first_token": ratio, "requests": found[False], "n": found[True]}
+
+
+def chat(bench: Bench, turns: int, rounds: int) -> dict[str, Any]:
+    def run(on: bool) -> dict[str, Any]:
+        talk = bench.prompt(SYSTEM)
+        bench.cache(on)
+        first, computed = [], []
+        for _ in range(turns):
+            talk += bench.prompt(QUESTION)
+            ran = bench.run([talk], ANSWER)
+            talk += ran.tokens["0.0"]
+            first.append(round(ran.first[0], 4))
+            computed.append(ran.computed)
+        return {"first_token_s": first, "prompt_tokens_computed": computed}
+
+    found = in_turn(rounds, run)
+    ratio = _ratio(found, lambda run: run["first_token_s"][-1])
+    print(f"\nchat: {SYSTEM} tokens, then {turns} turns of {QUESTION} + {ANSWER}: first token of turn {turns}")
+    for on, runs in found.items():
+        for one in runs:
+            last, tokens = one["first_token_s"][-1], one["prompt_tokens_computed"][-1]
+            print(f"    cache {'on' if on else 'off':4}{1e3 * last:8.1f} ms, {tokens} prompt tokens computed")
+    print(f"    off / on: {ratio}")
+    return {"turns": turns, "ratio_last_turn": ratio, "off": found[False], "on": found[True]}
+
+
+def _ratio(found: dict[bool, list[Any]], of: Callable[[Any], float]) -> float:
+    """Off / on, the median of the rounds."""
+    return round(statistics.median(of(off) / of(on) for off, on in zip(found[False], found[True], strict=True)), 2)
+
+
+def windows() -> dict[str, Any]:
+    found = bytes_at_8k(PAGE_SIZE)
+    print("\nwindows: MB of cache that a sequence of 8,192 tokens takes at most, bfloat16")
+    for name, one in found.items():
+        most = f"{one['prefill']['most_mb']:8.1f} (by rows {one['decode']['most_mb']:.1f})"
+        print(f"    {name:18}{one['every_layer_keeps_all_mb']:8.1f} before,{most} after: {one['ratio']}; {', '.join(one['groups'])}")
+    return found
+
+
+def reserved(requests: int) -> dict[str, Any]:
+    found = unused_slots(requests, max_num_seqs=32)
+    print(f"\nreserved and unused: share of the slots in owned pages, mean over steps, {requests} requests, 32 at once")
+    for name, one in found.items():
+        print(f"    {name:46}" + ", ".join(f"{part} {share:.2%}" for part, share in one.items()))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parts = ("arrivals", "samples", "chat", "windows", "reserved")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="the demo model, fewer requests and rounds, nothing saved")
+    options = parser.parse_args()
+    requests, rounds, turns = (16, 1, 4) if options.quick else (REQUESTS, options.rounds, TURNS)
+    result: dict[str, Any] = {}
+    if {"arrivals", "samples", "chat"} & {*options.parts}:
+        pages = 1 + requests * -(-(PREFIX + SUFFIX + OUTPUT) // PAGE_SIZE)  # for all requests, with the cache or without
+        bench = Bench("demo" if options.quick else str(made_model("134m")), requests, 2048, pages)
+        result = {"model": "134m", "dtype": bench.dtype, "max_num_seqs": requests, "num_pages": pages}
+        bench.run([bench.prompt(100)] * 2, 8)  # the first steps of a process are slower
+        if "arrivals" in options.parts:
+            result["arrivals"] = arrivals(bench, requests, rounds)
+        if "samples" in options.parts:
+            result["samples"] = samples(bench, rounds)
+        if "chat" in options.parts:
+            result["chat"] = chat(bench, turns, rounds)
+    if "windows" in options.parts:
+        result["windows"] = windows()
+    if "reserved" in options.parts:
+        result["reserved"] = reserved(64 if options.quick else 512)
+    if not options.quick:
+        file = RESULTS / "sharing.json"
+        before = json.loads(file.read_text()) if file.exists() else {}
+        save("sharing", {"goals": GOALS, **{name: value for name, value in before.items() if name in parts}, **result})
+
+
+if __name__ == "__main__":
+    main()
