@@ -1,4 +1,4 @@
-"""What becomes of the cache's pages, without a model: bytes a sequence takes, and slots that are reserved and unused. Parts of sharing.py."""
+"""Pages of the cache, without a model: bytes a sequence takes, and slots that are reserved and unused. Parts of sharing.py."""
 
 from __future__ import annotations
 

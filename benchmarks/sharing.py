@@ -129,8 +129,8 @@ def arrivals(bench: Bench, requests: int, rounds: int) -> dict[str, Any]:
         for one in runs:
             print(f"    cache {'on' if on else 'off':4}" + "".join(f"{name} {value:<10}" for name, value in one.items()))
     print(
-        f"    off / on: first token {ratios['first_token_median']} (median), {ratios['first_token_p90']} (p90), goal {GOALS['first_token']}; "
-        f"on / off: tokens/s {ratios['tokens_per_second']}, goal {GOALS['tokens_per_second']}"
+        f"    first token, off / on: {ratios['first_token_median']} (median), {ratios['first_token_p90']} (p90), goal {GOALS['first_token']}\n"
+        f"    tokens/s, on / off: {ratios['tokens_per_second']}, goal {GOALS['tokens_per_second']}"
     )
     return {"requests": requests, "ratios": ratios, "off": found[False], "on": found[True]}
 
