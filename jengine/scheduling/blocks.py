@@ -92,6 +92,7 @@ class BlockManager:
         self._groups_of = Counter(group.pool for group in self.groups)
         self.hit_pages = dict.fromkeys((group.name for group in self.groups), 0)  # pages found, by the groups' names
         self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
+        self._unwindowed = [i for i, group in enumerate(self.groups) if group.window is None]
         self._index = PrefixIndex(len(self.groups), page_size)
         self._tables: dict[int, BlockTable] = {}
 
@@ -116,6 +117,11 @@ class BlockManager:
         """Cached pages that were given to others."""
         return sum(pool.evictions for pool in self.pools)
 
+    @property
+    def version(self) -> int:
+        """Changes when a page comes to be found, or can no longer be: until then, `match` gives the same."""
+        return self._index.version
+
     def pages_of(self, tokens: int) -> int:
         """Pages of each group that hold this many tokens."""
         return pages_of(tokens, self.page_size)
@@ -139,14 +145,16 @@ class BlockManager:
         """The longest prefix that is in the cache: whole pages, and never the last token, which must be computed to get on."""
         if not self.prefix_caching:
             return NO_HIT
-        chain = self._index.chain(salt, tokens, (len(tokens) - 1) // self.page_size)
-        best, runs = 0, [0] * len(self.groups)  # runs: by group, pages there without a gap up to here
-        for count, block in enumerate(chain, 1):
-            for group, page in enumerate(block.pages):
-                runs[group] = runs[group] + 1 if page else 0
-            if all(run >= count - self._first_seen(group, count * self.page_size) for group, run in enumerate(runs)):
-                best = count
-        return Hit(chain[:best], best * self.page_size)
+        chain = self._index.chain(salt, tokens, (len(tokens) - 1) // self.page_size, self._unwindowed)
+        while chain and self._windowed:
+            firsts = [self._first_seen(group, len(chain) * self.page_size) for group in range(len(self.groups))]
+            for index in range(len(chain) - 1, min(firsts[group] for group in self._windowed) - 1, -1):
+                if any(not page and index >= first for page, first in zip(chain[index].pages, firsts, strict=True)):
+                    del chain[index:]  # any longer prefix needs this page too
+                    break
+            else:
+                break
+        return Hit(chain, len(chain) * self.page_size)
 
     def needed(self, hit: Hit, tokens: int, ahead: int) -> Counter[int]:
         """Pages by pool that admitting a sequence takes from those available; pages of the hit that others own are not among them.

@@ -32,16 +32,17 @@ class PrefixIndex:
         self._groups, self._page_size = groups, page_size
         self._blocks: dict[tuple[Block | str | None, tuple[int, ...]], Block] = {}
         self._holding: list[dict[int, Block]] = [{} for _ in range(groups)]  # by group: page -> block
+        self.version = 0  # changes with the pages that are held
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def chain(self, salt: str | None, tokens: Sequence[int], most: int) -> list[Block]:
-        """The known blocks of a prefix, `most` at most, whatever pages they have."""
+    def chain(self, salt: str | None, tokens: Sequence[int], most: int, groups: Sequence[int]) -> list[Block]:
+        """The known blocks of a prefix, `most` at most, as far as they have pages of these groups, whatever others they have."""
         size, blocks, parent, found = self._page_size, self._blocks, salt, []
         for start in range(0, most * size, size):
             block = blocks.get((parent, tuple(tokens[start : start + size])))
-            if block is None:
+            if block is None or not all([block.pages[group] for group in groups]):
                 break
             found.append(block)
             parent = block  # type: ignore[assignment]
@@ -60,6 +61,7 @@ class PrefixIndex:
         """A page holds a block's keys and values, unless another does already."""
         if not block.pages[group]:
             block.pages[group] = page
+            self.version += 1
             self._holding[group][page] = block
 
     def holds(self, group: int, page: int) -> bool:
@@ -70,6 +72,7 @@ class PrefixIndex:
         """A page can no longer be found."""
         block = self._holding[group].pop(page)
         block.pages[group] = 0
+        self.version += 1
         self._drop(block)
 
     def use(self, block: Block) -> None:
@@ -84,6 +87,7 @@ class PrefixIndex:
         for block in self._blocks.values():
             block.pages = [0] * self._groups
         self._blocks.clear()
+        self.version += 1
         for pages in self._holding:
             pages.clear()
 

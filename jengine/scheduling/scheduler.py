@@ -64,6 +64,7 @@ class Scheduler(Sequences):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.costs = StepCosts() if costs is None else costs
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
+        self._last_match = (-1, 0), NO_HIT  # (sequence, version of the index), what was found
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to do before earlier steps are collected or requests added.
@@ -208,7 +209,10 @@ class Scheduler(Sequences):
         """What of it is in the cache. Log probabilities of a prompt need all of it to be computed."""
         if sequence.request.params.prompt_logprobs is not None:
             return NO_HIT
-        return self.blocks.match(sequence.tokens, sequence.request.cache_salt)
+        question = sequence.number, self.blocks.version
+        if self._last_match[0] != question:  # the first of those waiting is looked up in each step
+            self._last_match = question, self.blocks.match(sequence.tokens, sequence.request.cache_salt)
+        return self._last_match[1]
 
     def _needed(self, sequence: Sequence, hit: Hit) -> Counter[int]:
         """Pages by pool that admitting a sequence takes: those of its known tokens, so that a prefill does not stop half-way."""
