@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,8 +19,11 @@ from jengine.updates import PromptScores, TokenUpdate
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "page_size": 16, "num_pages": 120}
 
 
+Work = tuple[list[int], SamplingParams] | tuple[list[int], SamplingParams, str | None]  # a prompt, and its cache salt
+
+
 def limit_pages(engine: Engine, num_pages: int) -> None:
-    """Let an idle engine use fewer pages than its cache has: it preempts, with programs that are compiled already."""
+    """Let an idle engine use fewer pages than its cache has: it preempts, with programs that are compiled already. Its cache is empty."""
     scheduler = engine.scheduler
     old = scheduler.blocks
     scheduler.blocks = BlockManager(old.page_size, [num_pages], old.groups, prefix_caching=old.prefix_caching)
@@ -36,14 +41,14 @@ class Answer:
         return [update.token for update in self.updates]
 
 
-def run(engine: Engine, work: list[tuple[list[int], SamplingParams]]) -> list[Answer]:
-    """Answers in order. Checks that each ended once, and that every page and slot came back."""
+def run(engine: Engine, work: List[Work], each_step: Callable[[], object] = lambda: None) -> list[Answer]:
+    """Answers in order, those of a prompt's samples together. Checks that each ended once, and that every page and slot came back."""
     answers = {}
-    for i, (prompt, params) in enumerate(work):
-        request = Request(request_id=str(i), prompt_token_ids=list(prompt), params=params, mask=mask_of(params))
-        engine.limits.validate(request)
-        [sequence] = engine.add(request)
-        answers[sequence.request_id] = Answer(sequence)
+    for i, one in enumerate(work):
+        requests = requests_of(str(i), *one)
+        engine.limits.validate(requests[0])
+        for sequence in engine.add(*requests):
+            answers[sequence.request_id] = Answer(sequence)
     while engine.has_work:
         for update in engine.step():
             if isinstance(update, PromptScores):
@@ -52,9 +57,25 @@ def run(engine: Engine, work: list[tuple[list[int], SamplingParams]]) -> list[An
             assert not any(u.finish_reason for u in answers[update.request_id].updates), "a token after the end"
             answers[update.request_id].updates.append(update)
         engine.scheduler.check_integrity()
+        each_step()
     assert engine.scheduler.blocks.owned == 0
     assert all(a.updates[-1].finish_reason for a in answers.values())
     return list(answers.values())
+
+
+def requests_of(name: str, prompt: list[int], params: SamplingParams, salt: str | None = None) -> list[Request]:
+    """One for each of the n samples."""
+    return [
+        Request(
+            request_id=f"{name}.{index}",
+            prompt_token_ids=list(prompt),
+            params=params,
+            sample_index=index,
+            mask=mask_of(params),
+            cache_salt=salt,
+        )
+        for index in range(params.n)
+    ]
 
 
 def mask_of(params: SamplingParams) -> TokenMask | None:

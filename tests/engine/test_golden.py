@@ -9,10 +9,11 @@ import pytest
 
 from jengine.engine import Engine
 from jengine.request import MAX_LOGPROBS, SamplingParams
-from tests.engine.running import Answer, run
+from tests.engine.running import SMALL, Answer, run
 from tests.golden.weights import VARIANTS, Case, Golden
 
 QUICK = {"rope_dynamic_beyond", "gemma2"}  # the rest differ outside what the engine adds
+PAGE = SMALL["page_size"]
 CASES = [variant if variant in QUICK else pytest.param(variant, marks=pytest.mark.full) for variant in VARIANTS]
 
 
@@ -35,6 +36,11 @@ def test_greedy_tokens_and_logprobs(variant: str, make_engine: Callable[..., Eng
     ]
     for answer, case in zip(run(engine, work), cases, strict=True):  # together: tiles beside rows, chunks of two tiles a step
         assert_equal(answer, case)
+    for answer, case in zip(run(engine, work), cases, strict=True):  # from the cache, as far as there are whole pages
+        assert_equal(answer, case)
+        assert answer.sequence.num_cached == (len(case.prompt) - 1) // PAGE * PAGE
+    engine.reset_prefix_cache()
     for answer, case in zip(run(engine, work[-1:]), cases[-1:], strict=True):  # the longest alone
         assert_equal(answer, case)
+        assert answer.sequence.num_cached == 0
     assert engine.compiles_since_start == 0

@@ -28,6 +28,7 @@ def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[
     """Each token of each head has a scale of its own. (Chunks of other sizes may: float32's rounding then turns an eight-bit one.)"""
     engine = make_engine(**options)
     alone = [run(engine, [work])[0].tokens for work in WORK]
+    engine.reset_prefix_cache()
     assert [answer.tokens for answer in run(engine, WORK)] == alone
     assert engine.compiles_since_start == 0
     short = make_engine(**options)

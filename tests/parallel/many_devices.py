@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jengine.config import EngineConfig
+from jengine.engine import Engine
 from jengine.execution.memory import temporaries_bound
 from jengine.execution.programs import Programs, lower, memory_of
 from jengine.execution.spec import ExecutionSpec
@@ -21,7 +22,8 @@ from jengine.parallel.mesh import make_mesh, shard_mapped
 from jengine.program_table import SamplerKey
 from jengine.request import MAX_LOGPROBS, SamplingParams
 from jengine.start import start_engine
-from tests.engine.running import SMALL, Answer, run
+from jengine.updates import TokenUpdate
+from tests.engine.running import SMALL, Answer, requests_of, run
 from tests.engine.test_golden import assert_equal
 from tests.execution.specs import make_spec
 from tests.golden.weights import VARIANTS, Golden, max_model_len, write_model
@@ -47,8 +49,23 @@ def answers(folder: Path, variant: str, devices: int, **options: Any) -> list[An
     work += [(prompt, SamplingParams(temperature=0.0, max_tokens=params.max_tokens, ignore_eos=True)) for prompt, params in work]
     work += [(work[0][0], SamplingParams(temperature=0.9, seed=i, max_tokens=9, prompt_logprobs=1)) for i in range(3)]
     found = run(engine, work)
+    check_samples(engine, [*work[4][0], 1, 2])
     assert engine.compiles_since_start == 0
     return found
+
+
+def check_samples(engine: Engine, prompt: list[int]) -> None:
+    """Samples that begin at a hit and copy the page that they share are those of requests that share nothing."""
+    how = SamplingParams(temperature=0.9, seed=7, max_tokens=9, n=3)
+    together = run(engine, [(prompt, how)])
+    assert [answer.sequence.num_cached for answer in together] == [48, len(prompt), len(prompt)]
+    for number, answer in enumerate(together):
+        engine.reset_prefix_cache()
+        engine.add(requests_of("alone", prompt, how)[number])
+        alone = []
+        while engine.has_work:
+            alone += engine.step()
+        assert [update.token for update in alone if isinstance(update, TokenUpdate)] == answer.tokens
 
 
 @pytest.mark.parametrize("devices", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (4, 8))])

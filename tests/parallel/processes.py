@@ -1,7 +1,7 @@
 """One of two processes that share a model: python -m tests.parallel.processes FOLDER PORT PROCESS ACT.
 
-ACT answers: process 0 prints a JSON line of tokens and ends. ACT wait: process 0 starts requests that are never done, prints a line
-once each has a token, and a JSON line of how they ended.
+ACT answers: process 0 prints a JSON line of what `answers` returns and ends. ACT wait: process 0 starts requests that are never done,
+prints a line once each has a token, and a JSON line of how they ended.
 """
 
 from __future__ import annotations
@@ -10,14 +10,34 @@ import asyncio
 import json
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 from jengine import LLM, AsyncLLM, EngineConfig, EngineDead, SamplingParams, follow
+from jengine.execution.worker import Call
 
 PROMPTS = [[1, 2, 3], list(range(4, 90)), [7] * 20]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, detokenize=False)
+SAMPLES = SamplingParams(n=3, seed=5, max_tokens=24, ignore_eos=True, detokenize=False)
 LONG = SamplingParams(temperature=0.0, max_tokens=170, ignore_eos=True, detokenize=False)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 72, "page_size": 16}
+
+
+def answers(llm: LLM) -> tuple[list[list[int]], int, Counter[str]]:
+    """Outputs, of which the later ones share pages; prompt tokens that were found in the cache; the calls made."""
+    engine: Any = llm.engine
+    calls: Counter[str] = Counter()
+    execute = engine.runner.worker.execute
+
+    def counting(call: Call) -> Any:
+        calls[call.what] += 1
+        return execute(call)
+
+    engine.runner.worker.execute = counting
+    first = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    turns = [[*out.prompt_token_ids, *out.outputs[0].token_ids, 5, 6] for out in first]
+    outputs = [*first, *llm.generate(turns, GREEDY, use_tqdm=False), *llm.generate(PROMPTS, SAMPLES, use_tqdm=False)]
+    return [one.token_ids for out in outputs for one in out.outputs], engine.scheduler.prefix_hits, calls
 
 
 async def wait_for_ever(model: str, options: dict[str, Any]) -> None:
@@ -45,7 +65,7 @@ def main(model: str, port: str, process: str, act: str) -> None:
         follow(EngineConfig.of(model, options), progress=False)
     elif act == "answers":
         llm = LLM(model, progress=False, **options)
-        print(json.dumps([out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]), flush=True)
+        print(json.dumps(answers(llm)), flush=True)
     else:
         asyncio.run(wait_for_ever(model, options))
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from jengine.errors import EngineDead
+from jengine.execution.kv_cache import COPIES
+from jengine.execution.slots import UPDATE_WORDS
 from jengine.execution.worker import Call, decode, encode
 from jengine.parallel import link
 from jengine.parallel.link import Follower, Leader, SingleProcess
@@ -73,6 +75,8 @@ def test_calls_arrive_as_they_were_made(words: queue.Queue[np.ndarray]) -> None:
         Call("sample", SamplerKey(8, "full"), np.full((8, 3), 0xFFFFFFFF, np.uint32)),
         Call("sample", SamplerKey(8, "greedy")),
         Call("score", ScoreKey(2), np.zeros(128, np.int32)),
+        Call("update", None, np.arange(UPDATE_WORDS, dtype=np.int32)),
+        Call("copy", None, np.arange(2 * COPIES, dtype=np.int32).reshape(2, COPIES)),
         Call("count", None, np.ones(515, np.int32)),
         Call("forget"),
     ]

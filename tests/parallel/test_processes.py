@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jengine import LLM, EngineConfig, InvalidArgument, follow, start_engine
-from tests.parallel.processes import GREEDY, OPTIONS, PROMPTS
+from tests.parallel.processes import OPTIONS, PROMPTS, answers
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = 5.0  # in which every request ends after a process did
@@ -46,9 +46,11 @@ def line(process: subprocess.Popen[str], start: str) -> str:
 
 
 def test_they_give_the_tokens_of_one(text_model: Path) -> None:
-    want = [out.outputs[0].token_ids for out in LLM(text_model, progress=False, **OPTIONS).generate(PROMPTS, GREEDY, use_tqdm=False)]
+    """Hits, copied pages and updates of slots among their steps."""
+    tokens, hits, calls = answers(LLM(text_model, progress=False, **OPTIONS))
+    assert len(tokens) == 5 * len(PROMPTS) and hits > 100 and min(calls["copy"], calls["update"]) > 0
     with two(text_model, "answers") as processes:
-        assert json.loads(line(processes[0], "[[")) == want
+        assert json.loads(line(processes[0], "[[")) == [tokens, hits, calls]
         assert [process.wait(60) for process in processes] == [0, 0]
 
 

@@ -1,0 +1,134 @@
+"""Pages that no sequence holds are filled with NaN after every step: what is read of them shows in tokens and log probabilities."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jengine.engine import Engine
+from jengine.execution.kv_cache import Cache
+from jengine.execution.runner import Runner
+from tests.engine.running import Answer, Work, limit_pages, run
+from tests.engine.sharing import mixed, params
+
+SMALLER = {"max_num_batched_tokens": 72}  # programs of one tile
+EIGHT_BITS = {"quantization": "w8a8", "kv_cache_dtype": "int8"}  # programs that other tests have compiled
+FORMS: list[Any] = [
+    ("llama_gqa", "numba", {}),
+    ("gemma2", "numba", {}),
+    ("llama_gqa", "numba", EIGHT_BITS),
+    ("mistral_window", "xla", SMALLER),
+    *(
+        pytest.param((variant, form, {**SMALLER, "kv_cache_dtype": dtype}), marks=pytest.mark.full)
+        for variant in ("llama_gqa", "gemma2", "gemma3", "mistral_window")
+        for form in ("numba", "xla")
+        for dtype in ("auto", "int8", "fp8")
+    ),
+]
+
+
+class Poison:
+    """Fills pages of an engine's cache: those that no running sequence holds and that cannot be found, and the null page.
+
+    Attributes:
+        pages: filled so far.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        runner = engine.runner
+        assert isinstance(runner, Runner)
+        self.engine, self.worker, self.pages = engine, runner.worker, 0
+        shardings = jax.tree.map(lambda x: x.sharding, runner.spec.cache)
+        self._fill = jax.jit(_filled, donate_argnums=0, out_shardings=shardings)
+
+    def __call__(self) -> None:
+        [pool] = self.engine.scheduler.blocks.pools
+        kept = [page for page in range(1, pool.num_pages) if pool.holders(page) or page in pool._cached]
+        assert len(kept) == pool.owned + pool.cached
+        self.fill(kept)
+
+    def fill(self, kept: list[int]) -> None:
+        """All but these. Comes after all steps that are dispatched, which may use pages that are free now."""
+        mask = np.ones(self.worker.spec.num_pages, bool)
+        mask[kept] = False
+        self.worker.cache = self._fill(self.worker.cache, mask)
+        self.pages += int(mask.sum())
+
+
+def _filled(cache: Cache, mask: jax.Array) -> Cache:
+    """Numbers, and an eight-bit kind's scales, become NaN; its numbers the largest there are, which of fp8 are NaN."""
+
+    def filled(pages: jax.Array) -> jax.Array:
+        value: Any = {"int8": 127, "uint8": 0x7F}.get(str(pages.dtype), jnp.nan)
+        return jnp.where(mask.reshape(-1, *[1] * (pages.ndim - 1)), jnp.asarray(value, pages.dtype), pages)
+
+    return jax.tree.map(filled, cache)
+
+
+def name(form: tuple[str, str, dict[str, Any]]) -> str:
+    return "-".join([*form[:2], *map(str, form[2].values())])
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=name)
+def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -> Engine:
+    variant, form, options = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        if form == "xla":
+            for module in ("pallas_kernels.products", "jengine.execution.spec", "jengine.shapes"):
+                patch.setattr(f"{module}.cpu_refused", lambda: "XLA's form is wanted")
+        engine: Engine = make_engine(variant, **options)
+        assert isinstance(engine.runner, Runner)
+        assert (engine.runner.spec.identity()["kernels"] == "numba") == (form == "numba")
+    return engine
+
+
+def outputs(engine: Engine, work: list[Work], pages: int, each_step: Callable[[], object]) -> list[tuple[list[int], list[Any]]]:
+    """Tokens, and log probabilities of tokens and prompts."""
+
+    def of(answer: Answer) -> tuple[list[int], list[Any]]:
+        return answer.tokens, [*(update.logprobs for update in answer.updates), *answer.scores]
+
+    limit_pages(engine, pages)
+    return [of(answer) for answer in run(engine, work, each_step)]
+
+
+def test_pages_that_nobody_holds_are_not_read(engine: Engine) -> None:
+    pages = engine.scheduler.sequence.most_pages(191) + 2
+    poison, work, scheduler = Poison(engine), mixed(40, vocab=96, seed=2, masks=True), engine.scheduler
+    preempted = scheduler.num_preemptions
+    expected = outputs(engine, work, pages, lambda: None)
+    assert scheduler.num_preemptions > preempted
+    assert outputs(engine, work, pages, poison) == expected
+    assert poison.pages > 1000 and scheduler.blocks.evictions > 50
+
+
+def test_nor_are_those_that_were_forgotten(engine: Engine) -> None:
+    """Cached pages become free at once, those before pages that running sequences hold among them."""
+    pages, poison, work = engine.scheduler.sequence.most_pages(191) * 2, Poison(engine), mixed(20, vocab=96, seed=3, masks=True)
+
+    def forgetting(then: Callable[[], object]) -> Callable[[], None]:
+        step = itertools.count()
+
+        def each_step() -> None:
+            if next(step) % 5 == 4:
+                engine.reset_prefix_cache()
+            then()
+
+        return each_step
+
+    expected = outputs(engine, work, pages, forgetting(lambda: None))
+    assert outputs(engine, work, pages, forgetting(poison)) == expected
+
+
+def test_pages_that_are_held_are_read(engine: Engine) -> None:
+    """The poison works: in a page that a sequence holds it changes what follows."""
+    poison, step = Poison(engine), itertools.count()
+    work: list[Work] = [(list(range(40)), params(3, max_tokens=20))]
+    expected = outputs(engine, work, 40, lambda: None)
+    assert outputs(engine, work, 40, lambda: next(step) == 8 and poison.fill([])) != expected
