@@ -19,6 +19,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,11 @@ class NoPrograms:
         return last_token, Sampled(self._supply[self._calls % len(self._supply)])
 
 
-class Clock:
-    """Seconds spent in each wrapped method since the last `take`."""
+class Clock(ExitStack):
+    """Seconds spent in each wrapped method since the last `take`. Methods are wrapped until it exits."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._spent: dict[str, float] = defaultdict(float)
 
     def wrap(self, owner: type, method: str, part: str) -> None:
@@ -96,6 +98,7 @@ class Clock:
                 self._spent[part] += time.perf_counter() - start
 
         setattr(owner, method, timed)
+        self.callback(setattr, owner, method, inner)
 
     def take(self) -> dict[str, float]:
         spent, self._spent = self._spent, defaultdict(float)
@@ -147,30 +150,30 @@ def measure(sequences: int, steps: int) -> list[dict[str, float]]:
         stopping[str(i)] = CompletionBuilder(tokenizer, request, StopAutomaton(stops))
     while len(engine.step()) < sequences:
         pass  # until all have been prefilled
-    clock = Clock()
-    clock.wrap(Scheduler, "schedule", "schedule")
-    clock.wrap(BatchLayout, "pack", "pack")
-    clock.wrap(Engine, "_collect", "collect")
-    clock.wrap(Runner, "dispatch", "dispatch")
-    clock.wrap(Runner, "read", "read")
     records = []
-    for _ in range(warm_up + steps):
-        clock.take()
-        start = time.perf_counter()
-        updates = engine.step()
-        whole = time.perf_counter() - start
-        assert len(updates) == sequences
-        spent = clock.take()
-        for name, builders in (("text", plain), ("text, two stop strings", stopping)):
+    with Clock() as clock:
+        clock.wrap(Scheduler, "schedule", "schedule")
+        clock.wrap(BatchLayout, "pack", "pack")
+        clock.wrap(Engine, "_collect", "collect")
+        clock.wrap(Runner, "dispatch", "dispatch")
+        clock.wrap(Runner, "read", "read")
+        for _ in range(warm_up + steps):
+            clock.take()
             start = time.perf_counter()
-            for update in updates:
-                builders[update.request_id].push(update.token, ends=False)
-            spent[name] = time.perf_counter() - start
-        spent["loop"] = whole - sum(spent[part] for part in ("schedule", "dispatch", "collect", "read"))
-        spent["transfer and calls"] = spent.pop("dispatch") - spent["pack"]
-        spent[SUM] = sum(spent[part] for part in PARTS)
-        spent["whole step"] = whole
-        records.append({part: 1e6 * seconds for part, seconds in spent.items()})
+            updates = engine.step()
+            whole = time.perf_counter() - start
+            assert len(updates) == sequences
+            spent = clock.take()
+            for name, builders in (("text", plain), ("text, two stop strings", stopping)):
+                start = time.perf_counter()
+                for update in updates:
+                    builders[update.request_id].push(update.token, ends=False)
+                spent[name] = time.perf_counter() - start
+            spent["loop"] = whole - sum(spent[part] for part in ("schedule", "dispatch", "collect", "read"))
+            spent["transfer and calls"] = spent.pop("dispatch") - spent["pack"]
+            spent[SUM] = sum(spent[part] for part in PARTS)
+            spent["whole step"] = whole
+            records.append({part: 1e6 * seconds for part, seconds in spent.items()})
     return records[warm_up:]
 
 

@@ -128,10 +128,9 @@ def arrivals(bench: Bench, requests: int, rounds: int) -> dict[str, Any]:
     for on, runs in found.items():
         for one in runs:
             print(f"    cache {'on' if on else 'off':4}" + "".join(f"{name} {value:<10}" for name, value in one.items()))
-    print(
-        f"    first token, off / on: {ratios['first_token_median']} (median), {ratios['first_token_p90']} (p90), goal {GOALS['first_token']}\n"
-        f"    tokens/s, on / off: {ratios['tokens_per_second']}, goal {GOALS['tokens_per_second']}"
-    )
+    median, p90 = ratios["first_token_median"], ratios["first_token_p90"]
+    print(f"    first token, off / on: {median} (median), {p90} (p90), goal {GOALS['first_token']}")
+    print(f"    tokens/s, on / off: {ratios['tokens_per_second']}, goal {GOALS['tokens_per_second']}")
     return {"requests": requests, "ratios": ratios, "off": found[False], "on": found[True]}
 
 
@@ -145,7 +144,7 @@ def samples(bench: Bench, rounds: int) -> dict[str, Any]:
     found = in_turn(rounds, run)
     ratio = _ratio(found, lambda run: run["last_first_token_s"])
     computed = max(run["prompt_tokens_computed"] for run in found[True])
-    print(f"\nsamples: n={SAMPLES}, prompt of {SAMPLED_PROMPT}: {computed} prompt tokens computed, goal at most {GOALS['prompt_tokens']}; ")
+    print(f"\nsamples: n={SAMPLES}, prompt of {SAMPLED_PROMPT}: {computed} prompt tokens computed, goal at most {GOALS['prompt_tokens']}")
     print(f"    {SAMPLES} requests / n={SAMPLES}: {ratio} times as long to the last one's first token")
     return {"prompt_tokens_computed": computed, "ratio_first_token": ratio, "requests": found[False], "n": found[True]}
 

@@ -1,0 +1,54 @@
+"""Looking up prompts: the longest hit, and no more often than what can be found changes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jengine.scheduling.blocks import NO_HIT, BlockManager, GroupPages
+from tests.scheduling.strict_device import Loop
+
+PAGES, PAGE_SIZE = 12, 4
+GROUPS = [GroupPages(), GroupPages(9), GroupPages(), GroupPages(21)]
+TOKENS = list(range(PAGES * PAGE_SIZE + 1))
+
+
+def is_hit(present: list[list[bool]], count: int) -> bool:
+    """Whether each group has what the query after `count` pages sees."""
+    return all(
+        all(pages[0 if group.window is None else max(count * PAGE_SIZE - group.window + 1, 0) // PAGE_SIZE : count])
+        for group, pages in zip(GROUPS, present, strict=True)
+    )
+
+
+@given(lost=st.sets(st.tuples(st.integers(0, len(GROUPS) - 1), st.integers(0, PAGES - 1))))
+def test_the_hit_is_the_longest_prefix_of_which_each_group_has_what_it_reads(lost):
+    blocks = BlockManager(PAGE_SIZE, [1 + len(GROUPS) * (PAGES + 1)], GROUPS, prefix_caching=True)
+    blocks.admit(0, NO_HIT, len(TOKENS), None)
+    blocks.grow(0, len(TOKENS))
+    blocks.commit(0, TOKENS, len(TOKENS))
+    chain = blocks.match(TOKENS, None).blocks
+    assert len(chain) == PAGES
+    for group, index in lost:
+        blocks._index.forget(group, chain[index].pages[group])
+    present = [[(group, index) not in lost for index in range(PAGES)] for group in range(len(GROUPS))]
+    best = max(count for count in range(PAGES + 1) if is_hit(present, count))
+    hit = blocks.match(TOKENS, None)
+    assert hit.tokens == best * PAGE_SIZE and hit.blocks == chain[:best]
+
+
+def test_a_prompt_that_waits_is_looked_up_once_for_each_change(monkeypatch):
+    one = Loop(
+        max_model_len=64, tile_size=8, page_size=4, num_pages=17, max_num_seqs=4, max_num_batched_tokens=72, prefix_caching=True
+    )  # fmt: skip
+    lookups = []
+    match = one.scheduler.blocks.match
+    monkeypatch.setattr(one.scheduler.blocks, "match", lambda tokens, salt: lookups.append(len(tokens)) or match(tokens, salt))
+    runs = one.add(list(range(1, 31)), max_tokens=20, ignore_eos=True)
+    one.step(0)
+    waits = one.add([*range(1, 29), *range(30)], max_tokens=2, ignore_eos=True)
+    for _ in range(15):
+        one.step(0)
+    assert len(lookups) == 2 and one.scheduler.num_waiting == 1 and not runs.finish_reason  # as each of them came
+    one.drain(0)
+    assert waits.num_cached == 28 and waits.finish_reason == "length"
