@@ -46,7 +46,7 @@ class MockServer:
 
     def wait_until_idle(self) -> None:
         """Nothing runs, nothing waits, nobody is remembered, and every page is back."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while self.engine.has_work or self.llm._handles or self.engine.load.free_pages != self.engine.load.pages:
             assert time.monotonic() < until, self.engine.load
             time.sleep(0.002)

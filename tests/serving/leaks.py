@@ -27,7 +27,7 @@ def nothing_leaks() -> Iterator[None]:
 
 def wait_until(condition, message=lambda: "") -> None:  # type: ignore[no-untyped-def]
     """What is under way in other threads and processes comes to its end."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until, message()
         time.sleep(0.01)

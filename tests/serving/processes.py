@@ -78,7 +78,7 @@ class ServerProcess:
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def wait(self, seconds: float = 30.0) -> tuple[int, str]:
+    def wait(self, seconds: float = 60.0) -> tuple[int, str]:
         """Its exit code, and what it has written to stdout after the ready line."""
         code = self._process.wait(seconds)
         self._reader.join()

@@ -156,7 +156,7 @@ def test_a_stopped_start_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_without_a_watchdog_it_may_stand_still() -> None:
-    with watched(0) as (process, deaths, _):
+    with watched(0, seconds=0.01) as (process, deaths, _):
         os.kill(process.pid or 0, signal.SIGSTOP)
         time.sleep(0.5)
         os.kill(process.pid or 0, signal.SIGCONT)
