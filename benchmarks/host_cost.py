@@ -18,9 +18,10 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from jengine.text.tokenizer import Tokenizer
 
 GOAL = 600.0  # microseconds a step
 GOAL_RATIO = 1.25  # to the checkout before query spans and shared pages
-ROUNDS = 5  # of each checkout
+BLOCK, ROUNDS = 40, 60  # steps of a block, and blocks of each checkout
 PAGE_SIZE, TILE_SIZE, PROMPT = 16, 64, (16, 512)
 PARTS = ("schedule", "pack", "collect")
 SUM = "schedule + pack + collect"
@@ -133,6 +134,10 @@ def make_engine(sequences: int, tokens: int) -> Engine:
 
 
 def measure(sequences: int, steps: int) -> list[dict[str, float]]:
+    return [*run(sequences, steps)]
+
+
+def run(sequences: int, steps: int) -> Iterator[dict[str, float]]:
     """Microseconds of each part, for each of `steps` steps in which all sequences decode."""
     rng = np.random.default_rng(0)
     warm_up = 32
@@ -150,14 +155,13 @@ def measure(sequences: int, steps: int) -> list[dict[str, float]]:
         stopping[str(i)] = CompletionBuilder(tokenizer, request, StopAutomaton(stops))
     while len(engine.step()) < sequences:
         pass  # until all have been prefilled
-    records = []
     with Clock() as clock:
         clock.wrap(Scheduler, "schedule", "schedule")
         clock.wrap(BatchLayout, "pack", "pack")
         clock.wrap(Engine, "_collect", "collect")
         clock.wrap(Runner, "dispatch", "dispatch")
         clock.wrap(Runner, "read", "read")
-        for _ in range(warm_up + steps):
+        for step in range(warm_up + steps):
             clock.take()
             start = time.perf_counter()
             updates = engine.step()
@@ -173,28 +177,47 @@ def measure(sequences: int, steps: int) -> list[dict[str, float]]:
             spent["transfer and calls"] = spent.pop("dispatch") - spent["pack"]
             spent[SUM] = sum(spent[part] for part in PARTS)
             spent["whole step"] = whole
-            records.append({part: 1e6 * seconds for part, seconds in spent.items()})
-    return records[warm_up:]
+            if step >= warm_up:
+                yield {part: 1e6 * seconds for part, seconds in spent.items()}
 
 
-def compare(other: Path, sequences: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Medians of each part here and in another checkout, by rounds in turn, and the median of the rounds' ratios."""
+def compare(other: Path, sequences: int, rounds: int) -> dict[str, Any]:
+    """Medians of each part here and in another checkout, by blocks of steps in turn, and the median of the blocks' ratios."""
     folders = {"here": Path(__file__).parent.parent, "there": other.resolve()}
     medians: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in folders}
-    for _ in range(rounds):
+    command = [sys.executable, "-P", __file__, "--sequences", str(sequences), "--steps", str(BLOCK * rounds), "--blocks"]
+    with ExitStack() as stack:
+        running = {}
         for name, folder in folders.items():
-            command = [sys.executable, "-P", __file__, "--sequences", str(sequences), "--steps", str(steps), "--json"]
-            done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, check=True)
-            for part, values in json.loads(done.stdout.splitlines()[-1]).items():
-                medians[name][part].append(values["median"])
+            options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+            running[name] = stack.enter_context(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(folder)}, **options))
+        for _ in range(rounds):
+            for name, process in running.items():
+                process.stdin.write("\n")
+                for part, value in json.loads(process.stdout.readline()).items():
+                    medians[name][part].append(value)
+        for process in running.values():
+            process.stdin.close()
     ratios = {}
-    print(f"\nagainst {other}, {rounds} rounds of each in turn, {steps} steps a round\n\n{'':28}{'here':>8}{'there':>8}{'ratio':>8}")
+    print(f"\nagainst {other}: {rounds} blocks of {BLOCK} steps of each in turn, medians\n\n{'':28}{'here':>8}{'there':>8}{'ratio':>8}")
     for part in (*PARTS, SUM):
         here, there = medians["here"][part], medians["there"][part]
         ratios[part] = round(statistics.median(a / b for a, b in zip(here, there, strict=True)), 3)
         print(f"{part:28}{statistics.median(here):8.0f}{statistics.median(there):8.0f}{ratios[part]:8.2f}")
     print(f"\nthe goal is at most {GOAL_RATIO}")
-    return {"ratios": ratios, "medians": medians, "goal": GOAL_RATIO}
+    return {
+        "ratios": ratios,
+        "medians": {name: {part: statistics.median(parts[part]) for part in ratios} for name, parts in medians.items()},
+        "goal": GOAL_RATIO,
+    }
+
+
+def answer(sequences: int, steps: int) -> None:
+    """For each line that is read, runs a block of steps, and prints its medians."""
+    records = run(sequences, steps)
+    for _ in sys.stdin:
+        block = [*islice(records, BLOCK)]
+        print(json.dumps({part: statistics.median(record[part] for record in block) for part in (*PARTS, SUM)}), flush=True)
 
 
 def summary(records: list[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -211,16 +234,16 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--against", type=Path, help="the root of another checkout of this repository")
-    parser.add_argument("--json", action="store_true", help="print percentiles as JSON and nothing else, save nothing")
+    parser.add_argument("--blocks", action="store_true", help="what --against runs, see `answer`")
     parser.add_argument("--quick", action="store_true", help="100 steps, nothing saved")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, for JAX's threads too
     steps = 100 if options.quick else options.steps
-    parts = summary(measure(options.sequences, steps))
-    if options.json:
-        print(json.dumps(parts))
+    if options.blocks:
+        answer(options.sequences, steps)
         return
+    parts = summary(measure(options.sequences, steps))
     from benchmarks.admission import measure as measure_admission  # here: other checkouts lack what they measure
     from benchmarks.machine import save
 
@@ -229,9 +252,7 @@ def main() -> None:
         print(f"{part:28}" + "".join(f"{value:8.0f}" for value in values.values()))
     print(f"\n{SUM}: {parts[SUM]['median']:.0f} us a step; the goal is {GOAL:.0f}")
     admission = measure_admission(rounds=2 if options.quick else 20)
-    against = (
-        None if options.against is None else compare(options.against, options.sequences, min(steps, 300), 2 if options.quick else ROUNDS)
-    )
+    against = None if options.against is None else compare(options.against, options.sequences, 5 if options.quick else ROUNDS)
     if not options.quick:
         result = {"sequences": options.sequences, "steps": steps, "microseconds": parts, "goal": GOAL}
         save("host_cost", {**result, "admission": admission, "against": against})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from jengine.request import SamplingParams
@@ -104,6 +104,14 @@ class ProgramTable:
     tile_buckets: tuple[int, ...]
     tile_size: int  # tokens
     page_buckets: tuple[int, ...] = (0,)
+    sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
+
+    def __post_init__(self) -> None:
+        """A step samples its decode rows and may finish a prompt in any tile."""
+        sums = {r + t for r in self.mixed_row_buckets for t in self.tile_buckets}
+        over = max(sums)
+        inside = {next((b for b in self.row_buckets if b >= s), over) for s in sums}
+        object.__setattr__(self, "sample_buckets", tuple(sorted({*self.row_buckets, *inside})))
 
     @classmethod
     def build(
@@ -131,14 +139,6 @@ class ProgramTable:
     @property
     def max_tiles(self) -> int:
         return self.tile_buckets[-1]
-
-    @property
-    def sample_buckets(self) -> tuple[int, ...]:
-        """Row counts of samplers: a step samples its decode rows and may finish a prompt in any tile."""
-        sums = {r + t for r in self.mixed_row_buckets for t in self.tile_buckets}
-        over = max(sums)
-        inside = {next((b for b in self.row_buckets if b >= s), over) for s in sums}
-        return tuple(sorted({*self.row_buckets, *inside}))
 
     def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0) -> TrunkKey:
         """The smallest trunk that holds a step of this many rows, tiles, pages a sequence and samples."""

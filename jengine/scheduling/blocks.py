@@ -89,6 +89,7 @@ class BlockManager:
     ) -> None:
         self.page_size, self.groups, self.prefix_caching = page_size, tuple(groups), prefix_caching
         self.pools = [PagePool(pages, partial(self._forget, pool)) for pool, pages in enumerate(pools)]
+        self._pool_of = [self.pools[group.pool] for group in self.groups]
         self._groups_of = Counter(group.pool for group in self.groups)
         self.hit_pages = dict.fromkeys((group.name for group in self.groups), 0)  # pages found, by the groups' names
         self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
@@ -318,10 +319,10 @@ class BlockManager:
     def _grow(self, table: BlockTable, group: int, pages: int) -> None:
         missing = pages - len(table.pages[group])
         if missing > 0:
-            table.pages[group] += self.pools[self.groups[group].pool].take(missing)
+            table.pages[group] += self._pool_of[group].take(missing)
 
     def _release(self, group: int, page: int) -> None:
-        self.pools[self.groups[group].pool].release(page, keep=self._index.holds(group, page))
+        self._pool_of[group].release(page, keep=self._index.holds(group, page))
 
     def _forget(self, pool: int, page: int) -> None:
         """An evicted page's block loses it."""

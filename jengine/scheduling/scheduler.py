@@ -64,6 +64,8 @@ class Scheduler(Sequences):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.costs = StepCosts() if costs is None else costs
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
+        self._rows: list[Sequence] = []  # of the last step
+        self._row_samples: list[Sample] = []  # theirs
         self._last_match = (-1, 0), NO_HIT  # (sequence, version of the index), what was found
 
     def schedule(self) -> StepPlan | None:
@@ -74,17 +76,20 @@ class Scheduler(Sequences):
         """
         draft = _Draft()
         rows = self._decode_rows(draft)
+        if rows != self._rows:  # most steps have the rows of the one before; one that gets another slot is no row in between
+            self._rows, self._row_samples = rows, [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
         draft.spans = [Span(s.number, s.slot, s.num_computed) for s in rows]
-        draft.samples = [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
+        draft.samples = [*self._row_samples]
         draft.sampled = [*rows]
         longest = max([s.num_computed for s in rows], default=-1) + 1  # tokens of the longest sequence in the step
         for sequence in rows:
             sequence.num_computed += 1
             sequence.in_flight += 1
-        tiles, pending_longest = self._pending((self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
+        begun = [s for s in self._running if s.state is State.PREFILLING] if len(rows) < len(self._running) else []
+        tiles, pending_longest = self._pending(begun, (self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
         if tiles:
             pages = self.blocks.pages_of(max(longest, pending_longest))
-            tiles = self._prefill(draft, self.costs.best_tiles(self.table, rows=len(rows), pending=tiles, pages=pages))
+            tiles = self._prefill(draft, begun, self.costs.best_tiles(self.table, rows=len(rows), pending=tiles, pages=pages))
             longest = max([longest, *[span.start + span.length for span in draft.spans[len(rows) :]]])
         if not draft.spans:
             return None
@@ -161,11 +166,11 @@ class Scheduler(Sequences):
             del self._sharing[sequence]
         return rows
 
-    def _pending(self, limit: int) -> tuple[int, int]:
+    def _pending(self, begun: list[Sequence], limit: int) -> tuple[int, int]:
         """Prompt tiles that can be worked on now, `limit` at most, and how many tokens the longest of their sequences then has."""
         limit, tile_size, tiles, longest = min(limit, self.table.max_tiles), self.table.tile_size, 0, 0
-        for sequence in self._running:
-            if sequence.state is State.PREFILLING and tiles < limit:
+        for sequence in begun:
+            if tiles < limit:
                 count = min(-(-(len(sequence.tokens) - sequence.num_computed) // tile_size), limit - tiles)
                 longest = max(longest, min(sequence.num_computed + count * tile_size, len(sequence.tokens)))
                 tiles += count
@@ -182,13 +187,13 @@ class Scheduler(Sequences):
             tiles, slots, running = tiles + count, slots - 1, running + 1
         return tiles, longest
 
-    def _prefill(self, draft: _Draft, budget: int) -> int:
+    def _prefill(self, draft: _Draft, begun: list[Sequence], budget: int) -> int:
         """Cuts prompts into a plan, `budget` tiles at most: each to its end before the next one's turn. Returns how many tiles.
 
         So where several prompts begin alike, the first computes what the others then find.
         """
         left = budget
-        for sequence in [s for s in self._running if s.state is State.PREFILLING]:
+        for sequence in begun:
             left -= self._cut(draft, sequence, left)
         while left > 0 and self._free_slots and all(s.state is not State.PREFILLING for s in self._running):
             first = self._waiting.first
