@@ -64,9 +64,9 @@ def test_killed_and_drained(server: ServerProcess, expected: list[str]) -> None:
     with Client(server.address, retries=patient) as client, grpc.insecure_channel(server.address) as channel:
         watch = HealthWatch(channel)
         watch.wait_for("SERVING")
+        [engine] = server.children()
         stream = client.stream(PROMPTS[0], temperature=0.0, max_tokens=900)
         next(stream)
-        [engine] = server.children()
         os.kill(engine, signal.SIGKILL)
         with pytest.raises(ServerError) as lost:
             list(stream)
