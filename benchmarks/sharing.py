@@ -104,9 +104,9 @@ def in_turn(rounds: int, run: Callable[[bool], Any]) -> dict[bool, list[Any]]:
     return results
 
 
-def arrivals(bench: Bench, requests: int, rounds: int) -> dict[str, Any]:
+def arrivals(bench: Bench, requests: int, shared: int, rounds: int) -> dict[str, Any]:
     def run(on: bool) -> dict[str, float]:
-        prefix = bench.prompt(PREFIX)
+        prefix = bench.prompt(shared)
         prompts = [prefix + bench.prompt(SUFFIX) for _ in range(requests)]
         bench.cache(on)
         ran = bench.run(prompts, OUTPUT)
@@ -124,7 +124,7 @@ def arrivals(bench: Bench, requests: int, rounds: int) -> dict[str, Any]:
         "first_token_p90": _ratio(found, lambda run: run["first_token_p90_s"]),
         "tokens_per_second": round(1 / _ratio(found, lambda run: run["tokens_per_second"]), 2),
     }
-    print(f"\narrivals: {requests} requests, {PREFIX} + {SUFFIX} tokens, {OUTPUT} of output")
+    print(f"\narrivals: {requests} requests, {shared} + {SUFFIX} tokens, {OUTPUT} of output")
     for on, runs in found.items():
         for one in runs:
             print(f"    cache {'on' if on else 'off':4}" + "".join(f"{name} {value:<10}" for name, value in one.items()))
@@ -202,15 +202,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="the demo model, fewer requests and rounds, nothing saved")
     options = parser.parse_args()
-    requests, rounds, turns = (16, 1, 4) if options.quick else (REQUESTS, options.rounds, TURNS)
+    requests, shared, rounds, turns = (16, PREFIX // 2, 1, 4) if options.quick else (REQUESTS, PREFIX, options.rounds, TURNS)
     result: dict[str, Any] = {}
     if {"arrivals", "samples", "chat"} & {*options.parts}:
-        pages = 1 + requests * -(-(PREFIX + SUFFIX + OUTPUT) // PAGE_SIZE)  # for all requests, with the cache or without
-        bench = Bench("demo" if options.quick else str(made_model("134m")), requests, 2048, pages)
+        pages = 1 + requests * -(-(shared + SUFFIX + OUTPUT) // PAGE_SIZE)  # for all requests, with the cache or without
+        bench = Bench("demo" if options.quick else str(made_model("134m")), requests, 2 * PREFIX // (1 + options.quick), pages)
         result = {"model": "134m", "dtype": bench.dtype, "max_num_seqs": requests, "num_pages": pages}
         bench.run([bench.prompt(100)] * 2, 8)  # the first steps of a process are slower
         if "arrivals" in options.parts:
-            result["arrivals"] = arrivals(bench, requests, rounds)
+            result["arrivals"] = arrivals(bench, requests, shared, rounds)
         if "samples" in options.parts:
             result["samples"] = samples(bench, rounds)
         if "chat" in options.parts:
