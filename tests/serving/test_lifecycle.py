@@ -98,7 +98,13 @@ def test_a_hang_up_reloads() -> None:
 
 
 # Takes the terminal in its first argument for its own, then becomes the command in the others.
-AT_TERMINAL = "import os, sys; os.setsid(); os.open(sys.argv[1], os.O_RDWR); os.execv(sys.argv[2], sys.argv[2:])"
+AT_TERMINAL = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else it is ignored where the tests were started by nohup
+os.setsid()
+os.open(sys.argv[1], os.O_RDWR)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="terminals differ")
