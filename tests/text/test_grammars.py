@@ -128,3 +128,14 @@ def test_a_first_mask_that_takes_too_long_is_refused(tokenizer: Tokenizer, monke
     monkeypatch.setattr(grammars, "MASK_SECONDS", 0.0)
     with pytest.raises(InvalidArgument, match="a mask takes"):
         probe_structure(StructuredOutputs(regex="a*"), tokenizer)
+
+
+@pytest.mark.parametrize(("blanks", "taken"), [(0, True), (100, True), (101, False)])
+def test_blanks_in_json_come_to_an_end(blanks: int, taken: bool, tokenizer: Tokenizer) -> None:
+    """A model that is unsure could else write them until its length ends it. A schema may ask for more."""
+    ids = tokenizer.encode("{" + " " * (blanks // 2) + "\n" * (blanks - blanks // 2) + '"a": 1}', add_special_tokens=False)
+    what: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    matcher = compile_structure(StructuredOutputs(json=what), tokenizer)
+    assert (matcher.try_consume_tokens(ids) == len(ids)) is taken
+    more = compile_structure(StructuredOutputs(json={**what, "x-guidance": {"whitespace_pattern": "[ \n]+"}}), tokenizer)
+    assert more.try_consume_tokens(ids) == len(ids)
