@@ -12,7 +12,8 @@ from jengine.execution.kv_cache import page_bytes
 from jengine.models.cache import cache_groups
 from jengine.program_table import ProgramTable
 from jengine.request import Request, SamplingParams
-from jengine.scheduling.blocks import NO_HIT, BlockManager, GroupPages
+from jengine.scheduling.block_table import NO_HIT, GroupPages
+from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.scheduler import Scheduler
 
 DTYPE = np.dtype("bfloat16")

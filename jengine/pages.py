@@ -12,7 +12,7 @@ def most_pages(tokens: int, window: int | None, page_size: int, ahead: int) -> i
     """Pages that a sequence holds at most in a cache group, on its way to `tokens` tokens.
 
     Args:
-        window: tokens that a query sees, its own included; pages before them are given up. None keeps all.
+        window: tokens that a query sees, its own included; pages before them are released. None keeps all.
         ahead: tokens computed at a time.
     """
     every = pages_of(tokens, page_size)

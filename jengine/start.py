@@ -30,7 +30,7 @@ from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of
 from jengine.parallel.mesh import make_mesh
 from jengine.precision import choose_dtype
 from jengine.request import SamplingParams
-from jengine.scheduling.blocks import GroupPages
+from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.scheduler import Scheduler
 from jengine.shapes import describe

@@ -4,70 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from jengine.pages import most_pages, pages_of
+from jengine.scheduling.block_table import NO_HIT, BlockTable, Copy, Entry, GroupPages, Hit
 from jengine.scheduling.page_pool import PagePool
-from jengine.scheduling.prefix_index import Block, PrefixIndex
-
-
-class GroupPages(NamedTuple):
-    """What a cache group asks of pages.
-
-    Attributes:
-        window: tokens that a query sees, its own included; pages before them are given up. None keeps all.
-        pool: index of the pool that its pages come from.
-    """
-
-    window: int | None = None
-    pool: int = 0
-
-    @property
-    def name(self) -> str:
-        return "full" if self.window is None else f"window[{self.window}]"
-
-
-Entry = tuple[int, int, int]  # a change of a block table: of which cache group, the index, the page
-
-
-class Copy(NamedTuple):
-    """Pages of one pool: what the first holds is to be copied to the second."""
-
-    pool: int
-    source: int
-    target: int
-
-
-class Hit(NamedTuple):
-    """A prefix that is in the cache: blocks, of which each group has the pages that it reads."""
-
-    blocks: list[Block]
-    tokens: int
-
-
-NO_HIT = Hit([], 0)
-
-
-@dataclass(slots=True)
-class BlockTable:
-    """A sequence's pages.
-
-    Attributes:
-        pages: by group, in order; 0 for those behind the window.
-        first: by group, the index of the first page still held.
-        sent: by group, how many entries the device knows.
-        blocks: of its first pages, those that can be found.
-        findable: whether more shall be.
-    """
-
-    pages: list[list[int]]
-    first: list[int]
-    sent: list[int]
-    salt: str | None
-    findable: bool
-    blocks: list[Block] = field(default_factory=list)
+from jengine.scheduling.prefix_index import PrefixIndex
 
 
 class BlockManager:
@@ -97,7 +39,7 @@ class BlockManager:
         self._index = PrefixIndex(len(self.groups), page_size)
         self._tables: dict[int, BlockTable] = {}
 
-    # --- what is there ---------------------------------------------------------------------------
+    # --- pages ------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
@@ -140,7 +82,7 @@ class BlockManager:
         """Whether each pool has as many pages to give."""
         return all(self.pools[pool].available >= count for pool, count in wanted.items())
 
-    # --- a sequence comes ------------------------------------------------------------------------
+    # --- admission --------------------------------------------------------------------------------
 
     def match(self, tokens: Sequence[int], salt: str | None) -> Hit:
         """The longest prefix that is in the cache: whole pages, and never the last token, which must be computed to get on."""
@@ -177,13 +119,9 @@ class BlockManager:
         firsts = [self._first_seen(group, hit.tokens) for group in range(len(self.groups))]
         pages = [[0] * first + [block.pages[group] for block in hit.blocks[first:]] for group, first in enumerate(firsts)]
         table = BlockTable(pages, firsts, [*firsts], salt, self.prefix_caching, [*hit.blocks])
-        self._tables[number] = table
-        for group, first in enumerate(firsts):  # before pages are taken, lest these are evicted
-            for page in table.pages[group][first:]:
-                self.pools[self.groups[group].pool].share(page)
+        self._enter(number, table)  # first: taking pages could evict those of the hit
+        for group, first in enumerate(firsts):
             self.hit_pages[self.groups[group].name] += len(hit.blocks) - first
-        if hit.blocks:
-            self._index.use(hit.blocks[-1])
         for group, (window, _) in enumerate(self.groups):
             if window is None:
                 self._grow(table, group, self.pages_of(tokens))
@@ -192,17 +130,12 @@ class BlockManager:
         """Another sequence with the same tokens: it shares all pages. What either writes must be `unshare`d before."""
         parent = self._tables[number]
         table = BlockTable([[*p] for p in parent.pages], [*parent.first], [*parent.first], parent.salt, parent.findable, [*parent.blocks])
-        self._tables[child] = table
-        for group, (_, pool) in enumerate(self.groups):
-            for page in table.pages[group][table.first[group] :]:
-                self.pools[pool].share(page)
-        if table.blocks:
-            self._index.use(table.blocks[-1])
+        self._enter(child, table)
 
-    # --- it grows --------------------------------------------------------------------------------
+    # --- growth -----------------------------------------------------------------------------------
 
     def pass_windows(self, number: int, position: int) -> None:
-        """Gives up the pages that no query from this position on sees."""
+        """Releases the pages that no query from this position on sees."""
         if self._windowed:
             table = self._tables[number]
             for group in self._windowed:
@@ -278,7 +211,7 @@ class BlockManager:
         if last is not None:
             self._index.unuse(last)
 
-    # --- it goes ---------------------------------------------------------------------------------
+    # --- release ----------------------------------------------------------------------------------
 
     def release(self, number: int) -> None:
         """Takes a sequence's pages back, the tail first, so that of a prefix the beginning is evicted last."""
@@ -310,6 +243,15 @@ class BlockManager:
                 for page in pages[table.first[group] :]
             )
             pool.check_integrity(Counter(held))
+
+    def _enter(self, number: int, table: BlockTable) -> None:
+        """A sequence becomes one more holder of the pages in its block table."""
+        self._tables[number] = table
+        for group, pages in enumerate(table.pages):
+            for page in pages[table.first[group] :]:
+                self._pool_of[group].share(page)
+        if table.blocks:
+            self._index.use(table.blocks[-1])
 
     def _first_seen(self, group: int, position: int) -> int:
         """The index of the first page that a query at this position sees."""

@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Sequence as List
 
 from jengine.program_table import VARIANTS, ProgramTable
-from jengine.scheduling.blocks import NO_HIT, BlockManager, Entry, GroupPages, Hit
+from jengine.scheduling.block_table import NO_HIT, GroupPages, Hit
+from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.draft import Draft
 from jengine.scheduling.policy import Policy, victim
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
@@ -74,7 +76,7 @@ class Scheduler(Sequences):
         Every decoding sequence gets a row. Prompts follow, in tiles: first of sequences that have begun,
         then of those waiting.
         """
-        draft = _Draft()
+        draft = Draft()
         rows = self._decode_rows(draft)
         if rows != self._rows:  # most steps have the rows of the one before; one that gets another slot is no row in between
             self._rows, self._row_samples = rows, [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
@@ -136,7 +138,7 @@ class Scheduler(Sequences):
         self.blocks.reset()
         return True
 
-    def _decode_rows(self, draft: _Draft) -> list[Sequence]:
+    def _decode_rows(self, draft: Draft) -> list[Sequence]:
         """Sequences that decode in this step. Those that enter a new page get it, those whose page is shared a copy.
 
         Preempts, the policy's last first, until there are pages enough. That ends, at the latest, with one
@@ -187,7 +189,7 @@ class Scheduler(Sequences):
             tiles, slots, running = tiles + count, slots - 1, running + 1
         return tiles, longest
 
-    def _prefill(self, draft: _Draft, begun: list[Sequence], budget: int) -> int:
+    def _prefill(self, draft: Draft, begun: list[Sequence], budget: int) -> int:
         """Cuts prompts into a plan, `budget` tiles at most: each to its end before the next one's turn. Returns how many tiles.
 
         So where several prompts begin alike, the first computes what the others then find.
@@ -197,7 +199,7 @@ class Scheduler(Sequences):
             left -= self._cut(draft, sequence, left)
         while left > 0 and self._free_slots and all(s.state is not State.PREFILLING for s in self._running):
             first = self._waiting.first
-            # A preempted sequence with tokens in flight is not known in full yet; nobody passes it.
+            # A preempted sequence with tokens in flight is not known in full yet; those behind it wait.
             if first is None or first.in_flight:
                 break
             hit = self._match(first)
@@ -234,7 +236,7 @@ class Scheduler(Sequences):
         if not sequence.scheduled:
             sequence.scheduled, sequence.num_cached = time.monotonic(), tokens
 
-    def _admit(self, draft: _Draft, sequence: Sequence) -> None:
+    def _admit(self, draft: Draft, sequence: Sequence) -> None:
         self._take_slot(sequence)
         draft.resets.append(
             SlotReset(
@@ -248,7 +250,7 @@ class Scheduler(Sequences):
             )
         )
 
-    def _cut(self, draft: _Draft, sequence: Sequence, tiles: int) -> int:
+    def _cut(self, draft: Draft, sequence: Sequence, tiles: int) -> int:
         """Plans up to `tiles` tiles of a sequence's known tokens, as far as there are pages for them. Returns how many."""
         number, start, blocks = sequence.number, sequence.num_computed, self.blocks
         blocks.pass_windows(number, start)
@@ -266,14 +268,14 @@ class Scheduler(Sequences):
                 self._fork(draft, sequence)
         return -(-(end - start) // self.table.tile_size)
 
-    def _sample(self, draft: _Draft, sequence: Sequence) -> None:
+    def _sample(self, draft: Draft, sequence: Sequence) -> None:
         """A sequence, of which all known tokens are planned, gets the token after the last span."""
         draft.samples.append(Sample(len(draft.spans) - 1, draft.spans[-1].length - 1, sequence.number, sequence.slot))
         draft.sampled.append(sequence)
         sequence.state = State.DECODING
         sequence.in_flight += 1
 
-    def _fork(self, draft: _Draft, parent: Sequence) -> None:
+    def _fork(self, draft: Draft, parent: Sequence) -> None:
         """Prompt's other samples, which wait behind the first one, share what it has computed."""
         blocks, partial = self.blocks, parent.prompt_len % self.page_size > 0
         while self._free_slots and self._fits(Counter(), len(self._running) + 1):
@@ -288,21 +290,6 @@ class Scheduler(Sequences):
             self._sample(draft, child)
             if partial:
                 self._sharing[parent] = self._sharing[child] = None
-
-
-class _Draft:
-    """A plan in the making. `sampled` are the sequences of `samples`."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.samples: list[Sample] = []
-        self.sampled: list[Sequence] = []
-        self.resets: list[SlotReset] = []
-        self.table: list[tuple[int, int, int, int]] = []
-        self.copies: list[tuple[int, int, int]] = []
-
-    def enter(self, slot: int, entries: List[Entry]) -> None:
-        self.table += [(group, slot, index, page) for group, index, page in entries]
 
 
 def _targets(sequence: Sequence, start: int, end: int) -> list[int] | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from jengine.program_table import VARIANTS, ProgramTable, sampler_variant
 from jengine.request import Request, SamplingParams
-from jengine.scheduling.blocks import GroupPages
+from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import SlotReset, Span, StepPlan

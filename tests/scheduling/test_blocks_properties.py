@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jengine.pages import most_pages
-from jengine.scheduling.blocks import BlockManager, GroupPages
+from jengine.scheduling.block_table import GroupPages
+from jengine.scheduling.blocks import BlockManager
 
 GROUPS = [
     [GroupPages()],

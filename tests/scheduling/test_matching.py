@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.scheduling.blocks import NO_HIT, BlockManager, GroupPages
+from jengine.scheduling.block_table import NO_HIT, GroupPages
+from jengine.scheduling.blocks import BlockManager
 from tests.scheduling.strict_device import Loop
 
 PAGES, PAGE_SIZE = 12, 4

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jengine.pages import most_pages
-from jengine.scheduling.blocks import GroupPages
+from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
 from tests.scheduling.strict_device import VOCAB, Loop
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jengine.scheduling.blocks import BlockManager, GroupPages
+from jengine.scheduling.block_table import GroupPages
+from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.sequence import State
 from tests.scheduling.strict_device import Loop
 

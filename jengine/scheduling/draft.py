@@ -1,0 +1,25 @@
+"""A step plan in the making."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jengine.scheduling.block_table import Entry
+from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.step_plan import Sample, SlotReset, Span
+
+
+class Draft:
+    """The lists of a StepPlan; `sampled` are the sequences of `samples`."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.samples: list[Sample] = []
+        self.sampled: list[Sequence] = []
+        self.resets: list[SlotReset] = []
+        self.table: list[tuple[int, int, int, int]] = []
+        self.copies: list[tuple[int, int, int]] = []
+
+    def enter(self, slot: int, entries: Iterable[Entry]) -> None:
+        """Update a slot's block tables."""
+        self.table += [(group, slot, index, page) for group, index, page in entries]
