@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,10 @@ from hypothesis import settings
 os.environ.setdefault("JENGINE_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jengine"))
 # With the extra aot, JAX would look for the rest of CUDA too, and print that it is not there.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# A shell starts background jobs with SIGINT ignored, and so would be what tests start. Python then raises no KeyboardInterrupt.
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two busy cores make any deadline flaky; a run that fails must fail again.
 settings.register_profile("jengine", deadline=None, derandomize=True)
