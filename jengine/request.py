@@ -50,8 +50,8 @@ class StructuredOutputs:
     """What an output must look like: exactly one of a JSON schema, a regular expression, a choice of texts, a Lark grammar.
 
     Args:
-        json: a schema as text or as a dict, or a class with `model_json_schema`, such as a pydantic model; kept as a dict then. At most
-            100 blanks stand between tokens of JSON, unless the schema's `x-guidance` says otherwise.
+        json: a schema as text or as a dict, or a class with `model_json_schema`, such as a pydantic model; kept as a dict then. The
+            output has at most 100 whitespace characters in a row, unless the schema's `x-guidance` sets `whitespace_pattern`.
     """
 
     json: str | dict[str, Any] | type | None = None

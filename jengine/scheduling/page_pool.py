@@ -11,7 +11,7 @@ class PagePool:
 
     Args:
         num_pages: the null page included.
-        evicted: called with a cached page before it is given to somebody else.
+        evicted: called with a cached page before it is reused.
     """
 
     def __init__(self, num_pages: int, evicted: Callable[[int], None]) -> None:
@@ -78,7 +78,7 @@ class PagePool:
         """One holder less. A page that has none left is cached if it is worth keeping, else free.
 
         Raises:
-            ValueError: nobody holds it.
+            ValueError: the page has no holder.
         """
         if not self._holders[page]:
             raise ValueError(f"page {page} is not owned")

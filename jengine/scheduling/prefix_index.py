@@ -25,7 +25,7 @@ class Block:
 class PrefixIndex:
     """Blocks by parent and tokens. A parent is compared by identity, so each block stands for one prefix, and for one salt.
 
-    A block stays while one of its pages does, or somebody uses it; a chain can then be followed beyond pages that were given away.
+    A block stays while it has a page or a user, so a chain can be followed past pages that were evicted.
     """
 
     def __init__(self, groups: int, page_size: int) -> None:
@@ -112,6 +112,6 @@ class PrefixIndex:
             for group, page in enumerate(block.pages):
                 assert not page or self._holding[group].get(page) is block, "a page of two blocks"
         assert all(block.users >= users.get(block, 0) for block in self._blocks.values()), "users are miscounted"
-        assert all(any(block.pages) or block.users for block in self._blocks.values()), "a block nobody needs"
+        assert all(any(block.pages) or block.users for block in self._blocks.values()), "a block without pages and users"
         held = sum(len(pages) for pages in self._holding)
         assert held == sum(page > 0 for block in self._blocks.values() for page in block.pages), "a page without its block"

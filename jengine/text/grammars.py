@@ -25,8 +25,8 @@ from jengine.text.tokenizer import Tokenizer
 MAX_CHARACTERS = 100_000
 MAX_RULES = 1_000  # of a Lark grammar; a mask's time grows with their square
 MAX_REFS = 1_000  # different `$ref` targets of a JSON schema
-# A model that is unsure may write blanks until its length ends it; no indentation needs as many.
-BLANKS = r"[ \t\n\r]{1,100}"  # where a schema has no `x-guidance` of its own
+# Without a bound, an uncertain model may generate whitespace up to max_tokens. Indentation needs fewer than 100 characters.
+WHITESPACE = r"[ \t\n\r]{1,100}"  # the default; a schema's `x-guidance` overrides it
 STACK = 256 * 2**20  # bytes; address space, of which only what is used becomes memory
 
 # Lexer fuel and items bound most masks by some 20 ms. States bound the memory that a request may take to some 100 MB.
@@ -114,7 +114,7 @@ def _text(what: StructuredOutputs) -> str:
 def _grammar(what: StructuredOutputs) -> str:
     matcher = llguidance.LLMatcher
     if what.json is not None:
-        return str(matcher.grammar_from_json_schema(_text(what), defaults={"whitespace_pattern": BLANKS}))
+        return str(matcher.grammar_from_json_schema(_text(what), defaults={"whitespace_pattern": WHITESPACE}))
     if what.regex is not None:
         return str(matcher.grammar_from_regex(what.regex))
     if what.choice is not None:  # one terminal: as many alternatives of a rule would be as many items of the parser's rows

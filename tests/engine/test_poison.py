@@ -100,7 +100,7 @@ def outputs(engine: Engine, work: list[Work], pages: int, each_step: Callable[[]
     return [of(answer) for answer in run(engine, work, each_step)]
 
 
-def test_pages_that_nobody_holds_are_not_read(engine: Engine) -> None:
+def test_pages_without_a_holder_are_not_read(engine: Engine) -> None:
     pages = engine.scheduler.sequence.most_pages(191) + 2
     poison, work, scheduler = Poison(engine), mixed(40, vocab=96, seed=2, masks=True), engine.scheduler
     preempted = scheduler.num_preemptions

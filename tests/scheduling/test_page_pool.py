@@ -1,4 +1,4 @@
-"""No page is lost, given to two owners unasked, or evicted while somebody holds it."""
+"""No page is lost, given to two sequences by mistake, or evicted while a sequence holds it."""
 
 from __future__ import annotations
 

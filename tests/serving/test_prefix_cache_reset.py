@@ -1,4 +1,4 @@
-"""AsyncLLM.reset_prefix_cache over both kinds of engines: it is done, or whoever asked hears that the engine has ended."""
+"""AsyncLLM.reset_prefix_cache over both kinds of engines: it completes, or raises EngineDead when the engine ends."""
 
 from __future__ import annotations
 

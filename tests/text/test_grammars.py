@@ -131,8 +131,8 @@ def test_a_first_mask_that_takes_too_long_is_refused(tokenizer: Tokenizer, monke
 
 
 @pytest.mark.parametrize(("blanks", "taken"), [(0, True), (100, True), (101, False)])
-def test_blanks_in_json_come_to_an_end(blanks: int, taken: bool, tokenizer: Tokenizer) -> None:
-    """A model that is unsure could else write them until its length ends it. A schema may ask for more."""
+def test_whitespace_in_json_is_bounded(blanks: int, taken: bool, tokenizer: Tokenizer) -> None:
+    """An uncertain model could otherwise generate whitespace up to max_tokens. A schema may allow more."""
     ids = tokenizer.encode("{" + " " * (blanks // 2) + "\n" * (blanks - blanks // 2) + '"a": 1}', add_special_tokens=False)
     what: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     matcher = compile_structure(StructuredOutputs(json=what), tokenizer)
