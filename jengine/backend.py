@@ -43,6 +43,9 @@ class Steps(Protocol):
     def step(self) -> Updates:
         """One turn of the loop."""
 
+    def close(self) -> None:
+        """It will not be used any more."""
+
 
 class Backend(Protocol):
     """A running engine, as AsyncLLM uses it. Calls return at once; what they ask for is done in order.
@@ -89,6 +92,7 @@ def run_engine(engine: Steps, take_orders: Callable[[bool], bool], deliver: Call
             deliver(updates)
     while engine.has_work and not engine.has_requests:
         engine.step()  # nobody waits any more, but what was dispatched is read
+    engine.close()
 
 
 class EngineThread:

@@ -155,6 +155,8 @@ class EngineConfig:
             By default 10GiB. With several processes, of each.
         programs: a folder that `jengine compile` wrote for this model, these options and this device; nothing is compiled then. dtype
             auto and num_pages, where not given, are as the folder has them.
+        warm_up: when the engine is ready. progressive: once the few programs that can serve any request are compiled or loaded; the
+            others follow while it runs, and steps use them as they come. all: once every program is. A server waits for all.
         compile_threads: programs compiled at once; by default 2 on a CPU, one for each core of the host on a GPU.
         tensor_parallel_size: devices that share the model. Kv heads are repeated where they are fewer, which takes as much more cache.
         coordinator: host:port where process 0 listens, if several processes, on one machine or on many, share the model; all are
@@ -185,6 +187,7 @@ class EngineConfig:
     cache_dir: str | Path | None = None
     cache_max_size: int | str | None = None
     programs: str | Path | None = None
+    warm_up: Literal["progressive", "all"] = "progressive"
     compile_threads: int | None = None
     tensor_parallel_size: int = 1
     coordinator: str | None = None
@@ -233,6 +236,8 @@ class EngineConfig:
             raise InvalidArgument("generation_config", self.generation_config, "must be auto, vllm or None")
         if self.policy not in ("fcfs", "priority"):
             raise InvalidArgument("policy", self.policy, "must be fcfs or priority")
+        if self.warm_up not in ("progressive", "all"):
+            raise InvalidArgument("warm_up", self.warm_up, "must be progressive or all")
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
             check_budget(self.max_num_seqs, self.max_num_batched_tokens, self.tile_size)
         for name in ("kv_cache_memory", "cache_max_size"):

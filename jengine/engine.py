@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from jengine.limits import Limits
 from jengine.mask_thread import MASK_SECONDS, MaskThread
 from jengine.observe.compiles import compile_count
 from jengine.observe.trace import StepTrace
+from jengine.ready_programs import ReadyPrograms
 from jengine.request import FinishReason, Request
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
@@ -42,6 +44,19 @@ class ModelRunner(Protocol):
         """Wait for its tokens."""
 
 
+class Arrivals(Protocol):
+    """Programs that become ready while the engine runs; see execution/background.py."""
+
+    keys: list[Any]
+
+    @property
+    def ready(self) -> int: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+    def stop(self) -> None: ...
+
+
 class Engine:
     """Requests, and the loop that works on them.
 
@@ -52,13 +67,29 @@ class Engine:
     Args:
         overlap: dispatch a step before the last one's tokens are read.
         seed: from which requests without a seed of their own draw theirs.
+        num_programs: of the table, all kinds together.
+        programs: those that become ready later; None: all of them are.
     """
 
-    def __init__(self, model: ModelConfig, runner: ModelRunner, scheduler: Scheduler, *, overlap: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        *,
+        overlap: bool = True,
+        seed: int = 0,
+        num_programs: int = 0,
+        programs: Arrivals | None = None,
+    ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self.trace = StepTrace()
         self._seeds = random.Random(seed)
-        self._in_flight: deque[tuple[int, InFlight]] = deque()
+        self._in_flight: deque[tuple[int, float, InFlight]] = deque()  # number, when it was dispatched
+        self._last_read = 0.0
+        self._programs = programs
+        self._taken = -1  # of these programs
+        self._num_programs = num_programs
         self._masks = MaskThread(MASK_SECONDS)
         self._steps = 0
         self._compiles_at_start = compile_count()
@@ -107,6 +138,8 @@ class Engine:
             hit_pages=tuple(blocks.hit_pages.values()),
             cache_groups=tuple(blocks.hit_pages),
             evictions=blocks.evictions,
+            programs_ready=self._num_programs if self._programs is None else self._programs.ready,
+            programs=self._num_programs,
         )
 
     def add(self, *requests: Request) -> list[Sequence]:
@@ -135,8 +168,19 @@ class Engine:
         """Forget all cached pages: no later request finds one. Requests that run keep theirs. Returns whether it was done."""
         return self.scheduler.reset_prefix_cache()
 
+    def wait_until_compiled(self, timeout: float | None = None) -> bool:
+        """Until all programs are ready, or no more will be, at most `timeout` seconds. Returns whether all are."""
+        return self._programs is None or self._programs.wait(timeout)
+
+    def close(self) -> None:
+        """Begin to compile nothing more. May be called again."""
+        if self._programs is not None:
+            self._programs.stop()
+
     def step(self) -> list[Update]:
         """Dispatch the next step, then read the one before it. Returns what was read."""
+        if self._programs is not None and self._taken < self._programs.ready:
+            self._take_programs(self._programs)
         plan = self.scheduler.schedule()
         if plan is None:
             return self._read_all_but(0)
@@ -150,20 +194,29 @@ class Engine:
         else:
             step = self.runner.dispatch(plan)
         self.trace.add("dispatch", self._steps, f"{plan.trunk} {plan.sampler}")
-        self._in_flight.append((self._steps, step))
+        self._in_flight.append((self._steps, time.perf_counter(), step))
         self._steps += 1
         return updates + self._read_all_but(1 if self.overlap else 0)
 
     def _read_all_but(self, left: int) -> list[Update]:
         updates: list[Update] = []
         while len(self._in_flight) > left:
-            number, step = self._in_flight.popleft()
+            number, dispatched, step = self._in_flight.popleft()
             result = self.runner.read(step)
             self.trace.add("read", number)
+            now = time.perf_counter()
+            self.scheduler.costs.learn(step.plan.trunk, now - max(dispatched, self._last_read))
+            self._last_read = now
             if result.scores is not None:
                 updates += self._prompt_scores(step.plan, result.scores)
             updates += self._collect(step, result)
         return updates
+
+    def _take_programs(self, programs: Arrivals) -> None:
+        """Let the scheduler use those that have become ready."""
+        self._taken = programs.ready
+        keys = (key for key in programs.keys[: self._taken] if not isinstance(key, str))
+        self.scheduler.ready = ReadyPrograms(self.scheduler.table, keys)
 
     def _mask(self, plan: StepPlan) -> tuple[np.ndarray, list[Ended]]:
         """The step's token mask, see logits.mask_words, and the requests that end here: their own mask fails, or leaves no token."""

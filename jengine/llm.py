@@ -19,6 +19,7 @@ from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.shared_engine import Call, SharedEngine
 from jengine.start import start_engine
 from jengine.text.tokenizer import Tokenizer
+from jengine.updates import Load
 
 
 class LLM:
@@ -143,6 +144,17 @@ class LLM:
         """The model's tokenizer."""
         return self.tokenizer
 
+    def wait_until_compiled(self, timeout: float | None = None) -> bool:
+        """Wait until every program is ready, as with warm_up="all"; requests are answered meanwhile, too.
+
+        Args:
+            timeout: in seconds.
+
+        Returns:
+            Whether all are.
+        """
+        return self.engine.wait_until_compiled(timeout)
+
     def close(self) -> None:
         """Let go of weights and cache; calls in other threads end with EngineDead. May be called again."""
         self._shared.quit()
@@ -169,6 +181,8 @@ class LLM:
         return {
             "programs_compiled": self.started.programs_compiled,
             "programs_loaded": self.started.programs_loaded,
+            "programs_ready": self.engine.load.programs_ready,
+            "programs": self.started.programs,
             "compiles_since_start": self.engine.compiles_since_start,
             "start_seconds": dict(self.started.seconds),
             "preemptions": self.engine.scheduler.num_preemptions,
@@ -191,7 +205,7 @@ class LLM:
             ("model", self.model),
             ("numbers", started.dtype),
             ("devices", started.devices),
-            ("programs", counted(started.programs_compiled + started.programs_loaded, "program")),
+            ("programs", _programs(self.engine.load)),
             ("cache", f"{counted(scheduler.blocks.capacity, 'page')} of {scheduler.page_size} tokens"),
             ("limits", f"{scheduler.max_num_seqs} sequences at once, {self.max_model_len} tokens each"),
         ]
@@ -228,6 +242,11 @@ class LLM:
                     yield output
         finally:
             self._shared.close(call)
+
+
+def _programs(load: Load) -> str:
+    of = "" if load.programs_ready == load.programs else f"{load.programs_ready} of "
+    return of + counted(load.programs, "program")
 
 
 def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:

@@ -175,6 +175,8 @@ class SharedEngine:
             return
         with uninterrupted():
             with self._change():
+                if self._engine is not None:
+                    self._engine.close()
                 self._engine = None
                 self._wake(*self._asleep)
             with self._step_lock:

@@ -18,10 +18,11 @@ from jengine.config import EngineConfig, ModelConfig
 from jengine.device_defaults import sizes
 from jengine.engine import Engine
 from jengine.errors import InvalidArgument
+from jengine.execution.background import BackgroundPrograms
 from jengine.execution.cache_folders import cache_limit, cache_root, saved_page_counts
 from jengine.execution.memory import check_room, claim_gpu_memory, pages_that_fit, pages_to_use
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
-from jengine.execution.programs import Programs, open_cache, running
+from jengine.execution.programs import Programs, first_keys, open_cache, program_keys, running
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
@@ -29,6 +30,7 @@ from jengine.observe.compiles import compile_count
 from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
 from jengine.parallel.mesh import make_mesh
 from jengine.precision import choose_dtype
+from jengine.ready_programs import ReadyPrograms
 from jengine.request import SamplingParams
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
@@ -48,6 +50,7 @@ class Started:
         default_sampling_params: of requests that bring none.
         dtype: of weights, activations and cache, where they are not quantized.
         devices: how many of which kind.
+        programs: of the table. With warm_up="progressive" fewer than these have been compiled or loaded so far.
         seconds: by part, in order.
         longest_step: the seconds that the most expensive step took when it was measured, on padding.
     """
@@ -58,6 +61,7 @@ class Started:
     default_sampling_params: SamplingParams = field(default_factory=SamplingParams)
     dtype: str = ""
     devices: str = ""
+    programs: int = 0
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -84,11 +88,13 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     spec, programs = worker.spec, worker.programs
     runner = Runner(worker, link)
     clock = time.perf_counter()
-    if programs.compiled or not programs.costs:
-        runner.warm_up(progress=progress)
+    keys = program_keys(spec)
+    ready = ReadyPrograms(spec.table, [key for key in keys if key in programs and not isinstance(key, str)])
+    if programs.compiled or any(str(key) not in programs.costs for key in ready.trunks()):
+        runner.warm_up(ready, progress=progress)
         programs.note_costs()
     else:
-        runner.check()
+        runner.check(ready)
     started.seconds["warm-up"] = time.perf_counter() - clock
     costs = runner.trunk_costs()
     started.longest_step = max(costs.values(), default=0.0)
@@ -104,8 +110,17 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         policy=config.policy,
         costs=StepCosts(costs),
     )
+    scheduler.ready = ready
     model = _with_eos_token(spec.model.config, started.tokenizer)
-    return Engine(model, runner, scheduler, overlap=config.overlap, seed=config.seed), started
+    coming = _others(programs, link, config) if len(keys) > started.programs_compiled + started.programs_loaded else None
+    engine = Engine(model, runner, scheduler, overlap=config.overlap, seed=config.seed, num_programs=len(keys), programs=coming)
+    return engine, started
+
+
+def _others(programs: Programs, link: Link, config: EngineConfig) -> BackgroundPrograms:
+    """The programs that are not ready yet, on their way."""
+    threads = sizes(config, programs.spec.mesh.devices.flat[0].platform).compile_threads
+    return BackgroundPrograms(programs, program_keys(programs.spec), link, threads=max(threads // 2, 1))
 
 
 def _with_eos_token(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
@@ -127,7 +142,9 @@ def follow(config: EngineConfig, *, progress: bool = True) -> None:
         raise InvalidArgument("process_id", config.process_id, "process 0 takes requests: it does not follow")
     link = _connected(config)
     assert isinstance(link, Follower)
-    worker, _ = _prepare(config, link, progress)
+    worker, started = _prepare(config, link, progress)
+    if started.programs > started.programs_compiled + started.programs_loaded:
+        _others(worker.programs, link, config)
     while frame := link.heard():
         worker.execute(decode(frame))
 
@@ -186,8 +203,9 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     link.agree(spec.fingerprint(), partial(_same, "config", "options, versions or models differ"))
     store = given or open_cache(spec, root, limit, wait=config.num_processes == 1)
     threads = sizes(config, mesh.devices.flat[0].platform).compile_threads
-    programs = Programs(spec, store, threads=threads, progress=progress)
-    started.programs_compiled, started.programs_loaded = programs.compiled, programs.loaded
+    first = first_keys(spec) if config.warm_up == "progressive" and given is None else None
+    programs = Programs(spec, store, threads=threads, progress=progress, first=first)
+    started.programs, started.programs_compiled, started.programs_loaded = len(program_keys(spec)), programs.compiled, programs.loaded
     if given is not None:
         check_room(spec, running(programs.memory))
     lap("programs")

@@ -69,6 +69,7 @@ class Load(NamedTuple):
         hit_pages: pages found since the start, by cache group.
         cache_groups: their names, such as "full" or "window[512]".
         evictions: cached pages that were given to other tokens since the start.
+        programs_ready, programs: of the table, those that steps can use so far, and all.
     """
 
     running: int
@@ -83,3 +84,5 @@ class Load(NamedTuple):
     hit_pages: tuple[int, ...] = ()
     cache_groups: tuple[str, ...] = ()
     evictions: int = 0
+    programs_ready: int = 0
+    programs: int = 0

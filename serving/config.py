@@ -126,6 +126,7 @@ def _whole(name: str, value: object, low: int, high: int | None) -> None:
 # --- where values come from -----------------------------------------------------------------------
 
 KINDS = {name: hint for of in (ServerConfig, EngineConfig) for name, hint in get_type_hints(of).items()}
+SERVED: dict[str, Any] = {"warm_up": "all"}  # EngineConfig's defaults, changed
 Sourced = dict[str, tuple[Any, str]]  # by option: its value, and where that was given
 
 
@@ -146,7 +147,7 @@ def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.env
         {name: value for name, (value, _) in given.items() if name in of.__dataclass_fields__} for of in (ServerConfig, EngineConfig)
     )
     with naming_source(given):
-        return ServerConfig(**server), EngineConfig(**engine)
+        return ServerConfig(**server), EngineConfig(**{**SERVED, **engine})
 
 
 def given_options(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Sourced:

@@ -226,6 +226,8 @@ def load(now: Load, counters: bool) -> pb.GetLoadResponse:
         pages=now.pages,
         preemptions=now.preemptions,
         cached_pages=now.cached_pages,
+        programs_ready=now.programs_ready,
+        programs=now.programs,
     )
     if counters:
         proto.prefix_queries, proto.prefix_hits, proto.evictions = now.prefix_queries, now.prefix_hits, now.evictions

@@ -40,6 +40,10 @@ from jengine.serving.wire import (
 )
 
 
+def _LOOK() -> None:
+    """No order: time to look for news."""
+
+
 class EngineChild:
     """An engine that takes its orders from a socket."""
 
@@ -80,11 +84,21 @@ class EngineChild:
                 if not wait:
                     return True
             with self._heartbeat.idle():
-                order = self._inbox.get()
+                order = self._next_order()
+            if order is _LOOK:
+                continue
             if order is None:
                 return False
             order()
             wait = not self._engine.has_work
+
+    def _next_order(self) -> Callable[[], object] | None:
+        """Waits for it; a second at most while programs become ready, of which the server hears."""
+        load = self._engine.load
+        try:
+            return self._inbox.get(timeout=None if load.programs_ready == load.programs else 1.0)
+        except queue.Empty:
+            return _LOOK
 
     def _deliver(self, updates: Updates) -> None:
         self._told = load = self._engine.load

@@ -180,6 +180,8 @@ class PrometheusMetrics(Metrics, Collector):
         yield hits
         yield self._counter("prefix_cache_evictions", "Cached pages that were given to other tokens", load.evictions)
         yield self._counter("num_preemptions", "Times that a running request lost its place", load.preemptions)
+        yield self._gauge("programs_ready", "Compiled programs that steps can use", load.programs_ready)
+        yield self._gauge("programs", "Programs of the engine's table", load.programs)
         yield self._counter("compiles_since_start", "Compilations since warm-up; each is a bug", load.compiles_since_start)
 
     def _keys(self) -> Iterator[Metric]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from jengine import Limits, Load, PromptScores, Request, SequenceLimits, TokenLogprobs, TokenUpdate
 
+PROGRAMS = 41  # as if there were any
 LOOKED_UP = 4096  # tokens of a prompt: enough to test, and no work to speak of for prompts of millions
 
 
@@ -70,6 +71,8 @@ class MockEngine:
             hit_pages=(self._prefixes.hits // self.limits.sequence.page_size,),
             cache_groups=("full",),
             evictions=self._prefixes.evictions,
+            programs_ready=PROGRAMS,
+            programs=PROGRAMS,
         )
 
     @property
@@ -96,6 +99,9 @@ class MockEngine:
     def reset_prefix_cache(self) -> bool:
         self._prefixes.known.clear()
         return True
+
+    def close(self) -> None:
+        pass
 
     def step(self) -> list[TokenUpdate | PromptScores]:
         if self.steps == self.fail_at:

@@ -52,7 +52,7 @@ class StandIn:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.model, self.options = model, options
-        self.stats = {"programs_compiled": 3, "programs_loaded": 4}
+        self.stats = {"programs_compiled": 3, "programs_loaded": 4, "programs_ready": 7, "programs": 9}
 
     def stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
         if prompt == "bad":
@@ -81,7 +81,7 @@ def test_streams_text_to_stdout_and_statistics_to_stderr(made: list[Any], capsys
     assert cli.main(["generate", "demo", "été"]) == 0
     out, err = capsys.readouterr()
     assert out == "<été>\n"
-    assert err.startswith("5 tokens, ") and err.endswith(" s after process start, programs: 3 compiled, 4 loaded\n")
+    assert err.startswith("5 tokens, ") and err.endswith(" s after process start, programs: 3 compiled, 4 loaded, 7 of 9 ready by now\n")
     model, options, params = made[0]
     assert (model, options) == ("demo", {"progress": True})
     assert params == SamplingParams(**flags.SAMPLING_DEFAULTS)

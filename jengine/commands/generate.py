@@ -112,6 +112,8 @@ def _print_stats(stats: dict[str, Any], tokens: int, times: list[float]) -> None
         parts.append(f"{(tokens - 1) / (times[-1] - times[0]):.1f} tokens/s")
     parts.append(f"first token {times[0] - _process_start():.2f} s after process start")
     parts.append(f"programs: {stats['programs_compiled']} compiled, {stats['programs_loaded']} loaded")
+    if stats["programs_ready"] < stats["programs"]:
+        parts[-1] += f", {stats['programs_ready']} of {stats['programs']} ready by now"
     note(", ".join(parts))
 
 

@@ -18,7 +18,7 @@ requests in flight have --drain-seconds, then they are aborted. A second Ctrl-C 
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from jengine.serving.config import ServerConfig  # plain data; the server itself comes when it is asked for
+    from jengine.serving.config import SERVED, ServerConfig  # plain data; the server itself comes when it is asked for
 
     parser = commands.add_parser(
         "serve",
@@ -32,7 +32,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="a TOML file of options")
     add_fields(parser.add_argument_group("server"), ServerConfig)
-    add_fields(parser.add_argument_group("engine"), EngineConfig, skip=("model",))
+    add_fields(parser.add_argument_group("engine"), EngineConfig, skip=("model",), defaults=SERVED)
     parser.set_defaults(run=_serve)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -20,15 +20,17 @@ from jengine.execution.kv_cache import COPIES, Cache, make_copy
 from jengine.execution.logits import COUNT_CHUNK, count_tokens
 from jengine.execution.memory import ProgramMemory
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
+from jengine.execution.priority import lower_priority
 from jengine.execution.program_cache import Loaded, ProgramCache
 from jengine.execution.sampler import make_sampler, make_scorer
 from jengine.execution.slots import UPDATE_WORDS, SlotState, update_slots
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
-from jengine.observe.compiles import retrieval_count
+from jengine.observe.compiles import announced, retrieval_count
 from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import shard_mapped
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
+from jengine.ready_programs import by_use, first_needed
 
 CompilerOptions = dict[str, str | bool]  # XLA's
 ALLOCATE: Literal["allocate"] = "allocate"
@@ -36,6 +38,7 @@ ALLOCATE_COUNTS: Literal["allocate-counts"] = "allocate-counts"
 COUNT: Literal["count"] = "count"
 UPDATE: Literal["update"] = "update"
 COPY: Literal["copy"] = "copy"
+SMALL = ALLOCATE, ALLOCATE_COUNTS, COUNT, UPDATE, COPY
 UNTUNED: CompilerOptions = {
     "xla_gpu_enable_triton_gemm": False
 }  # without a GPU to tune them on, cuBLASLt's products are faster than Triton's
@@ -43,7 +46,10 @@ Key = TrunkKey | SamplerKey | ScoreKey | Literal["allocate", "allocate-counts", 
 
 
 class Programs:
-    """Every program of the table, ready to call.
+    """Programs of the table, ready to call.
+
+    Args:
+        first: those to begin with; the others come by `obtain`. None: all of them.
 
     Attributes:
         compiled: how many were compiled by this process.
@@ -52,56 +58,79 @@ class Programs:
         costs: measured seconds of each trunk, by name, where warm-up has noted them.
     """
 
-    def __init__(self, spec: ExecutionSpec, store: ProgramCache | PrebuiltPrograms | None, *, threads: int, progress: bool) -> None:
-        self._cache = store if isinstance(store, ProgramCache) else None
+    def __init__(
+        self,
+        spec: ExecutionSpec,
+        store: ProgramCache | PrebuiltPrograms | None,
+        *,
+        threads: int,
+        progress: bool,
+        first: Sequence[Key] | None = None,
+    ) -> None:
+        self.spec, self._store, self._threads = spec, store, threads
+        self._identity, self._devices = spec.identity(), spec.mesh.devices.flatten().tolist()
         self._programs: dict[Key, Any] = {}
         self.memory: dict[Key, ProgramMemory] = {}
         self.costs: dict[str, float] = {}
-        self.compiled = 0
-        keys, identity, devices = program_keys(spec), spec.identity(), spec.mesh.devices.flatten().tolist()
+        self.compiled = self.loaded = 0
         prepare(spec)
-        if store:
-            self._take(keys, *store.load(map(file_name, keys), identity, devices))
+        self.obtain(program_keys(spec) if first is None else first, progress=progress)
+
+    def obtain(self, keys: Sequence[Key], *, progress: bool = False, background: bool = False) -> None:
+        """Load programs, or compile and save them.
+
+        Args:
+            background: while steps run: at a low priority, and not counted among compilations that should not happen.
+        """
+        if self._store:
+            self._take(keys, *self._store.load(map(file_name, keys), self._identity, self._devices))
         if missing := self._missing(keys):
-            names = [*map(file_name, missing)]
+            if not background:
+                self.costs = {}  # all are measured again
+            cache = self._store if isinstance(self._store, ProgramCache) else None
             nothing: AbstractContextManager[Loaded] = nullcontext(({}, {}))
-            with self._cache.filling(names, devices, progress=progress) if self._cache else nothing as found:
-                self._take(keys, *found)
-                self._compile(spec, self._missing(keys), identity, threads, progress)
-        self.loaded = len(keys) - self.compiled
+            with cache.filling([*map(file_name, missing)], self._devices, progress=progress) if cache else nothing as found:
+                self._take(missing, *found)
+                self._compile(self._missing(keys), cache, progress, background)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._programs
 
     def __getitem__(self, key: Key) -> Any:
         return self._programs[key]
 
-    def _missing(self, keys: list[Key]) -> list[Key]:
+    def _missing(self, keys: Sequence[Key]) -> list[Key]:
         return [key for key in keys if key not in self._programs]
 
-    def _take(self, keys: list[Key], found: dict[str, Any], notes: dict[str, Any]) -> None:
+    def _take(self, keys: Sequence[Key], found: dict[str, Any], notes: dict[str, Any]) -> None:
         """Programs by file name, with the notes that were saved beside them."""
         memory = notes.get("memory", {})
         for key in keys:
             if file_name(key) in found:
                 self._programs[key] = found[file_name(key)]
                 self.memory[key] = ProgramMemory(**memory[str(key)]) if str(key) in memory else memory_of(self._programs[key])
-        self.costs = notes.get("costs", {})
+                self.loaded += 1
+        self.costs = {**notes.get("costs", {}), **self.costs}
 
-    def _compile(self, spec: ExecutionSpec, keys: list[Key], identity: dict[str, object], threads: int, progress: bool) -> None:
+    def _compile(self, keys: list[Key], cache: ProgramCache | None, progress: bool, background: bool) -> None:
         """Each is saved as soon as it is compiled.
 
         Where JAX's own compilation cache is on and had one, nothing is saved from there on: what it gives cannot be serialized again.
         """
         retrieved = retrieval_count()
-        for built in compile_all(spec, keys, threads=threads, progress=progress):
+        for built in compile_all(self.spec, keys, threads=self._threads, progress=progress, background=background):
             self._programs[built.key], self.memory[built.key] = built.program, memory_of(built.program)
-            if self._cache and retrieval_count() == retrieved:
-                self._cache.keep(file_name(built.key), built.program, identity, {"memory": memory_notes(self.memory)})
-        if keys:
-            self.compiled, self.costs = len(keys), {}  # all are measured again
+            self.compiled += 1
+            if cache and retrieval_count() == retrieved:
+                cache.keep(file_name(built.key), built.program, self._identity, self._notes())
+
+    def _notes(self) -> dict[str, Any]:
+        return {"memory": memory_notes(self.memory), "costs": self.costs}
 
     def note_costs(self) -> None:
         """Save what warm-up measured, for the next start. Warns where that cannot be written."""
-        if self._cache:
-            self._cache.note({"memory": memory_notes(self.memory), "costs": self.costs})
+        if isinstance(self._store, ProgramCache):
+            self._store.note(self._notes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +143,13 @@ class Built:
 
 
 def compile_all(
-    spec: ExecutionSpec, keys: list[Key], *, threads: int, progress: bool, options: CompilerOptions | None = None
+    spec: ExecutionSpec,
+    keys: list[Key],
+    *,
+    threads: int,
+    progress: bool,
+    options: CompilerOptions | None = None,
+    background: bool = False,
 ) -> Iterator[Built]:
     """Programs as they are done, compiled by several threads at once.
 
@@ -122,15 +157,17 @@ def compile_all(
 
     Args:
         options: XLA's, for each of them.
+        background: see Programs.obtain.
     """
 
     def build(key: Key) -> Built:
         start = time.perf_counter()
-        program = lower(spec, key).compile(compiler_options=options)
+        with announced() if background else nullcontext():
+            program = lower(spec, key).compile(compiler_options=options)
         return Built(key, program, time.perf_counter() - start)
 
     keys = sorted(keys, key=lambda key: -spec.table.tokens(key) if isinstance(key, TrunkKey) else 0)
-    with ThreadPoolExecutor(threads, "compile") as pool:
+    with ThreadPoolExecutor(threads, "compile", initializer=lower_priority if background else None) as pool:
         building = [pool.submit(build, key) for key in keys]
         built = (done.result() for done in as_completed(building))
         try:
@@ -155,8 +192,13 @@ def open_cache(spec: ExecutionSpec, root: Path, max_bytes: int, *, wait: bool = 
 
 
 def program_keys(spec: ExecutionSpec) -> list[Key]:
-    table = spec.table
-    return [ALLOCATE, ALLOCATE_COUNTS, COUNT, UPDATE, COPY, *table.trunks(), *table.samplers(), *table.scores()]
+    """All programs, in the order in which a table becomes ready: see first_needed and by_use."""
+    return [*SMALL, *dict.fromkeys([*first_needed(spec.table), *by_use(spec.table)])]
+
+
+def first_keys(spec: ExecutionSpec) -> list[Key]:
+    """The first of them, which serve any request."""
+    return [*SMALL, *first_needed(spec.table)]
 
 
 def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:

@@ -19,6 +19,7 @@ from jengine.execution.worker import Call, Worker, encode
 from jengine.observe.progress import progress_bar
 from jengine.parallel.link import Link, SingleProcess
 from jengine.program_table import ScoreKey, TrunkKey
+from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.step_plan import Span, StepPlan
 
 TIMED_RUNS = 3  # the fastest counts: on a busy machine a single one misleads the scheduler until the programs are compiled again
@@ -129,25 +130,25 @@ class Runner:
         for chunk in count_chunks(slot, tokens, prompt_len, self.spec.model.config.vocab_size):
             self._make(Call("count", None, chunk))
 
-    def warm_up(self, *, progress: bool) -> None:
-        """Run every program through the real call path with padding alone, and note what each trunk costs."""
-        plans = self._padding_plans()
+    def warm_up(self, ready: ReadyPrograms, *, progress: bool) -> None:
+        """Run programs through the real call path with padding alone, and note what each trunk costs."""
+        plans = self._padding_plans(ready)
         for plan in progress_bar(plans, desc="warming up", unit="program", show=progress):
             self._run(plan)
             if str(plan.trunk) not in self.programs.costs:
                 self.programs.costs[str(plan.trunk)] = min(self._timed(plan) for _ in range(TIMED_RUNS))
-        for key in self.spec.table.scores():
+        for key in ready.scores():
             spans = [Span(0, 0, 0, 1, [0], [0])] * key.tiles
-            trunk = self.spec.table.trunk(0, key.tiles)
-            self._run(StepPlan(trunk, self.spec.table.sampler(trunk, "greedy"), spans))
+            trunk = ready.trunk(0, key.tiles)
+            self._run(StepPlan(trunk, ready.sampler(trunk, "greedy"), spans))
         self._make(Call("update", None, np.zeros(UPDATE_WORDS, np.int32)))
         self._copy([])
         self._count(0, [0], 1)
         self._make(Call("forget"))
 
-    def check(self) -> None:
+    def check(self, ready: ReadyPrograms) -> None:
         """Run the cheapest step once: enough for programs that another process has already warmed up."""
-        self._run(self._padding_plans()[0])
+        self._run(self._padding_plans(ready)[0])
 
     def _timed(self, plan: StepPlan) -> float:
         start = time.perf_counter()
@@ -161,10 +162,10 @@ class Runner:
         """Seconds of each trunk with its cheapest sampler, as measured by the warm-up that compiled them."""
         return {key: self.programs.costs[str(key)] for key in self.spec.table.trunks() if str(key) in self.programs.costs}
 
-    def _padding_plans(self) -> list[StepPlan]:
-        """For every trunk a step with the greedy sampler, then steps for the samplers that are left."""
-        table = self.spec.table
-        plans = [StepPlan(key, table.sampler(key, "greedy")) for key in table.trunks()]
-        smallest = {table.sample_rows(key): key for key in sorted(table.trunks(), key=table.tokens, reverse=True)}
+    def _padding_plans(self, ready: ReadyPrograms) -> list[StepPlan]:
+        """For every trunk a step with its cheapest sampler, then steps for the samplers that are left."""
+        table, trunks = self.spec.table, ready.trunks()
+        plans = [StepPlan(key, ready.sampler(key, "greedy")) for key in trunks]
+        smallest = {table.sample_rows(key): key for key in sorted(trunks, key=table.tokens, reverse=True)}
         covered = {plan.sampler for plan in plans}
-        return plans + [StepPlan(smallest[key.rows], key) for key in table.samplers() if key not in covered]
+        return plans + [StepPlan(smallest[key.rows], key) for key in ready.samplers() if key not in covered]

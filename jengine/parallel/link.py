@@ -49,6 +49,12 @@ class Link(Protocol):
     def settle(self) -> None:
         """Process 0: after an exchange failed, whether it was that a process ended. Raises EngineDead then."""
 
+    def report(self, count: int) -> None:
+        """How many of the table's programs this process has, the first ones."""
+
+    def reported(self) -> int | None:
+        """Process 0: how many of them all others have; None where there are no others."""
+
 
 class SingleProcess:
     """The only process."""
@@ -65,12 +71,19 @@ class SingleProcess:
     def settle(self) -> None:
         pass
 
+    def report(self, count: int) -> None:
+        pass
+
+    def reported(self) -> int | None:
+        return None
+
 
 class Leader:
     """Process 0's."""
 
     def __init__(self, host: str, processes: int) -> None:
         self._lost: int | None = None  # the process that has ended
+        self._reported: dict[int, int] = {}  # by process
         token = secrets.token_bytes(TOKEN)
         with socket.create_server((host, 0)) as server:
             server.settimeout(PATIENCE)
@@ -99,15 +112,21 @@ class Leader:
         return chosen
 
     def watch(self) -> None:
-        """From now on the others only listen: whatever one of them sends, it is that it has ended."""
+        """From now on the others only report; where one of them ends, it is known at once."""
         for process, other in self._others.items():
             threading.Thread(target=self._watch, args=(process, other), name=f"process {process}", daemon=True).start()
 
     def _watch(self, process: int, other: socket.socket) -> None:
         other.settimeout(None)
-        with contextlib.suppress(OSError):
-            other.recv(1)
+        while (frame := _receive(other)) is not None:
+            self._reported[process] = int.from_bytes(frame, "big")
         self._lost = process
+
+    def report(self, count: int) -> None:
+        pass
+
+    def reported(self) -> int:
+        return min(self._reported.get(process, 0) for process in self._others)
 
     def tell(self, frame: bytes) -> None:
         for process, other in self._others.items():
@@ -177,8 +196,15 @@ class Follower:
         if self._lost:
             _leave()
 
+    def report(self, count: int) -> None:
+        with contextlib.suppress(OSError):  # hearing tells
+            self._send(count.to_bytes(4, "big"))
+
     def tell(self, frame: bytes) -> None:
         raise AssertionError("process 0 alone tells")
+
+    def reported(self) -> None:
+        raise AssertionError("process 0 alone needs to know")
 
     def wait(self, ready: Callable[[], bool]) -> None:
         raise AssertionError("process 0 alone waits")

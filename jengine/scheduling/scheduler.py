@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence as List
 
 from jengine.program_table import VARIANTS, ProgramTable
+from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.block_table import NO_HIT, GroupPages, Hit
 from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.costs import StepCosts
@@ -62,6 +63,7 @@ class Scheduler(Sequences):
             policy=policy,
         )
         self.table = table
+        self.ready = ReadyPrograms(table)  # steps take only these; replaced as more are
         self.page_size = page_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.costs = StepCosts() if costs is None else costs
@@ -91,15 +93,15 @@ class Scheduler(Sequences):
         tiles, pending_longest = self._pending(begun, (self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
         if tiles:
             pages = self.blocks.pages_of(max(longest, pending_longest))
-            tiles = self._prefill(draft, begun, self.costs.best_tiles(self.table, rows=len(rows), pending=tiles, pages=pages))
+            tiles = self._prefill(draft, begun, self.costs.best_tiles(self.ready, rows=len(rows), pending=tiles, pages=pages))
             longest = max([longest, *[span.start + span.length for span in draft.spans[len(rows) :]]])
         if not draft.spans:
             return None
-        trunk = self.table.trunk(len(rows), tiles, self.blocks.pages_of(longest), len(draft.samples))
+        trunk = self.ready.trunk(len(rows), tiles, self.blocks.pages_of(longest), len(draft.samples))
         rank = max([sequence.variant_rank for sequence in draft.sampled], default=0)
         return StepPlan(
             trunk=trunk,
-            sampler=self.table.sampler(trunk, VARIANTS[rank]),
+            sampler=self.ready.sampler(trunk, VARIANTS[rank]),
             spans=draft.spans,
             samples=draft.samples,
             resets=draft.resets,
@@ -170,15 +172,15 @@ class Scheduler(Sequences):
 
     def _pending(self, begun: list[Sequence], limit: int) -> tuple[int, int]:
         """Prompt tiles that can be worked on now, `limit` at most, and how many tokens the longest of their sequences then has."""
-        limit, tile_size, tiles, longest = min(limit, self.table.max_tiles), self.table.tile_size, 0, 0
+        limit, tile_size, tiles, longest = min(limit, self.ready.max_tiles), self.table.tile_size, 0, 0
         for sequence in begun:
             if tiles < limit:
                 count = min(-(-(len(sequence.tokens) - sequence.num_computed) // tile_size), limit - tiles)
                 longest = max(longest, min(sequence.num_computed + count * tile_size, len(sequence.tokens)))
                 tiles += count
-        slots, taken, running = len(self._free_slots), Counter[int](), len(self._running)
+        slots, taken, running = self._room, Counter[int](), len(self._running)
         for sequence in self._waiting:
-            if tiles >= limit or not slots or sequence.in_flight:
+            if tiles >= limit or slots <= 0 or sequence.in_flight:
                 break
             hit = self._match(sequence)
             taken.update(self._needed(sequence, hit))
@@ -197,7 +199,7 @@ class Scheduler(Sequences):
         left = budget
         for sequence in begun:
             left -= self._cut(draft, sequence, left)
-        while left > 0 and self._free_slots and all(s.state is not State.PREFILLING for s in self._running):
+        while left > 0 and self._room > 0 and all(s.state is not State.PREFILLING for s in self._running):
             first = self._waiting.first
             # A preempted sequence with tokens in flight is not known in full yet; those behind it wait.
             if first is None or first.in_flight:
@@ -211,6 +213,11 @@ class Scheduler(Sequences):
             self._note_hit(first, hit.tokens)
             left -= self._cut(draft, first, left)
         return budget - left
+
+    @property
+    def _room(self) -> int:
+        """How many more sequences may run: they need slots, and rows of a program that is ready."""
+        return min(len(self._free_slots), self.ready.max_rows - len(self._running))
 
     def _match(self, sequence: Sequence) -> Hit:
         """What of it is in the cache. Log probabilities of a prompt need all of it to be computed."""
@@ -278,7 +285,7 @@ class Scheduler(Sequences):
     def _fork(self, draft: Draft, parent: Sequence) -> None:
         """Prompt's other samples, which wait behind the first one, share what it has computed."""
         blocks, partial = self.blocks, parent.prompt_len % self.page_size > 0
-        while self._free_slots and self._fits(Counter(), len(self._running) + 1):
+        while self._room > 0 and self._fits(Counter(), len(self._running) + 1):
             child = self._waiting.first
             if child is None or child.family != parent.family or child.in_flight or len(child.tokens) > child.prompt_len:
                 return

@@ -16,7 +16,7 @@ from jengine.scheduling.sequence import Sequence
 from jengine.text.masks import AllowedTokens
 from jengine.updates import PromptScores, TokenUpdate
 
-SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "page_size": 16, "num_pages": 120}
+SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "page_size": 16, "num_pages": 120, "warm_up": "all"}
 
 
 Work = tuple[list[int], SamplingParams] | tuple[list[int], SamplingParams, str | None]  # a prompt, and its cache salt

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
-from jengine.program_table import VARIANTS, ProgramTable, sampler_variant
+from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, ScoreKey, sampler_variant
+from jengine.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.scheduler import Scheduler
@@ -61,6 +62,7 @@ class StrictDevice:
         hits: tokens that were not computed because the cache had them.
         copies: pages copied.
         prefilled: prompt tokens that were computed.
+        ready: programs that it has.
     """
 
     def __init__(self, table: ProgramTable, *, page_size: int, num_pages: int, max_num_seqs: int, max_num_batched_tokens: int,
@@ -71,6 +73,7 @@ class StrictDevice:
         self.sequences: dict[int, Sequence] = {}
         self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (cache group, hash of the salt and all tokens up to it)
         self.hits = self.copies = self.prefilled = 0
+        self.ready = {*table.trunks(), *table.samplers(), *table.scores()}
 
     def run(self, plan: StepPlan) -> list[list[int]]:
         """The tokens of every sample."""
@@ -110,14 +113,30 @@ class StrictDevice:
         assert plan.trunk in table.trunks() and plan.sampler in table.samplers(), "a program that is not in the table"
         assert plan.sampler.rows == table.sample_rows(plan.trunk) >= len(plan.samples)
         assert rows <= plan.trunk.rows and tiles <= plan.trunk.tiles
-        assert table.trunk(rows, tiles, plan.trunk.pages, len(plan.samples)) == plan.trunk, "a larger program than needed"
+        self._check_ready(plan, rows, tiles)
         assert rows + tiles * table.tile_size <= self.max_num_batched_tokens
         slots = [span.slot for span in plan.spans]
         assert len(set(slots)) == len(slots), "a sequence twice"
         assert len({sample.slot for sample in plan.samples}) == len(plan.samples)
         ranks = [VARIANTS.index(sampler_variant(self.sequences[sample.seq].request.params)) for sample in plan.samples]
-        assert plan.sampler.variant == VARIANTS[max(ranks, default=0)], "a costlier sampler than needed"
+        variants = VARIANTS[max(ranks, default=0) :]
+        cheapest = next(v for v in variants if SamplerKey(plan.sampler.rows, v) in self.ready)
+        assert plan.sampler.variant == cheapest, "a costlier sampler than needed"
         return rows
+
+    def _check_ready(self, plan: StepPlan, rows: int, tiles: int) -> None:
+        """Only programs that are ready, and of these the smallest."""
+        table = self.table
+        assert plan.trunk in self.ready and plan.sampler in self.ready, "a program that is not ready"
+        assert ScoreKey(plan.trunk.tiles) in self.ready or not any(span.targets for span in plan.spans)
+        serving = [key for key in table.trunks() if key in self.ready and SamplerKey(table.sample_rows(key), "full") in self.ready]
+        holding = [
+            key
+            for key in serving
+            if key.rows >= rows and key.tiles >= tiles and key.pages >= plan.trunk.pages and table.sample_rows(key) >= len(plan.samples)
+            if not key.tiles or ScoreKey(key.tiles) in self.ready
+        ]
+        assert table.tokens(plan.trunk) == min(map(table.tokens, holding)), "a larger program than needed"
 
     def _take_updates(self, plan: StepPlan) -> None:
         for reset in plan.resets:
@@ -183,6 +202,7 @@ class Loop:
         self.ended: dict[Sequence, list[int]] = {}  # with the output it had when it ended
         self.dispatched: list[tuple[StepPlan, list[list[int]]]] = []
         self.admitted: list[int] = []  # seeds, in the order of the slot resets
+        self._coming: list[TableKey] = []
         self.exhausted = False  # whether every page has been owned
 
     def add(self, prompt: list[int], priority: int = 0, n: int = 1, salt: str | None = None, **params: object) -> Sequence:
@@ -201,6 +221,21 @@ class Loop:
         self.check()
         assert first is not None
         return first
+
+    def begin_with_few(self) -> None:
+        """Has only the programs that serve any request; `get_more` brings the others."""
+        table = self.scheduler.table
+        self._coming = [key for key in by_use(table) if key not in first_needed(table)]
+        self._let_use(first_needed(table))
+
+    def get_more(self, count: int) -> None:
+        self._let_use([*self.device.ready, *self._coming[:count]])
+        del self._coming[:count]
+
+    def _let_use(self, keys: list[TableKey]) -> None:
+        before = self.scheduler.ready.max_rows if len(keys) >= len(self.device.ready) else 0
+        self.scheduler.ready, self.device.ready = ReadyPrograms(self.scheduler.table, keys), {*keys}
+        assert self.scheduler.ready.max_rows >= before
 
     def abort(self, sequence: Sequence) -> None:
         found = self.scheduler.abort(sequence.request_id)

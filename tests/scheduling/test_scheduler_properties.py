@@ -29,7 +29,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 2, 3, 4, 8]),
         tile_size=st.sampled_from([1, 2, 4, 8]),
-        max_num_seqs=st.integers(1, 10),
+        max_num_seqs=st.integers(1, 20),
         more_tokens=st.integers(0, 16),
         max_model_len=st.integers(2, 40),
         more_pages=st.integers(0, 6),
@@ -38,9 +38,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         costs=st.none() | st.integers(0, 9),
         windows=st.sampled_from([(None,), (None,), (5,), (None, 3), (None, 6, 6), (1, 9)]),
         prefix_caching=st.booleans(),
+        few=st.booleans(),
     )
     def start(
-        self, page_size, tile_size, max_num_seqs, more_tokens, max_model_len, more_pages, bucketed, policy, costs, windows, prefix_caching
+        self,
+        page_size,
+        tile_size,
+        max_num_seqs,
+        more_tokens,
+        max_model_len,
+        more_pages,
+        bucketed,
+        policy,
+        costs,
+        windows,
+        prefix_caching,
+        few,
     ):
         pages = -(-max_model_len // page_size)  # of the longest sequence
         most = sum(most_pages(max_model_len - 1, window, page_size, tile_size) for window in windows)
@@ -57,6 +70,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             costs=None if costs is None else random_costs(costs),
         )
+        if few:
+            self.loop.begin_with_few()
 
     @rule(
         data=st.data(),
@@ -77,6 +92,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens = data.draw(st.integers(0, min(3, max_tokens or 3)))
         params = {"max_tokens": max_tokens, "min_tokens": min_tokens, "ignore_eos": ignore_eos, "stop_token_ids": stops}
         self.loop.add(prompt, priority, n=n, salt=salt, prompt_logprobs=scored, **params)
+
+    @rule(count=st.integers(1, 12))
+    def programs_become_ready(self, count):
+        self.loop.get_more(count)
 
     @rule(ahead=st.integers(0, 2), steps=st.integers(1, 8))
     def step(self, ahead, steps):

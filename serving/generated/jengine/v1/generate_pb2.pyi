@@ -383,7 +383,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "free_pages", "pages", "preemptions", "cached_pages", "prefix_queries", "prefix_hits", "hit_pages", "evictions")
+    __slots__ = ("running", "waiting", "free_pages", "pages", "preemptions", "cached_pages", "prefix_queries", "prefix_hits", "hit_pages", "evictions", "programs_ready", "programs")
     class HitPagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -401,6 +401,8 @@ class GetLoadResponse(_message.Message):
     PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
     HIT_PAGES_FIELD_NUMBER: _ClassVar[int]
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    PROGRAMS_READY_FIELD_NUMBER: _ClassVar[int]
+    PROGRAMS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     free_pages: int
@@ -411,7 +413,9 @@ class GetLoadResponse(_message.Message):
     prefix_hits: int
     hit_pages: _containers.ScalarMap[str, int]
     evictions: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., pages: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., hit_pages: _Optional[_Mapping[str, int]] = ..., evictions: _Optional[int] = ...) -> None: ...
+    programs_ready: int
+    programs: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., pages: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., hit_pages: _Optional[_Mapping[str, int]] = ..., evictions: _Optional[int] = ..., programs_ready: _Optional[int] = ..., programs: _Optional[int] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
     __slots__ = ()

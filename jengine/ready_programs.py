@@ -1,0 +1,106 @@
+"""Which of a table's programs can be used: all, or at first a few that serve any request, while the others are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, ScoreKey, TrunkKey, Variant
+
+TableKey = TrunkKey | SamplerKey | ScoreKey
+
+
+class ReadyPrograms:
+    """Picks programs from those that are ready, as a table picks from all of its own.
+
+    A trunk counts once the full sampler of its samples and, where it takes prompts, the scorer of its tiles are ready: they serve
+    every request. Steps stay within `max_rows` and `max_tiles`, which grow as programs come.
+
+    Args:
+        ready: keys of the table; None: all of them. There must be a trunk for prompts and one for decoding, of as many rows.
+
+    Attributes:
+        max_rows: sequences that may run at once.
+        max_tiles: prompt tiles of a step, beside any number of rows.
+        tile_buckets: of the table, up to max_tiles.
+    """
+
+    def __init__(self, table: ProgramTable, ready: Iterable[TableKey] | None = None) -> None:
+        self.table, self.tile_size = table, table.tile_size
+        keys: set[TableKey] = {*table.trunks(), *table.samplers(), *table.scores()} if ready is None else {*ready}
+        self._samplers = {key for key in keys if isinstance(key, SamplerKey)}
+        self._trunks = {key for key in keys if isinstance(key, TrunkKey) and self._serves(key, keys)}
+        self._chosen: dict[TrunkKey, TrunkKey] = {}  # by what the whole table would take
+        pages = table.page_buckets[-1]
+        serving = [key for key in self._trunks if key.pages == pages]
+        self.max_rows = max(key.rows for key in serving if key.tiles and TrunkKey(key.rows, 0, pages) in self._trunks)
+        self.max_tiles = max(key.tiles for key in serving if key.rows >= self.max_rows)
+        self.tile_buckets = tuple(bucket for bucket in table.tile_buckets if bucket <= self.max_tiles)
+
+    def _serves(self, trunk: TrunkKey, keys: set[TableKey]) -> bool:
+        full = SamplerKey(self.table.sample_rows(trunk), VARIANTS[-1])
+        return full in keys and (not trunk.tiles or ScoreKey(trunk.tiles) in keys)
+
+    def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0) -> TrunkKey:
+        """The smallest that is ready and holds a step of this many rows, tiles, pages a sequence and samples."""
+        wanted = self.table.trunk(rows, tiles, pages, samples)
+        if wanted in self._trunks:
+            return wanted
+        if wanted not in self._chosen:
+            self._chosen[wanted] = min((key for key in self._trunks if self._holds(key, wanted)), key=self.table.tokens)
+        return self._chosen[wanted]
+
+    def _holds(self, key: TrunkKey, wanted: TrunkKey) -> bool:
+        enough = key.rows >= wanted.rows and key.tiles >= wanted.tiles and key.pages >= wanted.pages
+        return enough and self.table.sample_rows(key) >= self.table.sample_rows(wanted)
+
+    def sampler(self, trunk: TrunkKey, variant: Variant) -> SamplerKey:
+        """The cheapest that is ready and does all that this variant does."""
+        rows = self.table.sample_rows(trunk)
+        keys = (SamplerKey(rows, v) for v in VARIANTS[VARIANTS.index(variant) :])
+        return next(key for key in keys if key in self._samplers)
+
+    def trunks(self) -> list[TrunkKey]:
+        """Those that count."""
+        return [key for key in self.table.trunks() if key in self._trunks]
+
+    def samplers(self) -> list[SamplerKey]:
+        return [key for key in self.table.samplers() if key in self._samplers]
+
+    def scores(self) -> list[ScoreKey]:
+        return [ScoreKey(tiles) for tiles in self.table.tile_buckets if any(key.tiles == tiles for key in self._trunks)]
+
+    def tokens(self, key: TrunkKey) -> int:
+        """See ProgramTable."""
+        return self.table.tokens(key)
+
+
+def first_needed(table: ProgramTable) -> list[TableKey]:
+    """The smallest set that serves any request: few rows, one tile, samplers that do all."""
+    return _with_others(table, _first_trunks(table), VARIANTS[-1:])
+
+
+def by_use(table: ProgramTable) -> list[TableKey]:
+    """All programs, those that most requests profit by first: one row, the most rows, their cheaper samplers, the most tiles."""
+    least, most = table.mixed_row_buckets[0], table.mixed_row_buckets[-1]
+    few, many, pages = table.tile_buckets[0], table.tile_buckets[-1], table.page_buckets[-1]
+    often = [TrunkKey(table.row_buckets[0], 0, pages), TrunkKey(most, 0, pages), TrunkKey(most, few, pages)]
+    rarely = [TrunkKey(most, many, pages), TrunkKey(least, many, pages), *sorted(table.trunks(), key=table.tokens)]
+    keys = _with_others(table, often, VARIANTS[-1:])
+    keys += _with_others(table, [*often, *_first_trunks(table), *rarely], VARIANTS)
+    return [*dict.fromkeys([*keys, *table.samplers(), *table.scores()])]
+
+
+def _first_trunks(table: ProgramTable) -> list[TrunkKey]:
+    rows, pages = table.mixed_row_buckets[0], table.page_buckets[-1]
+    return [TrunkKey(rows, 0, pages), TrunkKey(rows, table.tile_buckets[0], pages)]
+
+
+def _with_others(table: ProgramTable, trunks: Iterable[TrunkKey], variants: tuple[Variant, ...]) -> list[TableKey]:
+    """Trunks, each with what is needed beside it; none twice."""
+    keys: dict[TableKey, None] = {}
+    for trunk in trunks:
+        keys[trunk] = None
+        keys.update(dict.fromkeys(SamplerKey(table.sample_rows(trunk), variant) for variant in variants))
+        if trunk.tiles:
+            keys[ScoreKey(trunk.tiles)] = None
+    return [*keys]

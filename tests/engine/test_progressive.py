@@ -1,0 +1,187 @@
+"""An engine that serves with its first programs while the others are compiled: nothing waits for these, and no token changes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jengine.config import EngineConfig
+from jengine.engine import Engine
+from jengine.execution import programs as programs_module
+from jengine.execution.programs import Built, first_keys
+from jengine.program_table import TrunkKey
+from jengine.request import SamplingParams
+from jengine.start import start_engine
+from tests.engine.running import SMALL, Work, prompts, run
+from tests.golden.weights import write_model
+
+OPTIONS = {**SMALL, "max_num_seqs": 16, "max_num_batched_tokens": 80, "max_model_len": 192}
+PATIENCE = 300.0  # seconds, of a busy machine
+
+
+class Gate:
+    """Lets compilations in the background through, a number at a time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._open, self._arrived = threading.Semaphore(0), threading.Semaphore(0)
+        compile_all = programs_module.compile_all
+
+        def gated(*args: Any, background: bool = False, **options: Any) -> Iterator[Built]:
+            if background:
+                self._arrived.release()
+                assert self._open.acquire(timeout=PATIENCE)
+            yield from compile_all(*args, background=background, **options)
+
+        patch.setattr(programs_module, "compile_all", gated)
+
+    def wait(self) -> None:
+        """Until the next one stands before it."""
+        assert self._arrived.acquire(timeout=PATIENCE)
+
+    def open(self, count: int = 1000) -> None:
+        self._open.release(count)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open()
+
+
+def start(folder: Path, **options: Any) -> Engine:
+    return start_engine(EngineConfig.of(str(folder), {**OPTIONS, **options}), progress=False)[0]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("progressive") / "model"
+    write_model(folder, "llama_gqa")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path) -> Engine:
+    return start(model)
+
+
+def work() -> list[Work]:
+    """Of every sampler variant, several samples of one prompt, prompts of several tiles with log probabilities."""
+    rng = np.random.default_rng(0)
+    params = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 9, "n": 3},
+        {"temperature": 1.1, "logprobs": 2, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+    ]
+    texts = prompts(20, vocab=96, longest=130, seed=3)
+    return [
+        (text, SamplingParams(**params[i % len(params)], seed=i, max_tokens=int(rng.integers(4, 24))))  # type: ignore[arg-type]
+        for i, text in enumerate(texts)
+    ]
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [answer.tokens for answer in run(engine, work())]
+
+
+def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine, tmp_path: Path) -> None:
+    """All other compilations are held up: every request is answered, as by an engine with the whole table."""
+    expected = tokens(whole)
+    engine = start(model, warm_up="progressive", cache_dir=tmp_path)
+    gate.wait()
+    first, total = engine.load.programs_ready, engine.load.programs
+    assert first == len(first_keys(engine.runner.spec)) < total  # type: ignore[attr-defined]
+    assert not engine.wait_until_compiled(timeout=0.0)
+    assert tokens(engine) == expected
+    assert engine.scheduler.ready.max_rows == 8 and engine.load.programs_ready == first
+    assert {event.detail.split()[0] for event in engine.trace.events if event.kind == "dispatch"} == {"trunk[8+0t]", "trunk[8+1t]"}
+    for ready in range(first + 1, total, 3):
+        gate.open(3)
+        for _ in range(min(3, total - ready)):
+            gate.wait()
+        assert tokens(engine) == expected
+    gate.open()
+    assert engine.wait_until_compiled(PATIENCE) and tokens(engine) == expected
+    assert engine.scheduler.ready.max_rows == 16 and engine.compiles_since_start == 0
+    learned = {*engine.scheduler.costs.learned} - {*engine.scheduler.costs.measured}
+    assert {TrunkKey(16, 0), TrunkKey(16, 1)} <= learned
+    engine.close()
+
+
+def test_compilations_while_requests_run_change_nothing(model: Path, whole: Engine, tmp_path: Path) -> None:
+    engine, expected = start(model, warm_up="progressive", cache_dir=tmp_path), tokens(whole)
+    rounds = 0
+    while engine.load.programs_ready < engine.load.programs:
+        assert tokens(engine) == expected
+        rounds += 1
+    assert rounds > 0 and tokens(engine) == expected and engine.compiles_since_start == 0
+
+
+def test_what_was_compiled_before_an_interruption_is_kept(gate: Gate, model: Path, tmp_path: Path) -> None:
+    first = start(model, warm_up="progressive", cache_dir=tmp_path)
+    gate.wait()
+    gate.open(4)
+    for _ in range(4):
+        gate.wait()
+    first.close()
+    gate.open(1)  # the one that stands there is finished
+    assert not first.wait_until_compiled(PATIENCE)
+    done = first.load.programs_ready
+    assert done == len(first_keys(first.runner.spec)) + 5  # type: ignore[attr-defined]
+    again, started = start_engine(EngineConfig.of(str(model), {**OPTIONS, "cache_dir": tmp_path, "warm_up": "progressive"}), progress=False)
+    gate.wait()  # all that was saved has been loaded
+    assert started.programs_compiled == 0 and again.load.programs_ready == done
+    gate.open()
+    assert again.wait_until_compiled(PATIENCE)
+    last, started = start_engine(EngineConfig.of(str(model), {**OPTIONS, "cache_dir": tmp_path}), progress=False)
+    assert (started.programs_compiled, started.programs_loaded) == (0, started.programs) and last.wait_until_compiled()
+
+
+def test_a_compilation_that_fails_leaves_the_engine_with_the_others(
+    model: Path, whole: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_all = programs_module.compile_all
+
+    def failing(spec: Any, keys: list[Any], *, background: bool, **options: Any) -> Iterator[Built]:
+        if background and TrunkKey(16, 0) in keys:
+            raise RuntimeError("out of registers")
+        yield from compile_all(spec, keys, background=background, **options)
+
+    monkeypatch.setattr(programs_module, "compile_all", failing)
+    engine = start(model, warm_up="progressive", cache_dir=tmp_path)
+    assert not engine.wait_until_compiled(PATIENCE)
+    assert tokens(engine) == tokens(whole) and engine.scheduler.ready.max_rows == 8
+    assert "the engine goes on with the others: out of registers" in caplog.text
+
+
+def test_the_interpreter_ends_in_the_midst_of_it(model: Path, tmp_path: Path) -> None:
+    """The compilation that runs is finished and saved; no other is begun."""
+    script = """
+import json, sys, time
+from jengine.config import EngineConfig
+from jengine.start import start_engine
+engine, _ = start_engine(EngineConfig.of(sys.argv[1], json.loads(sys.argv[2])), progress=False)
+first = engine.load.programs_ready
+while engine.load.programs_ready == first:
+    time.sleep(0.01)
+print(first, engine.load.programs_ready)
+"""
+    options = json.dumps({**OPTIONS, "warm_up": "progressive", "cache_dir": str(tmp_path)})
+    command = [sys.executable, "-W", "error", "-c", script, str(model), options]
+    for _ in range(2):
+        before = len([*tmp_path.rglob("*.bin")])
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        first, ready = map(int, done.stdout.split())
+        assert first < ready <= len([*tmp_path.rglob("*.bin")])
+    assert before >= first + 1, "the first process kept what it had compiled"

@@ -1,0 +1,79 @@
+"""Tables of which only some programs are ready: steps always fit, and take the smallest that does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, ScoreKey, TrunkKey
+from jengine.ready_programs import ReadyPrograms, by_use, first_needed
+
+tables = st.builds(
+    ProgramTable.build,
+    max_num_seqs=st.integers(1, 70),
+    max_num_batched_tokens=st.integers(16, 300),
+    tile_size=st.sampled_from([4, 16]),
+    page_buckets=st.sampled_from([(0,), (2, 8, 64)]),
+    single_row=st.booleans(),
+)
+
+
+def every(table: ProgramTable) -> list[TrunkKey | SamplerKey | ScoreKey]:
+    return [*table.trunks(), *table.samplers(), *table.scores()]
+
+
+@given(table=tables)
+def test_the_order_holds_every_program_once(table: ProgramTable) -> None:
+    order, first = by_use(table), first_needed(table)
+    assert sorted(map(str, order)) == sorted(map(str, every(table)))
+    assert {*first} < {*order} and len(first) <= 5
+
+
+@given(table=tables, data=st.data())
+def test_whatever_is_ready_serves_every_step_within_its_limits(table: ProgramTable, data: st.DataObject) -> None:
+    """Any programs beside the first ones, in any order: a step within the limits finds a trunk, and every variant a sampler."""
+    more = data.draw(st.sets(st.sampled_from(every(table))))
+    ready = ReadyPrograms(table, [*first_needed(table), *more])
+    rows, tiles = data.draw(st.integers(0, ready.max_rows)), data.draw(st.integers(0, ready.max_tiles))
+    pages, samples = data.draw(st.integers(0, table.page_buckets[-1])), data.draw(st.integers(0, ready.max_rows))
+    trunk = ready.trunk(rows, tiles, pages, samples)
+    assert trunk in ready.trunks() and trunk.rows >= rows and trunk.tiles >= tiles
+    assert trunk.pages >= pages and table.sample_rows(trunk) >= samples
+    for variant in VARIANTS:
+        sampler = ready.sampler(trunk, variant)
+        assert sampler in ready.samplers() and sampler.rows == table.sample_rows(trunk)
+        assert VARIANTS.index(sampler.variant) >= VARIANTS.index(variant)
+    assert not trunk.tiles or ScoreKey(trunk.tiles) in ready.scores()
+
+
+@given(table=tables, data=st.data())
+def test_with_all_ready_it_picks_as_the_table_does(table: ProgramTable, data: st.DataObject) -> None:
+    ready = ReadyPrograms(table)
+    assert (ready.max_rows, ready.max_tiles, ready.tile_buckets) == (table.max_rows, table.max_tiles, table.tile_buckets)
+    rows, tiles = data.draw(st.integers(0, table.max_rows)), data.draw(st.integers(0, table.max_tiles))
+    trunk = ready.trunk(rows, tiles, table.page_buckets[-1])
+    assert trunk == table.trunk(rows, tiles, table.page_buckets[-1])
+    assert [ready.sampler(trunk, v) for v in VARIANTS] == [table.sampler(trunk, v) for v in VARIANTS]
+
+
+@given(table=tables)
+def test_limits_grow_with_the_programs(table: ProgramTable) -> None:
+    first = first_needed(table)
+    order = [*first, *(key for key in by_use(table) if key not in first)]
+    rows = [ReadyPrograms(table, order[:count]).max_rows for count in range(len(first), len(order) + 1)]
+    assert rows == sorted(rows) and rows[-1] == table.max_rows
+
+
+def test_a_trunk_without_its_full_sampler_does_not_count() -> None:
+    table = ProgramTable.build(max_num_seqs=32, max_num_batched_tokens=512, tile_size=64)
+    first = first_needed(table)
+    assert first == [TrunkKey(8, 0), SamplerKey(8, "full"), TrunkKey(8, 1), SamplerKey(16, "full"), ScoreKey(1)]
+    ready = ReadyPrograms(table, [*first, TrunkKey(32, 0), TrunkKey(32, 1)])
+    assert ready.max_rows == 8 and ready.trunk(1, 0) == TrunkKey(8, 0)
+    ready = ReadyPrograms(
+        table, [*first, TrunkKey(32, 0), TrunkKey(32, 1), SamplerKey(32, "full"), SamplerKey(table.sample_rows(TrunkKey(32, 1)), "full")]
+    )
+    assert ready.max_rows == 32 and ready.trunk(9, 0) == TrunkKey(32, 0) and ready.sampler(TrunkKey(32, 0), "greedy").variant == "full"
+    with pytest.raises(ValueError, match="empty"):
+        ReadyPrograms(table, first[:2])
