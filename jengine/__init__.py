@@ -1,4 +1,4 @@
-"""An LLM inference engine that is fully compiled before the first request.
+"""An LLM inference engine in which no request waits for a compilation.
 
 Importing this costs nothing and changes nothing: names load when they are first used.
 """

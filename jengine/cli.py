@@ -53,7 +53,7 @@ def _leave(*_: object) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jengine", description="An LLM inference engine, compiled before the first request.")
+    parser = argparse.ArgumentParser(prog="jengine", description="An LLM inference engine compiled by JAX/XLA.")
     parser.add_argument("--version", action="version", version=f"jengine {__version__}")
     parser.set_defaults(run=lambda _: parser.print_help())  # without a command
     commands = parser.add_subparsers(metavar="COMMAND")

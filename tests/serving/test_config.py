@@ -26,6 +26,7 @@ OTHER: dict[str, Any] = {
     "policy": "priority", "overlap": False, "seed": 6, "cache_dir": "somewhere", "cache_max_size": "2GiB",
     "compile_threads": 3,
     "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 1, "programs": "compiled",
+    "warm_up": "progressive",
 }  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def test_every_option_comes_from_every_source(source: str, tmp_path: Path) -> No
     flags = {"flags": OTHER, "environment": {}, "file": {"config": str(file)}}[source]
     server, engine = resolve_config(flags, environment(OTHER) if source == "environment" else {})
     assert dataclasses.asdict(server) | dataclasses.asdict(engine) == OTHER
-    assert resolve_config({"model": "demo"}, {}) == (ServerConfig(), EngineConfig())
+    assert resolve_config({"model": "demo"}, {}) == (ServerConfig(), EngineConfig(warm_up="all"))
 
 
 @given(st.data())
@@ -69,7 +70,7 @@ def test_flag_before_variable_before_file_before_default(tmp_path_factory: pytes
         environment(variables) | ({"JENGINE_CONFIG": str(path)} if in_variable else {}),
     )
     got = dataclasses.asdict(server) | dataclasses.asdict(engine)
-    defaults = dataclasses.asdict(ServerConfig()) | dataclasses.asdict(EngineConfig())
+    defaults = dataclasses.asdict(ServerConfig()) | dataclasses.asdict(EngineConfig(warm_up="all"))
     assert got == {**defaults, "model": "m", **file, **variables, **flags}
 
 
