@@ -132,7 +132,8 @@ class EngineConfig:
         generation_config: where sampling parameters come from for requests that bring none. auto: the model's
             generation_config.json; vllm: SamplingParams' own defaults.
         dtype: number format of weights, activations and cache. auto: the checkpoint's where the device supports it, float16 on a GPU
-            without bfloat16; on a CPU float32 instead of a narrower one unless that is measured to be faster.
+            without bfloat16; on a CPU float32 instead of a narrower one, unless the CPU multiplies that one natively or is measured
+            to be faster with it.
         quantization: eight-bit weights, quantized on load, with a scale for each output channel. int8: weights alone; w8a8: activations
             too, with a scale for each row; fp8: both, as e4m3, emulated on devices older than Hopper and Ada.
         kv_cache_dtype: number format of the KV cache; int8 and fp8 (e4m3) have a scale for each token and kv head. auto is dtype.

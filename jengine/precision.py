@@ -19,6 +19,7 @@ from pallas_kernels.products import product
 
 CACHE_DTYPES = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}
 BFLOAT16_SINCE, FP8_SINCE = 8.0, 8.9  # compute capabilities: Ampere, Ada
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of a processor: x86's, ARM's
 ROWS = 8, 512  # of the products that are timed: decoding, and prompts
 REPEATS = 5
 CLEARLY = 0.8  # of float32's time: a choice that noise could turn would compile everything again
@@ -27,14 +28,17 @@ CLEARLY = 0.8  # of float32's time: a choice that noise could turn would compile
 def choose_dtype(wanted: str, model: ModelConfig, device: jax.Device, root: Path) -> str:
     """The dtype of weights and activations.
 
-    auto is the checkpoint's where the device supports it; float16, with a warning, for bfloat16 on a GPU that lacks it. On a CPU it
-    is float32 unless products of this model's sizes take clearly less time in the checkpoint's: measured once and kept in `root`,
+    auto is the checkpoint's where the device supports it; float16, with a warning, for bfloat16 on a GPU that lacks it. A CPU takes
+    bfloat16 where it has instructions for products of it, which are at least as fast as float32's at half the bytes. Otherwise a CPU takes
+    float32 unless products of this model's sizes take clearly less time in the checkpoint's: measured once and kept in `root`,
     since saved programs depend on it.
     """
     if wanted != "auto":
         return wanted
     if device.platform == "cpu":
-        return "float32" if model.dtype == "float32" else _measured(model, device, root)
+        if model.dtype == "float32" or (model.dtype == "bfloat16" and not BFLOAT16_FLAGS.isdisjoint(cpu_features().split())):
+            return model.dtype
+        return _measured(model, device, root)
     if model.dtype == "bfloat16" and _capability(device) < BFLOAT16_SINCE:
         warnings.warn(f"{device.device_kind} has no bfloat16: dtype float16 is used, which overflows at 65504", stacklevel=3)
         return "float16"

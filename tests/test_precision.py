@@ -25,6 +25,19 @@ def gpu(capability: str) -> Any:
     return SimpleNamespace(platform="gpu", device_kind="NVIDIA Test", compute_capability=capability)
 
 
+@pytest.fixture
+def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without products of bfloat16."""
+    monkeypatch.setattr(precision, "cpu_features", lambda: "fpu sse2 avx2 fma")
+
+
+@pytest.mark.parametrize("flag", ["avx512_bf16", "amx_bf16", "bf16"])
+def test_a_cpu_with_products_of_bfloat16_is_not_measured(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_product_seconds", lambda *_: pytest.fail("there is nothing to measure"))
+    monkeypatch.setattr(precision, "cpu_features", lambda: f"fpu {flag} avx2")
+    assert choose_dtype("auto", MODEL, jax.devices("cpu")[0], tmp_path) == "bfloat16"
+
+
 def test_a_given_dtype_is_taken(tmp_path: Path) -> None:
     assert choose_dtype("float16", MODEL, jax.devices()[0], tmp_path) == "float16"
 
@@ -45,6 +58,7 @@ def test_float32_on_a_cpu_is_not_narrowed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("narrow", "chosen"), [(0.5, "bfloat16"), (0.9, "float32"), (3.0, "float32")])
+@pytest.mark.usefixtures("plain_cpu")
 def test_a_cpu_is_measured_once(narrow: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -61,6 +75,7 @@ def test_a_cpu_is_measured_once(narrow: float, chosen: str, tmp_path: Path, monk
     assert json.loads(file.read_text())["dtype"] == chosen
 
 
+@pytest.mark.usefixtures("plain_cpu")
 def test_of_processes_that_measure_at_once_all_take_the_first_ones_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(root: Path, narrow: float, before: Callable[[], object]) -> str:
         def seconds(_: ModelConfig, dtype: str, __: jax.Device) -> float:
@@ -74,6 +89,7 @@ def test_of_processes_that_measure_at_once_all_take_the_first_ones_choice(tmp_pa
     assert choose(tmp_path, 3.0, lambda: choose(tmp_path, 0.5, lambda: None)) == "bfloat16"
 
 
+@pytest.mark.usefixtures("plain_cpu")
 def test_a_real_measurement(tmp_path: Path) -> None:
     chosen = choose_dtype("auto", MODEL, jax.devices("cpu")[0], tmp_path)
     (file,) = tmp_path.rglob("*.json")
