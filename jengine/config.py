@@ -155,7 +155,9 @@ class EngineConfig:
             By default 10GiB. With several processes, of each.
         programs: a folder that `jengine compile` wrote for this model, these options and this device; nothing is compiled then. dtype
             auto and num_pages, where not given, are as the folder has them.
-        compile_threads: programs compiled at once; by default 2 on a CPU, one for each core of the host on a GPU.
+        compile_threads: programs compiled at once; by default 2 on a CPU, one for each core of the host on a GPU, at most cpu_threads.
+        cpu_threads: threads of a CPU that compute, compile and tokenize at once; by default all cores that the process may use. It holds
+            for the process: engines that share one have the same, and JAX must not have started before the first of them.
         tensor_parallel_size: devices that share the model. Kv heads are repeated where they are fewer, which takes as much more cache.
         coordinator: host:port where process 0 listens, if several processes, on one machine or on many, share the model; all are
             started with the same options. Only process 0 takes requests.
@@ -186,6 +188,7 @@ class EngineConfig:
     cache_max_size: int | str | None = None
     programs: str | Path | None = None
     compile_threads: int | None = None
+    cpu_threads: int | None = None
     tensor_parallel_size: int = 1
     coordinator: str | None = None
     num_processes: int = 1
@@ -208,7 +211,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("tile_size", "tensor_parallel_size", "num_processes"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "page_size", "max_num_seqs", "max_num_batched_tokens", "compile_threads"):
+        for name in ("max_model_len", "page_size", "max_num_seqs", "max_num_batched_tokens", "compile_threads", "cpu_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if self.num_pages is not None:
