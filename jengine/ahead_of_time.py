@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jengine.checkpoints import read_config, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import EngineConfig
+from jengine.cpu_threads import limit_cpu_threads
 from jengine.device_defaults import sizes
 from jengine.device_spec import device_spec
 from jengine.errors import InvalidArgument, OutOfMemory
@@ -56,6 +57,7 @@ def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
     Raises:
         InvalidArgument: there is no such target, or what it needs is not installed; or see `start.describe`.
     """
+    limit_cpu_threads(config.cpu_threads)
     if target is not None:
         check_target(target)
     try:

@@ -158,7 +158,9 @@ class EngineConfig:
             auto and num_pages, where not given, are as the folder has them.
         warm_up: when the engine is ready. progressive: once the few programs that can serve any request are compiled or loaded; the
             others follow while it runs, and steps use them as they come. all: once every program is. A server waits for all.
-        compile_threads: programs compiled at once; by default 2 on a CPU, one for each core of the host on a GPU.
+        compile_threads: programs compiled at once; by default 2 on a CPU, one for each core of the host on a GPU, at most cpu_threads.
+        cpu_threads: threads of a CPU that compute, compile and tokenize at once; by default all cores that the process may use. It holds
+            for the process: engines that share one have the same, and JAX must not have started before the first of them.
         tensor_parallel_size: devices that share the model. Kv heads are repeated where they are fewer, which takes as much more cache.
         coordinator: host:port where process 0 listens, if several processes, on one machine or on many, share the model; all are
             started with the same options. Only process 0 takes requests.
@@ -190,6 +192,7 @@ class EngineConfig:
     programs: str | Path | None = None
     warm_up: Literal["progressive", "all"] = "progressive"
     compile_threads: int | None = None
+    cpu_threads: int | None = None
     tensor_parallel_size: int = 1
     coordinator: str | None = None
     num_processes: int = 1
@@ -212,7 +215,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("tile_size", "tensor_parallel_size", "num_processes"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "page_size", "max_num_seqs", "max_num_batched_tokens", "compile_threads"):
+        for name in ("max_model_len", "page_size", "max_num_seqs", "max_num_batched_tokens", "compile_threads", "cpu_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if self.num_pages is not None:

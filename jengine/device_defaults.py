@@ -35,6 +35,8 @@ def sizes(config: EngineConfig, platform: str) -> Sizes:
     default = asdict(DEFAULTS[platform])
     if config.max_num_seqs is not None:
         default["max_num_batched_tokens"] = max(default["max_num_batched_tokens"], config.max_num_seqs + config.tile_size)
+    if config.cpu_threads is not None:
+        default["compile_threads"] = min(default["compile_threads"], config.cpu_threads)
     chosen = Sizes(**{name: default[name] if getattr(config, name) is None else getattr(config, name) for name in default})
     check_budget(chosen.max_num_seqs, chosen.max_num_batched_tokens, config.tile_size)
     return chosen

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jengine.checkpoints import load, read_config, read_sampling_defaults, resolve
 from jengine.config import EngineConfig, ModelConfig
+from jengine.cpu_threads import limit_cpu_threads
 from jengine.device_defaults import sizes
 from jengine.engine import Engine
 from jengine.errors import InvalidArgument
@@ -150,6 +151,7 @@ def follow(config: EngineConfig, *, progress: bool = True) -> None:
 
 
 def _connected(config: EngineConfig) -> Link:
+    limit_cpu_threads(config.cpu_threads)
     if config.num_processes == 1:
         return SingleProcess()
     assert config.coordinator is not None  # as EngineConfig checks

@@ -25,6 +25,12 @@ def test_what_is_given_wins() -> None:
         assert sizes(EngineConfig(max_num_seqs=7), platform).max_num_batched_tokens in (512, 8192)
 
 
+def test_programs_are_compiled_by_cpu_threads_at_most() -> None:
+    assert sizes(EngineConfig(cpu_threads=1), "cpu").compile_threads == 1
+    assert sizes(EngineConfig(cpu_threads=99), "cpu").compile_threads == 2
+    assert sizes(EngineConfig(cpu_threads=1, compile_threads=3), "cpu").compile_threads == 3, "what is given wins"
+
+
 def test_the_default_budget_grows_with_the_rows() -> None:
     assert sizes(EngineConfig(max_num_seqs=512), "gpu").max_num_batched_tokens == 8192
     assert sizes(EngineConfig(max_num_seqs=512), "cpu").max_num_batched_tokens == 512 + 64

@@ -24,18 +24,37 @@ def apply_mask(logits: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(bits & 1 == 1, logits, -jnp.inf)
 
 
-def suppress_stops(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """Stop tokens at -inf in rows that have not reached min_tokens."""
-    vocab = logits.shape[-1]
-    early = (positions < sampling.min_position)[:, None] & (sampling.stop_ids >= 0)
-    ids = jnp.where(early, sampling.stop_ids, vocab)  # out of range is dropped
+def masking(mask: jax.Array) -> jax.Array:
+    """Which rows a mask changes, bool [rows]."""
+    return (mask != ALL_ALLOWED).any(-1)
+
+
+def early_stops(sampling: Sampling, positions: jax.Array) -> jax.Array:
+    """Stop tokens that may not come yet, since their row has not reached min_tokens: int32 [rows, MAX_STOP_TOKEN_IDS], others are -1."""
+    return jnp.where((positions < sampling.min_position)[:, None], sampling.stop_ids, -1)
+
+
+def suppress(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Each row's tokens, int32 [rows, n], at -inf; negative ones are none."""
+    ids = jnp.where(tokens >= 0, tokens, logits.shape[-1])  # out of range is dropped
     return logits.at[jnp.arange(logits.shape[0])[:, None], ids].set(-jnp.inf, mode="drop")
+
+
+def biasing(sampling: Sampling) -> jax.Array:
+    """Which rows `add_bias` changes, bool [rows]."""
+    return ((sampling.bias_ids >= 0) & (sampling.bias != 0)).any(-1)
 
 
 def add_bias(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """logit_bias, of each row its own."""
     ids = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, logits.shape[-1])
     return logits.at[jnp.arange(logits.shape[0])[:, None], ids].add(sampling.bias, mode="drop")
+
+
+def penalizing(sampling: Sampling) -> jax.Array:
+    """Which rows `penalize` changes, bool [rows]. A repetition penalty of 0 is the null slot's."""
+    repetition = (sampling.repetition_penalty != 1) & (sampling.repetition_penalty != 0)
+    return repetition | (sampling.frequency_penalty != 0) | (sampling.presence_penalty != 0)
 
 
 def penalize(logits: jax.Array, sampling: Sampling, counts: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The compiled samplers: final hidden states to tokens. A few variants, each a program, none a branch.
+"""The compiled samplers: final hidden states to tokens. A few variants, each a program. On a CPU, a part that no row uses is skipped.
 
 Truncation needs no sort: the k-th largest logit, and the logit at which the likeliest tokens' mass reaches
 top_p, are found by bisection over the 32 bits of a float. Ties at a threshold are all kept. A row draws one uniform number
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jengine.execution.logits import add_bias, apply_mask, penalize, suppress_stops
+from jengine.execution.branches import either, if_any
+from jengine.execution.logits import add_bias, apply_mask, biasing, early_stops, masking, penalize, penalizing, suppress
 from jengine.execution.sampling_row import Sampling, sampling_of
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
@@ -58,8 +59,9 @@ def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
     ) -> tuple[tuple[jax.Array, jax.Array], SampledLogprobs]:
         last_token, counts = state
         logits, own = _shared_out(model, params, to)
-        tokens = sample(logits, sampling_of(words[own.slots]), own.positions, "full", counts[own.slots], own_rows(mask))
-        sampled: SampledLogprobs = all_gather(with_logprobs(logits, tokens), to.slots.shape[0])
+        sampling = sampling_of(words[own.slots])
+        tokens = sample(logits, sampling, own.positions, "full", lambda: counts[own.slots], own_rows(mask))
+        sampled: SampledLogprobs = all_gather(with_wanted_logprobs(logits, tokens, sampling), to.slots.shape[0])
         counts = counts.at[to.slots, sampled.tokens].add(2)
         return (last_token.at[to.slots].set(sampled.tokens), counts), sampled
 
@@ -81,25 +83,44 @@ def sample(
     sampling: Sampling,
     positions: jax.Array,
     variant: Variant,
-    counts: jax.Array | None = None,
+    counts: Callable[[], jax.Array] | None = None,
     mask: jax.Array | None = None,
 ) -> jax.Array:
-    """Tokens, int32 [rows], from float32 logits [rows, vocab] by each row's parameters; counts and mask for `full`."""
+    """Tokens, int32 [rows], from float32 logits [rows, vocab] by each row's parameters; mask and counts for `full`: see `apply_mask`,
+    and `penalize` for what counts gives when it is called.
+    """
     if variant == "greedy":
         return argmax(logits)
+    if variant == "sample":
+        return _draw(logits, sampling, positions)
+    truncates, stops = truncating(sampling), early_stops(sampling, positions)
+    changes = truncates | (stops >= 0).any(-1)
     if variant == "full":
-        assert counts is not None and mask is not None
-        logits = apply_mask(logits, mask)
-    if variant != "sample":
-        logits = suppress_stops(logits, sampling, positions)
-    if variant == "full":
-        assert counts is not None
-        logits = penalize(add_bias(logits, sampling), sampling, counts)
+        assert mask is not None and counts is not None
+        seen = counts
+        changes |= masking(mask) | biasing(sampling) | penalizing(sampling)
+
+    def draw_changed() -> jax.Array:
+        changed = jnp.copy(logits)  # here: for changes in place XLA would copy before the branch, for rows without any
+        if variant == "full":
+            assert mask is not None
+            changed = if_any(masking(mask), lambda x: apply_mask(x, mask), changed)
+        changed = if_any(stops >= 0, lambda x: suppress(x, stops), changed)
+        if variant == "full":
+            changed = if_any(biasing(sampling), lambda x: add_bias(x, sampling), changed)
+            changed = if_any(penalizing(sampling), lambda x: penalize(x, sampling, seen()), changed)
+        return _draw(changed, sampling, positions, truncated=True)
+
+    return either(changes, draw_changed, lambda: _draw(logits, sampling, positions))
+
+
+def _draw(logits: jax.Array, sampling: Sampling, positions: jax.Array, *, truncated: bool = False) -> jax.Array:
+    """The likeliest token of greedy rows; of others one by temperature and, if `truncated`, by what `truncate` leaves."""
     greedy = argmax(logits)
     is_greedy = sampling.temperature == 0.0
     scaled = logits - logits.max(-1, keepdims=True)  # before the division: a small temperature cannot overflow
     scaled /= jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
-    if variant != "sample":
+    if truncated:
         scaled = truncate(scaled, sampling)
     return jnp.where(is_greedy, greedy, sample_from_cdf(jnp.exp(scaled), uniform(sampling, positions)))
 
@@ -127,16 +148,30 @@ def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
     return jax.vmap(one)(sampling.seed_high, sampling.seed_low, sampling.sample_index, positions)
 
 
+def truncating(sampling: Sampling) -> jax.Array:
+    """Which rows `truncate` changes, bool [rows]; greedy ones have no use for it."""
+    return (sampling.temperature > 0) & ((sampling.min_p > 0) | (sampling.top_k > 0) | (sampling.top_p < 1))
+
+
 def truncate(scaled: jax.Array, sampling: Sampling) -> jax.Array:
-    """min_p, then top_k, then top_p over what is left: dropped tokens at -inf. The largest of each row is 0."""
-    scaled = jnp.where(scaled < jnp.log(sampling.min_p)[:, None], -jnp.inf, scaled)
-    vocab = scaled.shape[-1]
+    """min_p, then top_k, then top_p over what is left: dropped tokens at -inf. The largest of each row is 0. Where all rows are greedy,
+    which have no use for it, all tokens may stay.
+    """
+    random, vocab = sampling.temperature > 0, scaled.shape[-1]
     k = jnp.where((sampling.top_k == 0) | (sampling.top_k > vocab), vocab, sampling.top_k)
-    ones = jnp.ones((), jnp.float32)
-    scaled = jnp.where(scaled < _threshold(scaled, ones, k.astype(jnp.float32))[:, None], -jnp.inf, scaled)
-    mass = jnp.exp(scaled)
-    wanted = jnp.where(sampling.top_p >= 1.0, jnp.inf, sampling.top_p * mass.sum(-1))  # inf: no threshold reaches it
-    return jnp.where(scaled < _threshold(scaled, mass, wanted)[:, None], -jnp.inf, scaled)
+    all_stay = jnp.full(scaled.shape[:1], -jnp.inf)
+
+    def of_count() -> jax.Array:
+        return _threshold(scaled, jnp.ones((), jnp.float32), k.astype(jnp.float32))
+
+    def of_mass() -> jax.Array:
+        mass = jnp.exp(scaled)
+        wanted = jnp.where(sampling.top_p >= 1.0, jnp.inf, sampling.top_p * mass.sum(-1))  # inf: no threshold reaches it
+        return _threshold(scaled, mass, wanted)
+
+    scaled = jnp.where(scaled < jnp.log(sampling.min_p)[:, None], -jnp.inf, scaled)
+    scaled = jnp.where(scaled < either(random & (k < vocab), of_count, lambda: all_stay)[:, None], -jnp.inf, scaled)
+    return jnp.where(scaled < either(random & (sampling.top_p < 1), of_mass, lambda: all_stay)[:, None], -jnp.inf, scaled)
 
 
 def _threshold(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -188,13 +223,37 @@ def _first_over(ends: jax.Array, target: jax.Array, mass: jax.Array) -> jax.Arra
     return jnp.where(over.any(-1), jnp.argmax(over, -1), last)
 
 
-def with_logprobs(logits: jax.Array, tokens: jax.Array) -> SampledLogprobs:
-    """Log probabilities of raw logits, as they are before any parameter."""
+def with_wanted_logprobs(logits: jax.Array, tokens: jax.Array, sampling: Sampling) -> SampledLogprobs:
+    """`with_logprobs`, with zeros where no row asks for them."""
+    rows, most = logits.shape[0], _most_logprobs(logits)
+
+    def none() -> SampledLogprobs:
+        zeros = jnp.zeros(rows, jnp.int32)
+        return SampledLogprobs(tokens, zeros.astype(jnp.float32), zeros, jnp.zeros((rows, most), jnp.int32), jnp.zeros((rows, most)))
+
+    return either(sampling.logprobs > 0, lambda: with_logprobs(logits, tokens, sampling.logprobs > 1), none)
+
+
+def with_logprobs(logits: jax.Array, tokens: jax.Array, top: jax.Array | None = None) -> SampledLogprobs:
+    """Log probabilities of raw logits, as they are before any parameter; of the likeliest tokens where any of `top` is set, or None."""
+    most = _most_logprobs(logits)
     logprobs = jax.nn.log_softmax(logits, -1)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], -1)
     ranks = 1 + jnp.sum(logprobs > chosen, -1)
-    top, ids = lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
-    return SampledLogprobs(tokens, chosen[:, 0], ranks.astype(jnp.int32), ids.astype(jnp.int32), top)
+
+    def likeliest() -> tuple[jax.Array, jax.Array]:
+        values, ids = lax.top_k(logprobs, most)
+        return values, ids.astype(jnp.int32)
+
+    def none() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((logits.shape[0], most), logprobs.dtype), jnp.zeros((logits.shape[0], most), jnp.int32)
+
+    values, ids = likeliest() if top is None else either(top, likeliest, none)
+    return SampledLogprobs(tokens, chosen[:, 0], ranks.astype(jnp.int32), ids, values)
+
+
+def _most_logprobs(logits: jax.Array) -> int:
+    return min(MAX_LOGPROBS, logits.shape[-1])
 
 
 def make_scorer(model: Model, tile_size: int) -> Callable[..., SampledLogprobs]:

@@ -24,6 +24,7 @@ LAYOUT = np.dtype(
         ("seed_low", np.uint32),
         ("seed_high", np.uint32),
         ("sample_index", np.int32),
+        ("logprobs", np.int32),  # how many of the likeliest tokens', plus 1; 0 is none, not even the sampled token's
         ("min_position", np.int32),  # no stop token is sampled for a position before this
         ("stop_ids", np.int32, MAX_STOP_TOKEN_IDS),
         ("bias_ids", np.int32, MAX_LOGIT_BIAS),
@@ -48,6 +49,7 @@ class Sampling(NamedTuple):
     seed_low: jax.Array
     seed_high: jax.Array
     sample_index: jax.Array
+    logprobs: jax.Array
     min_position: jax.Array
     stop_ids: jax.Array
     bias_ids: jax.Array
@@ -70,6 +72,7 @@ def pack_sampling(reset: SlotReset) -> np.ndarray:
     row["top_k"] = min(max(params.top_k, 0), INT32_MAX)
     row["seed_low"], row["seed_high"] = seed % 2**32, seed >> 32
     row["sample_index"] = reset.sample_index
+    row["logprobs"] = 0 if params.logprobs is None else params.logprobs + 1
     row["min_position"] = min(reset.prompt_len + params.min_tokens, INT32_MAX)
     row["stop_ids"] = row["bias_ids"] = -1
     row["stop_ids"][: len(reset.stop_token_ids)] = reset.stop_token_ids

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jengine
+from jengine.cpu_threads import cpu_threads
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import Cache, abstract_cache, page_bytes
 from jengine.execution.logits import mask_words
@@ -144,8 +145,12 @@ class ExecutionSpec:
         }
 
     def fingerprint(self) -> str:
-        """Of the identity without the number of pages, which may depend on how much memory is free today."""
+        """Of the identity without the number of pages, which may depend on how much memory is free today, and of a CPU's threads: XLA
+        divides loops for as many, so programs compiled for another number are right but slower.
+        """
         identity = {name: fact for name, fact in self.identity().items() if name != "num_pages"}
+        if identity["platform"] == "cpu":
+            identity["threads"] = cpu_threads()
         return hashlib.sha256(json.dumps(identity, sort_keys=True, default=list).encode()).hexdigest()[:24]
 
 

@@ -343,6 +343,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer": 5}, "text or a path"),
     ({"cache_dir": 5}, "text or a path"),
     ({"compile_threads": 0}, "at least 1"),
+    ({"cpu_threads": 0}, "at least 1"),
     ({"tensor_parallel_size": 0}, "at least 1"),
 ]
 

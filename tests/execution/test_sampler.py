@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @functools.cache
 def compiled(variant: Variant) -> object:
-    extra = (jnp.zeros((ROWS, VOCAB), jnp.int32), jnp.full((ROWS, mask_words(VOCAB)), ALL_ALLOWED)) if variant == "full" else ()
+    extra = (lambda: jnp.zeros((ROWS, VOCAB), jnp.int32), jnp.full((ROWS, mask_words(VOCAB)), ALL_ALLOWED)) if variant == "full" else ()
     return jax.jit(lambda logits, words, positions: sample(logits, sampling_of(words), positions, variant, *extra))
 
 
@@ -59,6 +59,9 @@ class Row:
     @property
     def words(self) -> np.ndarray:
         return pack_sampling(SlotReset(1, self.params, self.seed, self.sample_index, PROMPT_LEN, self.stops))[1:]
+
+
+GREEDY_ROW = Row(GREEDY)
 
 
 def stacked(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
@@ -165,9 +168,10 @@ def test_truncation_keeps_the_tokens_it_should(batch: tuple[list[Row], list[str]
     rows, kinds, seed = batch
     logits = logits_for(kinds, seed)
     scaled = logits - logits.max(-1, keepdims=True)
+    rows = [Row(_without_temperature(row.params)) for row in rows]
     got = np.isfinite(np.asarray(truncated(scaled, stacked(rows)[0]))) | np.isneginf(scaled)
     for i, row in enumerate(rows):
-        oracle = Row(_without_temperature(row.params)).oracle(scaled[i])
+        oracle = row.oracle(scaled[i])
         kept, maybe = oracle.kept | np.isneginf(scaled[i]), oracle.maybe | np.isneginf(scaled[i])
         assert (kept <= got[i]).all() and (got[i] <= maybe).all()
 
