@@ -12,9 +12,10 @@ start           from the start of the process to its first token, with what an e
 first start     the same with nothing kept
 
 The model is the 134M shape of tools/make_model.py: random weights in bfloat16, which every format holds exactly but for the eight-bit
-ones. Greedy tokens are compared with those of jengine at float32: at float32 a peer's may first differ only at near-ties. Peers are
-installed and weights converted under .cache/peers; what cannot be is listed with its reason. Peers keep their recommended
-options; none shares prefixes between prompts. Engines without continuous batching run all 32 rows until the longest has ended.
+ones. Results are kept apart by the newest instruction set that the processor has. Greedy tokens are compared with those of jengine at
+float32: at float32 a peer's may first differ only at near-ties. Peers are installed and weights converted under .cache/peers; what cannot
+be is listed with its reason. Peers keep their recommended options; none shares prefixes between prompts. Engines without continuous
+batching run all 32 rows until the longest has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import RESULTS, ROOT, made_model, save
+from benchmarks.machine import RESULTS, ROOT, instruction_set, made_model, save
 from benchmarks.peers.environments import PEERS_FOLDER, Unavailable, environment_python, weights_folder
 from benchmarks.peers.registry import PEERS
 from benchmarks.peers.tables import agreement, goals, spread, table
@@ -164,9 +165,13 @@ def summary(arms: list[Arm]) -> dict[str, dict[str, Any]]:
     return facts
 
 
+def result_name() -> str:
+    return f"compare_{instruction_set()}"
+
+
 def expected(arms: list[Arm]) -> dict[str, tuple[float, float]]:
     """Seconds of an arm's first and later processes: from the last result where there is one, else about."""
-    file = RESULTS / "compare.json"
+    file = RESULTS / f"{result_name()}.json"
     last = json.loads(file.read_text())["arms"] if file.exists() else {}
     seconds = {}
     for arm in arms:
@@ -253,7 +258,7 @@ def main() -> None:
         facts = summary(arms)
         if not options.quick:
             result = {"model": SHAPE, "threads": THREADS, "rounds": number, "arms": facts, "goals": goals(facts)}
-            save("compare_before" if options.before else "compare", {**result, "not_measured": unavailable, "skipped": skipped})
+            save("compare_before" if options.before else result_name(), {**result, "not_measured": unavailable, "skipped": skipped})
     show(facts, unavailable)
     if skipped:
         print(f"\nskipped for lack of time: {', '.join(skipped)}")

@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ROOT / ".cache" / "models"
-FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # those that decide how fast products are
+FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")  # those that decide how fast products are
 
 
 def facts() -> dict[str, Any]:
@@ -35,6 +35,11 @@ def facts() -> dict[str, Any]:
         "jaxlib": version("jaxlib"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def instruction_set() -> str:
+    """The last of FLAGS that the processor has: results of processors with others are kept apart."""
+    return ([flag for flag in FLAGS if flag in _cpuinfo().get("flags", "").split()] or [platform.machine()])[-1]
 
 
 def _busy() -> tuple[float, float]:

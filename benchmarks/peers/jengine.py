@@ -18,8 +18,12 @@ class Engine:
             max_num_seqs=limits.sequences,
             max_model_len=limits.tokens,
             cache_dir=limits.cache,
+            enable_prefix_caching=False,
             **options,
         )
+
+    def settle(self) -> None:
+        self.llm.wait_until_compiled()
 
     def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
         params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True) for tokens in outputs]

@@ -80,28 +80,30 @@ def table(arms: dict[str, dict[str, Any]]) -> str:
 
 
 def goals(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What jengine wants to reach, each as a ratio that is at least `wanted`, larger being better for jengine; those that were measured."""
+    """What jengine wants to reach, each as a ratio that is at least `wanted`, larger being better for jengine; those that were measured.
+    Each precision is compared with its like. Of the peers' eight-bit forms the better one counts.
+    """
 
-    def best(measure: str, ours: bool, only: tuple[str, ...] = ()) -> tuple[float, str] | None:
+    def best(measure: str, among: tuple[str, ...]) -> tuple[float, str] | None:
         of_time = COLUMNS[measure][1] == "s"
-        among = [name for name in arms if name.startswith("jengine ") == ours]
-        if only:
-            among = [name for name in among if name.startswith(only) or name.endswith(only)]
-        found = [(arms[name]["measured"][measure]["median"], name) for name in among if measure in arms[name]["measured"]]
+        found = [(arms[name]["measured"][measure]["median"], name) for name in among if measure in arms.get(name, {}).get("measured", {})]
         return (min if of_time else max)(found, default=None)
 
-    measures = ("stream", "batch", "prefill", "later start")
-    wanted: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = [
-        *((f"ahead of vLLM: {COLUMNS[measure][0]}", measure, (), ("vllm ",), 1.0) for measure in measures),
-        ("ahead of every peer at its best: 32 at once", "batch", (), (), 1.0),
-        ("level with the best: prompt of 1024", "prefill", (), (), 1.0),
-        ("near the best at float32: one stream", "stream", (" float32",), (" float32",), 0.8),
-        ("near the best at bfloat16: one stream", "stream", (" bfloat16",), (" bfloat16",), 0.8),
-        ("near the best at eight bits: one stream", "stream", (" w8a8",), (" int8", " int8+bfloat16"), 0.8),
-    ]
+    ours_all, theirs_all = (tuple(name for name in arms if name.startswith("jengine ") == ours) for ours in (True, False))
+    names = {"stream": "one stream", "batch": "32 at once", "prefill": "prompt of 1024"}
+    int8 = "openvino int8", "openvino int8+bfloat16"
+    wanted: list[tuple[str, str, tuple[str, ...], tuple[str, ...], float]] = []
+    for precision in ("bfloat16", "float32"):
+        for peer in ("vLLM", "OpenVINO"):
+            us, them = (f"jengine {precision}",), (f"{peer.lower()} {precision}",)
+            wanted += [(f"ahead of {peer} at {precision}: {title}", measure, us, them, 1.0) for measure, title in names.items()]
+    for measure, title in names.items():
+        wanted.append((f"w8a8 against OpenVINO's int8: {title}", measure, ("jengine w8a8",), int8, 0.9 if measure == "stream" else 1.0))
+    wanted.append(("ahead of vLLM at bfloat16: start", "later start", ("jengine bfloat16",), ("vllm bfloat16",), 1.0))
+    wanted += [(f"each at its best: {title}", measure, ours_all, theirs_all, 1.0) for measure, title in names.items()]
     reached = []
     for goal, measure, our_arms, their_arms, ratio in wanted:
-        ours, theirs = best(measure, True, our_arms), best(measure, False, their_arms)
+        ours, theirs = best(measure, our_arms), best(measure, their_arms)
         if ours and theirs:
             value = theirs[0] / ours[0] if COLUMNS[measure][1] == "s" else ours[0] / theirs[0]
             reached.append({"goal": goal, "ratio": round(value, 2), "wanted": ratio, "ours": ours[1], "against": theirs[1]})

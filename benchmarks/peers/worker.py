@@ -6,7 +6,8 @@ Run by compare.py under the peer's own Python, with a task in JSON on standard i
     engine.generate(prompts: list[list[int]], outputs: list[int]) -> list[list[int]]
 
 which answers prompts of token ids greedily with exactly that many tokens each, whatever they are, and does so for all of them at once.
-Engines share no prefixes between prompts. One that must be told to end has close().
+Engines share no prefixes between prompts. One that must be told to end has close(), one that
+goes on with its start after its first token settle().
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ def main() -> None:
     result["first_token"] = time.monotonic()
     result["versions"] = {name: version(name) for name in task["packages"]}
     note()
+    if hasattr(engine, "settle"):
+        engine.settle()
     for name, work in task["measures"].items():
         try:
             result["measured"][name] = MEASURES[name](engine, work)
