@@ -1,7 +1,8 @@
 """One of two processes that share a model: python -m tests.parallel.processes FOLDER PORT PROCESS ACT.
 
 ACT answers: process 0 prints a JSON line of what `answers` returns and ends. ACT wait: process 0 starts requests that are never done,
-prints a line once each has a token, and a JSON line of how they ended.
+prints a line once each has a token, and a JSON line of how they ended. ACT widen:FILE: process 1 compiles nothing in the background
+until there is such a file, which process 0 makes once it has all programs itself; it prints a JSON line of what `widened` returns.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from jengine import LLM, AsyncLLM, EngineConfig, EngineDead, SamplingParams, follow
+from jengine.execution import programs
 from jengine.execution.worker import Call
 
 PROMPTS = [[1, 2, 3], list(range(4, 90)), [7] * 20]
@@ -58,14 +62,47 @@ async def wait_for_ever(model: str, options: dict[str, Any]) -> None:
         print(json.dumps(await asyncio.gather(*map(one, range(len(PROMPTS))))), flush=True)
 
 
+def widened(llm: LLM, file: Path) -> list[tuple[int, int, int, bool]]:
+    """Before and after process 1 has compiled its programs: those that are ready, all, rows at most, whether all could be waited for."""
+    engine: Any = llm.engine
+    found = []
+    for _ in range(2):
+        complete = engine.wait_until_compiled(300.0)
+        while file.exists() and engine.load.programs_ready < engine.load.programs:
+            time.sleep(0.01)
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        found.append((engine.load.programs_ready, engine.load.programs, engine.scheduler.ready.max_rows, complete))
+        file.touch()
+    return found
+
+
+def hold_back(file: Path) -> None:
+    """Compilations in the background, until there is such a file."""
+    compile_all = programs.compile_all
+
+    def held_back(*args: Any, background: bool = False, **options: Any) -> Iterator[Any]:
+        while background and not file.exists():
+            time.sleep(0.01)
+        yield from compile_all(*args, background=background, **options)
+
+    programs.compile_all = held_back
+
+
 def main(model: str, port: str, process: str, act: str) -> None:
     shared = {"tensor_parallel_size": 4, "coordinator": f"127.0.0.1:{port}", "num_processes": 2, "process_id": int(process)}
     options = {**OPTIONS, **shared}
+    act, _, file = act.partition(":")
+    if act == "widen":
+        options |= {"max_num_seqs": 16, "max_num_batched_tokens": 80, "cache_dir": str(Path(file).parent)}
+        if options["process_id"]:
+            hold_back(Path(file))
     if options["process_id"]:
         follow(EngineConfig.of(model, options), progress=False)
     elif act == "answers":
         llm = LLM(model, progress=False, **options)
         print(json.dumps(answers(llm)), flush=True)
+    elif act == "widen":
+        print(json.dumps(widened(LLM(model, progress=False, **options), Path(file))), flush=True)
     else:
         asyncio.run(wait_for_ever(model, options))
 

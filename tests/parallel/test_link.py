@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -88,6 +89,20 @@ def test_calls_arrive_as_they_were_made(words: queue.Queue[np.ndarray]) -> None:
             assert heard.array is None
         else:
             np.testing.assert_array_equal(heard.array, call.array, strict=True)
+    close(leader, followers)
+
+
+def test_reports_count_up_to_the_slowest(words: queue.Queue[np.ndarray]) -> None:
+    leader, followers = connect(3, words)
+    leader.watch()
+    assert leader.reported() == 0 and SingleProcess().reported() is None
+    followers[0].report(300)
+    followers[1].report(2)
+    followers[1].report(5)
+    until = time.monotonic() + 10
+    while leader.reported() != 5 and time.monotonic() < until:
+        time.sleep(0.001)
+    assert leader.reported() == 5
     close(leader, followers)
 
 

@@ -54,6 +54,15 @@ def test_they_give_the_tokens_of_one(text_model: Path) -> None:
         assert [process.wait(60) for process in processes] == [0, 0]
 
 
+def test_a_program_is_ready_when_every_process_has_it(text_model: Path, tmp_path: Path) -> None:
+    with two(text_model, f"widen:{tmp_path / 'go'}") as processes:
+        before, after = json.loads(line(processes[0], "[["))
+        ready, total, rows, complete = before
+        assert ready < total and rows == 8 and not complete
+        assert after[:3] == [total, total, 16]
+        assert [process.wait(60) for process in processes] == [0, 0]
+
+
 def test_every_request_ends_when_one_of_them_dies(text_model: Path) -> None:
     with two(text_model, "wait") as processes:
         line(processes[0], "running")
