@@ -189,6 +189,9 @@ class ServerApp:
             f"{limits.sequence.max_model_len} tokens a sequence, {limits.max_num_seqs} sequences at once",
             f"ready in {seconds:.1f} s, {engine.programs_compiled} programs compiled, {engine.programs_loaded} loaded",
         ]
+        load = self._supervisor.load
+        if load.programs_ready < load.programs:
+            parts[-1] += f", {load.programs - load.programs_ready} to follow"
         if exporter is not None:
             parts.append(f"metrics on http://{host}:{exporter.port}/metrics")
         print(f"jengine: serving {info.name} on {host}:{self._built.port}; {'; '.join(parts)}", flush=True)
