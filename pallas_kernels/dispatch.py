@@ -5,7 +5,7 @@ it is never replaced. Each function has one beside it that says beforehand why t
 arrays, or None if it can; what it is given may be arrays, or whatever has their shapes and dtypes.
 
 Everywhere, `device` is the one that the function will run on, which may be one of a topology to compile for; None is the first of
-the default backend.
+the default backend. What builds a GPU's kernels is imported where one is taken: Mosaic takes a third of a second.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any, Literal
 
 import jax
 
-from pallas_kernels import ampere, attention_decode, attention_prefill, products, tuning, xla
-from pallas_kernels import copy_pages as copy_kernel
-from pallas_kernels import kv_write as write_kernel
+from pallas_kernels import products, tuning, xla
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.xla import Rotation
 
@@ -35,8 +33,11 @@ def why_decode_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, devi
     if _on_cpu(device):
         return products.cpu_refused() or _cpu_cache_refused(k_pages, v_pages)
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
-    if _capability(device) in HOPPER and heads > attention_decode.QUERIES * kv_heads:
-        return f"heads={heads}: the kernel takes at most {attention_decode.QUERIES} for each of {kv_heads} kv heads"
+    if _capability(device) in HOPPER:
+        from pallas_kernels.attention_decode import QUERIES
+
+        if heads > QUERIES * kv_heads:
+            return f"heads={heads}: the kernel takes at most {QUERIES} for each of {kv_heads} kv heads"
     return _why_attention_unsupported(q, k_pages, v_pages, device)
 
 
@@ -77,15 +78,22 @@ def paged_attention_decode(
         return attention.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how)
     how["splits"] = splits
     if _capability(device) in AMPERE:
+        from pallas_kernels import ampere
+
         return ampere.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how)
+    from pallas_kernels import attention_decode
+
     return attention_decode.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, device=device or jax.devices()[0])
 
 
 def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_prefill` cannot take these, or None."""
     refused = _why_attention_unsupported(q, k_pages, v_pages, device)
-    if refused is None and _capability(device) in HOPPER and q.shape[1] % attention_prefill.TILE_GRID:
-        return f"tile={q.shape[1]}: the kernel takes multiples of {attention_prefill.TILE_GRID}"
+    if refused is None and _capability(device) in HOPPER:
+        from pallas_kernels.attention_prefill import TILE_GRID
+
+        if q.shape[1] % TILE_GRID:
+            return f"tile={q.shape[1]}: the kernel takes multiples of {TILE_GRID}"
     return refused
 
 
@@ -119,7 +127,11 @@ def paged_attention_prefill(
         )
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if _capability(device) in AMPERE:
+        from pallas_kernels import ampere
+
         return ampere.paged_attention_prefill(q, _plain(k_pages), _plain(v_pages), block_tables, positions, lengths, **how)
+    from pallas_kernels import attention_prefill
+
     return attention_prefill.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how)
 
 
@@ -157,8 +169,10 @@ def kv_write(
     serves = _kernel_serves(impl, why_kv_write_unsupported(k_pages, v_pages, k, v, device=device), device)
     if not serves:
         return xla.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
+    from pallas_kernels import kv_write as kernel
+
     cores = tuning.cores(device or jax.devices()[0])
-    return write_kernel.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation, cores=cores)
+    return kernel.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation, cores=cores)
 
 
 def why_copy_pages_unsupported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
@@ -185,8 +199,11 @@ def copy_pages(
         ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
     """
     serves = _kernel_serves(impl, why_copy_pages_unsupported(k_pages, v_pages, device=device), device)
-    copy = copy_kernel.copy_pages if serves else xla.copy_pages
-    return copy(k_pages, v_pages, sources, destinations)
+    if not serves:
+        return xla.copy_pages(k_pages, v_pages, sources, destinations)
+    from pallas_kernels import copy_pages as kernel
+
+    return kernel.copy_pages(k_pages, v_pages, sources, destinations)
 
 
 def prepare(weights: Iterable[Any], k_pages: Pages, *, device: jax.Device | None = None) -> None:

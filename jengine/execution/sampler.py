@@ -92,9 +92,9 @@ def sample(
     if variant == "greedy":
         return argmax(logits)
     if variant == "sample":
-        return _draw(logits, sampling, positions)
-    truncates, stops = truncating(sampling), early_stops(sampling, positions)
-    changes = truncates | (stops >= 0).any(-1)
+        return _draw(logits, sampling, uniform(sampling, positions))
+    u, stops = uniform(sampling, positions), early_stops(sampling, positions)
+    changes = truncating(sampling) | (stops >= 0).any(-1)
     if variant == "full":
         assert mask is not None and counts is not None
         seen = counts
@@ -109,20 +109,20 @@ def sample(
         if variant == "full":
             changed = if_any(biasing(sampling), lambda x: add_bias(x, sampling), changed)
             changed = if_any(penalizing(sampling), lambda x: penalize(x, sampling, seen()), changed)
-        return _draw(changed, sampling, positions, truncated=True)
+        return _draw(changed, sampling, u, truncated=True)
 
-    return either(changes, draw_changed, lambda: _draw(logits, sampling, positions))
+    return either(changes, draw_changed, lambda: _draw(logits, sampling, u))
 
 
-def _draw(logits: jax.Array, sampling: Sampling, positions: jax.Array, *, truncated: bool = False) -> jax.Array:
-    """The likeliest token of greedy rows; of others one by temperature and, if `truncated`, by what `truncate` leaves."""
+def _draw(logits: jax.Array, sampling: Sampling, u: jax.Array, *, truncated: bool = False) -> jax.Array:
+    """The likeliest token of greedy rows; of others one by temperature and u, in [0, 1), of all or of what `truncate` leaves."""
     greedy = argmax(logits)
     is_greedy = sampling.temperature == 0.0
     scaled = logits - logits.max(-1, keepdims=True)  # before the division: a small temperature cannot overflow
     scaled /= jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
     if truncated:
         scaled = truncate(scaled, sampling)
-    return jnp.where(is_greedy, greedy, sample_from_cdf(jnp.exp(scaled), uniform(sampling, positions)))
+    return jnp.where(is_greedy, greedy, sample_from_cdf(jnp.exp(scaled), u))
 
 
 def argmax(x: jax.Array) -> jax.Array:
@@ -139,13 +139,13 @@ def argmax(x: jax.Array) -> jax.Array:
 def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
     """A number in [0, 1) for each row, float32 [rows], from its seed, sample index and position alone."""
 
-    def one(high: jax.Array, low: jax.Array, sample: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.key(0)
-        for word in (high, low, sample, position):
-            key = jax.random.fold_in(key, word)
-        return jax.random.uniform(key)
+    words = sampling.seed_high, sampling.seed_low, *(x.astype(jnp.uint32) for x in (sampling.sample_index, positions))
 
-    return jax.vmap(one)(sampling.seed_high, sampling.seed_low, sampling.sample_index, positions)
+    def fold(keys: jax.Array, words: jax.Array) -> tuple[jax.Array, None]:
+        return jax.vmap(jax.random.fold_in)(keys, words), None
+
+    keys, _ = lax.scan(fold, jnp.broadcast_to(jax.random.key(0), positions.shape), jnp.stack(words))  # a loop is compiled once
+    return jax.vmap(jax.random.uniform)(keys)
 
 
 def truncating(sampling: Sampling) -> jax.Array:
