@@ -92,37 +92,47 @@ def sample(
     if variant == "greedy":
         return argmax(logits)
     if variant == "sample":
-        return _draw(logits, sampling, uniform(sampling, positions))
-    u, stops = uniform(sampling, positions), early_stops(sampling, positions)
-    changes = truncating(sampling) | (stops >= 0).any(-1)
+        greedy, mass = _masses(logits, sampling)
+    else:
+        greedy, mass = _changed(logits, sampling, positions, variant, counts, mask)
+    return jnp.where(sampling.temperature == 0.0, greedy, sample_from_cdf(mass, uniform(sampling, positions)))
+
+
+def _changed(
+    logits: jax.Array,
+    sampling: Sampling,
+    positions: jax.Array,
+    variant: Variant,
+    counts: Callable[[], jax.Array] | None,
+    mask: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`_masses` of what the parameters make of logits."""
+    stops = early_stops(sampling, positions)
+    needed = truncating(sampling) | (stops >= 0).any(-1)
     if variant == "full":
         assert mask is not None and counts is not None
         seen = counts
-        changes |= masking(mask) | biasing(sampling) | penalizing(sampling)
+        needed |= masking(mask) | biasing(sampling) | penalizing(sampling)
 
-    def draw_changed() -> jax.Array:
-        changed = jnp.copy(logits)  # here: for changes in place XLA would copy before the branch, for rows without any
+    def changed() -> tuple[jax.Array, jax.Array]:
+        x = jnp.copy(logits)  # here: for changes in place XLA would copy before the branch, for rows without any
         if variant == "full":
             assert mask is not None
-            changed = if_any(masking(mask), lambda x: apply_mask(x, mask), changed)
-        changed = if_any(stops >= 0, lambda x: suppress(x, stops), changed)
+            x = if_any(masking(mask), lambda x: apply_mask(x, mask), x)
+        x = if_any(stops >= 0, lambda x: suppress(x, stops), x)
         if variant == "full":
-            changed = if_any(biasing(sampling), lambda x: add_bias(x, sampling), changed)
-            changed = if_any(penalizing(sampling), lambda x: penalize(x, sampling, seen()), changed)
-        return _draw(changed, sampling, u, truncated=True)
+            x = if_any(biasing(sampling), lambda x: add_bias(x, sampling), x)
+            x = if_any(penalizing(sampling), lambda x: penalize(x, sampling, seen()), x)
+        return _masses(x, sampling, truncated=True)
 
-    return either(changes, draw_changed, lambda: _draw(logits, sampling, u))
+    return either(needed, changed, lambda: _masses(logits, sampling))
 
 
-def _draw(logits: jax.Array, sampling: Sampling, u: jax.Array, *, truncated: bool = False) -> jax.Array:
-    """The likeliest token of greedy rows; of others one by temperature and u, in [0, 1), of all or of what `truncate` leaves."""
-    greedy = argmax(logits)
-    is_greedy = sampling.temperature == 0.0
+def _masses(logits: jax.Array, sampling: Sampling, *, truncated: bool = False) -> tuple[jax.Array, jax.Array]:
+    """The likeliest tokens, int32 [rows], and what all tokens' probabilities [rows, vocab] are in proportion to."""
     scaled = logits - logits.max(-1, keepdims=True)  # before the division: a small temperature cannot overflow
-    scaled /= jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
-    if truncated:
-        scaled = truncate(scaled, sampling)
-    return jnp.where(is_greedy, greedy, sample_from_cdf(jnp.exp(scaled), u))
+    scaled /= jnp.where(sampling.temperature == 0.0, 1.0, sampling.temperature)[:, None]
+    return argmax(logits), jnp.exp(truncate(scaled, sampling) if truncated else scaled)
 
 
 def argmax(x: jax.Array) -> jax.Array:
