@@ -44,6 +44,8 @@ class Quantized:
 
     def __getitem__(self, index: Any) -> Quantized:
         """Indices of leading axes."""
+        if index is Ellipsis:  # how nnx asks for a parameter's value
+            return self
         return replace(self, values=self.values[index], scale=self.scale[index])
 
 

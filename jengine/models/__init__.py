@@ -10,10 +10,11 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jengine.config import ModelConfig
 from jengine.errors import ModelError
@@ -21,7 +22,6 @@ from jengine.models.gemma import Gemma2, Gemma3
 from jengine.models.gpt2 import Gpt2
 from jengine.models.layers import ACTIVATIONS, Attend
 from jengine.models.llama import Llama
-from jengine.models.module import Param, Tree
 from jengine.models.moe import Mixtral, Qwen3Moe
 from jengine.models.opt import Opt
 from jengine.models.phi3 import Phi3
@@ -30,7 +30,7 @@ from pallas_kernels.quantized import quantize
 
 
 class Decoder(Protocol):
-    """A decoder-only transformer, on one flat token axis; a Module."""
+    """A decoder-only transformer, on one flat token axis; an nnx.Module."""
 
     prefix: str  # of the names of all tensors but the output head's; checkpoints of the bare decoder lack it
 
@@ -39,12 +39,6 @@ class Decoder(Protocol):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[N, hidden] -> float32[N, vocab], padded to a multiple of the devices; each device's own columns."""
-
-    def tree(self, leaf: Callable[[Param], Any]) -> Tree:
-        """As Module's."""
-
-    def bind(self, params: Tree) -> Self:
-        """As Module's."""
 
 
 QUANTIZATIONS = {  # dtype of weights, and whether activations are quantized to it as well
@@ -86,11 +80,12 @@ class Model:
     axes: Any
     sources: Any
     prefix: str
-    module: Decoder = field(repr=False)
+    graph: nnx.GraphDef[Any] = field(repr=False)
 
     def bind(self, params: Params) -> Decoder:
         """The module over these parameters, inside a traced function or outside."""
-        return self.module.bind(params)
+        module: Decoder = nnx.merge(self.graph, params)
+        return module
 
 
 def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, quantization: str | None = None, shards: int = 1) -> Model:
@@ -112,20 +107,25 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
         raise ModelError(f"hidden_act {config.activation!r} is not supported; {', '.join(sorted(ACTIVATIONS))} are")
     config = dataclasses.replace(config, shards=shards)
     module = FAMILIES[config.family](config, jnp.dtype(dtype), max_model_len)
+    graph, state = nnx.split(module)
 
-    def abstract(parameter: Param) -> Any:
-        if quantization is None or not parameter.matrix:
-            return parameter.value
+    def tree(leaf: Any) -> Any:
+        return nnx.to_pure_dict(nnx.map_state(lambda _, parameter: leaf(parameter), state))
+
+    def abstract(parameter: Any) -> Any:
+        plain = parameter.get_value()
+        if quantization is None or not parameter.get_metadata("matrix"):
+            return plain
         kind, inputs = QUANTIZATIONS[quantization]
-        return jax.eval_shape(partial(quantize, dtype=kind, inputs=inputs), parameter.value)
+        return jax.eval_shape(partial(quantize, dtype=kind, inputs=inputs), plain)
 
     return Model(
         config=config,
         dtype=jnp.dtype(dtype),
         quantization=quantization,
-        params=module.tree(abstract),
-        axes=module.tree(lambda parameter: parameter.axes),
-        sources=module.tree(lambda parameter: parameter.source),
+        params=tree(abstract),
+        axes=tree(lambda p: p.get_metadata("axes")),
+        sources=tree(lambda p: p.get_metadata("source")),
         prefix=module.prefix,
-        module=module,
+        graph=graph,
     )

@@ -38,7 +38,7 @@ class Gemma2(Llama):
         return GemmaLayer(config, dtype, name, attention, mlp)
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        x = embed(self.embed, tokens)
+        x = embed(self.embed[...], tokens)
         x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         everywhere, nearby = self.rope.cos_sin(positions), self.local_rope.cos_sin(positions)
         for i, layer in enumerate(self.layers):

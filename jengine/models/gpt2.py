@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jengine.config import ModelConfig
 from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
-from jengine.models.module import Module
 from jengine.models.pieces import Part, Piece, stacked
 
 
@@ -21,7 +21,7 @@ class Gpt2Attention(Attention):
         return Piece(f"{name}.c_proj.{kind}", shape[::-1], transposed=True)
 
 
-class Gpt2(Module):
+class Gpt2(nnx.Module):
     prefix = "transformer."
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
@@ -38,15 +38,15 @@ class Gpt2(Module):
                 Mlp(config, dtype, f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", transposed=True),
             )
 
-        self.layers = [layer(f"transformer.h.{i}") for i in range(config.num_layers)]
+        self.layers = nnx.List([layer(f"transformer.h.{i}") for i in range(config.num_layers)])
         self.norm = LayerNorm(hidden, config, dtype, "transformer.ln_f")
         self.lm_head = None if config.tie_embeddings else vocabulary(config, hidden, dtype, "lm_head.weight")
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        x = embed(self.embed, tokens) + lookup(self.positions, positions)
+        x = embed(self.embed[...], tokens) + lookup(self.positions[...], positions)
         for i, layer in enumerate(self.layers):
             x = layer(i, x, None, attend)
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        return dense(hidden, self.embed if self.lm_head is None else self.lm_head, dtype=jnp.float32)
+        return dense(hidden, (self.embed if self.lm_head is None else self.lm_head)[...], dtype=jnp.float32)

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from jengine.config import ModelConfig
-from jengine.models.module import Axes, Module, Param
 from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
 from jengine.parallel.collectives import all_reduce, shard_index, shards
 from pallas_kernels.products import product
@@ -21,6 +21,7 @@ from pallas_kernels.xla import Rotation
 
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
 Weight = jax.Array | Quantized  # [*out, in]
+Axes = tuple[str | None, ...]  # logical names, one for each axis; parallel/mesh.py says which are sharded
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_new": jax.nn.gelu,  # the one with tanh, under the name it had first
@@ -52,14 +53,14 @@ class Attend(Protocol):
         """
 
 
-def param(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> Any:
-    """Declares a parameter: its abstract value, its logical axes and the tensors it is made of. An array where the module is bound."""
-    return Param(jax.ShapeDtypeStruct(shape, dtype), axes, source, matrix=False)
+def param(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[jax.Array]:
+    """Declares a parameter: its abstract value, its logical axes and the tensors it is made of."""
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, matrix=False)  # type: ignore[arg-type]
 
 
-def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> Any:
+def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[Any]:
     """Declares a parameter [*out, in] that is used by `dense` and `lookup` alone, which take it quantized too."""
-    return Param(jax.ShapeDtypeStruct(shape, dtype), axes, source, matrix=True)
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, matrix=True)
 
 
 def dense(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -87,7 +88,7 @@ def lookup(table: Weight, rows: jax.Array) -> jax.Array:
     return dequantize(taken) if isinstance(taken, Quantized) else taken
 
 
-def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> Any:
+def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> nnx.Param[Any]:
     """Declares a vector for each token, as `embed` and an output head take them, spread over devices by tokens."""
     table, place = (config.vocab_size, size), (slice(0, config.vocab_size),)
     return matrix((config.padded(config.vocab_size), size), dtype, ("vocab", None), Piece(name, table, place))
@@ -101,37 +102,35 @@ def embed(table: Weight, tokens: jax.Array) -> jax.Array:
     return all_reduce(jnp.where(((own >= 0) & (own < table.shape[0]))[:, None], lookup(table, own), 0))
 
 
-class RMSNorm(Module):
+class RMSNorm(nnx.Module):
     """Root mean square norm over the last axis, computed in float32."""
 
     def __init__(self, size: int, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.eps, self.offset = config.norm_eps, config.norm_offset
-        self.weight: jax.Array = param((size,), dtype, (None,), Piece(f"{name}.weight", (size,)))
+        self.weight = param((size,), dtype, (None,), Piece(f"{name}.weight", (size,)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        y *= self.weight.astype(jnp.float32) + self.offset
-        return y.astype(x.dtype)
+        return (y * (self.weight[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
 
 
-class LayerNorm(Module):
+class LayerNorm(nnx.Module):
     """Norm to mean 0 and variance 1 over the last axis, with weight and bias, computed in float32."""
 
     def __init__(self, size: int, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.eps = config.norm_eps
-        self.weight: jax.Array = param((size,), dtype, (None,), Piece(f"{name}.weight", (size,)))
-        self.bias: jax.Array = param((size,), dtype, (None,), Piece(f"{name}.bias", (size,)))
+        self.weight = param((size,), dtype, (None,), Piece(f"{name}.weight", (size,)))
+        self.bias = param((size,), dtype, (None,), Piece(f"{name}.bias", (size,)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         y -= jnp.mean(y, axis=-1, keepdims=True)
         y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        y = y * self.weight.astype(jnp.float32) + self.bias.astype(jnp.float32)
-        return y.astype(x.dtype)
+        return (y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
-class Attention(Module):
+class Attention(nnx.Module):
     """Grouped-query attention. q, k and v are one product, laid out by kv head so that it shards without shuffling."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
@@ -156,20 +155,20 @@ class Attention(Module):
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
         """x [N, hidden] -> [N, hidden]; without a rotation, positions have entered elsewhere."""
         config = self.config
-        tokens, kv_heads, group, dim = x.shape[0], self.qkv.shape[0], config.group_size_padded, config.head_dim
-        qkv = dense(x, self.qkv, self.qkv_bias).reshape(tokens, kv_heads, group + 2, dim)
+        tokens, kv_heads, group, dim = x.shape[0], self.qkv[...].shape[0], config.group_size_padded, config.head_dim
+        qkv = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, group + 2, dim)
         q, k, v = qkv[:, :, :group].reshape(tokens, kv_heads * group, dim), qkv[:, :, group], qkv[:, :, group + 1]
         q, k = self.normalize(q, k)
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
         y = attend(layer, q, k, v, rotation=rotation, scale=scale, window=config.window(layer), soft_cap=config.attention_soft_cap)
-        return row_parallel_dense(y.reshape(tokens, -1), self.o, self.o_bias)
+        return row_parallel_dense(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
 
     def normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What a family does to queries and keys before they are rotated."""
         return q, k
 
 
-class GatedMlp(Module):
+class GatedMlp(nnx.Module):
     """down(activation(gate(x)) * up(x)), gate and up in one product.
 
     Their rows alternate, [ffn, 2, hidden], so that the product has two axes and still shards without shuffling.
@@ -191,13 +190,13 @@ class GatedMlp(Module):
         return apart([f"{name}.{part}_proj.{kind}" for part in ("gate", "up")], parts, *inputs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate_up = dense(x, self.gate_up, self.gate_up_bias)
+        gate_up = dense(x, self.gate_up[...], value(self.gate_up_bias))
         wide = gate_up.astype(jnp.float32)  # of every second number; a CPU takes those of float32 alone several at a time
         y = ACTIVATIONS[self.activation](wide[..., 0]) * wide[..., 1]
-        return row_parallel_dense(y.astype(x.dtype), self.down, self.down_bias)
+        return row_parallel_dense(y.astype(x.dtype), self.down[...], value(self.down_bias))
 
 
-class Mlp(Module):
+class Mlp(nnx.Module):
     """down(activation(up(x))); [in, out] in the checkpoint if transposed."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, up: str, down: str, *, transposed: bool = False) -> None:
@@ -214,11 +213,11 @@ class Mlp(Module):
         self.down_bias = param((hidden,), dtype, (None,), Piece(f"{down}.bias", (hidden,))) if config.mlp_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = ACTIVATIONS[self.activation](dense(x, self.up, self.up_bias))
-        return row_parallel_dense(y, self.down, self.down_bias)
+        y = ACTIVATIONS[self.activation](dense(x, self.up[...], value(self.up_bias)))
+        return row_parallel_dense(y, self.down[...], value(self.down_bias))
 
 
-class Layer(Module):
+class Layer(nnx.Module):
     """Attention and MLP, each on a normed input and added to the residual stream."""
 
     def __init__(self, attention_norm: Block, attention: Attention, mlp_norm: Block, mlp: Block) -> None:
@@ -228,3 +227,8 @@ class Layer(Module):
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
         x = x + self.attention(layer, self.attention_norm(x), rotation, attend)
         return x + self.mlp(self.mlp_norm(x))
+
+
+def value(parameter: nnx.Param[jax.Array] | None) -> jax.Array | None:
+    """A parameter's array, where the model has it."""
+    return None if parameter is None else parameter[...]

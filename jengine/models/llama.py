@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jengine.config import ModelConfig
 from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, RMSNorm, dense, embed, vocabulary
-from jengine.models.module import Module
 from jengine.models.rope import rope
 
 
-class Llama(Module):
+class Llama(nnx.Module):
     """A decoder-only transformer as a function of arrays, on one flat token axis.
 
     A family that differs inside attention only names its own class of it; others override `mlp` or `layer`.
@@ -23,7 +23,7 @@ class Llama(Module):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         self.rope = rope(config, max_model_len)
         self.embed = vocabulary(config, config.hidden_size, dtype, "model.embed_tokens.weight")
-        self.layers = [self.layer(config, dtype, f"model.layers.{i}", i) for i in range(config.num_layers)]
+        self.layers = nnx.List([self.layer(config, dtype, f"model.layers.{i}", i) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config, dtype, "model.norm")
         self.lm_head = None if config.tie_embeddings else vocabulary(config, config.hidden_size, dtype, "lm_head.weight")
 
@@ -40,7 +40,7 @@ class Llama(Module):
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """tokens and positions int32[N] -> [N, hidden], after the final norm."""
-        x = embed(self.embed, tokens)
+        x = embed(self.embed[...], tokens)
         rotation = self.rope.cos_sin(positions)
         for i, layer in enumerate(self.layers):
             x = layer(i, x, rotation, attend)
@@ -48,4 +48,4 @@ class Llama(Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[N, hidden] -> float32[N, vocab]."""
-        return dense(hidden, self.embed if self.lm_head is None else self.lm_head, dtype=jnp.float32)
+        return dense(hidden, (self.embed if self.lm_head is None else self.lm_head)[...], dtype=jnp.float32)

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from jengine.config import ModelConfig
 from jengine.models.layers import ACTIVATIONS, Block, Weight, dense, matrix, param
 from jengine.models.llama import Llama
-from jengine.models.module import Module
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
 from jengine.parallel.collectives import all_reduce
@@ -23,7 +23,7 @@ PRODUCT = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [experts, out
 MAX_BLOCK = 64  # rows
 
 
-class Experts(Module):
+class Experts(nnx.Module):
     """A weighted sum of the gated MLPs that a router picks for each token."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str]) -> None:
@@ -45,10 +45,10 @@ class Experts(Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         k = self.config.experts_per_token
-        weights, chosen = lax.top_k(jax.nn.softmax(dense(x, self.router, dtype=jnp.float32)), k)  # [N, k]
+        weights, chosen = lax.top_k(jax.nn.softmax(dense(x, self.router[...], dtype=jnp.float32)), k)  # [N, k]
         if self.config.normalize_experts:
             weights /= weights.sum(-1, keepdims=True)
-        params = self.gate_up, self.down
+        params = self.gate_up[...], self.down[...]
         y = lax.platform_dependent(jnp.repeat(x, k, axis=0), chosen.reshape(-1), *params, cpu=self.by_block, default=self.by_ragged_dot)
         y = jnp.einsum("nkh,nk->nh", y.reshape(*chosen.shape, -1), weights, precision=lax.Precision.HIGHEST)
         return all_reduce(y.astype(x.dtype))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jengine.config import ModelConfig
 from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
-from jengine.models.module import Module
 from jengine.models.pieces import Piece
 from pallas_kernels.xla import Rotation
 
@@ -27,14 +25,14 @@ class PostNormLayer(Layer):
         return self.mlp_norm(x + self.mlp(x))
 
 
-class Opt(Module):
+class Opt(nnx.Module):
     prefix = "model."
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         hidden, size = config.hidden_size, config.embedding_size or config.hidden_size
         places = (config.max_position + OFFSET, hidden)
 
-        def project(name: str, *shape: int) -> Any:
+        def project(name: str, *shape: int) -> nnx.Param[jax.Array] | None:
             return None if size == hidden else param(shape, dtype, (None, None), Piece(f"model.decoder.{name}.weight", shape))
 
         def layer(name: str) -> Layer:
@@ -48,20 +46,20 @@ class Opt(Module):
         self.embed = vocabulary(config, size, dtype, "model.decoder.embed_tokens.weight")
         self.positions = param(places, dtype, (None, None), Piece("model.decoder.embed_positions.weight", places))
         self.project_in, self.project_out = project("project_in", hidden, size), project("project_out", size, hidden)
-        self.layers = [layer(f"model.decoder.layers.{i}") for i in range(config.num_layers)]
+        self.layers = nnx.List([layer(f"model.decoder.layers.{i}") for i in range(config.num_layers)])
         self.norm = LayerNorm(hidden, config, dtype, "model.decoder.final_layer_norm") if config.pre_norm else None
         self.lm_head = None if config.tie_embeddings else vocabulary(config, size, dtype, "lm_head.weight")
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        x = embed(self.embed, tokens)
+        x = embed(self.embed[...], tokens)
         if self.project_in is not None:
-            x = dense(x, self.project_in)
-        x = x + lookup(self.positions, positions + OFFSET)
+            x = dense(x, self.project_in[...])
+        x = x + lookup(self.positions[...], positions + OFFSET)
         for i, layer in enumerate(self.layers):
             x = layer(i, x, None, attend)
         return x if self.norm is None else self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         if self.project_out is not None:
-            hidden = dense(hidden, self.project_out)
-        return dense(hidden, self.embed if self.lm_head is None else self.lm_head, dtype=jnp.float32)
+            hidden = dense(hidden, self.project_out[...])
+        return dense(hidden, (self.embed if self.lm_head is None else self.lm_head)[...], dtype=jnp.float32)
