@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,18 +11,18 @@ from numba import carray
 
 from pallas_kernels.cpu.calls import (
     LINE,
-    SOURCE,
     argument,
-    asked_for_version,
     call,
-    handler,
+    compiled,
     inlined,
     kernel,
-    parts,
     pointer,
     prefetch,
     register,
     result,
+    result_is_bfloat16,
+    rounded,
+    share,
     wide,
     words,
 )
@@ -54,24 +53,12 @@ def paged_attention_decode(
         block_tables: int32 [rows, width].
         lengths: int32 [rows].
     """
-    rows, heads, head_dim = q.shape
-    kv_heads, group = k_pages.shape[1], heads // k_pages.shape[1]
-    name = prepare(k_pages, head_dim)
+    name = prepare(k_pages, q.shape[-1])
     k, v = (([pages.values, pages.scale] if isinstance(pages, Quantized) else [pages]) for pages in (k_pages, v_pages))
-    options = jnp.array([scale, soft_cap or 0.0], jnp.float32)
-    grouped = q.astype(jnp.float32).reshape(rows, kv_heads, group, head_dim).swapaxes(0, 1)  # an item for each kv head of each row
-    items = rows * kv_heads
-    pieces: list[jax.Array] = []
-    places: list[int] = []
-    for part in range(parts()):
-        first, end = (items * (part + n) // parts() for n in range(2))
-        chosen = jnp.array([first, end, window or 0, part], jnp.int32)  # the last lest calls without items become one
-        places += [sum(piece.shape[0] for piece in pieces) + n for n in range(end - first)]
-        piece = jax.ShapeDtypeStruct((max(end - first, 1), group, head_dim), jnp.float32)
-        pieces.append(call(name, piece, grouped, block_tables, lengths, chosen, options, *k, *v))
-    out: jax.Array = jnp.concatenate(pieces)
-    out = out if len(places) == out.shape[0] else out[np.array(places)]  # some parts had no item
-    return out.reshape(kv_heads, rows, group, head_dim).swapaxes(0, 1).reshape(q.shape).astype(q.dtype)
+    options = jnp.array([scale, soft_cap or 0.0, window or 0], jnp.float32)
+    queries = q if q.dtype in (jnp.bfloat16, jnp.float32) else q.astype(jnp.float32)
+    out: jax.Array = call(name, jax.ShapeDtypeStruct(q.shape, queries.dtype), queries, block_tables, lengths, options, *k, *v)
+    return out.astype(q.dtype)
 
 
 def prepare(k_pages: Pages, head_dim: int) -> str:
@@ -79,83 +66,97 @@ def prepare(k_pages: Pages, head_dim: int) -> str:
     quantized = isinstance(k_pages, Quantized)
     dtype = str(k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype)
     dim = head_dim if head_dim in HEAD_DIMS else 0
-    return register(f"jengine_decode_{dtype}_{dim}", partial(_handler, BITS[dtype], dim, quantized))
+    return register(f"jengine_decode_{dtype}_{dim}", lambda: [_part(BITS[dtype], dim, quantized)])
 
 
-def _handler(stored: Any, dim: int, quantized: bool) -> Any:
+def _part(stored: Any, dim: int, quantized: bool) -> Any:
     """The function for pages of this dtype, and for one head dim or, if 0, any."""
-    source = SOURCE
 
-    @handler
-    def decode(frame: int) -> int:
-        if asked_for_version(frame, source):
-            return 0
+    @compiled
+    def decode(frame: int, part: int, parts: int) -> None:
         (q_data, q_dims), (table_data, table_dims), (length_data, _) = argument(frame, 0), argument(frame, 1), argument(frame, 2)
-        (chosen_data, _), (option_data, _) = argument(frame, 3), argument(frame, 4)
-        second = 7 if quantized else 6
+        second = 6 if quantized else 5
         (k_data, k_dims), (v_data, _), (k_scale, _), (v_scale, _) = (
-            argument(frame, 5),
+            argument(frame, 4),
             argument(frame, second),
-            argument(frame, 6),
+            argument(frame, 5),
             argument(frame, second + 1 if quantized else second),
         )
-        kv_heads, rows, group, head_dim = words(q_dims, 4)
-        num_pages, _, page_size, _ = words(k_dims, 4)
+        rows, heads, head_dim = words(q_dims, 3)
+        num_pages, kv_heads, page_size, _ = words(k_dims, 4)
         width = words(table_dims, 2)[1]
-        chosen = carray(pointer(chosen_data), 4, np.int32)
-        options = carray(pointer(option_data), 2, np.float32)
+        options = carray(pointer(argument(frame, 3)[0]), 3, np.float32)
         size = dim if dim else head_dim
         numbers = num_pages * kv_heads * page_size * size
         scales = num_pages * kv_heads * page_size if quantized else 0
+        out_data, half = result(frame, 0)[0], result_is_bfloat16(frame, 0)
+        total = rows * heads * size
         _items(
-            carray(pointer(q_data), rows * kv_heads * group * size, np.float32),
+            (carray(pointer(q_data), 0 if half else total, np.float32), carray(pointer(q_data), total if half else 0, np.uint16)),
             carray(pointer(k_data), numbers, stored),
             carray(pointer(v_data), numbers, stored),
             carray(pointer(k_scale), scales, np.float32),
             carray(pointer(v_scale), scales, np.float32),
             carray(pointer(table_data), rows * width, np.int32),
             carray(pointer(length_data), rows, np.int32),
-            carray(pointer(result(frame, 0)[0]), max(chosen[1] - chosen[0], 1) * group * size, np.float32),
-            (np.int64(chosen[0]), np.int64(chosen[1]), np.int64(chosen[2])),
+            (carray(pointer(out_data), 0 if half else total, np.float32), carray(pointer(out_data), total if half else 0, np.uint16)),
+            share(rows * kv_heads, part, parts),
             (options[0], options[1]),
+            np.int64(options[2]),
             (rows, kv_heads, width, page_size),
-            group,
+            heads // kv_heads,
             size,
             quantized,
         )
-        return 0
 
     return decode
 
 
 @inlined
-def _items(q, k, v, k_scale, v_scale, tables, lengths, out, chosen, options, shape, group, size, quantized):
-    """Items [first, end) of [kv_heads, rows], one after the other."""
-    first, end, window = chosen
+def _items(q, k, v, k_scale, v_scale, tables, lengths, out, items, options, window, shape, group, size, quantized):
+    """Items [first, end) of [kv_heads, rows], one after the other. q and out are float32 and bfloat16, of which one is empty."""
+    first, end = items
     rows, kv_heads, width, page_size = shape
     if first == end:
-        out[:] = 0
         return
     longest = 1
     for item in range(first, end):
         longest = max(longest, lengths[item % rows])
     longest = (longest + page_size - 1) // page_size * page_size
     scores = np.empty(group * longest, np.float32)
+    queries, acc = np.empty(group * size, np.float32), np.empty(group * size, np.float32)
     for item in range(first, end):
         head, row = item // rows, item % rows
         length = np.int64(lengths[row])
         start = max(length - window, 0) if window else 0
-        acc = out[(item - first) * group * size : (item - first + 1) * group * size]
+        base = (row * kv_heads + head) * group * size
         acc[:] = 0
-        if length == 0:
-            continue
-        table = tables[row * width : (row + 1) * width]
-        queries = q[item * group * size : (item + 1) * group * size]
-        _score(queries, k, k_scale, table, scores, start, length, head, kv_heads, page_size, longest, group, size, quantized)
-        _weigh(scores, start, length, longest, group, options)
-        if quantized:
-            _rescale(scores, v_scale, table, start, length, head, kv_heads, page_size, longest, group)
-        _combine(acc, v, table, scores, start, length, head, kv_heads, page_size, longest, group, size)
+        if length > 0:
+            _widen(q, base, queries)
+            table = tables[row * width : (row + 1) * width]
+            _score(queries, k, k_scale, table, scores, start, length, head, kv_heads, page_size, longest, group, size, quantized)
+            _weigh(scores, start, length, longest, group, options)
+            if quantized:
+                _rescale(scores, v_scale, table, start, length, head, kv_heads, page_size, longest, group)
+            _combine(acc, v, table, scores, start, length, head, kv_heads, page_size, longest, group, size)
+        _narrow(acc, out, base)
+
+
+@kernel
+def _widen(q, base, queries):
+    full, half = q
+    for i in range(queries.size):
+        queries[i] = wide(half[base + i]) if half.size else full[base + i]
+
+
+@kernel
+def _narrow(acc, out, base):
+    full, half = out
+    for i in range(acc.size):
+        if half.size:
+            half[base + i] = rounded(acc[i])
+        else:
+            full[base + i] = acc[i]
 
 
 @kernel

@@ -1,53 +1,78 @@
-"""Foreign functions of XLA (its typed FFI, xla/ffi/api/c_api.h, whose structures are words of eight bytes) written in Numba's Python."""
+"""Foreign functions of XLA (its typed FFI, xla/ffi/api/c_api.h, whose structures are words of eight bytes), computed by a team of threads.
+
+A kernel is a function of (frame, part, parts), in Numba's Python or in LLVM's terms: it reads its arguments from XLA's call frame and
+writes its part of the results to where they belong. No part may need what another writes; what does is a second function, which is called
+for its parts when all of the first are done.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
-import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, overload
 
+from pallas_kernels.cpu import native, team
+
 FAST = {"reassoc", "contract", "nsz", "arcp", "nnan", "ninf"}  # sums in any order; what a kernel reads is finite
+BFLOAT16 = 16  # XLA's number of the dtype
 LINE = 64  # bytes of a cache line
-SOURCE = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
-WAITING = 8  # operations that XLA leaves to one thread
+SOURCE = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")))).hexdigest()
 
-_registered: dict[str, Any] = {}  # what `handler` gave, which must live as long as programs may call it
-_lock = threading.Lock()  # programs are traced by several threads
+# XLA asks once which version of the interface this is, by an extension of the frame: 0.3. Otherwise it calls.
+HANDLER = """
+define i64 @handler(i64 %frame) {{
+  %base = inttoptr i64 %frame to ptr
+  %place = getelementptr i64, ptr %base, i64 1
+  %extension = load ptr, ptr %place
+  %asks = icmp ne ptr %extension, null
+  br i1 %asks, label %answer, label %compute
+answer:
+  %metadata_place = getelementptr i64, ptr %extension, i64 3
+  %metadata = load ptr, ptr %metadata_place
+  %version = getelementptr i64, ptr %metadata, i64 3
+  store i64 12884901888, ptr %version
+  ret i64 0
+compute:
+  %run = inttoptr i64 {run} to ptr
+{calls}  ret i64 0
+}}
+"""
+
+_registered: dict[str, Any] = {}  # Numba's functions, which must live as long as programs may call them
+_lock = threading.RLock()  # programs are traced by several threads
 
 
-def parts() -> int:
-    """Into how many calls work is split: enough for XLA to spread them over all cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if cores == 1 else WAITING * cores
+def call(name: str, out: Any, *args: jax.Array) -> Any:
+    """The results of a registered function, of these shapes and dtypes. Arrays come row-major."""
+    return jax.ffi.ffi_call(name, out)(*args)
 
 
-def call(name: str, out: jax.ShapeDtypeStruct, *args: jax.Array) -> jax.Array:
-    """The result of a registered function. Arrays come row-major."""
-    result: jax.Array = jax.ffi.ffi_call(name, out)(*args)
-    return result
-
-
-def register(name: str, make: Callable[[], Any]) -> str:
-    """Make a function known to XLA under this name, once in a process: before a program that calls it is loaded or run.
+def register(name: str, make: Callable[[], Sequence[Any]]) -> str:
+    """Make a kernel known to XLA under this name, once in a process: before a program that calls it is loaded or run.
 
     Args:
-        make: gives what `handler` gives.
+        make: gives functions, each called for all of its parts before the next: what `compiled` gives, or addresses.
     """
     with _lock:
         if name not in _registered:
             _registered[name] = made = make()
-            function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(made.address)
+            addresses = [function if isinstance(function, int) else function.address for function in made]
+            calls = "".join(f"  call void %run(i64 {address}, i64 %frame, i64 {team.parts()})\n" for address in addresses)
+            (address,) = native.compiled(HANDLER.format(run=team.runner(), calls=calls), "handler")
+            function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
     return name
 
@@ -57,12 +82,26 @@ kernel = njit(**options)
 inlined = njit(inline="always", **options)
 
 
-def handler(function: Callable[[int], int]) -> Any:
-    """Compile what XLA calls with the address of a call frame, and which returns 0, no error; or take it from Numba's cache on disk."""
-    try:
-        return cfunc(types.intp(types.intp), cache=True, **options)(function)
-    except RuntimeError:  # there is no folder to keep it in
-        return cfunc(types.intp(types.intp), **options)(function)
+class _Cache(FunctionCache):
+    """Numba's, which by itself compares a function's own file alone."""
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (*super()._index_key(sig, codegen), SOURCE)
+
+
+def compiled(function: Callable[[int, int, int], None]) -> Any:
+    """What `register` takes: a function of (frame, part, parts), compiled by Numba or taken from its cache on disk."""
+    made = CFunc(function, ((types.intp,) * 3, types.void), {}, options)
+    with contextlib.suppress(RuntimeError):  # there is no folder to keep it in
+        made._cache = _Cache(function)
+    made.compile()
+    return made
+
+
+@inlined
+def share(count: int, part: int, parts: int) -> tuple[int, int]:
+    """Which of so many items are this part's: first, end."""
+    return count * part // parts, count * (part + 1) // parts
 
 
 @intrinsic
@@ -111,21 +150,6 @@ def words(address: int, count: int) -> Any:
 
 
 @inlined
-def asked_for_version(frame: int, _source: str) -> bool:
-    """Whether XLA asks which version of the interface this is, once, instead of calling; then it has been told: 0.3.
-
-    Args:
-        _source: SOURCE, by which Numba's cache tells handlers of other sources apart; it compares a handler's own file alone.
-    """
-    extension = words(frame, 2)[1]
-    if extension == 0:
-        return False
-    version = words(words(extension, 4)[3], 4)  # of the metadata: struct_size, then the version's struct_size, extension, numbers
-    version[3] = 3 << 32
-    return True
-
-
-@inlined
 def argument(frame: int, index: int) -> tuple[int, int]:
     """Addresses of an argument's data and of its shape."""
     buffer = words(words(words(frame, 10)[9], index + 1)[index], 6)
@@ -137,6 +161,31 @@ def result(frame: int, index: int) -> tuple[int, int]:
     """Addresses of a result's data and of its shape."""
     buffer = words(words(words(frame, 15)[14], index + 1)[index], 6)
     return buffer[3], buffer[5]
+
+
+@inlined
+def result_is_bfloat16(frame: int, index: int) -> bool:
+    """Or else float32."""
+    return words(words(words(frame, 15)[14], index + 1)[index], 3)[2] & 0xFFFFFFFF == BFLOAT16
+
+
+@intrinsic
+def bits_of_float(_typing: Any, number: Any) -> Any:
+    """float32 -> int32"""
+
+    def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), build
+
+
+@kernel
+def rounded(number):
+    """float32 to the bits of bfloat16, to nearest even, as XLA does."""
+    bits = np.uint32(bits_of_float(number))
+    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
+        return np.uint16(0x7FC0)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 def wide(stored: Any) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -14,16 +12,14 @@ from numba import carray
 
 from pallas_kernels.cpu.blocks import OUTS, ROWS, STEP, available, make_block
 from pallas_kernels.cpu.calls import (
-    SOURCE,
     argument,
-    asked_for_version,
     call,
-    handler,
+    compiled,
     inlined,
-    parts,
     pointer,
     register,
     result,
+    share,
     wide,
     words,
 )
@@ -54,7 +50,7 @@ def matrix_vector(x: jax.Array, weight: jax.Array) -> jax.Array:
     """
     whole = x.dtype == jnp.int8
     vector, sums = (x, jnp.int32) if whole else (x.astype(jnp.float32), jnp.float32)
-    return _in_parts(_register_vector(str(weight.dtype), whole), vector, weight, 1, sums)
+    return _call(_register_vector(str(weight.dtype), whole), vector, weight, sums)
 
 
 def matrix_few(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -67,7 +63,7 @@ def matrix_few(x: jax.Array, weight: jax.Array) -> jax.Array:
     Returns:
         float32 [rows, out].
     """
-    return _in_parts(_register_few(str(weight.dtype)), x, weight, OUTS, jnp.float32)
+    return _call(_register_few(str(weight.dtype)), x, weight, jnp.float32)
 
 
 def prepare(dtype: jax.typing.DTypeLike) -> None:
@@ -81,96 +77,79 @@ def prepare(dtype: jax.typing.DTypeLike) -> None:
         _register_few(name)
 
 
-def _in_parts(name: str, x: jax.Array, weight: jax.Array, unit: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """[rows, out] of calls that give some outputs each, a multiple of `unit`."""
-    rows, units = x.shape[0], weight.shape[0] // unit
-    count = min(parts(), units)
-    starts = [units * part // count * unit for part in range(count + 1)]
-    pieces = [
-        call(name, jax.ShapeDtypeStruct((rows, end - start), dtype), x, weight, jnp.array([start], jnp.int32))
-        for start, end in pairwise(starts)
-    ]
-    return jnp.concatenate(pieces, axis=1)
+def _call(name: str, x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    out: jax.Array = call(name, jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype), x, weight)
+    return out
 
 
 def _register_vector(dtype: str, whole: bool) -> str:
     """Of int8 vectors if whole."""
-    make = _whole_handler if whole else partial(_handler, BITS[dtype])
-    return register(f"jengine_matrix_vector_{dtype}{'_whole' if whole else ''}", make)
+    return register(
+        f"jengine_matrix_vector_{dtype}{'_whole' if whole else ''}", lambda: [_whole_part() if whole else _vector_part(BITS[dtype])]
+    )
 
 
 def _register_few(dtype: str) -> str:
-    return register(f"jengine_matrix_few_{dtype}", partial(_few_handler, dtype))
+    return register(f"jengine_matrix_few_{dtype}", lambda: [_few_part(dtype)])
 
 
-def _handler(stored: Any) -> Any:
-    itemsize, source = np.dtype(stored).itemsize, SOURCE
-
-    @handler
-    def matrix_vector_of_floats(frame: int) -> int:
-        if asked_for_version(frame, source):
-            return 0
-        size, start, _, outs = _shape(frame)
+def _vector_part(stored: Any) -> Any:
+    @compiled
+    def matrix_vector_of_floats(frame: int, part: int, parts: int) -> None:
+        size, _, outs = _shape(frame)
         x = carray(pointer(argument(frame, 0)[0]), size, np.float32)
-        weight = carray(pointer(argument(frame, 1)[0] + start * size * itemsize), outs * size, stored)
+        weight = carray(pointer(argument(frame, 1)[0]), outs * size, stored)
         out = carray(pointer(result(frame, 0)[0]), outs, np.float32)
-        for n in range(outs):
+        first, end = share(outs, part, parts)
+        for n in range(first, end):
             row = weight[n * size : (n + 1) * size]
             total = np.float32(0)
             for i in range(size):
                 total += x[i] * wide(row[i])
             out[n] = total
-        return 0
 
     return matrix_vector_of_floats
 
 
-def _few_handler(dtype: str) -> Any:
+def _few_part(dtype: str) -> Any:
     fetching, at_hand = make_block(dtype, AHEAD), make_block(dtype, 0)
-    stored, itemsize, source = BITS[dtype], np.dtype(BITS[dtype]).itemsize, SOURCE
+    stored = BITS[dtype]
 
-    @handler
-    def matrix_few_of(frame: int) -> int:
-        if asked_for_version(frame, source):
-            return 0
-        size, start, rows, outs = _shape(frame)
+    @compiled
+    def matrix_few_of(frame: int, part: int, parts: int) -> None:
+        size, rows, outs = _shape(frame)
         x = carray(pointer(argument(frame, 0)[0]), rows * size, stored)
-        weight = carray(pointer(argument(frame, 1)[0] + start * size * itemsize), outs * size, stored)
+        weight = carray(pointer(argument(frame, 1)[0]), outs * size, stored)
         out = carray(pointer(result(frame, 0)[0]), rows * outs, np.float32)
-        for o in range(0, outs, OUTS):
+        first, end = share(outs // OUTS, part, parts)
+        for o in range(first * OUTS, end * OUTS, OUTS):
             fetching(x, 0, weight, o * size, out, o, outs, size)
             for row in range(ROWS, rows, ROWS):
                 at_hand(x, row * size, weight, o * size, out, row * outs + o, outs, size)
-        return 0
 
     return matrix_few_of
 
 
-def _whole_handler() -> Any:
-    source = SOURCE
-
-    @handler
-    def matrix_vector_of_int8(frame: int) -> int:
-        if asked_for_version(frame, source):
-            return 0
-        size, start, _, outs = _shape(frame)
+def _whole_part() -> Any:
+    @compiled
+    def matrix_vector_of_int8(frame: int, part: int, parts: int) -> None:
+        size, _, outs = _shape(frame)
         x = carray(pointer(argument(frame, 0)[0]), size, np.int8)
-        weight = carray(pointer(argument(frame, 1)[0] + start * size), outs * size, np.int8)
+        weight = carray(pointer(argument(frame, 1)[0]), outs * size, np.int8)
         out = carray(pointer(result(frame, 0)[0]), outs, np.int32)
-        for n in range(outs):
+        first, end = share(outs, part, parts)
+        for n in range(first, end):
             row = weight[n * size : (n + 1) * size]
             total = np.int32(0)
             for i in range(size):
                 total += np.int32(np.int32(x[i]) * np.int32(row[i]))
             out[n] = total
-        return 0
 
     return matrix_vector_of_int8
 
 
 @inlined
 def _shape(frame: int) -> Any:
-    """Inputs; the first output of this part; rows; outputs of this part."""
-    start = carray(pointer(argument(frame, 2)[0]), 1, np.int32)[0]
+    """Inputs, rows, outputs."""
     rows, outs = words(result(frame, 0)[1], 2)
-    return words(argument(frame, 1)[1], 2)[1], np.int64(start), rows, outs
+    return words(argument(frame, 1)[1], 2)[1], rows, outs

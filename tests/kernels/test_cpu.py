@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import products, reference
-from pallas_kernels.cpu import calls
+from pallas_kernels.cpu import calls, team
 from pallas_kernels.cpu.attention import paged_attention_decode
 from pallas_kernels.cpu.math import exponentials
 from pallas_kernels.cpu.products import kernel_of, matrix_few, matrix_vector
@@ -64,22 +64,14 @@ def test_the_reference_is_met(head_dim: int, kv_heads: int, group: int, page_siz
 @pytest.mark.parametrize("count", [1, 16, 64])
 def test_work_is_split_without_loss(rows: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into fewer parts than there are items, into as many, into more."""
-    monkeypatch.setattr("pallas_kernels.cpu.attention.parts", lambda: count)
+    monkeypatch.setattr(team, "parts", lambda: count)
+    monkeypatch.setattr("pallas_kernels.cpu.attention.register", lambda name, make: calls.register(f"{name}_of_{count}", make))
     lengths = [(7 * n) % 50 for n in range(1, rows + 1)]
     paged = cache([9, *lengths], 4, 2, 16, 64, "float32", seed=rows)
     paged = paged._replace(tables=paged.tables[1:], lengths=paged.lengths[1:])
     q = jax.random.normal(jax.random.key(7), (rows, 6, 64))
     got = jax.jit(partial(paged_attention_decode, scale=0.2))(q, *paged)
     np.testing.assert_allclose(got, reference.paged_attention_decode(q, *paged.clean(), scale=0.2), atol=5e-6)
-
-
-def test_parts_are_calls_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA makes one operation of equal ones, and gives other threads work only where enough waits."""
-    monkeypatch.setattr("pallas_kernels.cpu.attention.parts", lambda: 16)
-    pages = jnp.ones((3, 2, 16, 64))
-    paged = pages, pages, jnp.array([[1, 2]]), jnp.array([20])
-    text = jax.jit(partial(paged_attention_decode, scale=0.2)).lower(jnp.ones((1, 4, 64)), *paged).compile().as_text()
-    assert text.count('custom_call_target="jengine_decode_float32_64"') == 16 > calls.WAITING
 
 
 @pytest.mark.parametrize(
