@@ -201,7 +201,8 @@ def prepare(weights: Iterable[Any], k_pages: Pages, *, device: jax.Device | None
         if _cpu_cache_refused(k_pages, k_pages) is None:
             attention.prepare(k_pages, k_pages.shape[-1])
         for weight in weights:
-            products.prepare(weight)
+            if len(weight.shape) > 1:
+                products.prepare(weight)
 
 
 def _kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) -> bool:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +27,6 @@ from pallas_kernels.cpu import native, team
 FAST = {"reassoc", "contract", "nsz", "arcp", "nnan", "ninf"}  # sums in any order; what a kernel reads is finite
 BFLOAT16 = 16  # XLA's number of the dtype
 LINE = 64  # bytes of a cache line
-SOURCE = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")))).hexdigest()
 
 # XLA asks once which version of the interface this is, by an extension of the frame: 0.3. Otherwise it calls.
 HANDLER = """
@@ -86,7 +83,7 @@ class _Cache(FunctionCache):
     """Numba's, which by itself compares a function's own file alone."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), SOURCE)
+        return (*super()._index_key(sig, codegen), native.SOURCE)
 
 
 def compiled(function: Callable[[int, int, int], None]) -> Any:
