@@ -1,43 +1,64 @@
-"""The team of threads that computes one call on all cores."""
+"""One call computed by several threads, of a pool that stands for XLA's."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.cpu import native, team
+from pallas_kernels.products import product
 
-ROOT = Path(__file__).parents[2]
-# frame: the address of counters, one a part; each part works a while and counts
+# Each part works a while and counts, in the frame's words from the tenth on.
 COUNT = """
 define void @count(i64 %frame, i64 %part, i64 %parts) {
 entry:
   %base = inttoptr i64 %frame to ptr
-  %place = getelementptr i64, ptr %base, i64 %part
+  %index = add i64 %part, 10
+  %place = getelementptr i64, ptr %base, i64 %index
   br label %loop
 loop:
   %n = phi i64 [0, %entry], [%next, %loop]
   %old = load volatile i64, ptr %place
   %next = add i64 %n, 1
-  %more = icmp ult i64 %next, 200
+  %more = icmp ult i64 %next, 500
   br i1 %more, label %loop, label %done
 done:
-  %new = add i64 %old, %parts
+  %new = add i64 %old, 1
   store i64 %new, ptr %place
   ret void
 }
 """
 PARTS = 16
+TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+SCHEDULE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64))
+PART = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)
+
+
+class Frame:
+    """What XLA calls with, as far as the team reads it."""
+
+    def __init__(self, schedule: Callable[[Any], Any], parts: int = PARTS) -> None:
+        self.schedule = SCHEDULE(lambda args: schedule(TASK(args[3])))
+        self.api = np.zeros(18, np.int64)
+        self.api[17] = ctypes.cast(self.schedule, ctypes.c_void_p).value
+        self.words = np.zeros(10 + parts, np.int64)
+        self.words[2] = self.api.ctypes.data
+
+    def run(self, function: int, times: int = 1) -> list[int]:
+        """How often each part was done."""
+        run = PART(team.runner())
+        for _ in range(times):
+            run(function, self.words.ctypes.data, len(self.words) - 10)
+        return self.words[10:].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -45,116 +66,89 @@ def count() -> int:
     return native.compiled(COUNT, "count")[0]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def of_three(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """However many cores there are."""
-    team.stop()
-    monkeypatch.setattr(team, "threads", lambda: 3)
-    yield
-    team.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+        yield
+    team.runner()
 
 
-def jobs(count: int, number: int, parts: int = PARTS) -> list[int]:
-    """How often each part was done."""
-    counters = np.zeros(parts, np.int64)
-    for _ in range(number):
-        team.run(count, counters.ctypes.data, parts)
-    return (counters // parts).tolist()
+@pytest.fixture
+def pool() -> Iterator[Callable[[Any], None]]:
+    with ThreadPoolExecutor(2) as threads:
+        yield lambda task: threads.submit(task, None) and None
 
 
-def test_every_part_is_done_once(count: int, of_three: None) -> None:
+def test_every_part_is_done_once(count: int, pool: Any) -> None:
     for parts in (1, 2, 3, 100):
-        assert jobs(count, 500, parts) == [500] * parts
+        assert Frame(pool, parts).run(count, 200) == [200] * parts
 
 
-def test_callers_at_once_do_not_wait_for_each_other(count: int, of_three: None) -> None:
-    with ThreadPoolExecutor(6) as pool:
-        done = [pool.submit(jobs, count, 2000) for _ in range(6)]
-        assert [job.result(timeout=120) for job in done] == [[2000] * PARTS] * 6
+def test_helpers_help(pool: Any) -> None:
+    seen, all_here = set(), threading.Barrier(3)
 
-
-def test_workers_that_sleep_are_woken_and_use_no_time(count: int, of_three: None) -> None:
-    assert jobs(count, 1) == [1] * PARTS
-    time.sleep(0.1)
-    before = time.process_time()
-    time.sleep(0.4)
-    assert time.process_time() - before < 0.2  # two that spin would use 0.8
-    slow = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)
-    seen = set()
-
-    @slow
+    @PART
     def part(frame: int, part: int, parts: int) -> None:
         seen.add(threading.get_ident())
-        time.sleep(0.02)
+        if part < 3:
+            all_here.wait(60)  # three threads must each have taken one
 
-    address = ctypes.cast(part, ctypes.c_void_p).value
-    assert address is not None
-    team.run(address, 0, PARTS)
+    Frame(pool).run(ctypes.cast(part, ctypes.c_void_p).value or 0)
     assert len(seen) == 3
 
 
-def test_one_thread_needs_no_worker(count: int) -> None:
-    team.stop()
+def test_helpers_that_never_come_or_come_late_change_nothing(count: int) -> None:
+    tasks: list[Any] = []
+    assert Frame(tasks.append).run(count, 5) == [5] * PARTS
+    assert len(tasks) == 10
+    for task in tasks:
+        task(None)
+    assert Frame(lambda task: task(None)).run(count, 5) == [5] * PARTS  # in the caller's own thread
+
+
+def test_callers_at_once_do_not_wait_for_each_other(count: int, pool: Any) -> None:
+    with ThreadPoolExecutor(6) as callers:
+        done = [callers.submit(lambda: Frame(pool).run(count, 1000)) for _ in range(6)]
+        assert [job.result(timeout=120) for job in done] == [[1000] * PARTS] * 6
+
+
+def test_one_thread_asks_for_no_help(count: int) -> None:
+    asked: list[Any] = []
     try:
         team.limit(1)
         assert (team.threads(), team.parts()) == (1, 1)
-        assert jobs(count, 10) == [10] * PARTS
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("jengine-cpu")]
-    finally:
-        team.limit(None)
-    with pytest.raises(ValueError, match="count=0: at least 1"):
-        team.limit(0)
-
-
-def test_the_limit_may_change(count: int, of_three: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert jobs(count, 10) == [10] * PARTS
-    monkeypatch.setattr(team, "threads", lambda: 2)
-    team.limit(2)
-    try:
-        assert jobs(count, 10) == [10] * PARTS
-        assert len([thread for thread in threading.enumerate() if thread.name.startswith("jengine-cpu")]) == 1
+        assert Frame(asked.append).run(count, 10) == [10] * PARTS
+        assert not asked
+        with pytest.raises(ValueError, match="count=0: at least 1"):
+            team.limit(0)
     finally:
         team.limit(None)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*")
-def test_a_forked_process_computes_too(count: int, of_three: None) -> None:
-    """While another thread of its parent has the team; at first alone, then with workers of its own."""
-    over = threading.Event()
+def test_a_process_forked_during_a_job_computes_too(count: int, pool: Any) -> None:
+    children = []
 
-    def busy() -> None:
-        while not over.is_set():
-            jobs(count, 10)
+    @PART
+    def part(frame: int, part: int, parts: int) -> None:
+        if part == 0:
+            children.append(os.fork())
+            if children[0] == 0:
+                os._exit(0 if Frame(lambda task: None).run(count, 10) == [10] * PARTS else 1)
 
-    other = threading.Thread(target=busy)
-    other.start()
-    run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(team.runner())
-    child = os.fork()
-    if child == 0:
-        counters = np.zeros(PARTS, np.int64)
-        run(count, counters.ctypes.data, PARTS)
-        os._exit(0 if counters.tolist() == [PARTS] * PARTS and jobs(count, 100) == [100] * PARTS else 1)
-    over.set()
-    other.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    Frame(pool).run(ctypes.cast(part, ctypes.c_void_p).value or 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
 
 
-EXIT = """
-import ctypes, sys
-from pallas_kernels.cpu import native, team
-team.threads = lambda: 3
-count = native.compiled(sys.argv[1], "count")[0]
-counters = (ctypes.c_int64 * 16)()
-for _ in range(50):
-    team.run(count, ctypes.addressof(counters), 16)
-print(sum(counters))
-"""
-
-
-def test_python_ends_while_workers_spin() -> None:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", EXIT, COUNT], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{50 * 16 * 16}\n", "")
+def test_xla_has_a_pool_where_it_is_looked_for() -> None:
+    """The real interface: a wrong place in its table would crash, or compute on one thread."""
+    x, weight = jnp.ones((64, 64)), jnp.ones((512, 64))
+    run = jax.jit(product).lower(x, weight).compile()
+    for _ in range(200):
+        assert float(run(x, weight)[0, 0]) == 64
 
 
 @pytest.mark.parametrize(("triple", "waits"), [("x86_64-unknown-linux-gnu", "pause"), ("aarch64-unknown-linux-gnu", "isb")])
