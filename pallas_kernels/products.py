@@ -40,7 +40,7 @@ def using(forms: Mapping[str, str]) -> Iterator[None]:
     """Trace products in these forms on a CPU, in this thread.
 
     Args:
-        forms: by `form_key`, "kernel" or "xla"; keys may be missing.
+        forms: by `form_key`, "kernel", "amx" (the kernel where a weight is too small for its tiles) or "xla"; keys may be missing.
     """
     token = _forms.set(forms)
     try:
@@ -76,21 +76,22 @@ def product(x: jax.Array, weight: jax.Array | Quantized, dtype: jax.typing.DType
     """x [rows, in], weight [out, in] -> [rows, out], in x's dtype or the given one. Sums are float32, or int32 of int8 numbers."""
     dtype = jnp.dtype(dtype or x.dtype)
     xla = partial(_by_xla, dtype=dtype)
-    if not _by_kernel(x, weight):
+    form = _form(x, weight)
+    if form == "xla":
         return xla(x, weight)
-    y: jax.Array = lax.platform_dependent(x, weight, cpu=partial(_by_cpu_kernel, dtype=dtype), default=xla)
+    y: jax.Array = lax.platform_dependent(x, weight, cpu=partial(_by_cpu_kernel, dtype=dtype, form=form), default=xla)
     return y
 
 
-def _by_kernel(x: jax.Array, weight: jax.Array | Quantized) -> bool:
-    """Whether a CPU's kernel multiplies these. Not where another device is the default: what is traced there is for that one."""
+def _form(x: jax.Array, weight: jax.Array | Quantized) -> str:
+    """In which a CPU multiplies these: xla where another device is the default, since what is traced there is for that one."""
     device = jax.config.jax_default_device or jax.devices()[0]
     if getattr(device, "platform", device) != "cpu" or cpu_refused() is not None:
-        return False
+        return "xla"
     kind = kind_of(weight)
     if str(x.dtype) not in INPUTS or kind not in (*WEIGHTS, "w8a8", "fp8 inputs") or min(x.shape[0], *weight.shape) == 0:
-        return False
-    return _forms.get().get(form_key(x.shape[0], str(x.dtype), kind), "kernel") == "kernel"
+        return "xla"
+    return _forms.get().get(form_key(x.shape[0], str(x.dtype), kind), "kernel")
 
 
 def kind_of(weight: Any) -> str:
@@ -100,9 +101,12 @@ def kind_of(weight: Any) -> str:
     return weight.kind if not weight.inputs else "w8a8" if weight.kind == "int8" else "fp8 inputs"
 
 
-def _by_cpu_kernel(x: jax.Array, weight: jax.Array | Quantized, dtype: jnp.dtype[Any]) -> jax.Array:
+def _by_cpu_kernel(x: jax.Array, weight: jax.Array | Quantized, dtype: jnp.dtype[Any], form: str) -> jax.Array:
     from pallas_kernels.cpu import products
 
+    if form == "amx" and products.why_no_tiles(str(x.dtype), kind_of(weight), weight.shape[0]) is None:
+        values, scale = (weight.values, weight.scale) if isinstance(weight, Quantized) else (weight, None)
+        return products.product_by_tiles(x, values, scale, dtype)
     if not isinstance(weight, Quantized):
         return products.product(x, weight, None, dtype)
     if not weight.inputs:

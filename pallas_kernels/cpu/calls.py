@@ -1,4 +1,4 @@
-"""Foreign functions of XLA (its typed FFI, xla/ffi/api/c_api.h, whose structures are words of eight bytes), computed by several threads (`team.py`).
+"""Foreign functions of XLA (its typed FFI, xla/ffi/api/c_api.h, whose structures are words of eight bytes), computed by several threads.
 
 A kernel is a function of (frame, part, parts), in Numba's Python or in LLVM's terms: it reads its arguments from XLA's call frame and
 writes its part of the results to where they belong. No part may need what another writes; what does is a second function, which is called

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cpu import native
+from pallas_kernels.cpu import native, tiles
 from pallas_kernels.cpu.formats import Processor, processor
+from pallas_kernels.cpu.products import why_no_tiles
+from pallas_kernels.cpu.tiles import OUTS
 from pallas_kernels.products import INPUTS, ROW_CLASSES, WEIGHTS, form_key, product, using
 from pallas_kernels.quantized import quantize
 
@@ -19,7 +22,7 @@ REPEATS = 5
 CLEARLY = 0.9  # of the time of the form that comes first: a choice that noise turns would compile everything again
 
 
-def candidates(at: Processor, kind: str, rows: int) -> tuple[str, ...]:
+def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
     """Forms among which this processor's measurement decides; the first counts where they are alike.
 
     XLA converts 8-bit weights in a pass of its own, and one row costs it ten times as much as the kernel. With tiles (AMX) it may be ahead
@@ -27,10 +30,10 @@ def candidates(at: Processor, kind: str, rows: int) -> tuple[str, ...]:
     """
     if rows == 1 or kind not in (*INPUTS, "w8a8"):
         return ("kernel",)
-    tiles = ("amx",) if at.tiles and kind in ("bfloat16", "w8a8") else ()
-    if rows <= ROW_CLASSES[-1] and not tiles:
+    by_tiles = ("amx",) if at.tiles and why_no_tiles(x, kind, OUTS) is None else ()
+    if rows <= ROW_CLASSES[-1] and not by_tiles:
         return ("kernel",)
-    return ("kernel", *tiles, "xla")
+    return ("kernel", *by_tiles, "xla")
 
 
 def forms(x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[str, str]) -> dict[str, str]:
@@ -44,11 +47,12 @@ def forms(x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[s
     if x not in INPUTS:
         return {}
     at, found = processor(native.host()), {}
+    at = at if tiles.permitted() else replace(at, tiles=False)
     for kind in kinds:
         if kind not in (*WEIGHTS, "w8a8", "fp8 inputs"):
             continue
         for rows in (1, *(most // 2 for most in ROW_CLASSES[1:]), MANY):
-            key, able = form_key(rows, x, kind), candidates(at, kind, rows)
+            key, able = form_key(rows, x, kind), candidates(at, x, kind, rows)
             if len(able) == 1 or known.get(key) not in able:
                 found[key] = able[0] if len(able) == 1 else _fastest(able, rows, x, kind, shape)
             else:

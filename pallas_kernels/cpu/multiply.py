@@ -36,7 +36,7 @@ def bytes_module(target: native.Target, x: str) -> str:
     """The functions `quantize` and `multiply` of x, int8 weight and its scale; results are out, bytes of x and their scales [rows]."""
     at, code = processor(target), Code()
     how = byte_format(at)
-    _quantize(code, at, x, how.x)
+    quantize(code, at, x, how.x, 1, 2)
     _multiply(code, at, how, Out(scaled=True, bytes=True), None)
     return str(code.module)
 
@@ -224,12 +224,12 @@ def _correct(code: Code, how: Format) -> None:
     b.ret_void()
 
 
-def _quantize(code: Code, at: Processor, x: str, stored: str) -> None:
+def quantize(code: Code, at: Processor, x: str, stored: str, bytes_result: int, scales_result: int) -> None:
     """Rows of x to bytes and their scales: `quantized.quantize` to the last bit as XLA compiles it, which multiplies by reciprocals."""
     frame, part, parts = code.function("quantize", [I64] * 3, internal=False)
     b, frame = code.b, code.b.inttoptr(frame, PTR)
     source, shape = code.argument(frame, 0)
-    into, scales = code.result(frame, 1)[0], code.result(frame, 2)[0]
+    into, scales = code.result(frame, bytes_result)[0], code.result(frame, scales_result)[0]
     rows, size = code.word(shape, 0), code.word(shape, 1)
     whole = b.and_(size, I64(-at.lanes))
 

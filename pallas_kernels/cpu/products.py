@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cpu import native
+from pallas_kernels.cpu import native, tiles
 from pallas_kernels.cpu.calls import call, register
 from pallas_kernels.cpu.multiply import bytes_module, product_module
 from pallas_kernels.products import INPUTS, WEIGHTS
@@ -38,6 +38,32 @@ def product_of_bytes(x: jax.Array, weight: jax.Array, scale: jax.Array, dtype: j
     return y.astype(dtype)
 
 
+def product_by_tiles(x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """As `product` of bfloat16 by bfloat16, or with a scale as `product_of_bytes`, by AMX; of what `why_no_tiles` refuses nothing."""
+    rows, size = x.shape
+    shapes = [
+        jax.ShapeDtypeStruct((rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32),
+        jax.ShapeDtypeStruct((tiles.packed_bytes(rows, size, str(weight.dtype)),), jnp.uint8),
+    ]
+    if scale is not None:
+        shapes += [jax.ShapeDtypeStruct((rows, size), jnp.int8), jax.ShapeDtypeStruct((rows,), jnp.float32)]
+    y: jax.Array = call(register_tiles(str(x.dtype), scale is not None), shapes, x, weight, *([] if scale is None else [scale]))[0]
+    return y.astype(dtype)
+
+
+def why_no_tiles(x: str, kind: str, outs: int) -> str | None:
+    """Why `product_by_tiles` cannot take these, or None."""
+    if (x, kind) != ("bfloat16", "bfloat16") and (x not in INPUTS or kind != "w8a8"):
+        return f"{x} by {kind}: tiles multiply bfloat16 by bfloat16, and bytes"
+    return f"outputs={outs}: at least {tiles.OUTS}" if outs < tiles.OUTS else None
+
+
+def register_tiles(x: str, of_bytes: bool) -> str:
+    names = ("quantize", "pack", "multiply") if of_bytes else ("pack", "multiply")
+    kind = "w8a8" if of_bytes else "bfloat16"
+    return register(f"jengine_tiles_{x}_{kind}", lambda: native.compiled(tiles.tiles_module(native.host(), x, of_bytes=of_bytes), *names))
+
+
 def register_product(x: str, weight: str) -> str:
     return register(f"jengine_product_{x}_{weight}", lambda: native.compiled(product_module(native.host(), x, weight), "multiply"))
 
@@ -52,6 +78,8 @@ def prepare(x: str, weight: str) -> None:
     Args:
         weight: or "w8a8" or "fp8 inputs", where x is quantized too.
     """
+    if tiles.permitted() and why_no_tiles(x, weight, tiles.OUTS) is None:
+        register_tiles(x, weight == "w8a8")
     if x in INPUTS and weight == "w8a8":
         register_bytes(x)
     elif x in INPUTS and weight in (*WEIGHTS, "fp8 inputs"):
