@@ -25,9 +25,10 @@ _limit: int | None = None
 
 
 def threads() -> int:
-    """How many compute: a caller and its helpers."""
+    """How many compute: a caller and its helpers, of which XLA's pool has as many as there are cores or NPROC says."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _limit or cores)
+    pool = os.environ.get("NPROC", "")
+    return min(cores, _limit or cores, int(pool) if pool.isdecimal() and int(pool) else cores)
 
 
 def parts() -> int:

@@ -71,6 +71,7 @@ def of_three(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """However many cores there are."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+        patch.delenv("NPROC", raising=False)
         yield
     team.runner()
 
@@ -125,6 +126,12 @@ def test_one_thread_asks_for_no_help(count: int) -> None:
             team.limit(0)
     finally:
         team.limit(None)
+
+
+@pytest.mark.parametrize(("pool", "threads"), [("2", 2), ("8", 3), ("0", 3), ("all", 3)])
+def test_there_are_no_more_helpers_than_xla_has_threads(pool: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC", pool)
+    assert team.threads() == threads
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
