@@ -152,11 +152,9 @@ def _pairs(code: Code, at: Processor, place: Any, dtype: str, step: int) -> Any:
 def as_pairs(code: Code, low: Any, high: Any) -> Any:
     """Two vectors of float32, which are bfloat16 numbers, as one of these."""
     count = 2 * low.type.count
-    if low.type.count == 16:
-        return code.call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(BF16, count), high, low)
-    b, wide = code.b, vector(I32, count)
-    both = b.bitcast(code.shuffle(low, high, range(count)), wide)
-    return b.bitcast(b.trunc(b.lshr(both, constant(wide, 16)), vector(I16, count)), vector(BF16, count))
+    halves = [code.b.bitcast(part, vector(I16, count)) for part in (low, high)]
+    upper = [2 * n + 1 for n in range(count)]  # of each number
+    return code.b.bitcast(code.shuffle(*halves, upper), vector(BF16, count))
 
 
 def _dot_pairs(code: Code, sums: Any, x: Any, weight: Any) -> Any:

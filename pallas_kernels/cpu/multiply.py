@@ -18,7 +18,8 @@ from pallas_kernels.cpu.formats import SIZES, Format, Processor, _floats, byte_f
 
 AHEAD = 8  # outputs by which weights are fetched before they are needed
 FEW = 48  # rows, up to which weights are what memory is read for
-PANEL = 64  # outputs
+CONVERTED_FEW = 16  # and where each block's weights are converted first
+PANEL, SCRATCH = 64, 1 << 17  # outputs at most; bytes of the converted, which lie on the stack
 LONGEST = 64  # numbers in the longest vector
 SMALLEST, RECIPROCAL = 1e-30, 1 / 127  # as in `quantized`
 
@@ -68,13 +69,17 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
     end = code.least(count, code.mul(b.sdiv(code.mul(units, code.add(part, 1)), parts), at.outs))
     many = b.icmp_signed(">", rows, I64(at.rows))
     last = b.select(b.icmp_signed(">", count, I64(at.outs)), b.sub(count, I64(at.outs)), I64(0))  # where the last block begins
-    panel = I64(at.outs) if converted else b.select(b.icmp_signed(">", rows, I64(FEW)), I64(PANEL), I64(at.outs))
+    most = I64(PANEL)
     corrections = code.buffer(vector(I32, PANEL))
     ahead = b.select(b.icmp_signed("==", rows, I64(1)), I64(0), code.mul(weight_row, AHEAD))
     inner_row, scratch = weight_row, weight
     if converted:
         inner_row = code.mul(b.and_(code.add(size, LONGEST - 1), I64(-LONGEST)), SIZES[converted])
-        scratch = code.buffer(I8, b.select(many, code.mul(inner_row, at.outs), I64(0)))
+        fit = b.and_(b.sdiv(I64(SCRATCH), inner_row), I64(-at.outs))
+        most = code.least(most, b.select(b.icmp_signed(">", fit, I64(at.outs)), fit, I64(at.outs)))
+    panel = b.select(b.icmp_signed(">", rows, I64(CONVERTED_FEW if converted else FEW)), most, I64(at.outs))
+    if converted:
+        scratch = code.buffer(I8, b.select(many, code.mul(inner_row, panel), I64(0)))
 
     with code.loop(first, end, panel) as panels:
         over = code.least(code.add(panels.index, panel), end)
