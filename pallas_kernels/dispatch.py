@@ -33,7 +33,7 @@ PAGE_SIZES = (16, 32, 64)  # and multiples of the last
 def why_decode_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_decode` cannot take these, or None."""
     if _on_cpu(device):
-        return products.cpu_refused() or _cpu_cache_refused(k_pages, v_pages)
+        return _why_cpu_attention_unsupported(k_pages, v_pages)
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
     if _capability(device) in HOPPER and heads > attention_decode.QUERIES * kv_heads:
         return f"heads={heads}: the kernel takes at most {attention_decode.QUERIES} for each of {kv_heads} kv heads"
@@ -83,6 +83,8 @@ def paged_attention_decode(
 
 def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_prefill` cannot take these, or None."""
+    if _on_cpu(device):
+        return _why_cpu_attention_unsupported(k_pages, v_pages)
     refused = _why_attention_unsupported(q, k_pages, v_pages, device)
     if refused is None and _capability(device) in HOPPER and q.shape[1] % attention_prefill.TILE_GRID:
         return f"tile={q.shape[1]}: the kernel takes multiples of {attention_prefill.TILE_GRID}"
@@ -118,6 +120,10 @@ def paged_attention_prefill(
             q, k_pages, v_pages, block_tables, positions, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
         )
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if _on_cpu(device):
+        from pallas_kernels.cpu import attention
+
+        return attention.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how)
     if _capability(device) in AMPERE:
         return ampere.paged_attention_prefill(q, _plain(k_pages), _plain(v_pages), block_tables, positions, lengths, **how)
     return attention_prefill.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how)
@@ -189,17 +195,18 @@ def copy_pages(
     return copy(k_pages, v_pages, sources, destinations)
 
 
-def prepare(weights: Iterable[Any], k_pages: Pages, *, device: jax.Device | None = None) -> None:
+def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Device | None = None) -> None:
     """Make known to XLA what programs over these call by name, before such programs are loaded; on a CPU, else nothing.
 
     Args:
-        weights: of products, arrays or Quantized; they and k_pages may be whatever has their shapes and dtypes.
+        weights: of products, arrays or Quantized; they, q and k_pages may be whatever has their shapes and dtypes.
+        q: queries of attention, [..., heads, head_dim].
     """
     if _on_cpu(device) and products.cpu_refused() is None:
         from pallas_kernels.cpu import attention
 
-        if _cpu_cache_refused(k_pages, k_pages) is None:
-            attention.prepare(k_pages, k_pages.shape[-1])
+        if _why_cpu_attention_unsupported(k_pages, k_pages) is None:
+            attention.prepare(q, k_pages)
         for weight in weights:
             if len(weight.shape) > 1:
                 products.prepare(weight)
@@ -221,8 +228,10 @@ def _on_cpu(device: jax.Device | None) -> bool:
     return getattr(device or jax.devices()[0], "platform", None) == "cpu"
 
 
-def _cpu_cache_refused(k_pages: Pages, v_pages: Pages) -> str | None:
-    """Why a CPU's kernel cannot take such a cache, or None."""
+def _why_cpu_attention_unsupported(k_pages: Pages, v_pages: Pages) -> str | None:
+    refused = products.cpu_refused()
+    if refused is not None:
+        return refused
     for name, pages in ("k_pages", k_pages), ("v_pages", v_pages):
         if _stored(pages) not in STORED_ON_CPU:
             return f"{name}={_stored(pages)}: the kernel takes {', '.join(STORED_ON_CPU)} (uint8: the bits of float8_e4m3fn)"
