@@ -21,6 +21,7 @@ from jengine.device_spec import device_spec
 from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
+from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.program_store import ProgramStore
 from jengine.execution.programs import UNTUNED, CompilerOptions, Key, compile_all, file_name, memory_notes, memory_of, program_keys, running
 from jengine.execution.spec import ExecutionSpec
@@ -74,7 +75,9 @@ def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
     Raises:
         Those of `shapes.describe`.
     """
-    return describe(config, read_config(resolve(config.model, config.revision, CONFIG_FILES)), mesh, cache_root(config.cache_dir))
+    root = cache_root(config.cache_dir)
+    spec = describe(config, read_config(resolve(config.model, config.revision, CONFIG_FILES)), mesh, root)
+    return with_forms(spec, product_forms(spec, root))
 
 
 def check_target(target: str) -> None:

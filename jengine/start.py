@@ -23,6 +23,7 @@ from jengine.execution.background import BackgroundPrograms
 from jengine.execution.cache_folders import cache_limit, cache_root, saved_page_counts
 from jengine.execution.memory import check_room, claim_gpu_memory, pages_that_fit, pages_to_use
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
+from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.programs import Programs, first_keys, open_cache, program_keys, running
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
@@ -52,6 +53,7 @@ class Started:
         dtype: of weights, activations and cache, where they are not quantized.
         devices: how many of which kind.
         programs: of the table. With warm_up="progressive" fewer than these have been compiled or loaded so far.
+        kernels: of a CPU, the form in which its programs multiply, by dtypes and number of rows.
         seconds: by part, in order.
         longest_step: the seconds that the most expensive step took when it was measured, on padding.
     """
@@ -63,6 +65,7 @@ class Started:
     dtype: str = ""
     devices: str = ""
     programs: int = 0
+    kernels: dict[str, str] = field(default_factory=dict)
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -192,6 +195,9 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     dtype: Any = link.agree(str(jnp.dtype(choose_dtype(config.dtype, model, mesh.local_devices[0], root))), _first)
     config = dataclasses.replace(config, dtype=dtype)
     shapes = describe(config, model, mesh, root)
+    forms = dict(link.agree(product_forms(shapes, root) if given is None else given.product_forms, _first))
+    shapes = with_forms(shapes, forms)
+    started.kernels = forms
     started.dtype = str(shapes.model.dtype)
     if given is not None:
         given.check(_with_pages(config, shapes, root, link).identity())  # before the weights are read, which may take minutes

@@ -31,7 +31,7 @@ PAGE_SIZES = (16, 32, 64)  # and multiples of the last
 def why_decode_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_decode` cannot take these, or None."""
     if _on_cpu(device):
-        return products.cpu_refused() or _cpu_cache_refused(k_pages, v_pages)
+        return _why_cpu_attention_unsupported(k_pages, v_pages)
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
     if _capability(device) in HOPPER:
         from pallas_kernels.attention_decode import QUERIES
@@ -88,6 +88,8 @@ def paged_attention_decode(
 
 def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_prefill` cannot take these, or None."""
+    if _on_cpu(device):
+        return _why_cpu_attention_unsupported(k_pages, v_pages)
     refused = _why_attention_unsupported(q, k_pages, v_pages, device)
     if refused is None and _capability(device) in HOPPER:
         from pallas_kernels.attention_prefill import TILE_GRID
@@ -126,6 +128,10 @@ def paged_attention_prefill(
             q, k_pages, v_pages, block_tables, positions, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
         )
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if _on_cpu(device):
+        from pallas_kernels.cpu import attention
+
+        return attention.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how)
     if _capability(device) in AMPERE:
         from pallas_kernels import ampere
 
@@ -206,19 +212,21 @@ def copy_pages(
     return kernel.copy_pages(k_pages, v_pages, sources, destinations)
 
 
-def prepare(weights: Iterable[Any], k_pages: Pages, *, device: jax.Device | None = None) -> None:
+def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Device | None = None) -> None:
     """Make known to XLA what programs over these call by name, before such programs are loaded; on a CPU, else nothing.
 
     Args:
-        weights: of products, arrays or Quantized; they and k_pages may be whatever has their shapes and dtypes.
+        weights: of products, arrays or Quantized; they, q and k_pages may be whatever has their shapes and dtypes.
+        q: queries of attention, [..., heads, head_dim].
     """
     if _on_cpu(device) and products.cpu_refused() is None:
         from pallas_kernels.cpu import attention
 
-        if _cpu_cache_refused(k_pages, k_pages) is None:
-            attention.prepare(k_pages, k_pages.shape[-1])
+        if _why_cpu_attention_unsupported(k_pages, k_pages) is None:
+            attention.prepare(q, k_pages)
         for weight in weights:
-            products.prepare(weight)
+            if len(weight.shape) > 1:
+                products.prepare(weight)
 
 
 def _kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) -> bool:
@@ -237,8 +245,10 @@ def _on_cpu(device: jax.Device | None) -> bool:
     return getattr(device or jax.devices()[0], "platform", None) == "cpu"
 
 
-def _cpu_cache_refused(k_pages: Pages, v_pages: Pages) -> str | None:
-    """Why a CPU's kernel cannot take such a cache, or None."""
+def _why_cpu_attention_unsupported(k_pages: Pages, v_pages: Pages) -> str | None:
+    refused = products.cpu_refused()
+    if refused is not None:
+        return refused
     for name, pages in ("k_pages", k_pages), ("v_pages", v_pages):
         if _stored(pages) not in STORED_ON_CPU:
             return f"{name}={_stored(pages)}: the kernel takes {', '.join(STORED_ON_CPU)} (uint8: the bits of float8_e4m3fn)"

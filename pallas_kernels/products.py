@@ -1,14 +1,15 @@
 """Products of activations and weights kept output-major, [out, in]: plain, or eight-bit with a scale for each output.
 
-A CPU has kernels for one row and, of plain weights, for a few (`cpu/products.py`). For more, XLA's product reads a converted copy of
-eight-bit weights from memory, unless the conversion goes block by block through the cache; eight-bit numbers on both
-sides it multiplies natively (VNNI, AMX).
+A CPU has several forms of them, and which is fastest depends on the processor, the dtypes and the number of rows: `using` says which are
+taken where programs are traced. Without it a rule decides by the number of rows.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -19,8 +20,13 @@ from jax import lax
 from pallas_kernels.quantized import Quantized, quantize
 
 LAST = (((1,), (1,)), ((), ()))  # contract the last axes
-BLOCK = 64  # outputs converted at a time
+BLOCK = 64  # outputs that XLA's form converts at a time
 CONVERTED_ROWS = 64  # up to which that pays
+ROW_CLASSES = 1, 16, 64  # up to so many rows the same form is taken; beyond the last, another
+INPUTS = "bfloat16", "float32"  # that a CPU's kernels take
+WEIGHTS = *INPUTS, "int8", "float8_e4m3fn"
+
+_forms: ContextVar[Mapping[str, str]] = ContextVar("forms", default={})  # noqa: B039  # never written
 
 
 @cache
@@ -29,47 +35,98 @@ def cpu_refused() -> str | None:
     return "numba is not installed" if importlib.util.find_spec("numba") is None else None
 
 
-def prepare(weight: Any) -> None:
-    """Make known to XLA what a CPU's programs call to multiply by this, an array or Quantized or what has its shape and dtypes."""
+@contextmanager
+def using(forms: Mapping[str, str]) -> Iterator[None]:
+    """Trace products in these forms on a CPU, in this thread.
+
+    Args:
+        forms: by `form_key`, "kernel", "amx" (the kernel where a weight is too small for its tiles) or "xla"; keys may be missing.
+    """
+    token = _forms.set(forms)
+    try:
+        yield
+    finally:
+        _forms.reset(token)
+
+
+def form_key(rows: int, x: str, weight: str) -> str:
+    """Of products for which the same form is taken.
+
+    Args:
+        x: dtype.
+        weight: dtype, or w8a8 where x is quantized too.
+    """
+    most = next((most for most in ROW_CLASSES if rows <= most), None)
+    return f"{x} * {weight}, {'more rows' if most is None else f'{most} rows'}"
+
+
+def prepare(weight: Any, x: str | None = None) -> None:
+    """Make known to XLA what a CPU's programs call to multiply by this, an array or Quantized or what has its shape and dtypes.
+
+    Args:
+        x: dtype of the other side; None: what the weight is or stands for.
+    """
     if cpu_refused() is None:
         from pallas_kernels.cpu import products
 
-        products.prepare(weight.values.dtype if isinstance(weight, Quantized) else weight.dtype)
+        products.prepare(x or str(weight.dtype), kind_of(weight))
 
 
 def product(x: jax.Array, weight: jax.Array | Quantized, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """x [rows, in], weight [out, in] -> [rows, out], in x's dtype or the given one. Sums are float32, or int32 of int8 numbers."""
     dtype = jnp.dtype(dtype or x.dtype)
-    if not isinstance(weight, Quantized):
-        return _dot(x, weight, dtype)
-    if weight.inputs:
-        rows = quantize(x, weight.kind)
-        sums = _dot(rows.values, weight.values, jnp.int32 if weight.kind == "int8" else jnp.float32)
-        return (sums.astype(jnp.float32) * rows.scale[:, None] * weight.scale).astype(dtype)
-    y: jax.Array = lax.platform_dependent(x, weight.values, cpu=_converted_by_block, default=_converted)
-    return (y * weight.scale).astype(dtype)
-
-
-def _dot(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    kernel = _cpu_kernel(x, weight)
-    if kernel is None:
-        return _any_rows(x, weight, dtype)
-
-    def on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return kernel(x, weight).astype(dtype)
-
-    y: jax.Array = lax.platform_dependent(x, weight, cpu=on_cpu, default=partial(_any_rows, dtype=dtype))
+    xla = partial(_by_xla, dtype=dtype)
+    form = _form(x, weight)
+    if form == "xla":
+        return xla(x, weight)
+    y: jax.Array = lax.platform_dependent(x, weight, cpu=partial(_by_cpu_kernel, dtype=dtype, form=form), default=xla)
     return y
 
 
-def _cpu_kernel(x: jax.Array, weight: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
-    """What multiplies these on a CPU, if XLA does not. None where another device is the default: what is traced there is for that one."""
+def _form(x: jax.Array, weight: jax.Array | Quantized) -> str:
+    """In which a CPU multiplies these: xla where another device is the default, since what is traced there is for that one."""
     device = jax.config.jax_default_device or jax.devices()[0]
     if getattr(device, "platform", device) != "cpu" or cpu_refused() is not None:
-        return None
+        return "xla"
+    kind = kind_of(weight)
+    if str(x.dtype) not in INPUTS or kind not in (*WEIGHTS, "w8a8", "fp8 inputs") or min(x.shape[0], *weight.shape) == 0:
+        return "xla"
+    return _forms.get().get(form_key(x.shape[0], str(x.dtype), kind), "kernel")
+
+
+def kind_of(weight: Any) -> str:
+    """A dtype; w8a8 or "fp8 inputs" where rows of x are quantized too."""
+    if not isinstance(weight, Quantized):
+        return str(weight.dtype)
+    return weight.kind if not weight.inputs else "w8a8" if weight.kind == "int8" else "fp8 inputs"
+
+
+def _by_cpu_kernel(x: jax.Array, weight: jax.Array | Quantized, dtype: jnp.dtype[Any], form: str) -> jax.Array:
     from pallas_kernels.cpu import products
 
-    return products.kernel_of(x, weight)
+    if form == "amx" and products.why_no_tiles(str(x.dtype), kind_of(weight), weight.shape[0]) is None:
+        values, scale = (weight.values, weight.scale) if isinstance(weight, Quantized) else (weight, None)
+        return products.product_by_tiles(x, values, scale, dtype)
+    if not isinstance(weight, Quantized):
+        return products.product(x, weight, None, dtype)
+    if not weight.inputs:
+        return products.product(x, weight.values, weight.scale, dtype)
+    if weight.kind == "int8":
+        return products.product_of_bytes(x, weight.values, weight.scale, dtype)
+    rows = quantize(x, weight.kind)
+    y = products.product(rows.values.astype(x.dtype), weight.values, weight.scale, jnp.float32)
+    return (y * rows.scale[:, None]).astype(dtype)
+
+
+def _by_xla(x: jax.Array, weight: jax.Array | Quantized, dtype: jnp.dtype[Any]) -> jax.Array:
+    if not isinstance(weight, Quantized):
+        return _any_rows(x, weight, dtype)
+    if weight.inputs:
+        rows = quantize(x, weight.kind)
+        sums = _any_rows(rows.values, weight.values, jnp.int32 if weight.kind == "int8" else jnp.float32)
+        return (sums.astype(jnp.float32) * rows.scale[:, None] * weight.scale).astype(dtype)
+    y: jax.Array = lax.platform_dependent(x, weight.values, cpu=_converted_by_block, default=_converted)
+    return (y * weight.scale).astype(dtype)
 
 
 def _any_rows(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -83,9 +140,7 @@ def _converted(x: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _converted_by_block(x: jax.Array, values: jax.Array) -> jax.Array:
-    kernel = _cpu_kernel(x, values)
-    if kernel is not None:
-        return kernel(x, values)
+    """On a CPU: block by block through the cache, instead of a converted copy of all in memory."""
     out, size = values.shape
     if x.shape[0] > CONVERTED_ROWS or out % BLOCK:
         return _converted(x, values)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.products import product
+from pallas_kernels.products import form_key, product, using
 from pallas_kernels.quantized import Quantized, dequantize, quantize
 
 KINDS = {"int8": 0.5 / 127, "float8_e4m3fn": 1 / 16}  # error of a number over its row's largest, at most
@@ -62,7 +62,8 @@ def test_an_int8_product_multiplies_int8() -> None:
     """Not a conversion to a wider type, which a processor's own instructions would lose to."""
     x, weight = jax.ShapeDtypeStruct((8, 128), jnp.float32), jax.ShapeDtypeStruct((256, 128), jnp.float32)
     quantized = jax.eval_shape(lambda w: quantize(w, "int8", inputs=True), weight)
-    text = jax.jit(product).lower(x, quantized).as_text()
+    with using({form_key(8, "float32", "w8a8"): "xla"}):
+        text = jax.jit(product).lower(x, quantized).as_text()
     assert "tensor<8x128xi8>, tensor<256x128xi8>) -> tensor<8x256xi32>" in text
 
 

@@ -14,18 +14,24 @@ from pallas_kernels.quantized import is_quantized
 def prepare(spec: ExecutionSpec) -> None:
     """Make known to XLA what these programs call by name, before they are loaded."""
     weights = jax.tree.leaves(spec.params, is_leaf=is_quantized)
-    dispatch.prepare(weights, spec.cache[0][0], device=spec.mesh.devices.flat[0])
+    dispatch.prepare(weights, _queries(spec, 1), _own(spec.cache[0][0]), device=spec.mesh.devices.flat[0])
 
 
 def kernels_refused(spec: ExecutionSpec) -> str | None:
     """Why attention's kernels cannot serve these programs on their devices, or None if they can."""
-    config, device = spec.model.config, spec.mesh.devices.flat[0]
-
-    def own(array: Any) -> Any:
-        return jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
-
-    k, v = jax.tree.map(own, spec.cache[0])
-    heads = config.num_kv_heads_padded // config.shards * config.group_size_padded
-    row: Any = jax.ShapeDtypeStruct((1, heads, config.head_dim), spec.model.dtype)
-    tile: Any = jax.ShapeDtypeStruct((1, spec.table.tile_size, heads, config.head_dim), spec.model.dtype)
+    device = spec.mesh.devices.flat[0]
+    k, v = map(_own, spec.cache[0])
+    row, tile = _queries(spec, 1), _queries(spec, 1, spec.table.tile_size)
     return dispatch.why_decode_unsupported(row, k, v, device=device) or dispatch.why_prefill_unsupported(tile, k, v, device=device)
+
+
+def _own(pages: Any) -> Any:
+    """What a device has of them."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype), pages)
+
+
+def _queries(spec: ExecutionSpec, *shape: int) -> Any:
+    """[*shape, heads, head_dim] of a device."""
+    config = spec.model.config
+    heads = config.num_kv_heads_padded // config.shards * config.group_size_padded
+    return jax.ShapeDtypeStruct((*shape, heads, config.head_dim), spec.model.dtype)

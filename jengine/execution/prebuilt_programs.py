@@ -40,6 +40,12 @@ class PrebuiltPrograms(ProgramStore):
         left = config.num_pages is None and config.kv_cache_memory is None
         return dataclasses.replace(config, dtype=dtype, num_pages=saved.get("num_pages") if left else config.num_pages)
 
+    @property
+    def product_forms(self) -> dict[str, str]:
+        """Of the spec they were compiled for."""
+        forms: Any = self._manifest.identity.get("product_forms")
+        return dict(forms) if isinstance(forms, dict) else {}
+
     def check(self, identity: dict[str, object]) -> None:
         """Whether the programs are for this identity (see ExecutionSpec.identity).
 

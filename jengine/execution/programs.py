@@ -31,6 +31,7 @@ from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import shard_mapped
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 from jengine.ready_programs import by_use, first_needed
+from pallas_kernels.products import using
 
 CompilerOptions = dict[str, str | bool]  # XLA's
 ALLOCATE: Literal["allocate"] = "allocate"
@@ -245,7 +246,8 @@ def _lower(
     function = shard_mapped(spec.mesh, function, args, out_specs)
     function.__name__ = function.__qualname__ = name  # shown in profiles
     device = spec.mesh.devices.flat[0]
-    with jax.default_device(device if device.platform == "gpu" else None):  # kernels are lowered for this device's instructions
+    lowered_for = device if device.platform == "gpu" else None  # kernels are lowered for this device's instructions
+    with jax.default_device(lowered_for), using(dict(spec.product_forms)):
         return jax.jit(function, donate_argnums=donated).lower(*args)
 
 

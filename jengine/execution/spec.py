@@ -41,6 +41,7 @@ class ExecutionSpec:
         max_slots: sequences running at once; the null slot comes on top.
         num_pages: pages of the cache, the null page included.
         kv_cache_dtype: int8 or float8_e4m3fn; None is the model's dtype.
+        product_forms: of a CPU, see `pallas_kernels.products.using`.
     """
 
     model: Model
@@ -51,6 +52,7 @@ class ExecutionSpec:
     page_size: int
     num_pages: int
     kv_cache_dtype: str | None = None
+    product_forms: tuple[tuple[str, str], ...] = ()
 
     @property
     def cache_dtype(self) -> np.dtype:
@@ -131,6 +133,7 @@ class ExecutionSpec:
             "jaxlib": importlib.metadata.version("jaxlib"),
             "plugin": "" if device.platform == "cpu" else _plugins(),
             "kernels": cpu_refused() or "numba" if device.platform == "cpu" else "",
+            "product_forms": dict(self.product_forms),
             "jengine": jengine.__version__,
             "source": source_digest(),
             "model": model,

@@ -1,115 +1,151 @@
-"""The innermost loop of a product: a block of 4 rows by 4 outputs held in registers, written in LLVM's own terms.
-
-Numba's vectorizer finds neither bfloat16 dot products nor when to ask memory for the next weights, which is where the time goes.
-"""
+"""The innermost loop of a product: a block of a few rows by a few outputs, whose sums are held in registers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from pallas_kernels.cpu.calls import fetch
+from pallas_kernels.cpu.emit import F32, I8, I16, I32, I64, PTR, Code, constant, vector
+from pallas_kernels.cpu.formats import SIZES, Format
 
-ROWS = OUTS = 4
-NEEDED = {"bfloat16": "avx512bf16", "float32": "avx512f"}  # of the processor, by the dtype of both sides
-STEP = {"bfloat16": 32, "float32": 16}  # numbers in 64 bytes, of each row and output
-LANES = 16
+LINE = 64  # bytes of a cache line
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """llvmlite has none."""
+@dataclass(frozen=True)
+class Out:
+    """What becomes of sums before they are stored as bfloat16, rounded to nearest even, or float32.
 
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-def available(dtype: str) -> bool:
-    """Whether this processor has the instructions for blocks of this dtype."""
-    return dtype in NEEDED and bool(llvmlite.binding.get_host_cpu_features().get(NEEDED[dtype]))
-
-
-def make_block(dtype: str, ahead: int) -> Any:
-    """A function for kernels: (x, first of x, weight, first of weight, out, first of out, out's row, size).
-
-    x and weight are flat arrays of rows of `size` numbers, a multiple of STEP, bfloat16 as uint16; out, float32, gets ROWS sums in each of
-    OUTS columns.
-
-    Args:
-        ahead: outputs by which weights are fetched before they are needed; 0 if they are at hand.
+    Attributes:
+        scaled: sums are multiplied by a number for each output.
+        bytes: sums are of bytes: corrected by a number for each output, then multiplied by one for each row.
     """
 
-    @intrinsic
-    def block(typing, x, x_at, weight, weight_at, out, out_at, out_row, size):
-        def build(context, builder, signature, args):
-            x, weight, out = (context.make_array(signature.args[n])(context, builder, args[n]).data for n in (0, 2, 4))
-            _, x_at, _, weight_at, _, out_at, out_row, size = args
-            index, end = ir.IntType(64), builder.block
-
-            def rows(data: Any, first: Any, count: int) -> list[Any]:
-                return [builder.gep(data, [builder.add(first, builder.mul(size, index(n)))]) for n in range(count)]
-
-            xs, weights = rows(x, x_at, ROWS), rows(weight, weight_at, OUTS)
-            loop, done = builder.append_basic_block("dots"), builder.append_basic_block("summed")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            at = builder.phi(index)
-            at.add_incoming(index(0), end)
-            vector = ir.VectorType(ir.FloatType(), LANES)
-            before = [builder.phi(vector) for _ in range(ROWS * OUTS)]
-            left, right = ([_line(builder, builder.gep(row, [at]), dtype) for row in side] for side in (xs, weights))
-            if ahead:
-                for row in weights:
-                    fetch(builder, builder.gep(row, [builder.add(at, builder.mul(size, index(ahead)))]))
-            after = [_multiplied(builder, dtype, before[r * OUTS + o], left[r], right[o]) for r in range(ROWS) for o in range(OUTS)]
-            next_at = builder.add(at, index(STEP[dtype]))
-            at.add_incoming(next_at, loop)
-            for old, new in zip(before, after, strict=True):
-                old.add_incoming(ir.Constant(vector, [0.0] * LANES), end)
-                old.add_incoming(new, loop)
-            builder.cbranch(builder.icmp_signed("<", next_at, size), loop, done)
-            builder.position_at_end(done)
-            for r in range(ROWS):
-                row = builder.add(out_at, builder.mul(out_row, index(r)))
-                for o in range(OUTS):
-                    builder.store(_total(builder, after[r * OUTS + o]), builder.gep(out, [builder.add(row, index(o))]))
-            return context.get_dummy_value()
-
-        return types.none(x, types.intp, weight, types.intp, out, types.intp, types.intp, types.intp), build
-
-    return block
+    scaled: bool = False
+    bytes: bool = False
 
 
-def _line(builder: Any, place: Any, dtype: str) -> Any:
-    """64 bytes from there."""
-    kind = ir.VectorType(place.type.pointee, STEP[dtype])
-    loaded = builder.load(builder.bitcast(place, kind.as_pointer()))
-    loaded.align = 2
-    return loaded if dtype == "float32" else builder.bitcast(loaded, ir.VectorType(_BFloat(), STEP[dtype]))
+# x, bytes of a row; weight, bytes of a row; numbers in a row; out, bytes of a row; scales of rows and of outputs; corrections of outputs;
+# bytes by which weights are fetched before they are needed; bytes of a number of out
+ARGUMENTS = (PTR, I64, PTR, I64, I64, PTR, I64, PTR, PTR, PTR, I64, I64)
 
 
-def _multiplied(builder: Any, dtype: str, total: Any, left: Any, right: Any) -> Any:
-    """total + left * right, lane by lane, or by pairs of bfloat16."""
-    if dtype == "bfloat16":
-        name, operands = "llvm.x86.avx512bf16.dpbf16ps.512", [total, left, right]
-    else:
-        name, operands = "llvm.fma.v16f32", [left, right, total]
-    kind = ir.FunctionType(total.type, [operand.type for operand in operands])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
+def block(code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *, fetching: bool) -> None:
+    """Write the function of this name, which takes ARGUMENTS, for a block of this size."""
+    x, x_row, weight, weight_row, size, result, result_row, row_scale, out_scale, corrections, ahead, out_size = code.function(
+        name, ARGUMENTS
+    )
+    xs = [code.at(x, code.mul(x_row, row)) for row in range(rows)]
+    weights = [code.at(weight, code.mul(weight_row, n)) for n in range(outs)]
+    x_size, weight_size = SIZES[how.x], SIZES[how.weight]
+    zero = ir.Constant(how.sums, [0.0 if how.sums.element == F32 else 0] * how.sums.count)
+
+    def multiplied(sums: Sequence[Any], xs: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+        left, right = [how.load_x(code, place) for place in xs], [how.load_weight(code, place) for place in weights]
+        return [how.dot(code, sums[r * outs + o], left[r], right[o]) for r in range(rows) for o in range(outs)]
+
+    whole = code.b.and_(size, I64(-how.step))
+    with code.loop(0, whole, how.step, [zero] * (rows * outs)) as dots:
+        here = [code.at(place, code.mul(dots.index, weight_size)) for place in weights]
+        if fetching:
+            for place in here:
+                for line in range(0, how.step * weight_size, LINE):
+                    code.fetch(code.at(place, code.add(ahead, line)))
+        dots.next(multiplied(dots.values, [code.at(place, code.mul(dots.index, x_size)) for place in xs], here))
+
+    rest = code.b.sub(size, whole)
+    with code.loop(0, code.b.zext(code.b.icmp_signed("!=", rest, I64(0)), I64), 1, dots.results) as tail:  # what fills no vector
+        left = [padded(code, code.at(place, code.mul(whole, x_size)), code.mul(rest, x_size), how.step * x_size) for place in xs]
+        right = [
+            padded(code, code.at(p, code.mul(whole, weight_size)), code.mul(rest, weight_size), how.step * weight_size) for p in weights
+        ]
+        tail.next(multiplied(tail.values, left, right))
+
+    at_once = max(1, how.sums.count // outs)
+    for first in range(0, rows, at_once):
+        end = min(rows, first + at_once)
+        sums = totals(code, tail.results[first * outs : end * outs])
+        _finish(code, how, sums, first, end, outs, out, result, result_row, row_scale, out_scale, corrections, out_size)
+    code.b.ret_void()
 
 
-def _total(builder: Any, vector: Any) -> Any:
-    number = vector.type.element
-    kind = ir.FunctionType(number, [number, vector.type])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fadd.v16f32")
-    return builder.call(function, [number(0.0), vector], fastmath=("reassoc",))
+def padded(code: Code, place: Any, count: Any, size: int) -> Any:
+    """A place with so many bytes from there, and zeros up to this size."""
+    buffer = code.buffer(vector(I8, size))
+    code.store(constant(vector(I8, size), 0), buffer)
+    code.call("memcpy", PTR, buffer, place, count)
+    return buffer
+
+
+def totals(code: Code, sums: Sequence[Any]) -> Any:
+    """A vector of the totals of these vectors, at most as many as each has lanes: halves of lanes are added, over and over."""
+    left, groups, lanes = list(sums), 1, sums[0].type.count
+    count = len(left)
+    add = code.b.fadd if left[0].type.element == F32 else code.b.add
+    while lanes > 1:
+        halves = [[group * lanes + half * lanes // 2 + n for group in range(groups) for n in range(lanes // 2)] for half in (0, 1)]
+        width = groups * lanes
+        if len(left) > 1:
+            left += left[:1] * (len(left) % 2)
+            halves = [places + [width + place for place in places] for places in halves]
+            left = [add(*(code.shuffle(one, other, places) for places in halves)) for one, other in zip(left[::2], left[1::2], strict=True)]
+            groups *= 2
+        else:
+            left = [add(*(code.shuffle(left[0], left[0], places) for places in halves))]
+        lanes //= 2
+    return left[0] if left[0].type.count == count else code.shuffle(left[0], left[0], range(count))
+
+
+def _finish(
+    code: Code,
+    how: Format,
+    sums: Any,
+    first: int,
+    end: int,
+    outs: int,
+    out: Out,
+    result: Any,
+    result_row: Any,
+    row_scale: Any,
+    out_scale: Any,
+    corrections: Any,
+    out_size: Any,
+) -> None:
+    """Write rows [first, end) of a block, from their sums."""
+    b, rows = code.b, end - first
+
+    def of_outs(place: Any, kind: Any) -> Any:
+        loaded = code.load(place, vector(kind, outs), 4)
+        return code.shuffle(loaded, loaded, list(range(outs)) * rows)
+
+    if out.bytes:
+        sums = b.sitofp(b.sub(sums, of_outs(corrections, I32)), vector(F32, rows * outs))
+        scales = code.load(code.at(row_scale, 4 * first), vector(F32, rows), 4)
+        sums = b.fmul(sums, code.shuffle(scales, scales, [row for row in range(rows) for _ in range(outs)]))
+    if how.factor != 1:
+        sums = b.fmul(sums, constant(sums.type, how.factor))
+    if out.scaled:
+        sums = b.fmul(sums, of_outs(out_scale, F32))
+
+    def stored(values: Any, size: int) -> None:
+        for row in range(rows):
+            own = code.shuffle(values, values, range(row * outs, (row + 1) * outs))
+            code.store(own, code.at(result, code.mul(result_row, first + row)), size)
+
+    with b.if_else(b.icmp_signed("==", out_size, I64(2))) as (yes, no):
+        with yes:
+            stored(rounded(code, sums), 2)
+        with no:
+            stored(sums, 4)
+
+
+def rounded(code: Code, values: Any) -> Any:
+    """float32 to the bits of bfloat16, to nearest even."""
+    b, count = code.b, values.type.count
+    bits = b.bitcast(values, vector(I32, count))
+    odd = b.and_(b.lshr(bits, constant(bits.type, 16)), constant(bits.type, 1))
+    nearest = b.lshr(b.add(b.add(bits, constant(bits.type, 0x7FFF)), odd), constant(bits.type, 16))
+    number = b.fcmp_ordered("ord", values, values)
+    return b.trunc(b.select(number, nearest, constant(bits.type, 0x7FC0)), vector(I16, count))

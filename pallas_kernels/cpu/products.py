@@ -1,176 +1,86 @@
-"""A matrix times one vector, or a few, at the speed at which a CPU reads the matrix."""
+"""Products of activations and weights on a CPU, for any number of rows, each in one call: what `multiply.py` writes, for XLA's programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from itertools import pairwise
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
-from numba import carray
 
-from pallas_kernels.cpu.blocks import OUTS, ROWS, STEP, available, make_block
-from pallas_kernels.cpu.calls import (
-    SOURCE,
-    argument,
-    asked_for_version,
-    call,
-    handler,
-    inlined,
-    parts,
-    pointer,
-    register,
-    result,
-    wide,
-    words,
-)
+from pallas_kernels.cpu import native, tiles
+from pallas_kernels.cpu.calls import call, register
+from pallas_kernels.cpu.multiply import bytes_module, product_module
+from pallas_kernels.products import INPUTS, WEIGHTS
 
-AHEAD = 2 * OUTS  # outputs
-FEW = 32  # rows up to which the kernel for a few is faster than XLA's product
-BITS: dict[str, Any] = {"bfloat16": np.uint16, "float32": np.float32, "int8": np.int8, "float8_e4m3fn": np.uint8}
+STORED = {"bfloat16", "float32"}  # of results
 
 
-def kernel_of(x: jax.Array, weight: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array] | None:
-    """Which function multiplies rows x [rows, in] by weight [out, in] on this processor, or None."""
-    rows, (outs, size), dtype = x.shape[0], weight.shape, str(weight.dtype)
-    if rows == 1:
-        return matrix_vector if dtype in BITS else None
-    fits = rows <= FEW and rows % ROWS == 0 and outs % OUTS == 0 and x.dtype == weight.dtype
-    return matrix_few if fits and available(dtype) and size % STEP[dtype] == 0 else None
-
-
-def matrix_vector(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """weight @ x, sums in float32; in int32 where x is int8.
+def product(x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """x @ weight.T, sums in float32, times scale, if any.
 
     Args:
-        x: a float or int8 [1, in].
-        weight: bfloat16, float32, int8 or float8_e4m3fn [out, in]; int8 if x is.
-
-    Returns:
-        float32 or int32 [1, out].
+        x: bfloat16 or float32 [rows, in].
+        weight: [out, in], one of WEIGHTS; of eight bits with a scale, float32 [out].
+        dtype: of the result; bfloat16 and float32 cost no pass of their own.
     """
-    whole = x.dtype == jnp.int8
-    vector, sums = (x, jnp.int32) if whole else (x.astype(jnp.float32), jnp.float32)
-    return _in_parts(_register_vector(str(weight.dtype), whole), vector, weight, 1, sums)
+    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32)
+    y: jax.Array = call(register_product(str(x.dtype), str(weight.dtype)), out, x, weight, *([] if scale is None else [scale]))
+    return y.astype(dtype)
 
 
-def matrix_few(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x @ weight.T, sums in float32; of what `kernel_of` says.
-
-    Args:
-        x: [rows, in], weight's dtype.
-        weight: bfloat16 or float32 [out, in].
-
-    Returns:
-        float32 [rows, out].
-    """
-    return _in_parts(_register_few(str(weight.dtype)), x, weight, OUTS, jnp.float32)
-
-
-def prepare(dtype: jax.typing.DTypeLike) -> None:
-    """Register what products with weights of this dtype may call."""
-    name = str(jnp.dtype(dtype))
-    if name in BITS:
-        _register_vector(name, False)
-    if name == "int8":
-        _register_vector(name, True)
-    if available(name):
-        _register_few(name)
-
-
-def _in_parts(name: str, x: jax.Array, weight: jax.Array, unit: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """[rows, out] of calls that give some outputs each, a multiple of `unit`."""
-    rows, units = x.shape[0], weight.shape[0] // unit
-    count = min(parts(), units)
-    starts = [units * part // count * unit for part in range(count + 1)]
-    pieces = [
-        call(name, jax.ShapeDtypeStruct((rows, end - start), dtype), x, weight, jnp.array([start], jnp.int32))
-        for start, end in pairwise(starts)
+def product_of_bytes(x: jax.Array, weight: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """x, quantized row by row to int8 as `quantize` does, times int8 weights; exact sums, times both scales."""
+    rows, size = x.shape
+    shapes = [
+        jax.ShapeDtypeStruct((rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32),
+        jax.ShapeDtypeStruct((rows, size), jnp.uint8),
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
     ]
-    return jnp.concatenate(pieces, axis=1)
+    y: jax.Array = call(register_bytes(str(x.dtype)), shapes, x, weight, scale)[0]
+    return y.astype(dtype)
 
 
-def _register_vector(dtype: str, whole: bool) -> str:
-    """Of int8 vectors if whole."""
-    make = _whole_handler if whole else partial(_handler, BITS[dtype])
-    return register(f"jengine_matrix_vector_{dtype}{'_whole' if whole else ''}", make)
+def product_by_tiles(x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """As `product` of bfloat16 by bfloat16, or with a scale as `product_of_bytes`, by AMX; of what `why_no_tiles` refuses nothing."""
+    rows, size = x.shape
+    shapes = [
+        jax.ShapeDtypeStruct((rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32),
+        jax.ShapeDtypeStruct((tiles.packed_bytes(rows, size, str(weight.dtype)),), jnp.uint8),
+    ]
+    if scale is not None:
+        shapes += [jax.ShapeDtypeStruct((rows, size), jnp.int8), jax.ShapeDtypeStruct((rows,), jnp.float32)]
+    y: jax.Array = call(register_tiles(str(x.dtype), scale is not None), shapes, x, weight, *([] if scale is None else [scale]))[0]
+    return y.astype(dtype)
 
 
-def _register_few(dtype: str) -> str:
-    return register(f"jengine_matrix_few_{dtype}", partial(_few_handler, dtype))
+def why_no_tiles(x: str, kind: str, outs: int) -> str | None:
+    """Why `product_by_tiles` cannot take these, or None."""
+    if (x, kind) != ("bfloat16", "bfloat16") and (x not in INPUTS or kind != "w8a8"):
+        return f"{x} by {kind}: tiles multiply bfloat16 by bfloat16, and bytes"
+    return f"outputs={outs}: at least {tiles.OUTS}" if outs < tiles.OUTS else None
 
 
-def _handler(stored: Any) -> Any:
-    itemsize, source = np.dtype(stored).itemsize, SOURCE
-
-    @handler
-    def matrix_vector_of_floats(frame: int) -> int:
-        if asked_for_version(frame, source):
-            return 0
-        size, start, _, outs = _shape(frame)
-        x = carray(pointer(argument(frame, 0)[0]), size, np.float32)
-        weight = carray(pointer(argument(frame, 1)[0] + start * size * itemsize), outs * size, stored)
-        out = carray(pointer(result(frame, 0)[0]), outs, np.float32)
-        for n in range(outs):
-            row = weight[n * size : (n + 1) * size]
-            total = np.float32(0)
-            for i in range(size):
-                total += x[i] * wide(row[i])
-            out[n] = total
-        return 0
-
-    return matrix_vector_of_floats
+def register_tiles(x: str, of_bytes: bool) -> str:
+    names = ("quantize", "pack", "multiply") if of_bytes else ("pack", "multiply")
+    kind = "w8a8" if of_bytes else "bfloat16"
+    return register(f"jengine_tiles_{x}_{kind}", lambda: native.compiled(tiles.tiles_module(native.host(), x, of_bytes=of_bytes), *names))
 
 
-def _few_handler(dtype: str) -> Any:
-    fetching, at_hand = make_block(dtype, AHEAD), make_block(dtype, 0)
-    stored, itemsize, source = BITS[dtype], np.dtype(BITS[dtype]).itemsize, SOURCE
-
-    @handler
-    def matrix_few_of(frame: int) -> int:
-        if asked_for_version(frame, source):
-            return 0
-        size, start, rows, outs = _shape(frame)
-        x = carray(pointer(argument(frame, 0)[0]), rows * size, stored)
-        weight = carray(pointer(argument(frame, 1)[0] + start * size * itemsize), outs * size, stored)
-        out = carray(pointer(result(frame, 0)[0]), rows * outs, np.float32)
-        for o in range(0, outs, OUTS):
-            fetching(x, 0, weight, o * size, out, o, outs, size)
-            for row in range(ROWS, rows, ROWS):
-                at_hand(x, row * size, weight, o * size, out, row * outs + o, outs, size)
-        return 0
-
-    return matrix_few_of
+def register_product(x: str, weight: str) -> str:
+    return register(f"jengine_product_{x}_{weight}", lambda: native.compiled(product_module(native.host(), x, weight), "multiply"))
 
 
-def _whole_handler() -> Any:
-    source = SOURCE
-
-    @handler
-    def matrix_vector_of_int8(frame: int) -> int:
-        if asked_for_version(frame, source):
-            return 0
-        size, start, _, outs = _shape(frame)
-        x = carray(pointer(argument(frame, 0)[0]), size, np.int8)
-        weight = carray(pointer(argument(frame, 1)[0] + start * size), outs * size, np.int8)
-        out = carray(pointer(result(frame, 0)[0]), outs, np.int32)
-        for n in range(outs):
-            row = weight[n * size : (n + 1) * size]
-            total = np.int32(0)
-            for i in range(size):
-                total += np.int32(np.int32(x[i]) * np.int32(row[i]))
-            out[n] = total
-        return 0
-
-    return matrix_vector_of_int8
+def register_bytes(x: str) -> str:
+    return register(f"jengine_product_{x}_w8a8", lambda: native.compiled(bytes_module(native.host(), x), "quantize", "multiply"))
 
 
-@inlined
-def _shape(frame: int) -> Any:
-    """Inputs; the first output of this part; rows; outputs of this part."""
-    start = carray(pointer(argument(frame, 2)[0]), 1, np.int32)[0]
-    rows, outs = words(result(frame, 0)[1], 2)
-    return words(argument(frame, 1)[1], 2)[1], np.int64(start), rows, outs
+def prepare(x: str, weight: str) -> None:
+    """Register what products of these dtypes call; nothing where they have no kernel.
+
+    Args:
+        weight: or "w8a8" or "fp8 inputs", where x is quantized too.
+    """
+    if tiles.permitted() and why_no_tiles(x, weight, tiles.OUTS) is None:
+        register_tiles(x, weight == "w8a8")
+    if x in INPUTS and weight == "w8a8":
+        register_bytes(x)
+    elif x in INPUTS and weight in (*WEIGHTS, "fp8 inputs"):
+        register_product(x, "float8_e4m3fn" if weight == "fp8 inputs" else weight)

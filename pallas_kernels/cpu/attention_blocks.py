@@ -1,0 +1,253 @@
+"""The inner parts of attention on a CPU: numbers brought to the form that products take, products, and a softmax's weights.
+
+Products multiply numbers of 32 bits: a float32, or a pair of bfloat16 where the processor multiplies pairs. A product's left
+side lies row by row, and one number at a time goes to all lanes; its right side lies so that a vector holds that number's
+counterparts for 16 columns. For scores that is the keys' transpose; for results pairs are two tokens' values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pallas_kernels.cpu.emit import BF16, F32, I8, I16, I32, I64
+from pallas_kernels.cpu.expressions import LANES, ROUNDING, Kernel, Value, Variable, vector
+from pallas_kernels.cpu.formats import SIZES
+
+SPAN = 64  # tokens of a block
+BYTES = 64  # of a vector
+LEAST, MASKED = -1e29, -1e30  # a row that has seen nothing yet: 2 ** (MASKED - LEAST) is 0, not NaN
+LOG2_E = float(np.log2(np.e))
+LARGEST_POWER = 126.0  # of two
+
+
+def _powers(degree: int) -> list[float]:
+    """(2 ** f - 1) / f for f in (-1/2, 1/2), a polynomial of one degree less."""
+    nodes = np.polynomial.chebyshev.chebpts1(degree) / 2
+    return [float(c) for c in np.polynomial.polynomial.polyfit(nodes, np.expm1(nodes * np.log(2)) / nodes, degree - 1)[::-1]]
+
+
+# 2 ** f for f in (-1/2, 1/2), by degree, highest power first: 1 + f * (a polynomial fitted at Chebyshev nodes), so that 2 ** 0 is 1
+POWERS = {degree: (*_powers(degree), 1.0) for degree in (4, 6)}  # relative errors of 7e-6 and 1e-8
+
+
+def numbers(code: Kernel, address: Value, stored: str, pairs: bool, count: int) -> Value:
+    """16 float32 or 32 bfloat16 from where numbers are stored, as 16 int32; 0 from the count-th on. uint8 are the bits of e4m3."""
+    total = 2 * LANES if pairs else LANES
+    kind = {"bfloat16": I16, "float32": F32, "int8": I8, "uint8": I8}[stored]
+    read = code.load_some(vector(kind, total), address, count)
+    if stored == "bfloat16":
+        return read.bits(vector(I32)) if pairs else read.unsigned_to(vector(I32)) << 16
+    if stored == "float32":
+        return read.bits(vector(I32))
+    wide = (read.to(vector(I32, total)).to(vector(F32, total))) if stored == "int8" else _of_e4m3(read, total)
+    return (wide.to(vector(BF16, total)) if pairs else wide).bits(vector(I32))
+
+
+def _of_e4m3(bits: Value, total: int) -> Value:
+    kind, real = vector(I32, total), vector(F32, total)
+    whole = bits.unsigned_to(kind)
+    size = (whole & 0x7F) << 20
+    small = (size | (121 << 23)).bits(real) - 2.0**-6  # the smallest normal number: what the next exponent adds to a subnormal one
+    magnitude = ((whole & 0x78).equals(0)).choose(small, (size + (120 << 23)).bits(real))
+    return (magnitude.bits(kind) | ((whole & 0x80) << 24)).bits(real)
+
+
+def rounded(code: Kernel, real: Value, pairs: bool) -> Value:
+    """16 float32 as bfloat16, to nearest even, in int16."""
+    if pairs:  # a processor that multiplies them has the conversion too
+        return real.to(vector(BF16)).bits(vector(I16))
+    bits = real.bits(vector(I32))
+    return ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).to(vector(I16))
+
+
+def power_of_two(code: Kernel, x: Value, degree: int = 6) -> Value:
+    """2 ** x for x up to LARGEST_POWER, 0 from -127 down; float32."""
+    x = x.most(-127.0)  # whose exponent's bits are those of 0
+    shifted = x + ROUNDING  # whose last bits are x, rounded
+    f = x - (shifted - ROUNDING)
+    first, *others = POWERS[degree]
+    y = code.constant(x.kind, first)
+    for c in others:
+        y = code.fma(y, f, code.constant(x.kind, c))
+    kind = vector(I32, x.kind.count) if hasattr(x.kind, "count") else I32
+    return (y.bits(kind) + (shifted.bits(kind) << 23)).bits(x.kind)
+
+
+def transposed(lines: list[Value]) -> list[Value]:
+    """A matrix of 16 vectors by 16 lanes, turned."""
+    step = 1
+    while step < LANES:
+        even = [lane + (LANES - step if lane & step else 0) for lane in range(LANES)]
+        odd = [lane + (LANES if lane & step else step) for lane in range(LANES)]
+        turned = list(lines)
+        for n in range(LANES):
+            if not n & step:
+                first, second = lines[n], lines[n + step]
+                turned[n], turned[n + step] = first.shuffled(second, even), first.shuffled(second, odd)
+        lines, step = turned, 2 * step
+    return lines
+
+
+@dataclass(frozen=True)
+class Product:
+    """A block of rows by vectors of columns, held in registers.
+
+    Attributes:
+        rows, columns: of the block; columns in vectors.
+        depth: numbers of 32 bits of each row.
+        pairs: they are two bfloat16 each, else float32.
+        left, right, out: bytes from one row to the next.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    pairs: bool
+    left: int
+    right: int
+    out: int
+
+    def write(self, code: Kernel, left: Value, right: Value, out: Value, factors: Value | None = None) -> None:
+        """The product from these addresses on; added to what is there times each row's factor (float32), if given."""
+
+        def column(base: Value, n: int) -> Value:
+            return base + n * BYTES
+
+        sums: list[Variable] = []
+        for row in range(self.rows):
+            factor = None if factors is None else code.load(F32, factors + row * 4).splat()
+            for n in range(self.columns):
+                first = code.constant(vector(F32), 0.0)
+                if factor is not None:
+                    first = code.load(vector(F32), column(out + row * self.out, n)) * factor
+                sums.append(code.variable(first))
+        with code.loop(0, self.depth) as k:
+            ours = [code.load(vector(F32), column(right + k * self.right, n)) for n in range(self.columns)]
+            for row in range(self.rows):
+                mine = code.load(F32, left + row * self.left + k * 4).splat()
+                for n, other in enumerate(ours):
+                    total = sums[row * self.columns + n]
+                    total.set((code.pairs if self.pairs else code.fma)(mine, other, total.get()))
+        for row in range(self.rows):
+            for n in range(self.columns):
+                code.store(sums[row * self.columns + n].get(), column(out + row * self.out, n))
+
+
+def pack_keys(code: Kernel, places: Value, later: Value, base: Value, to: Value, stored: str, head_dim: int, pairs: bool) -> None:
+    """Keys of SPAN tokens turned: to[depth][SPAN].
+
+    Args:
+        places: address of each token's number, int64 [SPAN], in an array of keys that begins at base.
+        later: the same of the tokens that are wanted next, which are on their way from memory from now on.
+    """
+    total, row = 2 * LANES if pairs else LANES, head_dim * SIZES[stored]
+    whole, rest = divmod(head_dim, total)
+
+    def turn(group: Value, line: Value | int, count: int) -> None:
+        start, lines = base + line * (total * SIZES[stored]), []
+        for n in range(LANES):
+            index = (group * LANES + n) * 8
+            lines.append(numbers(code, code.load(I64, places + index) * row + start, stored, pairs, count))
+            code.prefetch(code.load(I64, later + index) * row + start)
+        for n, turned in enumerate(transposed(lines)):
+            code.store(turned, to + (line * LANES + n) * (SPAN * 4) + group * BYTES)
+
+    with code.loop(0, SPAN // LANES) as group:
+        with code.loop(0, whole) as line:
+            turn(group, line, total)
+        if rest:
+            turn(group, whole, rest)
+
+
+def pack_values(
+    code: Kernel, places: Value, later: Value, base: Value, to: Value, stored: str, head_dim: int, pairs: bool, vectors: int
+) -> None:
+    """Values of SPAN tokens: to[SPAN][vectors], or pairs of two tokens' to[SPAN / 2][vectors]; lanes from head_dim on are 0."""
+    at_once, row = 2 if pairs else 1, head_dim * SIZES[stored]
+    total = 2 * LANES if pairs else LANES
+
+    with code.loop(0, SPAN // at_once) as k:
+        rows, next_rows = ([base + code.load(I64, all_ + (k * at_once + n) * 8) * row for n in range(at_once)] for all_ in (places, later))
+        for one in next_rows:
+            for at in range(0, row, BYTES):
+                code.prefetch(one + at)
+        line = to + k * (vectors * BYTES)
+        for first in range(0, vectors * LANES, total):
+            count = head_dim - first
+            if count <= 0:
+                code.store(code.constant(vector(I32), 0), line + first * 4)
+                continue
+            read = [numbers(code, one + first * SIZES[stored], stored, pairs, min(count, total)) for one in rows]
+            if not pairs:
+                code.store(read[0], line + first * 4)
+                continue
+            a, b = (one.bits(vector(I16, total)) for one in read)
+            for half in range(2):
+                lanes = [half * LANES + lane // 2 + (total if lane % 2 else 0) for lane in range(total)]
+                code.store(a.shuffled(b, lanes).bits(vector(I32)), line + first * 4 + half * BYTES)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Addresses and options of an online softmax's rows (Milakov and Gimelshein, 2018), in powers of two.
+
+    Attributes:
+        position: int32 [rows], of each row's query.
+        largest, factor: float32 [rows]: largest score so far; what former sums are multiplied by.
+        total: float32 [rows, 16]: sums of weights, lane by lane.
+        k_scale, v_scale: float32 [SPAN] of a quantized cache, or None.
+        window: int32 vector, tokens that a query sees.
+        scale: float32, above 0; what scores are multiplied by times log2(e), after the cap if there is one.
+        cap: float32; 0 is none.
+        twice: float32, 2 log2(e) scale / cap.
+    """
+
+    position: Value
+    largest: Value
+    factor: Value
+    total: Value
+    k_scale: Value | None
+    v_scale: Value | None
+    window: Value
+    scale: Value
+    cap: Value
+    twice: Value
+
+    def write(self, code: Kernel, row: Value, start: Value, scores: Value, weights: Value, pairs: bool) -> None:
+        """Scores of a row, float32 [SPAN] from the token start on, become weights, bfloat16 if pairs, else float32."""
+        vectors = range(SPAN // LANES)
+        kept = [code.variable(code.load(vector(F32), scores + n * BYTES)) for n in vectors]
+        if self.k_scale is not None:
+            for n in vectors:
+                kept[n].set(kept[n].get() * code.load(vector(F32), self.k_scale + n * BYTES))
+        with code.when(self.cap > 0.0):  # cap * tanh(s / cap)
+            for n in vectors:
+                double = power_of_two(code, (kept[n].get() * self.twice.splat()).least(LARGEST_POWER))
+                kept[n].set(self.cap.splat() * (1.0 - 2.0 / (double + 1.0)))
+        ahead = (code.load(I32, self.position + row * 4) - start.to(I32)).splat()  # of the block's first token
+        for n in vectors:
+            distance = ahead - code.constant(vector(I32), [n * LANES + lane for lane in range(LANES)])
+            kept[n].set(distance.below(self.window).choose(kept[n].get(), MASKED))
+        before = code.load(F32, self.largest + row * 4)
+        most = code.largest(_tree([one.get() for one in kept], Value.most)).most(before)
+        factor = power_of_two(code, (before - most) * self.scale)
+        code.store(most, self.largest + row * 4)
+        code.store(factor, self.factor + row * 4)
+        scale, less = self.scale.splat(), (0.0 - most * self.scale).splat()
+        own = [power_of_two(code, code.fma(one.get(), scale, less), 4 if pairs else 6) for one in kept]
+        total = self.total + row * BYTES
+        code.store(code.fma(code.load(vector(F32), total), factor.splat(), _tree([*own], Value.__add__)), total)
+        for n in vectors:
+            weight = own[n] if self.v_scale is None else own[n] * code.load(vector(F32), self.v_scale + n * BYTES)
+            if pairs:
+                code.store(rounded(code, weight, pairs), weights + n * BYTES // 2)
+            else:
+                code.store(weight, weights + n * BYTES)
+
+
+def _tree(values: list[Value], join: object) -> Value:
+    while len(values) > 1:
+        values = [join(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]  # type: ignore[operator]
+    return values[0]

@@ -1,0 +1,76 @@
+"""What a kernel of attention on a CPU is compiled for, and how it cuts its work there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pallas_kernels.cpu.expressions import LANES
+from pallas_kernels.cpu.formats import processor
+from pallas_kernels.cpu.native import Target
+
+ROWS = 96  # of an item, unless a query has more
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for.
+
+    Attributes:
+        stored: dtype of the pages; uint8 are the bits of float8_e4m3fn. The latter and int8 have scales.
+        inputs: dtype of queries and results, bfloat16 or float32.
+        head_dim, page_size: of the cache.
+        group: query heads that share a kv head.
+        rows: of an item, at most.
+        strip: rows that are multiplied at a time.
+        columns: vectors of columns that are multiplied at a time, 1, 2 or 4.
+        decode: each sequence has one query, its last token.
+        pair_keys, pair_values: keys, and weights and values, are multiplied as pairs of bfloat16, else as float32.
+    """
+
+    stored: str
+    inputs: str
+    head_dim: int
+    page_size: int
+    group: int
+    rows: int
+    strip: int
+    columns: int
+    decode: bool
+    pair_keys: bool
+    pair_values: bool
+
+    @property
+    def name(self) -> str:
+        how = "decode" if self.decode else "prefill"
+        return f"jengine_{how}_{self.stored}_{self.inputs}_{self.head_dim}_{self.page_size}_{self.group}"
+
+    @property
+    def quantized(self) -> bool:
+        return self.stored in ("int8", "uint8")
+
+    @property
+    def depth(self) -> int:
+        """Numbers of 32 bits of a query and a key."""
+        return -(-self.head_dim // (2 * LANES if self.pair_keys else LANES)) * LANES
+
+    @property
+    def vectors(self) -> int:
+        """Of a value, a multiple of `block`."""
+        least = -(-self.head_dim // LANES)
+        return least + least % 2 if self.columns > 1 or self.pair_values else least
+
+    @property
+    def block(self) -> int:
+        """Vectors of values that are multiplied at a time."""
+        return max(n for n in range(1, self.columns + 1) if self.vectors % n == 0)
+
+
+def form(target: Target, stored: str, inputs: str, head_dim: int, page_size: int, group: int, *, decode: bool) -> Form:
+    """What serves such a cache, and group query heads a kv head, on this processor."""
+    at = processor(target)
+    columns = 4 if at.lanes == LANES else 1
+    most = {16: 6, 8: 6}.get(at.lanes, 4 if target.architecture == "aarch64" else 2)  # sums stay in registers
+    strip = -(-group // -(-group // most)) if decode else most
+    pairs = at.pairs and target.architecture == "x86" and inputs == "bfloat16" and stored != "float32"
+    rows = group if decode else max(group, ROWS)
+    return Form(stored, inputs, head_dim, page_size, group, rows, strip, columns, decode, pairs, pairs and not decode)

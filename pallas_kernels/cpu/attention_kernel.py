@@ -1,0 +1,250 @@
+"""Attention on a CPU over pages, for tiles of queries and for single ones: blocks of rows by blocks of tokens, an online softmax.
+
+A row is one query head of one query; the rows of a kv head share what is read. An item is a block of rows: it visits blocks
+of tokens, brings their keys and values into the form that products take, once, and multiplies all of its rows, a strip at a time. Blocks
+of tokens begin at multiples of SPAN, so a row's sums do not depend on its tile, on other rows, or on how items are shared out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pallas_kernels.cpu.attention_blocks import (
+    BYTES,
+    LEAST,
+    LOG2_E,
+    SPAN,
+    Product,
+    Softmax,
+    numbers,
+    pack_keys,
+    pack_values,
+    rounded,
+)
+from pallas_kernels.cpu.attention_form import Form
+from pallas_kernels.cpu.emit import F32, I32, I64
+from pallas_kernels.cpu.expressions import LANES, Kernel, Value, vector
+from pallas_kernels.cpu.formats import SIZES
+
+
+def source(form: Form) -> str:
+    """A module with the kernel, a function of (frame, part, parts).
+
+    Its arguments are the queries [tiles, tile, heads, head_dim] (decode: [rows, heads, head_dim]), block tables, lengths, positions
+    (not in decode), options float32 [scale, cap or 0, window or 0], keys and their scales if any, values and their scales if any. Its
+    result is as the queries.
+    """
+    code = Kernel(form.name, 3)
+    frame, part, parts = code.arguments
+    given = _Arguments(code, frame, form)
+    item = _Item(code, form, given)
+    total = code.variable(code.whole(0))
+    for block in given.blocks():
+        total.set(total.get() + block.cost)
+    whole = total.get() * given.kv_heads
+    before = code.variable(code.whole(0))
+    for block in given.blocks():
+        with code.loop(0, given.kv_heads) as head:
+            mine = (before.get() * parts // whole).equals(part)
+            before.set(before.get() + block.cost)
+            with code.when(mine):
+                item.write(block, head)
+    return code.text()
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries of a tile, and what they see.
+
+    Attributes:
+        tile: its index.
+        first, count: of the queries in the tile.
+        real: how many are no padding, the first ones.
+        position: of the first.
+        oldest, end: tokens that some query sees.
+        cost: of an item, about in blocks of tokens.
+    """
+
+    tile: Value
+    first: Value
+    count: Value
+    real: Value
+    position: Value
+    oldest: Value
+    end: Value
+    cost: Value
+
+
+class _Arguments:
+    """Places and sizes of the arguments in XLA's call frame, and of the result."""
+
+    def __init__(self, code: Kernel, frame: Value, form: Form) -> None:
+        self.code, self.form = code, form
+        buffers, index = code.load(I64, frame + 9 * 8), iter(range(9))
+
+        def argument() -> tuple[Value, Value]:
+            buffer = code.load(I64, buffers + next(index) * 8)
+            return code.load(I64, buffer + 3 * 8), code.load(I64, buffer + 5 * 8)
+
+        self.q, q_shape = argument()
+        self.tables, table_shape = argument()
+        self.lengths, _ = argument()
+        self.positions = None if form.decode else argument()[0]
+        options, _ = argument()
+        self.keys, k_shape = argument()
+        self.k_scales = argument()[0] if form.quantized else None
+        self.values, _ = argument()
+        self.v_scales = argument()[0] if form.quantized else None
+        self.out = code.load(I64, code.load(I64, code.load(I64, frame + 14 * 8)) + 3 * 8)
+        self.tiles, self.width, self.kv_heads = (
+            code.load(I64, shape + n * 8) for shape, n in ((q_shape, 0), (table_shape, 1), (k_shape, 1))
+        )
+        self.tile = code.whole(1) if form.decode else code.load(I64, q_shape + 8)
+        self.heads = self.kv_heads * form.group
+        self.scale, self.cap, window = (code.load(F32, options + n * 4) for n in range(3))
+        self.windowed = window > 0.0
+        self.window = self.windowed.choose(window.to(I64), 2**31 - 1)
+
+    def blocks(self) -> Iterator[_Block]:
+        """Once: what the caller writes meanwhile is done for each block of queries."""
+        code, together = self.code, self.form.rows // self.form.group
+        count = (self.tile + (together - 1)) // together
+        size = (self.tile + count - 1) // count
+        with code.loop(0, self.tiles) as tile:
+            length = code.load(I32, self.lengths + tile * 4).to(I64)
+            if self.positions is None:
+                start, length = length - 1, length.least(1)
+            else:
+                start = code.load(I32, self.positions + tile * 4).to(I64)
+            with code.loop(0, count) as n:
+                first = n * size
+                own = (self.tile - first).least(size)
+                real, position = (length - first).most(0).least(own), start + first
+                oldest, end = self.windowed.choose((position + 1 - self.window).most(0), 0), position + real
+                cost = (real > 0).choose((end - oldest) // SPAN + 2, 1)
+                yield _Block(tile, first, own, real, position, oldest, end, cost)
+
+
+class _Item:
+    """A block of queries for one kv head, and the memory that it takes."""
+
+    def __init__(self, code: Kernel, form: Form, given: _Arguments) -> None:
+        self.code, self.form, self.given = code, form, given
+        self.row = form.head_dim * SIZES[form.inputs]  # bytes of a row of queries
+        self.depth, self.wide = SPAN // 2 if form.pair_values else SPAN, form.vectors * BYTES
+        rows = form.strip * -(-form.rows // form.strip)
+        self.places = code.memory(2 * SPAN * 8)  # of a block's tokens, and of the next's
+        self.q, self.sums = code.memory(rows * form.depth * 4), code.memory(rows * self.wide)
+        self.keys, self.values = code.memory(form.depth * SPAN * 4), code.memory(self.depth * self.wide)
+        self.scores, self.weights = (code.memory(form.strip * SPAN * 4) for _ in range(2))
+        scales = (code.memory(SPAN * 4), code.memory(SPAN * 4)) if form.quantized else (None, None)
+        scale, cap = given.scale, given.cap
+        self.softmax = Softmax(
+            position=code.memory(rows * 4),
+            largest=code.memory(rows * 4),
+            factor=code.memory(rows * 4),
+            total=code.memory(rows * BYTES),
+            k_scale=scales[0],
+            v_scale=scales[1],
+            window=given.window.to(I32).splat(),
+            scale=(cap > 0.0).choose(code.constant(F32, 1.0), scale) * LOG2_E,
+            cap=cap,
+            twice=scale / cap.most(1e-30) * (2 * LOG2_E),
+        )
+        self.of_scores = Product(form.strip, form.columns, form.depth, form.pair_keys, form.depth * 4, SPAN * 4, SPAN * 4)
+        self.of_values = Product(form.strip, form.block, self.depth, form.pair_values, self.depth * 4, self.wide, self.wide)
+
+    def write(self, block: _Block, head: Value) -> None:
+        code, given, group = self.code, self.given, self.form.group
+        base = ((block.tile * given.tile + block.first) * given.heads + head * group) * self.row
+        with code.loop(block.real, block.count) as query, code.loop(0, group) as member:
+            self._put(given.out + base + (query * given.heads + member) * self.row, None)
+        with code.when(block.real > 0):
+            rows = block.real * group
+            padded = (rows + (self.form.strip - 1)) // self.form.strip * self.form.strip
+            self._begin(block, given.q + base, padded)
+            self._visit(block, head, padded)
+            with code.loop(0, rows) as row:
+                self._put(given.out + base + (row // group * given.heads + row % group) * self.row, row)
+
+    def _begin(self, block: _Block, q: Value, rows: Value) -> None:
+        """Rows have seen nothing yet; those from the last real one on repeat the last query's."""
+        code, form, soft = self.code, self.form, self.softmax
+        size, at_once = SIZES[form.inputs], 2 * LANES if form.pair_keys else LANES
+        nothing = code.constant(vector(F32), 0.0)
+        with code.loop(0, rows) as row:
+            query = (row // form.group).least(block.real - 1)
+            code.store((block.position + query).to(I32), soft.position + row * 4)
+            code.store(code.constant(F32, LEAST), soft.largest + row * 4)
+            code.store(nothing, soft.total + row * BYTES)
+            at = q + (query * self.given.heads + row % form.group) * self.row
+            for line, first in enumerate(range(0, form.head_dim, at_once)):
+                count = min(form.head_dim - first, at_once)
+                code.store(
+                    numbers(code, at + first * size, form.inputs, form.pair_keys, count),
+                    self.q + row * (form.depth * 4) + line * BYTES,
+                )
+            for n in range(form.vectors):
+                code.store(nothing, self.sums + row * self.wide + n * BYTES)
+
+    def _visit(self, block: _Block, head: Value, rows: Value) -> None:
+        """Each block of tokens."""
+        code, form, given, soft = self.code, self.form, self.given, self.softmax
+        start = block.oldest // SPAN * SPAN
+        self._find(block, head, start)
+        with code.loop(start, block.end, SPAN) as first:
+            following, places = first + SPAN, self._places(first)
+            with code.when(following < block.end):
+                self._find(block, head, following)
+            later = (following < block.end).choose(self._places(following), places)
+            pack_keys(code, places, later, given.keys, self.keys, form.stored, form.head_dim, form.pair_keys)
+            pack_values(code, places, later, given.values, self.values, form.stored, form.head_dim, form.pair_values, form.vectors)
+            for to, scales in (soft.k_scale, given.k_scales), (soft.v_scale, given.v_scales):
+                if to is not None and scales is not None:
+                    with code.loop(0, SPAN, LANES) as lane:
+                        place = code.load(vector(I64), places + lane * 8)
+                        code.store(code.gather(vector(F32), scales, place), to + lane * 4)
+            seeing = (first - block.position).most(0) * form.group // form.strip * form.strip  # rows before it are of earlier queries
+            with code.loop(seeing, rows, form.strip) as row:
+                self._strip(row, first)
+
+    def _strip(self, row: Value, first: Value) -> None:
+        """Some rows of queries over the block of tokens from the first on."""
+        code, form = self.code, self.form
+        with code.loop(0, SPAN * 4, form.columns * BYTES) as column:
+            self.of_scores.write(code, self.q + row * (form.depth * 4), self.keys + column, self.scores + column)
+        with code.loop(0, form.strip) as n:
+            scores, weights = self.scores + n * (SPAN * 4), self.weights + n * (self.depth * 4)
+            self.softmax.write(code, row + n, first, scores, weights, form.pair_values)
+        with code.loop(0, self.wide, form.block * BYTES) as column:
+            to = self.sums + row * self.wide + column
+            self.of_values.write(code, self.weights, self.values + column, to, self.softmax.factor + row * 4)
+
+    def _places(self, first: Value) -> Value:
+        """Of the block of tokens from the first on."""
+        return self.places + first // SPAN % 2 * (SPAN * 8)
+
+    def _find(self, block: _Block, head: Value, first: Value) -> None:
+        """Where each token from the first on is; instead of one that no query sees, one that some query does."""
+        code, size = self.code, self.form.page_size
+        table, to = self.given.tables + block.tile * self.given.width * 4, self._places(first)
+        with code.loop(0, SPAN, LANES) as lane:
+            tokens = (first + lane).to(I32).splat() + code.constant(vector(I32), list(range(LANES)))
+            tokens = tokens.most(block.oldest.to(I32).splat()).least((block.end - 1).to(I32).splat())
+            pages = code.gather(vector(I32), table, tokens // size).to(vector(I64))
+            place = (pages * self.given.kv_heads.splat() + head.splat()) * size + (tokens % size).to(vector(I64))
+            code.store(place, to + lane * 8)
+
+    def _put(self, to: Value, row: Value | None) -> None:
+        """A row's result, or zeros."""
+        code, form = self.code, self.form
+        if row is not None:
+            total = code.sum(code.load(vector(F32), self.softmax.total + row * BYTES)).most(1e-30)
+            inverse = (1.0 / total).splat()
+        for at in range(0, form.head_dim, LANES):
+            real = code.constant(vector(F32), 0.0)
+            if row is not None:
+                real = code.load(vector(F32), self.sums + row * self.wide + at * 4) * inverse
+            stored = real if form.inputs == "float32" else rounded(code, real, form.pair_keys)
+            code.store_some(stored, to + at * SIZES[form.inputs], min(form.head_dim - at, LANES))

@@ -1,0 +1,77 @@
+"""Which form of a product this processor should take: by rule, or by a few milliseconds of measurement where the rule does not know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cpu import native, tiles
+from pallas_kernels.cpu.formats import Processor, processor
+from pallas_kernels.cpu.products import why_no_tiles
+from pallas_kernels.cpu.tiles import OUTS
+from pallas_kernels.products import INPUTS, ROW_CLASSES, WEIGHTS, form_key, product, using
+from pallas_kernels.quantized import quantize
+
+MANY = 256  # rows that stand for a prompt
+REPEATS = 5
+CLEARLY = 0.9  # of the time of the form that comes first: a choice that noise turns would compile everything again
+
+
+def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
+    """Forms among which this processor's measurement decides; the first counts where they are alike.
+
+    XLA converts 8-bit weights in a pass of its own, and one row costs it ten times as much as the kernel. With tiles (AMX) it may be ahead
+    from two rows on; without, in prompts.
+    """
+    if rows == 1 or kind not in (*INPUTS, "w8a8"):
+        return ("kernel",)
+    by_tiles = ("amx",) if at.tiles and why_no_tiles(x, kind, OUTS) is None else ()
+    if rows <= ROW_CLASSES[-1] and not by_tiles:
+        return ("kernel",)
+    return ("kernel", *by_tiles, "xla")
+
+
+def forms(x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[str, str]) -> dict[str, str]:
+    """By `form_key`, for every number of rows.
+
+    Args:
+        x: dtype of activations; kinds: of weights, as `products.kind_of` says.
+        shape: [out, in] of the weight that is measured.
+        known: of an earlier measurement.
+    """
+    if x not in INPUTS:
+        return {}
+    at, found = processor(native.host()), {}
+    at = at if tiles.permitted() else replace(at, tiles=False)
+    for kind in kinds:
+        if kind not in (*WEIGHTS, "w8a8", "fp8 inputs"):
+            continue
+        for rows in (1, *(most // 2 for most in ROW_CLASSES[1:]), MANY):
+            key, able = form_key(rows, x, kind), candidates(at, x, kind, rows)
+            if len(able) == 1 or known.get(key) not in able:
+                found[key] = able[0] if len(able) == 1 else _fastest(able, rows, x, kind, shape)
+            else:
+                found[key] = known[key]
+    return found
+
+
+def _fastest(able: Sequence[str], rows: int, x: str, kind: str, shape: tuple[int, int]) -> str:
+    """Alternately measured, each at its best."""
+    inputs, weight = jnp.ones((rows, shape[1]), x), jnp.ones(shape, x if kind == "w8a8" else kind)
+    args: tuple[Any, Any] = (inputs, quantize(weight, "int8", inputs=True) if kind == "w8a8" else weight)
+    programs = {}
+    for form in able:
+        with using({form_key(rows, x, kind): form}):
+            programs[form] = jax.jit(lambda x, weight: product(x, weight)).lower(*args).compile()
+    least = dict.fromkeys(able, float("inf"))
+    for _ in range(REPEATS):
+        for form, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*args))
+            least[form] = min(least[form], time.perf_counter() - start)
+    return min(able, key=lambda form: least[form] * (CLEARLY if form == able[0] else 1))

@@ -1,0 +1,75 @@
+"""One call from XLA, computed by all cores: the caller and threads of XLA's own pool take its parts.
+
+By itself XLA gives other threads work only where more than eight operations wait. Here a caller publishes a job, a function of (frame,
+part, parts), asks XLA's pool for helpers, takes parts as they do, and returns when all are done. Nobody waits for a helper
+that has not begun, nor for a turn: a caller that finds another one's job under way computes alone. Threads of our own would do it too,
+but they fight with those of XLA, which go on looking for work after each of its operations: a step took up to half as long again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+from functools import cache
+from pathlib import Path
+
+from pallas_kernels.cpu import native
+
+PAUSE = {"x86": "@llvm.x86.sse2.pause()", "aarch64": "@llvm.aarch64.isb(i32 15)"}  # of a thread that waits for another
+PARTS = 8  # a thread: one that lost its core for a while leaves the rest to others
+
+_lock = threading.Lock()
+_limit: int | None = None
+
+
+def threads() -> int:
+    """How many compute: a caller and its helpers, of which XLA's pool has as many as there are cores or NPROC says."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = os.environ.get("NPROC", "")
+    return min(cores, _limit or cores, int(pool) if pool.isdecimal() and int(pool) else cores)
+
+
+def parts() -> int:
+    """Into how many parts kernels cut their work."""
+    return 1 if threads() == 1 else PARTS * threads()
+
+
+def limit(count: int | None) -> None:
+    """Let at most this many threads compute a call, in all of the process; None: one a core.
+
+    Raises:
+        ValueError: count is not positive.
+    """
+    global _limit
+    if count is not None and count < 1:
+        raise ValueError(f"count={count}: at least 1")
+    _limit = count
+    runner()
+
+
+def runner() -> int:
+    """The address of void run(function, frame, parts), words of eight bytes; frame is XLA's."""
+    with _lock:
+        code = _code()
+        ctypes.CFUNCTYPE(None, ctypes.c_int64)(code["limit"])(threads() - 1)
+        return code["run"]
+
+
+def source(target: native.Target) -> str:
+    """The module's text."""
+    text = Path(__file__).with_suffix(".ll").read_text()
+    pause = PAUSE.get(target.architecture)
+    declared = f"declare void {re.sub(r'i32 [0-9]+', 'i32', pause)}\n" if pause else ""
+    return text + declared + f"define internal void @pause() alwaysinline {{ {f'call void {pause} ' if pause else ''}ret void }}\n"
+
+
+@cache
+def _code() -> dict[str, int]:
+    """Addresses of the functions in team.ll."""
+    names = "limit", "forget", "run"
+    code = dict(zip(names, native.compiled(source(native.host()), *names), strict=True))
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=ctypes.CFUNCTYPE(None)(code["forget"]))
+    return code

@@ -1,0 +1,235 @@
+"""A CPU's attention, called by XLA, against the float32 reference."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import dispatch, reference
+from pallas_kernels.cpu import attention, calls, native, team
+from pallas_kernels.cpu.attention import paged_attention_decode, paged_attention_prefill
+from pallas_kernels.cpu.attention_blocks import BYTES, power_of_two
+from pallas_kernels.cpu.attention_form import form
+from pallas_kernels.cpu.attention_kernel import source
+from pallas_kernels.cpu.emit import F32
+from pallas_kernels.cpu.expressions import LANES, Kernel, vector
+from tests.kernels.interpreted import Cache, cache, only_what_is_seen
+from tests.kernels.test_attention_decode import BOTH, CAP, PLAIN, WINDOW, Ways, eight_bits
+from tests.kernels.test_masked import SETS, X86, runs_here
+
+BEHIND = 0  # page that tables name behind windows
+
+
+class Case(NamedTuple):
+    head_dim: int
+    kv_heads: int
+    group: int
+    page_size: int
+    dtype: str
+    kind: str | None
+    ways: Ways
+
+
+CASES = [
+    Case(64, 4, 3, 16, "bfloat16", None, PLAIN),
+    Case(128, 2, 4, 16, "bfloat16", None, BOTH),
+    Case(24, 3, 2, 4, "float32", None, BOTH),
+    Case(64, 2, 4, 16, "bfloat16", "int8", BOTH),
+    Case(80, 1, 7, 24, "float32", "float8_e4m3fn", CAP),
+    pytest.param(Case(256, 2, 1, 16, "bfloat16", None, WINDOW), marks=pytest.mark.full),
+    pytest.param(Case(24, 1, 8, 32, "float32", "int8", WINDOW), marks=pytest.mark.full),
+    pytest.param(Case(24, 2, 3, 16, "bfloat16", "float8_e4m3fn", PLAIN), marks=pytest.mark.full),
+]
+ANY = st.builds(
+    Case,
+    head_dim=st.sampled_from([8, 24, 40, 64, 80, 96, 128]),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 8),
+    page_size=st.sampled_from([8, 16, 20, 64]),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    kind=st.sampled_from([None, "int8", "float8_e4m3fn"]),
+    ways=st.sampled_from([PLAIN, CAP, WINDOW, BOTH, {"scale": 0.2, "window": 1}]),
+)
+
+
+def pages(case: Case, oldest: Any, ends: Any) -> tuple[Cache, Cache, Cache]:
+    """All that rows hold; with NaN for what none of a row's queries sees; the latter in float32, with zeros for NaN."""
+    width = max(-(-max(ends) // case.page_size), 1)
+    whole = cache(ends, width, case.kv_heads, case.page_size, case.head_dim, case.dtype, seed=case.group)
+    seen = only_what_is_seen(whole, oldest, ends, case.ways.get("window"), behind=BEHIND)
+    if case.kind is None:
+        return whole, seen, seen.clean()
+    return eight_bits(whole, case.kind)[0], *eight_bits(seen, case.kind)
+
+
+def queries(case: Case, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(7), (*shape, case.kv_heads * case.group, case.head_dim)).astype(case.dtype)
+
+
+def assert_near(got: np.ndarray, want: np.ndarray, allowed: np.ndarray | float) -> None:
+    assert (np.abs(got - want) <= allowed).all(), np.abs(got - want).max()  # false where got is NaN
+
+
+def check_decode(case: Case, lengths: list[int]) -> None:
+    whole, seen, clean = pages(case, np.array(lengths) - 1, lengths)
+    q = queries(case, len(lengths))
+    run = jax.jit(partial(paged_attention_decode, **case.ways))
+    got = np.asarray(run(q, *seen), np.float32)
+    np.testing.assert_array_equal(got, np.asarray(run(q, *whole), np.float32))
+    want = np.asarray(reference.paged_attention_decode(q.astype(jnp.float32), *clean, **case.ways))
+    rounding = float(jnp.finfo(case.dtype).eps) / 2 if case.dtype == "bfloat16" else 0  # of the result alone
+    empty = np.array(lengths) == 0
+    assert_near(got[~empty], want[~empty], 1.01 * rounding * np.abs(want[~empty]) + 1e-5)
+    assert not got[empty].any()
+
+
+def check_prefill(case: Case, tile: int, positions: list[int], lengths: list[int]) -> None:
+    ends = [position + length if length else 0 for position, length in zip(positions, lengths, strict=True)]
+    whole, seen, clean = pages(case, positions, ends)
+    where = jnp.array(positions, jnp.int32), jnp.array(lengths, jnp.int32)
+    q = queries(case, len(lengths), tile)
+    real = np.arange(tile) < np.array(lengths)[:, None]
+    q = jnp.where(real[..., None, None], q, jnp.nan)
+    run = jax.jit(partial(paged_attention_prefill, **case.ways))
+    got = np.asarray(run(q, *seen[:3], *where), np.float32)
+    np.testing.assert_array_equal(got, np.asarray(run(q, *whole[:3], *where), np.float32))
+    args = jnp.nan_to_num(q.astype(jnp.float32)), *clean[:3], *where
+    want = np.asarray(reference.paged_attention_prefill(*args, **case.ways))
+    rounding = float(jnp.finfo(case.dtype).eps) / 2 if case.dtype == "bfloat16" else 0  # of each weight, and of the result
+    assert_near(got[real], want[real], 1.05 * rounding * (np.abs(want[real]) + float(jnp.abs(clean.v).max())) + 1e-5)
+    assert not got[~real].any()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decode_meets_the_reference(case: Case) -> None:
+    """Numbers and scales of tokens that no query sees are NaN; those behind its window change no bit."""
+    check_decode(case, [1, case.page_size - 1, 0, case.page_size, case.page_size + 1, 320, 129])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prefill_meets_the_reference(case: Case) -> None:
+    """Padding queries are NaN too; their results are zeros."""
+    check_prefill(case, 40, [0, case.page_size - 1, 0, 250, 64, 30], [40, 20, 0, 40, 1, 39])
+
+
+EXAMPLES = pytest.mark.parametrize("examples", [5, pytest.param(60, marks=pytest.mark.full)])
+
+
+@EXAMPLES
+def test_decode_of_any_shape(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(ANY, st.lists(st.integers(0, 200), min_size=3, max_size=3))
+    def check(case: Case, lengths: list[int]) -> None:
+        check_decode(case, [*lengths, 1])
+
+    check()
+
+
+@EXAMPLES
+def test_prefill_of_any_shape(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(ANY, st.integers(1, 70), st.lists(st.tuples(st.integers(0, 150), st.integers(0, 70)), min_size=3, max_size=3))
+    def check(case: Case, tile: int, tiles: list[tuple[int, int]]) -> None:
+        check_prefill(case, tile, [position for position, _ in tiles], [min(length, tile) for _, length in tiles])
+
+    check()
+
+
+def test_more_query_heads_than_rows_of_an_item() -> None:
+    case = Case(8, 1, 100, 8, "float32", None, PLAIN)
+    check_prefill(case, 3, [5, 0], [3, 2])
+    check_decode(case, [9, 3])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bits_depend_on_no_other_row_on_no_tile_and_on_no_number_of_threads(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(64, 2, 3, 16, dtype, None, {"scale": 0.2, "window": 90})
+    paged = cache([9, 230], 15, 2, 16, 64, dtype, seed=1)
+    table, length = paged.tables[1:], 230
+    q = queries(case, 1, length)
+
+    def prefill(starts: list[int], tile: int) -> np.ndarray:
+        tiles = jnp.concatenate([jnp.pad(q[:, start : start + tile], ((0, 0), (0, max(0, start + tile - length)), *[(0, 0)] * 2))
+                                 for start in starts])  # fmt: skip
+        lengths = jnp.array([min(tile, length - start) for start in starts], jnp.int32)
+        run = jax.jit(partial(paged_attention_prefill, **case.ways))
+        got = run(tiles, paged.k, paged.v, jnp.repeat(table, len(starts), 0), jnp.array(starts, jnp.int32), lengths)
+        return np.asarray(got, np.float32).reshape(-1, *q.shape[2:])[:length]
+
+    def decode(rows: list[int]) -> np.ndarray:
+        run = jax.jit(partial(paged_attention_decode, **case.ways))
+        got = run(q[0, jnp.array(rows)], paged.k, paged.v, jnp.repeat(table, len(rows), 0), jnp.array(rows, jnp.int32) + 1)
+        return np.asarray(got, np.float32)
+
+    whole, some, alone = prefill([0], length), decode([3, 150, 229, 70]), decode([229])
+    np.testing.assert_array_equal(prefill(list(range(0, length, 32)), 32), whole)
+    np.testing.assert_array_equal(prefill(list(range(0, length, 50)), 50), whole)
+    np.testing.assert_array_equal(some[2:3], alone)
+    for count in 1, 5, 64:
+        monkeypatch.setattr(team, "parts", lambda count=count: count)
+        monkeypatch.setattr(attention, "register", lambda name, make, count=count: calls.register(f"{name}_of_{count}", make))
+        jax.clear_caches()
+        np.testing.assert_array_equal(prefill(list(range(0, length, 32)), 32), whole)
+        np.testing.assert_array_equal(decode([3, 150, 229, 70]), some)
+
+
+def test_a_cpu_takes_it() -> None:
+    case = Case(16, 2, 2, 16, "float32", None, PLAIN)
+    paged = cache([5, 20], 2, 2, 16, 16, "float32", seed=0)
+    where = paged.tables, jnp.array([0, 16], jnp.int32), jnp.array([5, 4], jnp.int32)
+    run = jax.jit(partial(dispatch.paged_attention_prefill, scale=0.2))
+    compiled = run.lower(queries(case, 2, 8), paged.k, paged.v, *where).compile().as_text()
+    assert "jengine_prefill" in compiled and "while" not in compiled
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("decode", [False, True])
+def test_no_instruction_is_compiled_that_a_processor_lacks(name: str, decode: bool) -> None:
+    triple, features, plain, _, lacking = SETS[name]
+    target = native.Target(triple, features=features)
+    for stored, inputs in (("bfloat16", "bfloat16"), ("float32", "float32"), ("uint8", "bfloat16")):
+        text = native.assembly(source(form(target, stored, inputs, 80, 16, 3, decode=decode)), target)
+        code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith((".", "#", "//")))
+        assert not re.search(lacking, code)
+        assert not re.search(r"^\s*(call\w*|bl)\s", code, re.MULTILINE)  # of a library that may not be there
+        assert stored != "bfloat16" or triple != X86 or re.search(plain, code)
+
+
+@pytest.mark.parametrize("name", ["sse2", "avx2", "avx512"])
+def test_results_without_features(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    triple, features, *_ = SETS[name]
+    target = native.Target(triple, features=features)
+    if not runs_here(target):
+        pytest.skip(f"this processor lacks {name}")
+    monkeypatch.setattr(native, "host", lambda: target)
+    monkeypatch.setattr(attention, "register", lambda known, make: calls.register(f"{known}_{name}", make))
+    jax.clear_caches()
+    check_decode(Case(40, 2, 3, 16, "bfloat16", None, BOTH), [1, 0, 100, 65])
+    check_prefill(Case(40, 2, 3, 16, "bfloat16", "int8", PLAIN), 40, [0, 70, 0, 1], [40, 21, 0, 9])
+
+
+def test_powers_of_two() -> None:
+    code = Kernel("powers", 2)
+    source, count = code.arguments
+    for degree in 4, 6:
+        with code.loop(0, count) as n:
+            place = source + (count * (degree // 6) + n) * BYTES
+            code.store(power_of_two(code, code.load(vector(F32), place), degree), place)
+    (address,) = native.compiled(code.text(), "powers")
+    x = np.concatenate([np.linspace(-126, 126, LANES * 1000 - 8), np.arange(-3, 3), [-1e30, -127.0]]).astype(np.float32)
+    got = np.concatenate([x, x])
+    ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(address)(got.ctypes.data, x.size // LANES)
+    want = np.exp2(x.astype(np.float64))
+    np.testing.assert_allclose(got[: x.size], want, rtol=8e-6, atol=1e-38)
+    np.testing.assert_allclose(got[x.size :], want, rtol=2e-7, atol=1e-38)
+    assert (got.reshape(2, -1)[:, -2:] == 0).all()
+    assert (got.reshape(2, -1)[:, -8:-2] == [0.125, 0.25, 0.5, 1, 2, 4]).all()

@@ -1,0 +1,153 @@
+"""Products on a CPU: every form against exact sums, on shapes that no block divides."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import products
+from pallas_kernels.products import INPUTS, ROW_CLASSES, WEIGHTS, form_key, product, using
+from pallas_kernels.quantized import Quantized, dequantize, quantize
+
+ROOT = Path(__file__).parents[2]
+KINDS = (*WEIGHTS, "w8a8", "fp8 inputs")
+shapes = st.tuples(st.integers(1, 80), st.integers(1, 300), st.one_of(st.integers(1, 9), st.integers(10, 150)))  # rows, inputs, outputs
+few = settings(max_examples=3, deadline=None, phases=[Phase.generate])  # each is compiled
+
+
+def arrays(rows: int, size: int, outs: int, x: str, kind: str) -> tuple[jax.Array, Any]:
+    inputs, weight = (jax.random.normal(jax.random.key(n), (count, size)) for n, count in ((rows, rows), (outs, outs)))
+    if kind in INPUTS:
+        return inputs.astype(x), weight.astype(kind)
+    stored = "float8_e4m3fn" if kind in ("float8_e4m3fn", "fp8 inputs") else "int8"
+    return inputs.astype(x), quantize(weight, stored, inputs=kind in ("w8a8", "fp8 inputs"))
+
+
+def exact(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
+    """float64, of the numbers as they are multiplied."""
+    if isinstance(weight, Quantized):
+        if weight.inputs:
+            x = dequantize(jax.jit(lambda x: quantize(x.astype(jnp.float32), weight.kind))(x))
+        return (
+            np.asarray(x, np.float64)
+            @ (np.asarray(weight.values.astype(jnp.float32), np.float64) * np.asarray(weight.scale, np.float64)[:, None]).T
+        )
+    return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+
+
+def in_form(form: str, x: jax.Array, weight: Any, dtype: str) -> np.ndarray[Any, Any]:
+    with using({form_key(x.shape[0], str(x.dtype), kind): form for kind in KINDS}):
+        lowered = jax.jit(lambda x, weight: product(x, weight, dtype)).lower(x, weight)
+    assert ("jengine_product" in lowered.as_text()) == (form == "kernel")
+    got = lowered.compile()(x, weight)
+    assert got.dtype == dtype
+    return np.asarray(got, np.float64)
+
+
+@pytest.mark.parametrize(
+    ("form", "x_dtype", "kind"),
+    [*(("kernel", x, kind) for x in INPUTS for kind in KINDS), *(("xla", *both) for both in zip([*INPUTS] * 3, KINDS, strict=True))],
+)
+@few
+@given(shape=shapes, dtype=st.sampled_from(INPUTS))
+def test_every_form_is_the_exact_product(form: str, kind: str, x_dtype: str, shape: tuple[int, int, int], dtype: str) -> None:
+    x, weight = arrays(*shape, x_dtype, kind)
+    want = exact(x, weight)
+    got = in_form(form, x, weight, dtype)
+    converted = form == "xla" and "bfloat16" in (x_dtype, kind)  # where XLA may round weights, or sums, on their way
+    rounding = 2.0**-8 if dtype == "bfloat16" or converted else 0
+    assert (np.abs(got - want) <= rounding * np.abs(want) + (1e-2 if converted else 2e-6) * np.abs(want).max() + 1e-9).all()
+
+
+@pytest.mark.parametrize("x_dtype", INPUTS)
+@few
+@given(shape=shapes)
+def test_bytes_are_those_of_xla_to_the_last_bit(x_dtype: str, shape: tuple[int, int, int]) -> None:
+    x, weight = arrays(*shape, x_dtype, "w8a8")
+    np.testing.assert_array_equal(in_form("kernel", x, weight, "float32"), in_form("xla", x, weight, "float32"))
+
+
+@pytest.mark.parametrize("kind", [*WEIGHTS, "w8a8"])
+def test_a_row_is_the_same_alone_and_among_others(kind: str) -> None:
+    x, weight = arrays(31, 200, 37, "bfloat16", kind)
+    every = in_form("kernel", x, weight, "float32")
+    for first, end in ((0, 1), (3, 5), (7, 15), (2, 31)):
+        np.testing.assert_array_equal(in_form("kernel", x[first:end], weight, "float32"), every[first:end])
+
+
+def test_large_sums_of_bytes_are_exact() -> None:
+    x, weight = jnp.ones((3, 5000)), Quantized(jnp.full((5, 5000), -127, jnp.int8), jnp.ones(5), inputs=True)
+    scale = np.float32(1) * np.float32(1 / 127)
+    np.testing.assert_array_equal(in_form("kernel", x, weight, "float32"), np.float32(-127 * 127 * 5000) * scale)
+
+
+def test_every_number_of_e4m3() -> None:
+    bits = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])  # NaN
+    values = jax.lax.bitcast_convert_type(jnp.asarray(bits)[:, None], jnp.float8_e4m3fn)
+    weight = Quantized(values, jnp.ones(254), kind="float8_e4m3fn")
+    for rows in (1, 9):
+        got = in_form("kernel", jnp.ones((rows, 1)), weight, "float32")
+        np.testing.assert_array_equal(got, np.tile(np.asarray(values.astype(jnp.float32))[:, 0], (rows, 1)))
+
+
+@pytest.mark.parametrize("dtype", INPUTS)
+def test_results_are_rounded_to_nearest_even(dtype: str) -> None:
+    """Ties, the largest numbers, infinities and NaN."""
+    numbers = jnp.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20, 3.3961e38, -jnp.inf, jnp.nan, -0.0], jnp.float32)
+    got = in_form("kernel", jnp.ones((1, 1)), numbers[:, None], dtype)
+    np.testing.assert_array_equal(got[0], np.asarray(numbers.astype(dtype), np.float64))
+
+
+def test_rows_share_a_form_by_class() -> None:
+    assert form_key(2, "bfloat16", "w8a8") == form_key(16, "bfloat16", "w8a8") == "bfloat16 * w8a8, 16 rows"
+    assert len({form_key(rows, "float32", "float32") for rows in range(1, 2 * ROW_CLASSES[-1])}) == len(ROW_CLASSES) + 1
+
+
+def test_other_dtypes_and_devices_are_left_to_xla() -> None:
+    half = jnp.ones((2, 8), jnp.float16)
+    assert "jengine" not in jax.jit(product).lower(half, half).as_text()
+    x, weight = arrays(4, 96, 64, "float32", "w8a8")
+    assert "jengine" not in jax.jit(product).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text()
+
+
+SAVED = """
+import json, pickle, sys
+import jax, jax.numpy as jnp
+from jax.experimental import serialize_executable
+from pallas_kernels import products
+x, w = jnp.arange(8.0)[None], jnp.ones((4, 8))
+if sys.argv[1] == "save":
+    program = jax.jit(products.product).lower(x, w).compile()
+    open(sys.argv[2], "wb").write(pickle.dumps(serialize_executable.serialize(program)))
+else:
+    products.prepare(w)
+    program = serialize_executable.deserialize_and_load(*pickle.loads(open(sys.argv[2], "rb").read()))
+    print(json.dumps(program(x, w).tolist()))
+"""
+
+
+def test_a_saved_program_finds_its_kernels(tmp_path: Path) -> None:
+    for what in ("save", "load"):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", SAVED, what, str(tmp_path / "program")], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[28.0] * 4]
+
+
+def test_without_numba_xla_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "cpu_refused", lambda: "numba is not installed")
+    weight = quantize(jnp.ones((4, 8)), "int8")
+    assert "jengine" not in jax.jit(products.product).lower(jnp.ones((1, 8)), dequantize(weight)).as_text()
+    assert "jengine" not in jax.jit(products.product).lower(jnp.ones((1, 8)), weight).as_text()
+    products.prepare(weight)

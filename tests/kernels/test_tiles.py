@@ -1,0 +1,158 @@
+"""Products by AMX: the same code with tiles that are emulated, and what the compiler makes of it for a processor that has them."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import products as forms
+from pallas_kernels.cpu import calls, choice, native, products, tiles
+from pallas_kernels.cpu.formats import processor
+from pallas_kernels.products import form_key, product, using
+from pallas_kernels.quantized import quantize
+
+AMX = "+sse2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512bf16,+avx512vnni,+amx-tile,+amx-bf16,+amx-int8"
+SAPPHIRE_RAPIDS = native.Target("x86_64-unknown-linux-gnu", "sapphirerapids", AMX)
+
+
+class Tiles:
+    """Eight registers of 16 rows by 64 bytes, as LLVM's intrinsics see them; each thread has its own."""
+
+    def __init__(self) -> None:
+        self.configs: dict[int, bytes] = {}
+        self.of_threads: dict[int, np.ndarray[Any, Any]] = {}
+
+    @property
+    def registers(self) -> np.ndarray[Any, Any]:
+        return self.of_threads.setdefault(threading.get_ident(), np.zeros((8, 16, 64), np.uint8))
+
+    def configure(self, place: int) -> None:
+        config = self.configs[threading.get_ident()] = ctypes.string_at(place, 64)
+        assert config[0] == 1 and set(config[48:56]) == {16} and set(config[16:32:2]) == {64}
+        self.registers[:] = 0
+
+    def load(self, register: int, place: int, stride: int) -> None:
+        assert threading.get_ident() in self.configs
+        for row in range(16):
+            self.registers[register, row] = np.frombuffer(ctypes.string_at(place + row * stride, 64), np.uint8)
+
+    def store(self, register: int, place: int, stride: int) -> None:
+        for row in range(16):
+            ctypes.memmove(place + row * stride, self.registers[register, row].tobytes(), 64)
+
+    def zero(self, register: int) -> None:
+        assert threading.get_ident() in self.configs
+        self.registers[register] = 0
+
+    def dot_pairs(self, into: int, left: int, right: int) -> None:
+        a, b = ((self.registers[n].view(np.uint16).astype(np.uint32) << 16).view(np.float32) for n in (left, right))
+        b = b.reshape(16, 16, 2).transpose(0, 2, 1).reshape(32, 16)
+        self.registers[into] = (self.registers[into].view(np.float32) + a @ b).astype(np.float32).view(np.uint8)
+
+    def dot_bytes(self, into: int, left: int, right: int) -> None:
+        a, b = (self.registers[n].view(np.int8).astype(np.int32) for n in (left, right))
+        b = b.reshape(16, 16, 4).transpose(0, 2, 1).reshape(64, 16)
+        self.registers[into] = (self.registers[into].view(np.int32) + a @ b).view(np.uint8)
+
+    def release(self) -> None:
+        del self.configs[threading.get_ident()]
+
+
+HELD = Tiles()
+I8, I64, PTR = ctypes.c_uint8, ctypes.c_int64, ctypes.c_void_p
+INTRINSICS: dict[str, tuple[Any, ...]] = {
+    "ldtilecfg": (HELD.configure, PTR),
+    "tileloadd64": (HELD.load, I8, PTR, I64),
+    "tilestored64": (HELD.store, I8, PTR, I64),
+    "tilezero": (HELD.zero, I8),
+    "tdpbf16ps": (HELD.dot_pairs, I8, I8, I8),
+    "tdpbssd": (HELD.dot_bytes, I8, I8, I8),
+    "tilerelease": (HELD.release,),
+}
+CALLBACKS = {name: ctypes.CFUNCTYPE(None, *kinds)(function) for name, (function, *kinds) in INTRINSICS.items()}
+
+
+def emulated(text: str) -> str:
+    """A module that calls Python for what this processor lacks."""
+    for name, callback in CALLBACKS.items():
+        kinds = {I8: "i8", I64: "i64", PTR: "ptr"}
+        args = ", ".join(f"{kinds[kind]} %a{n}" for n, kind in enumerate(INTRINSICS[name][1:]))
+        text = re.sub(rf'declare void @"llvm\.x86\.{name}"\([^)]*\)', "", text).replace(f'@"llvm.x86.{name}"', f"@emulated_{name}")
+        address = ctypes.cast(callback, ctypes.c_void_p).value
+        text += f"\ndefine void @emulated_{name}({args}) {{ call void inttoptr (i64 {address} to ptr)({args})\n ret void }}\n"
+    return text
+
+
+@pytest.fixture
+def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tiles.tiles_module
+    monkeypatch.setattr(tiles, "tiles_module", lambda *args, **how: emulated(made(*args, **how)))
+    monkeypatch.setattr(products, "register", lambda name, make: calls.register(f"{name}_emulated", make))
+
+
+@pytest.mark.parametrize(("x_dtype", "kind"), [("bfloat16", "bfloat16"), ("bfloat16", "w8a8"), ("float32", "w8a8")])
+@pytest.mark.parametrize("shape", [(1, 32, 32), (17, 100, 45), (16, 31, 33), (50, 130, 64)])
+def test_the_product(x_dtype: str, kind: str, shape: tuple[int, int, int], with_tiles: None) -> None:
+    rows, size, outs = shape
+    x, plain = (jax.random.normal(jax.random.key(n), (n, size)) for n in (rows, outs))
+    weight: Any = quantize(plain, "int8", inputs=True) if kind == "w8a8" else plain.astype(kind)
+    x = x.astype(x_dtype)
+    for dtype in ("float32", "bfloat16"):
+        got = {}
+        for form in ("amx", "xla"):
+            with using({form_key(rows, x_dtype, kind): form}):
+                lowered = jax.jit(lambda x, w: product(x, w, dtype)).lower(x, weight)  # noqa: B023
+            assert ("jengine_tiles" in lowered.as_text()) == (form == "amx")
+            got[form] = np.asarray(lowered.compile()(x, weight), np.float64)
+        if kind == "w8a8":
+            np.testing.assert_array_equal(got["amx"], got["xla"])
+        else:
+            exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+            rounding = 2.0**-8 if dtype == "bfloat16" else 0
+            assert (np.abs(got["amx"] - exact) <= rounding * np.abs(exact) + 2e-6 * np.abs(exact).max()).all()
+
+
+def test_weights_too_small_for_a_tile_take_the_other_kernel() -> None:
+    x, weight = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((31, 64), jnp.bfloat16)
+    with using({form_key(4, "bfloat16", "bfloat16"): "amx"}):
+        text = jax.jit(product).lower(x, weight).as_text()
+    assert "jengine_product_bfloat16_bfloat16" in text and "jengine_tiles" not in text
+
+
+@pytest.mark.parametrize("of_bytes", [False, True])
+def test_the_compiler_makes_tiles_of_it_and_spills_none(of_bytes: bool) -> None:
+    text = native.assembly(tiles.tiles_module(SAPPHIRE_RAPIDS, "bfloat16", of_bytes=of_bytes), SAPPHIRE_RAPIDS)
+    block = text[text.index("block_2:") : text.index("multiply:")]
+    dot = "tdpbssd" if of_bytes else "tdpbf16ps"
+    assert len(re.findall(dot, block)) == 2 * 4  # the loop, and what is left of a row
+    assert len(re.findall("tileloadd", block)) == 2 * 4 and len(re.findall("tilestored", block)) == 4
+    loop = re.findall(r"\.LBB\d+_\d+:.*?\bj\w+", block, re.S)
+    inner = next(part for part in loop if dot in part)
+    assert "tilestored" not in inner and not re.search(r"zmm", inner)  # sums stay where they are
+    whole = text[text.index("multiply:") :]
+    assert whole.count("ldtilecfg") == 1 and whole.count("tilerelease") == 1
+
+
+def test_what_is_measured() -> None:
+    with_amx, without = processor(SAPPHIRE_RAPIDS), processor(native.Target("x86_64-unknown-linux-gnu", features=AMX.split(",+amx")[0]))
+    assert with_amx.tiles and not without.tiles
+    assert choice.candidates(with_amx, "bfloat16", "bfloat16", 8) == ("kernel", "amx", "xla")
+    assert choice.candidates(with_amx, "bfloat16", "bfloat16", 1) == choice.candidates(without, "bfloat16", "bfloat16", 8) == ("kernel",)
+    assert choice.candidates(without, "float32", "w8a8", 256) == ("kernel", "xla")
+    assert choice.candidates(with_amx, "bfloat16", "int8", 256) == ("kernel",)
+
+
+def test_a_choice_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_fastest", lambda able, *_: able[-1])
+    found = choice.forms("float32", ["float32", "w8a8"], (64, 32), {"float32 * w8a8, more rows": "kernel"})
+    assert found["float32 * float32, more rows"] == "xla" and found["float32 * w8a8, more rows"] == "kernel"
+    assert set(found.values()) <= {"kernel", "xla", "amx"} and len(found) == 2 * (len(forms.ROW_CLASSES) + 1)
+    monkeypatch.undo()
+    assert choice.forms("float32", ["float32"], (64, 32), {})["float32 * float32, more rows"] in ("kernel", "xla")
