@@ -2,7 +2,7 @@
 
     python -m benchmarks.start_time [--models demo 134m] [--repeat 5] [--warm-up progressive] [--quick]
 
-A first start has empty caches, of programs and of Numba's kernels; a later one finds the whole table there. Medians of `--repeat`.
+A first start has an empty cache, a later one finds the whole table there. Medians of `--repeat`.
 With a table that widens, the process between them goes on with 16 streams at once until every program is ready, and for as many rounds
 afterwards: tokens/s of both.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -50,8 +49,7 @@ def start(model: str, cache_dir: str, warm_up: str, *, widen: bool = False) -> d
     """Seconds of one start, by part."""
     code = f"from benchmarks.start_time import child; child({model!r}, {cache_dir!r}, {warm_up!r}, {widen!r})"
     before = time.monotonic()
-    environment = {**os.environ, "NUMBA_CACHE_DIR": f"{cache_dir}/numba"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout.splitlines()[-1])
     marks, stats = told["marks"], told["stats"]
     parts = {

@@ -1,6 +1,6 @@
 """Which form of a function a device, a dtype and a shape take: the kernel where it serves them, else XLA's.
 
-`impl` is "auto", "mosaic" (a GPU's kernel), "numba" (a CPU's) or "xla". A form that is asked for by name is taken or refused;
+`impl` is "auto", "mosaic" (a GPU's kernel), "llvm" (a CPU's) or "xla". A form that is asked for by name is taken or refused;
 it is never replaced. Each function has one beside it that says beforehand why the device's kernel cannot take some
 arrays, or None if it can; what it is given may be arrays, or whatever has their shapes and dtypes.
 
@@ -19,7 +19,7 @@ from pallas_kernels import products, tuning, xla
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.xla import Rotation
 
-Impl = Literal["auto", "mosaic", "numba", "xla"]
+Impl = Literal["auto", "mosaic", "llvm", "xla"]
 HOPPER, AMPERE = ("9.0",), ("8.0", "8.6", "8.9")  # compute capabilities; Ada counts as Ampere
 DTYPES = ("bfloat16", "float16")
 STORED = (*DTYPES, "quantized int8", "quantized uint8")
@@ -65,7 +65,7 @@ def paged_attention_decode(
         The others, and what is returned: see `xla.paged_attention_decode`.
 
     Raises:
-        ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
+        ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
     """
     if not _kernel_serves(impl, why_decode_unsupported(q, k_pages, v_pages, device=device), device):
         return xla.paged_attention_decode(
@@ -121,7 +121,7 @@ def paged_attention_prefill(
         The others, and what is returned: see `xla.paged_attention_prefill`.
 
     Raises:
-        ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
+        ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
     """
     if not _kernel_serves(impl, why_prefill_unsupported(q, k_pages, v_pages, device=device), device):
         return xla.paged_attention_prefill(
@@ -170,7 +170,7 @@ def kv_write(
         The others, and what is returned: see `xla.kv_write`.
 
     Raises:
-        ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
+        ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
     """
     serves = _kernel_serves(impl, why_kv_write_unsupported(k_pages, v_pages, k, v, device=device), device)
     if not serves:
@@ -202,7 +202,7 @@ def copy_pages(
         The others, and what is returned: see `xla.copy_pages`.
 
     Raises:
-        ValueError: impl="mosaic" or "numba" where the kernel cannot serve; says why.
+        ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
     """
     serves = _kernel_serves(impl, why_copy_pages_unsupported(k_pages, v_pages, device=device), device)
     if not serves:
@@ -231,11 +231,11 @@ def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Devic
 
 def _kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) -> bool:
     """Whether the device's kernel is taken, which refuses for the reason given, if any."""
-    if impl not in ("auto", "mosaic", "numba", "xla"):
-        raise ValueError(f"impl={impl!r}: one of 'auto', 'mosaic', 'numba', 'xla'")
+    if impl not in ("auto", "mosaic", "llvm", "xla"):
+        raise ValueError(f"impl={impl!r}: one of 'auto', 'mosaic', 'llvm', 'xla'")
     if impl not in ("auto", "xla"):
-        if refused is None and (impl == "numba") != _on_cpu(device):
-            refused = f"device={(device or jax.devices()[0]).device_kind}: Mosaic's kernels are for GPUs, Numba's for CPUs"
+        if refused is None and (impl == "llvm") != _on_cpu(device):
+            refused = f"device={(device or jax.devices()[0]).device_kind}: Mosaic's kernels are for GPUs, LLVM's for CPUs"
         if refused is not None:
             raise ValueError(f"impl={impl!r}: {refused}")
     return impl != "xla" and refused is None

@@ -32,7 +32,7 @@ _forms: ContextVar[Mapping[str, str]] = ContextVar("forms", default={})  # noqa:
 @cache
 def cpu_refused() -> str | None:
     """Why a CPU has no kernels here, or None if it has."""
-    return "numba is not installed" if importlib.util.find_spec("numba") is None else None
+    return "llvmlite is not installed" if importlib.util.find_spec("llvmlite") is None else None
 
 
 @contextmanager

@@ -213,7 +213,7 @@ def test_importing_has_no_side_effects() -> None:
     subprocess.run([sys.executable, "-c", SIDE_EFFECTS], check=True)
 
 
-LATER = {"grpc", "huggingface_hub", "jax.experimental.mosaic", "llguidance", "numba", "orbax", "transformers"}
+LATER = {"grpc", "huggingface_hub", "jax.experimental.mosaic", "llguidance", "llvmlite", "orbax", "transformers"}
 
 
 def test_a_start_imports_no_more_than_it_needs() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 JAX = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 LOWEST = (
-    "flax", "huggingface_hub", "jinja2", "llguidance", "msgspec", "numba", "numpy", "orbax-checkpoint", "platformdirs",
+    "flax", "huggingface_hub", "jinja2", "llguidance", "llvmlite", "msgspec", "numpy", "orbax-checkpoint", "platformdirs",
     "safetensors", "tokenizers", "tqdm",
 )  # fmt: skip
 AS_EVER = ("nvidia-", "pytest", "hypothesis")  # and what all of these need

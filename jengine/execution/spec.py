@@ -132,7 +132,7 @@ class ExecutionSpec:
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
             "plugin": "" if device.platform == "cpu" else _plugins(),
-            "kernels": cpu_refused() or "numba" if device.platform == "cpu" else "",
+            "kernels": cpu_refused() or "llvm" if device.platform == "cpu" else "",
             "product_forms": dict(self.product_forms),
             "jengine": jengine.__version__,
             "source": source_digest(),

@@ -42,7 +42,8 @@ _lock = threading.RLock()  # programs are traced by several threads
 
 def call(name: str, out: Any, *args: jax.Array) -> Any:
     """The results of a registered function, of these shapes and dtypes. Arrays come row-major."""
-    return jax.ffi.ffi_call(name, out)(*args)
+    function: Callable[..., Any] = jax.ffi.ffi_call(name, out)
+    return function(*args)
 
 
 def register(name: str, make: Callable[[], Sequence[int]]) -> str:

@@ -103,10 +103,12 @@ class Value:
 
     def least(self, other: Any) -> Value:
         """The smaller of both."""
-        return (self < other).choose(self, other)
+        smaller: Value = (self < other).choose(self, other)
+        return smaller
 
     def most(self, other: Any) -> Value:
-        return (self > other).choose(self, other)
+        larger: Value = (self > other).choose(self, other)
+        return larger
 
     def choose(self, yes: Value, no: Any) -> Value:
         """Where this holds, yes, else no."""

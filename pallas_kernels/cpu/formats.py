@@ -152,9 +152,9 @@ def _pairs(code: Code, at: Processor, place: Any, dtype: str, step: int) -> Any:
 def as_pairs(code: Code, low: Any, high: Any) -> Any:
     """Two vectors of float32, which are bfloat16 numbers, as one of these."""
     count = 2 * low.type.count
-    halves = [code.b.bitcast(part, vector(I16, count)) for part in (low, high)]
+    low, high = (code.b.bitcast(part, vector(I16, count)) for part in (low, high))
     upper = [2 * n + 1 for n in range(count)]  # of each number
-    return code.b.bitcast(code.shuffle(*halves, upper), vector(BF16, count))
+    return code.b.bitcast(code.shuffle(low, high, upper), vector(BF16, count))
 
 
 def _dot_pairs(code: Code, sums: Any, x: Any, weight: Any) -> Any:

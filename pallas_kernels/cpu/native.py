@@ -1,4 +1,4 @@
-"""Code written as LLVM's intermediate representation, compiled in milliseconds where Numba takes seconds, for any processor."""
+"""Code written as LLVM's intermediate representation, compiled in milliseconds, for any processor."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def compiled(text: str, *names: str, target: Target | None = None) -> list[int]:
 
 
 def _optimized(text: str, machine: Any) -> Any:
-    """In a context of the module alone, so that several threads may compile at once, Numba among them."""
+    """In a context of the module alone, so that several threads may compile at once."""
     context = llvm.create_context()
     module = llvm.parse_assembly(text, context)
     context.detach()

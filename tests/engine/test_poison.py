@@ -20,14 +20,14 @@ from tests.engine.sharing import mixed, params
 SMALLER = {"max_num_batched_tokens": 72}  # programs of one tile
 EIGHT_BITS = {"quantization": "w8a8", "kv_cache_dtype": "int8"}  # programs that other tests have compiled
 FORMS: list[Any] = [
-    ("llama_gqa", "numba", {}),
-    ("gemma2", "numba", {}),
-    ("llama_gqa", "numba", EIGHT_BITS),
+    ("llama_gqa", "llvm", {}),
+    ("gemma2", "llvm", {}),
+    ("llama_gqa", "llvm", EIGHT_BITS),
     ("mistral_window", "xla", SMALLER),
     *(
         pytest.param((variant, form, {**SMALLER, "kv_cache_dtype": dtype}), marks=pytest.mark.full)
         for variant, dtypes in (("gemma2", ("auto", "int8", "fp8")), ("gemma3", ("int8",)), ("mistral_window", ("int8",)))
-        for form in ("numba", "xla")
+        for form in ("llvm", "xla")
         for dtype in dtypes
     ),
 ]
@@ -86,7 +86,7 @@ def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -
                 patch.setattr(f"{module}.cpu_refused", lambda: "XLA's form is wanted")
         engine: Engine = make_engine(variant, **options)
         assert isinstance(engine.runner, Runner)
-        assert (engine.runner.spec.identity()["kernels"] == "numba") == (form == "numba")
+        assert (engine.runner.spec.identity()["kernels"] == "llvm") == (form == "llvm")
     return engine
 
 

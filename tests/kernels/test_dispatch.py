@@ -81,14 +81,14 @@ def test_xla_takes_the_rest() -> None:
 
 def test_a_cpu_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     want = attention.paged_attention_decode(*arrays(), jnp.asarray(TABLES), jnp.asarray(LENGTHS), scale=0.3, window=7)
-    for impl in ("auto", "numba"):
+    for impl in ("auto", "llvm"):
         np.testing.assert_array_equal(run(impl=impl), want)
-    with pytest.raises(ValueError, match="impl='numba': device=NVIDIA H200: Mosaic's kernels are for GPUs"):
-        run(impl="numba", device=HOPPER)
-    monkeypatch.setattr("pallas_kernels.products.cpu_refused", lambda: "numba is not installed")
+    with pytest.raises(ValueError, match="impl='llvm': device=NVIDIA H200: Mosaic's kernels are for GPUs"):
+        run(impl="llvm", device=HOPPER)
+    monkeypatch.setattr("pallas_kernels.products.cpu_refused", lambda: "llvmlite is not installed")
     np.testing.assert_array_equal(run(), run(impl="xla"))
-    with pytest.raises(ValueError, match="impl='numba': numba is not installed"):
-        run(impl="numba")
+    with pytest.raises(ValueError, match="impl='llvm': llvmlite is not installed"):
+        run(impl="llvm")
 
 
 @pytest.mark.parametrize("impl", ["auto", "xla"])

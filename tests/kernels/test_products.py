@@ -145,8 +145,8 @@ def test_a_saved_program_finds_its_kernels(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == [[28.0] * 4]
 
 
-def test_without_numba_xla_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "cpu_refused", lambda: "numba is not installed")
+def test_without_llvmlite_xla_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "cpu_refused", lambda: "llvmlite is not installed")
     weight = quantize(jnp.ones((4, 8)), "int8")
     assert "jengine" not in jax.jit(products.product).lower(jnp.ones((1, 8)), dequantize(weight)).as_text()
     assert "jengine" not in jax.jit(products.product).lower(jnp.ones((1, 8)), weight).as_text()
