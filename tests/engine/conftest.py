@@ -9,9 +9,8 @@ import pytest
 
 from jengine.config import EngineConfig
 from jengine.engine import Engine
-from jengine.scheduling.costs import StepCosts
 from jengine.start import start_engine
-from tests.engine.running import SMALL
+from tests.engine.running import SMALL, Estimates
 from tests.golden.weights import max_model_len, write_model
 
 
@@ -26,7 +25,7 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
             write_model(folder, variant)
         config = EngineConfig.of(str(folder), {"max_model_len": max_model_len(variant), **SMALL, **options})
         engine = start_engine(config, progress=False)[0]
-        engine.scheduler.costs = StepCosts()  # measured ones would make plans depend on how busy this machine was
+        engine.scheduler.costs = Estimates()
         return engine
 
     return make

@@ -10,13 +10,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jengine.engine import Engine
+from jengine.program_table import TrunkKey
 from jengine.request import Request, SamplingParams, TokenMask
 from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.sequence import Sequence
 from jengine.text.masks import AllowedTokens
 from jengine.updates import PromptScores, TokenUpdate
 
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "page_size": 16, "num_pages": 120, "warm_up": "all"}
+
+
+class Estimates(StepCosts):
+    """Costs that plans of tests depend on: none that was measured, so that they do not depend on how busy this machine is."""
+
+    def learn(self, key: TrunkKey, seconds: float) -> None:
+        pass
 
 
 Work = tuple[list[int], SamplingParams] | tuple[list[int], SamplingParams, str | None]  # a prompt, and its cache salt
