@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from jengine.execution.cache_folders import trim
 from jengine.execution.program_folder import MANIFEST, FolderLock, UntrustedProgram, make_private, tidy, touch, write_manifest
 from jengine.execution.program_store import ProgramStore
+from jengine.observe.progress import progress_bar
 
 log = logging.getLogger("jengine")
 POLL = 0.2  # seconds between looks at what another process has compiled
@@ -89,7 +89,7 @@ class ProgramCache(ProgramStore):
         found: dict[str, Any] = {}
         notes: dict[str, Any] = {}
         try:
-            with tqdm(total=len(names), desc=WAITING, unit="program", disable=not progress, leave=False, delay=POLL) as bar:
+            with progress_bar(show=progress, total=len(names), desc=WAITING, unit="program", delay=POLL) as bar:
                 while not (held := lock.acquire()) and self._wait and len(found) < len(names):
                     time.sleep(POLL)
                     notes = self._load(names, found, devices)

@@ -119,6 +119,7 @@ def test_starts_at_once_compile_each_program_once(
         return what in text
 
     monkeypatch.setattr(programs_module, "compile_all", pausing(1, pause))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # a bar is for somebody who watches
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(start, tmp_path)
         assert first_saved.wait(PATIENCE)
