@@ -25,6 +25,7 @@ from jengine.serving.client_messages import (
 )
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.interruptible import events_of
 
 __all__ = ["AsyncClient", "Client", "Retries", "ServedOutput", "ServerError", "Usage"]
 
@@ -193,7 +194,7 @@ class Client(_Connection):
             try:
                 with uninterrupted():  # between gRPC's count of calls and the thread that serves them, Ctrl-C would stall the channel
                     call = method(request, timeout=_deadline(request), **self._options)
-                for event in call:
+                for event in events_of(call):
                     if (news := reader.news(event)) is not None:
                         begun = True
                         yield news
@@ -204,7 +205,8 @@ class Client(_Connection):
                     raise exception_of(error, request) from None
             finally:
                 if call is not None:
-                    call.cancel()
+                    with uninterrupted():
+                        call.cancel()
             time.sleep(pause)
 
 
