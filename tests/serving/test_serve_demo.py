@@ -65,7 +65,7 @@ def test_killed_and_drained(server: ServerProcess, expected: list[str]) -> None:
         watch = HealthWatch(channel)
         watch.wait_for("SERVING")
         [engine] = server.children()
-        stream = client.stream(PROMPTS[0], temperature=0.0, max_tokens=900)
+        stream = client.stream(PROMPTS[0], n=30, ignore_eos=True, max_tokens=900)  # seconds of work
         next(stream)
         os.kill(engine, signal.SIGKILL)
         with pytest.raises(ServerError) as lost:
