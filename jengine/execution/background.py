@@ -65,7 +65,7 @@ class BackgroundPrograms:
                 self._count += len(some)
                 self._link.report(self._count)
         except Exception as error:
-            if self._goes_on():  # else threads could not be started any more
+            if self._goes_on() and "interpreter shutdown" not in str(error):  # then no thread can be started any more
                 left = len(self.keys) - self._count
                 log.warning("%d programs could not be made ready, the engine goes on with the others: %s", left, error)
         finally:
