@@ -10,7 +10,7 @@ TableKey = TrunkKey | SamplerKey | ScoreKey
 
 
 class ReadyPrograms:
-    """Picks programs from those that are ready, as a table picks from all of its own.
+    """The subset of a program table that is compiled and loaded. Picks a step's programs, as ProgramTable does from the whole table.
 
     A trunk counts once the full sampler of its samples and, where it takes prompts, the scorer of its tiles are ready: they serve
     every request. Steps stay within `max_rows` and `max_tiles`, which grow as programs come.

@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.quantized import Quantized, quantize
 
 LAST = (((1,), (1,)), ((), ()))  # contract the last axes
 BLOCK = 64  # outputs that XLA's form converts at a time
 CONVERTED_ROWS = 64  # up to which that pays
 ROW_CLASSES = 1, 16, 64  # up to so many rows the same form is taken; beyond the last, another
-INPUTS = "bfloat16", "float32"  # that a CPU's kernels take
-WEIGHTS = *INPUTS, "int8", "float8_e4m3fn"
 
 _forms: ContextVar[Mapping[str, str]] = ContextVar("forms", default={})  # noqa: B039  # never written
 

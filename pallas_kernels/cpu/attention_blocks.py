@@ -110,7 +110,7 @@ class Product:
     out: int
 
     def write(self, code: Kernel, left: Value, right: Value, out: Value, factors: Value | None = None) -> None:
-        """The product from these addresses on; added to what is there times each row's factor (float32), if given."""
+        """out = left @ right, or out = factors * out + left @ right, with a float32 factor for each row. Arguments are addresses."""
 
         def column(base: Value, n: int) -> Value:
             return base + n * BYTES

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import native, tiles
 from pallas_kernels.cpu.formats import Processor, processor
+from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.cpu.products import why_no_tiles
 from pallas_kernels.cpu.tiles import OUTS
-from pallas_kernels.products import INPUTS, ROW_CLASSES, WEIGHTS, form_key, product, using
+from pallas_kernels.products import ROW_CLASSES, form_key, product, using
 from pallas_kernels.quantized import quantize
 
 MANY = 256  # rows that stand for a prompt
@@ -25,8 +26,8 @@ CLEARLY = 0.9  # of the time of the form that comes first: a choice that noise t
 def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
     """Forms among which this processor's measurement decides; the first counts where they are alike.
 
-    XLA converts 8-bit weights in a pass of its own, and one row costs it ten times as much as the kernel. With tiles (AMX) it may be ahead
-    from two rows on; without, in prompts.
+    XLA is no candidate for eight-bit weights, which it converts in a separate pass, nor for one row, where it takes ten times as long as
+    the kernel. On a processor with AMX it may be faster from two rows on; on another, only in prompts.
     """
     if rows == 1 or kind not in (*INPUTS, "w8a8"):
         return ("kernel",)

@@ -95,7 +95,7 @@ def plain_format(at: Processor, x: str, weight: str) -> Format:
         return Format(x, weight, step, vector(F32, at.lanes), load(x), load(weight), _dot_pairs, factor)
 
     def floats(dtype: str) -> Callable[[Code, Any], Any]:
-        return lambda code, place: _floats(code, at, place, dtype, at.lanes)
+        return lambda code, place: as_floats(code, at, place, dtype, at.lanes)
 
     return Format(x, weight, at.lanes, vector(F32, at.lanes), floats(x), floats(weight), _dot_floats, factor)
 
@@ -116,7 +116,7 @@ def byte_format(at: Processor) -> Format:
     return Format("uint8" if at.bytes == "vnni" else "int8", "int8", step, sums, load, load, dot)
 
 
-def _floats(code: Code, at: Processor, place: Any, dtype: str, count: int) -> Any:
+def as_floats(code: Code, at: Processor, place: Any, dtype: str, count: int) -> Any:
     """float32, of stored numbers; those of e4m3 divided by 256."""
     b = code.b
     if dtype == "float32":
@@ -145,7 +145,7 @@ def _pairs(code: Code, at: Processor, place: Any, dtype: str, step: int) -> Any:
     """bfloat16."""
     if dtype == "bfloat16":
         return code.load(place, vector(BF16, step))
-    low, high = (_floats(code, at, code.at(place, part * SIZES[dtype] * step // 2), dtype, step // 2) for part in (0, 1))
+    low, high = (as_floats(code, at, code.at(place, part * SIZES[dtype] * step // 2), dtype, step // 2) for part in (0, 1))
     return as_pairs(code, low, high)
 
 

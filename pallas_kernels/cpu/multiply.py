@@ -14,7 +14,7 @@ from typing import Any
 from pallas_kernels.cpu import native
 from pallas_kernels.cpu.blocks import ARGUMENTS, Out, block, padded, rounded, totals
 from pallas_kernels.cpu.emit import F32, I8, I32, I64, PTR, VOID, Code, constant, vector
-from pallas_kernels.cpu.formats import SIZES, Format, Processor, _floats, byte_format, plain_format, processor
+from pallas_kernels.cpu.formats import SIZES, Format, Processor, as_floats, byte_format, plain_format, processor
 
 AHEAD = 8  # outputs by which weights are fetched before they are needed
 FEW = 48  # rows, up to which weights are what memory is read for
@@ -188,7 +188,7 @@ def _convert(code: Code, at: Processor, stored: str, converted: str) -> None:
 
     def written(source: Any, target: Any) -> None:
         for part in (0, 1):
-            values = _floats(code, at, code.at(source, part * at.lanes * SIZES[stored]), stored, at.lanes)
+            values = as_floats(code, at, code.at(source, part * at.lanes * SIZES[stored]), stored, at.lanes)
             values = rounded(code, values) if converted == "bfloat16" else values
             code.store(values, code.at(target, part * at.lanes * SIZES[converted]))
 
@@ -239,12 +239,12 @@ def quantize(code: Code, at: Processor, x: str, stored: str, bytes_result: int, 
     whole = b.and_(size, I64(-at.lanes))
 
     def largest(place: Any, lanes: int, known: Any) -> Any:
-        values = _floats(code, at, place, x, lanes)
+        values = as_floats(code, at, place, x, lanes)
         values = code.call(f"llvm.fabs.v{lanes}f32", values.type, values)
         return code.call(f"llvm.maximum.v{lanes}f32", values.type, values, known)
 
     def written(place: Any, lanes: int, inverse: Any, target: Any) -> None:
-        values = b.fmul(_floats(code, at, place, x, lanes), code.splat(inverse, lanes))
+        values = b.fmul(as_floats(code, at, place, x, lanes), code.splat(inverse, lanes))
         values = code.call(f"llvm.rint.v{lanes}f32", values.type, values)
         whole = b.trunc(b.fptosi(values, vector(I32, lanes)), vector(I8, lanes))
         code.store(b.xor(whole, constant(whole.type, -128)) if stored == "uint8" else whole, target)

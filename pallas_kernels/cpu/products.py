@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import native, tiles
 from pallas_kernels.cpu.calls import call, register
+from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.cpu.multiply import bytes_module, product_module
-from pallas_kernels.products import INPUTS, WEIGHTS
 
 STORED = {"bfloat16", "float32"}  # of results
 

@@ -1,9 +1,9 @@
 """One call from XLA, computed by all cores: the caller and threads of XLA's own pool take its parts.
 
-By itself XLA gives other threads work only where more than eight operations wait. Here a caller publishes a job, a function of (frame,
-part, parts), asks XLA's pool for helpers, takes parts as they do, and returns when all are done. Nobody waits for a helper
-that has not begun, nor for a turn: a caller that finds another one's job under way computes alone. Threads of our own would do it too,
-but they fight with those of XLA, which go on looking for work after each of its operations: a step took up to half as long again.
+XLA runs operations on several threads only where more than eight of them wait. So a caller publishes a job, a function of (frame,
+part, parts), asks XLA's pool for helpers, and takes parts like them until none is left. It waits only for helpers that have
+started. A caller that finds the team busy with another job computes alone. Threads of our own were slower: they compete with
+XLA's, which keep looking for work after each operation, and a step took up to half as long again.
 """
 
 from __future__ import annotations

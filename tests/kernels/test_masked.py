@@ -12,7 +12,8 @@ import pytest
 
 from pallas_kernels.cpu import calls, multiply, native, products
 from pallas_kernels.cpu.formats import processor
-from pallas_kernels.products import INPUTS, WEIGHTS, product
+from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
+from pallas_kernels.products import product
 from pallas_kernels.quantized import quantize
 
 AVX2 = "+sse2,+avx,+avx2,+fma,+f16c"

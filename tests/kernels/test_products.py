@@ -16,7 +16,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import products
-from pallas_kernels.products import INPUTS, ROW_CLASSES, WEIGHTS, form_key, product, using
+from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
+from pallas_kernels.products import ROW_CLASSES, form_key, product, using
 from pallas_kernels.quantized import Quantized, dequantize, quantize
 
 ROOT = Path(__file__).parents[2]
