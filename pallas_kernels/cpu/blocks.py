@@ -12,6 +12,7 @@ from pallas_kernels.cpu.emit import F32, I8, I16, I32, I64, PTR, Code, constant,
 from pallas_kernels.cpu.formats import SIZES, Format
 
 LINE = 64  # bytes of a cache line
+AHEAD = 8192  # bytes by which weights are fetched before they are needed
 
 
 @dataclass(frozen=True)
@@ -20,23 +21,25 @@ class Out:
 
     Attributes:
         scaled: sums are multiplied by a number for each output.
-        bytes: sums are of bytes: corrected by a number for each output, then multiplied by one for each row.
+        bytes: sums are of bytes, and multiplied by a number for each row.
     """
 
     scaled: bool = False
     bytes: bool = False
 
 
-# x, bytes of a row; weight, bytes of a row; numbers in a row; out, bytes of a row; scales of rows and of outputs; corrections of outputs;
-# bytes by which weights are fetched before they are needed; bytes of a number of out
-ARGUMENTS = (PTR, I64, PTR, I64, I64, PTR, I64, PTR, PTR, PTR, I64, I64)
+# x, bytes of a row; weight, bytes of a row; numbers in a row; out, bytes of a row; scales of rows; by how much the sums of rows are too
+# large, where weights have an offset; scales of outputs; bytes of a number of out
+ARGUMENTS = (PTR, I64, PTR, I64, I64, PTR, I64, PTR, PTR, PTR, I64)
 
 
-def block(code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *, fetching: bool) -> None:
-    """Write the function of this name, which takes ARGUMENTS, for a block of this size."""
-    x, x_row, weight, weight_row, size, result, result_row, row_scale, out_scale, corrections, ahead, out_size = code.function(
-        name, ARGUMENTS
-    )
+def block(code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *, fetched: range = range(0)) -> None:
+    """Write the function of this name, which takes ARGUMENTS, for a block of this size.
+
+    Args:
+        fetched: outputs whose weights are fetched AHEAD.
+    """
+    x, x_row, weight, weight_row, size, result, result_row, row_scale, row_sum, out_scale, out_size = code.function(name, ARGUMENTS)
     xs = [code.at(x, code.mul(x_row, row)) for row in range(rows)]
     weights = [code.at(weight, code.mul(weight_row, n)) for n in range(outs)]
     x_size, weight_size = SIZES[how.x], SIZES[how.weight]
@@ -49,10 +52,9 @@ def block(code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *,
     whole = code.b.and_(size, I64(-how.step))
     with code.loop(0, whole, how.step, [zero] * (rows * outs)) as dots:
         here = [code.at(place, code.mul(dots.index, weight_size)) for place in weights]
-        if fetching:
-            for place in here:
-                for line in range(0, how.step * weight_size, LINE):
-                    code.fetch(code.at(place, code.add(ahead, line)))
+        for n in fetched:
+            for line in range(0, how.step * weight_size, LINE):
+                code.fetch(code.at(here[n], AHEAD + line))
         dots.next(multiplied(dots.values, [code.at(place, code.mul(dots.index, x_size)) for place in xs], here))
 
     rest = code.b.sub(size, whole)
@@ -67,7 +69,7 @@ def block(code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *,
     for first in range(0, rows, at_once):
         end = min(rows, first + at_once)
         sums = totals(code, tail.results[first * outs : end * outs])
-        _finish(code, how, sums, first, end, outs, out, result, result_row, row_scale, out_scale, corrections, out_size)
+        _finish(code, how, sums, first, end, outs, out, result, result_row, row_scale, row_sum, out_scale, out_size)
     code.b.ret_void()
 
 
@@ -109,25 +111,25 @@ def _finish(
     result: Any,
     result_row: Any,
     row_scale: Any,
+    row_sum: Any,
     out_scale: Any,
-    corrections: Any,
     out_size: Any,
 ) -> None:
     """Write rows [first, end) of a block, from their sums."""
     b, rows = code.b, end - first
 
-    def of_outs(place: Any, kind: Any) -> Any:
-        loaded = code.load(place, vector(kind, outs), 4)
-        return code.shuffle(loaded, loaded, list(range(outs)) * rows)
+    def of_rows(place: Any, kind: Any) -> Any:
+        loaded = code.load(code.at(place, 4 * first), vector(kind, rows), 4)
+        return code.shuffle(loaded, loaded, [row for row in range(rows) for _ in range(outs)])
 
     if out.bytes:
-        sums = b.sitofp(b.sub(sums, of_outs(corrections, I32)), vector(F32, rows * outs))
-        scales = code.load(code.at(row_scale, 4 * first), vector(F32, rows), 4)
-        sums = b.fmul(sums, code.shuffle(scales, scales, [row for row in range(rows) for _ in range(outs)]))
+        sums = b.sub(sums, of_rows(row_sum, I32)) if how.offset else sums
+        sums = b.fmul(b.sitofp(sums, vector(F32, rows * outs)), of_rows(row_scale, F32))
     if how.factor != 1:
         sums = b.fmul(sums, constant(sums.type, how.factor))
     if out.scaled:
-        sums = b.fmul(sums, of_outs(out_scale, F32))
+        scales = code.load(out_scale, vector(F32, outs), 4)
+        sums = b.fmul(sums, code.shuffle(scales, scales, list(range(outs)) * rows))
 
     def stored(values: Any, size: int) -> None:
         for row in range(rows):

@@ -35,6 +35,10 @@ compute:
 {calls}  ret i64 0
 }}
 """
+# Into how many parts the next call is cut: as its kernel says, if it does.
+PARTS = """  %f{n} = inttoptr i64 {parts} to ptr
+  %p{n} = call i64 %f{n}(i64 %frame, i64 {most})
+"""
 
 _registered: set[str] = set()
 _lock = threading.RLock()  # programs are traced by several threads
@@ -46,17 +50,26 @@ def call(name: str, out: Any, *args: jax.Array) -> Any:
     return function(*args)
 
 
-def register(name: str, make: Callable[[], Sequence[int]]) -> str:
+def register(name: str, make: Callable[[], Sequence[int | tuple[int, int]]]) -> str:
     """Make a kernel known to XLA under this name, once in a process: before a program that calls it is loaded or run.
 
     Args:
-        make: gives the addresses of functions, each called for all of its parts before the next.
+        make: gives the addresses of functions, each called for all of its parts before the next. One may be a pair; the second
+            function, int64 of (frame, most), says then into how many parts this call is cut.
     """
     with _lock:
         if name not in _registered:
-            calls = "".join(f"  call void %run(i64 {address}, i64 %frame, i64 {team.parts()})\n" for address in make())
-            (address,) = native.compiled(HANDLER.format(run=team.runner(), calls=calls), "handler")
+            (address,) = native.compiled(HANDLER.format(run=team.runner(), calls=_calls(make())), "handler")
             function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
             _registered.add(name)
     return name
+
+
+def _calls(functions: Sequence[int | tuple[int, int]]) -> str:
+    out, most = "", team.parts()
+    for n, function in enumerate(functions):
+        address, parts = function if isinstance(function, tuple) else (function, 0)
+        out += PARTS.format(n=n, parts=parts, most=most) if parts else ""
+        out += f"  call void %run(i64 {address}, i64 %frame, i64 {f'%p{n}' if parts else most})\n"
+    return out

@@ -50,9 +50,9 @@ class Code:
         self.module = ir.Module(context=ir.Context())
         self.b = ir.IRBuilder()
 
-    def function(self, name: str, kinds: Sequence[Any], *, internal: bool = True) -> list[Any]:
-        """Begin a function that returns nothing; its arguments."""
-        made = ir.Function(self.module, ir.FunctionType(VOID, kinds), name)
+    def function(self, name: str, kinds: Sequence[Any], *, internal: bool = True, result: Any = VOID) -> list[Any]:
+        """Begin a function; its arguments."""
+        made = ir.Function(self.module, ir.FunctionType(result, kinds), name)
         if internal:
             made.linkage = "internal"
             made.attributes.add("noinline")

@@ -15,7 +15,7 @@ import llvmlite.binding as llvm
 from pallas_kernels.cpu.emit import BF16, F32, HALF, I8, I16, I32, Code, constant, vector
 from pallas_kernels.cpu.native import Target
 
-SIZES = {"bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}  # bytes of a number
+SIZES = {"bfloat16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1}  # bytes of a number
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,13 @@ class Format:
     """How rows of x are multiplied by rows of weights.
 
     Attributes:
-        x, weight: in which dtype these lie; bytes as uint8 are those of int8 plus 128.
+        x, weight: in which dtype these lie.
         step: numbers in a vector.
         sums: kind of the vector of sums, all zero at first.
         load_x, load_weight: (code, place) -> operand.
         dot: (code, sums, x, weight) -> sums.
         factor: by which sums are too small.
+        offset: what is added to weights as they are loaded, so that sums are too large by this times the sum of x.
     """
 
     x: str
@@ -81,6 +82,7 @@ class Format:
     load_weight: Callable[[Code, Any], Any]
     dot: Callable[[Code, Any, Any, Any], Any]
     factor: float = 1.0
+    offset: int = 0
 
 
 def plain_format(at: Processor, x: str, weight: str) -> Format:
@@ -111,9 +113,15 @@ def byte_format(at: Processor) -> Format:
     def wide(code: Code, place: Any) -> Any:
         return code.b.sext(raw(code, place), vector(I16 if at.bytes == "madd" else I32, step))
 
-    load = raw if at.bytes in ("vnni", "sdot") else wide
-    dot = {"vnni": _dot_vnni, "sdot": _dot_sdot, "madd": _dot_madd, "widened": _dot_widened}[at.bytes]
-    return Format("uint8" if at.bytes == "vnni" else "int8", "int8", step, sums, load, load, dot)
+    def unsigned(code: Code, place: Any) -> Any:
+        weight = raw(code, place)
+        return code.b.xor(weight, constant(weight.type, -128))
+
+    if at.bytes == "vnni":  # multiplies unsigned by signed bytes
+        return Format("int8", "int8", step, sums, raw, unsigned, _dot_vnni, offset=128)
+    load = raw if at.bytes == "sdot" else wide
+    dot = {"sdot": _dot_sdot, "madd": _dot_madd, "widened": _dot_widened}[at.bytes]
+    return Format("int8", "int8", step, sums, load, load, dot)
 
 
 def as_floats(code: Code, at: Processor, place: Any, dtype: str, count: int) -> Any:
@@ -170,7 +178,7 @@ def _dot_vnni(code: Code, sums: Any, x: Any, weight: Any) -> Any:
     name = f"llvm.x86.avx512.vpdpbusd.{32 * sums.type.count}"
     if llvm.llvm_version_info[0] < 22:  # which took words of four numbers
         x, weight = (code.b.bitcast(side, sums.type) for side in (x, weight))
-    return code.call(name, sums.type, sums, x, weight)
+    return code.call(name, sums.type, sums, weight, x)
 
 
 def _dot_sdot(code: Code, sums: Any, x: Any, weight: Any) -> Any:

@@ -12,14 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 from pallas_kernels.cpu import native
-from pallas_kernels.cpu.blocks import ARGUMENTS, Out, block, padded, rounded, totals
+from pallas_kernels.cpu.blocks import AHEAD, ARGUMENTS, Out, block, padded, rounded
 from pallas_kernels.cpu.emit import F32, I8, I32, I64, PTR, VOID, Code, constant, vector
 from pallas_kernels.cpu.formats import SIZES, Format, Processor, as_floats, byte_format, plain_format, processor
 
-AHEAD = 8  # outputs by which weights are fetched before they are needed
+ALONE = 1 << 15  # numbers of x up to which quantizing them takes a thread less time than waking another
 FEW = 48  # rows, up to which weights are what memory is read for
 CONVERTED_FEW = 16  # and where each block's weights are converted first
 PANEL, SCRATCH = 64, 1 << 17  # outputs at most; bytes of the converted, which lie on the stack
+NONE, ALL, LOWER, UPPER = range(4)  # of a block's outputs, whose weights a strip of rows fetches
+STRIP = 8  # rows, which no strip has
 LONGEST = 64  # numbers in the longest vector
 SMALLEST, RECIPROCAL = 1e-30, 1 / 127  # as in `quantized`
 
@@ -34,33 +36,33 @@ def product_module(target: native.Target, x: str, weight: str) -> str:
 
 
 def bytes_module(target: native.Target, x: str) -> str:
-    """The functions `quantize` and `multiply` of x, int8 weight and its scale; results are out, bytes of x and their scales [rows]."""
+    """The functions `quantize`, `quantize_parts` and `multiply` of x, int8 weight and its scale.
+
+    Results are out, bytes of x, their scales and their sums [rows].
+    """
     at, code = processor(target), Code()
     how = byte_format(at)
-    quantize(code, at, x, how.x, 1, 2)
+    quantize(code, at, x, 1, 2, sums=(how.offset, 3) if how.offset else None)
     _multiply(code, at, how, Out(scaled=True, bytes=True), None)
     return str(code.module)
 
 
 def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str | None) -> None:
     """Args: converted: the dtype that weights become, once, where they are multiplied by more than a block's rows."""
-    _dispatch(code, "first", at, how, out, fetching=True)
-    _dispatch(code, "next", at, how, out, fetching=False)
+    _dispatch(code, "strip", at, how, out, (NONE, ALL) if converted else (NONE, ALL, LOWER, UPPER))
     if converted:
         inner = replace(plain_format(at, how.x, converted), factor=how.factor)
-        _dispatch(code, "converted", at, inner, out, fetching=False)
+        _dispatch(code, "converted", at, inner, out, (NONE,))
         _convert(code, at, how.weight, converted)
-    if out.bytes:
-        _correct(code, how)
     frame, part, parts = code.function("multiply", [I64] * 3, internal=False)
     b, frame = code.b, code.b.inttoptr(frame, PTR)
     (x, _), (weight, shape) = code.argument(frame, 0), code.argument(frame, 1)
     result, result_shape = code.result(frame, 0)
     rows, (count, size) = code.word(result_shape, 0), (code.word(shape, index) for index in (0, 1))
     out_scale = code.argument(frame, 2)[0] if out.scaled else x
-    row_scale = x
+    row_scale = row_sum = x
     if out.bytes:
-        x, row_scale = code.result(frame, 1)[0], code.result(frame, 2)[0]
+        x, row_scale, row_sum = (code.result(frame, index)[0] for index in (1, 2, 3))
     x_row, weight_row = (code.mul(size, SIZES[kind]) for kind in (how.x, how.weight))
     out_size = code.result_size(frame, 0)
     result_row = code.mul(count, out_size)
@@ -69,9 +71,8 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
     end = code.least(count, code.mul(b.sdiv(code.mul(units, code.add(part, 1)), parts), at.outs))
     many = b.icmp_signed(">", rows, I64(at.rows))
     last = b.select(b.icmp_signed(">", count, I64(at.outs)), b.sub(count, I64(at.outs)), I64(0))  # where the last block begins
-    most = I64(PANEL)
-    corrections = code.buffer(vector(I32, PANEL))
-    ahead = b.select(b.icmp_signed("==", rows, I64(1)), I64(0), code.mul(weight_row, AHEAD))
+    most, full = I64(PANEL), b.icmp_signed(">=", count, I64(at.outs))
+    paired = b.and_(full, b.or_(b.icmp_signed("==", rows, I64(8)), b.icmp_signed(">=", rows, I64(2 * at.rows))))
     inner_row, scratch = weight_row, weight
     if converted:
         inner_row = code.mul(b.and_(code.add(size, LONGEST - 1), I64(-LONGEST)), SIZES[converted])
@@ -84,13 +85,9 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
     with code.loop(first, end, panel) as panels:
         over = code.least(code.add(panels.index, panel), end)
         begin = code.least(panels.index, last)  # the last blocks may overlap: what is computed twice is the same
-        if out.bytes:
-            code.call(
-                "correct", VOID, code.at(weight, code.mul(begin, weight_row)), weight_row, size, b.sub(over, begin), corrections, ahead
-            )
         if converted:
             with b.if_then(many):
-                args = code.at(weight, code.mul(begin, weight_row)), weight_row, size, b.sub(over, begin), scratch, inner_row, ahead
+                args = code.at(weight, code.mul(begin, weight_row)), weight_row, size, b.sub(over, begin), scratch, inner_row
                 code.call("convert", VOID, *args)
         with _strips(code, at, rows) as (row, height), code.loop(begin, over, at.outs) as outs:
             o = code.least(outs.index, b.select(b.icmp_signed("==", begin, last), last, b.sub(over, I64(at.outs))))
@@ -103,28 +100,27 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
                 code.at(result, code.add(code.mul(row, result_row), code.mul(o, out_size))),
                 result_row,
                 code.at(row_scale, code.mul(row, 4)),
+                code.at(row_sum, code.mul(row, 4)),
                 code.at(out_scale, code.mul(o, 4)),
-                code.at(corrections, code.mul(b.sub(o, begin), 4)),
-                ahead,
                 out_size,
                 height,
                 code.least(b.sub(over, o), at.outs),
             ]
+            # Two strips of rows fetch half of the weights each, so that memory has work while the second is multiplied.
+            second = b.and_(paired, b.icmp_signed("<=", row, I64(at.rows)))
+            first = b.icmp_signed("==", row, I64(0))
+            fetch = b.select(first, b.select(paired, I64(LOWER), I64(ALL)), b.select(second, I64(UPPER), I64(NONE)))
             if converted:
                 taken = list(passed)
                 taken[2:4] = code.at(scratch, code.mul(b.sub(o, begin), inner_row)), inner_row
-                _either(code, many, ("converted", taken), ("first", passed))
+                with b.if_else(many) as (yes, no):
+                    with yes:
+                        code.call("converted", VOID, *taken, I64(NONE))
+                    with no:
+                        code.call("strip", VOID, *passed, fetch)
             else:
-                _either(code, b.icmp_signed("==", row, I64(0)), ("first", passed), ("next", passed))
+                code.call("strip", VOID, *passed, fetch)
     b.ret_void()
-
-
-def _either(code: Code, condition: Any, *calls: tuple[str, Sequence[Any]]) -> None:
-    """The first of two calls if the condition holds, else the second."""
-    with code.b.if_else(condition) as branches:
-        for branch, (name, args) in zip(branches, calls, strict=True):
-            with branch:
-                code.call(name, VOID, *args)
 
 
 @contextmanager
@@ -152,30 +148,35 @@ def heights(at: Processor) -> list[int]:
     return [count for count in (1, 2, 4, 6) if count <= at.rows]
 
 
-def _dispatch(code: Code, name: str, at: Processor, how: Format, out: Out, *, fetching: bool) -> None:
-    """A function of ARGUMENTS and of how many rows, one of `heights`, and outputs there are, at most a block's."""
-    for rows in heights(at):
-        block(code, f"{name}_{rows}", how, rows, at.outs, out, fetching=fetching)
-    block(code, f"{name}_single", how, 1, 1, out, fetching=False)
-    *args, rows, outs = code.function(name, (*ARGUMENTS, I64, I64))
+def _dispatch(code: Code, name: str, at: Processor, how: Format, out: Out, fetches: Sequence[int]) -> None:
+    """A function of ARGUMENTS, how many rows there are, one of `heights`, how many outputs, at most a block's, and what is fetched."""
+    half, made = at.outs // 2, {}
+    fetched = {NONE: range(0), ALL: range(at.outs), LOWER: range(half), UPPER: range(half, at.outs)}
+    for fetch in fetches:
+        for rows in heights(at):
+            if fetch in (NONE, ALL) or rows in (min(4, at.rows), at.rows):
+                made[rows + fetch * STRIP] = f"{name}_{rows}_{fetch}"
+                block(code, f"{name}_{rows}_{fetch}", how, rows, at.outs, out, fetched=fetched[fetch])
+    block(code, f"{name}_single", how, 1, 1, out)
+    *args, rows, outs, fetch = code.function(name, (*ARGUMENTS, I64, I64, I64))
     b = code.b
-    x, x_row, weight, weight_row, _, result, result_row, row_scale, out_scale, corrections, _, out_size = args
+    x, x_row, weight, weight_row, _, result, result_row, row_scale, row_sum, out_scale, out_size = args
     with b.if_then(b.icmp_signed("<", outs, I64(at.outs))):  # of a weight that has no more
         with code.loop(0, rows, 1) as row, code.loop(0, outs, 1) as each:
             own = list(args)
             own[0], own[2] = code.at(x, code.mul(row.index, x_row)), code.at(weight, code.mul(each.index, weight_row))
             own[5] = code.at(result, code.add(code.mul(row.index, result_row), code.mul(each.index, out_size)))
-            own[7] = code.at(row_scale, code.mul(row.index, 4))
-            own[8], own[9] = (code.at(place, code.mul(each.index, 4)) for place in (out_scale, corrections))
+            own[7], own[8] = (code.at(place, code.mul(row.index, 4)) for place in (row_scale, row_sum))
+            own[9] = code.at(out_scale, code.mul(each.index, 4))
             code.call(f"{name}_single", VOID, *own)
         b.ret_void()
     done = b.append_basic_block("done")
-    switch = b.switch(rows, done)
-    for count in heights(at):
+    switch = b.switch(code.add(rows, code.mul(fetch, STRIP)), done)
+    for number, block_name in made.items():
         case = b.append_basic_block()
-        switch.add_case(I64(count), case)
+        switch.add_case(I64(number), case)
         b.position_at_end(case)
-        code.call(f"{name}_{count}", VOID, *args)
+        code.call(block_name, VOID, *args)
         b.branch(done)
     b.position_at_end(done)
     b.ret_void()
@@ -183,7 +184,7 @@ def _dispatch(code: Code, name: str, at: Processor, how: Format, out: Out, *, fe
 
 def _convert(code: Code, at: Processor, stored: str, converted: str) -> None:
     """Rows of weights to rows of another dtype, each filled up to LONGEST."""
-    weight, row, size, count, into, into_row, ahead = code.function("convert", (PTR, I64, I64, I64, PTR, I64, I64))
+    weight, row, size, count, into, into_row = code.function("convert", (PTR, I64, I64, I64, PTR, I64))
     b, step = code.b, 2 * at.lanes
 
     def written(source: Any, target: Any) -> None:
@@ -198,7 +199,7 @@ def _convert(code: Code, at: Processor, stored: str, converted: str) -> None:
         source, target = code.at(weight, code.mul(each.index, row)), code.at(into, code.mul(each.index, into_row))
         with code.loop(0, whole, step) as numbers:
             place = code.at(source, code.mul(numbers.index, SIZES[stored]))
-            code.fetch(code.at(place, ahead))
+            code.fetch(code.at(place, AHEAD))
             written(place, code.at(target, code.mul(numbers.index, SIZES[converted])))
         with b.if_then(b.icmp_signed("!=", rest, I64(0))):
             tail = padded(code, code.at(source, code.mul(whole, SIZES[stored])), code.mul(rest, SIZES[stored]), step * SIZES[stored])
@@ -206,31 +207,18 @@ def _convert(code: Code, at: Processor, stored: str, converted: str) -> None:
     b.ret_void()
 
 
-def _correct(code: Code, how: Format) -> None:
-    """128 times the sums of rows of weights, by which sums of products are too large where bytes of x are; or zeros."""
-    weight, row, size, count, into, ahead = code.function("correct", (PTR, I64, I64, I64, PTR, I64))
-    b, whole = code.b, code.b.and_(size, I64(-how.step))
-    rest, zero = b.sub(size, whole), constant(how.sums, 0)
-    offset = constant(vector(I8, how.step), -128)
-    with code.loop(0, count, 1) as each:
-        source = code.at(weight, code.mul(each.index, row))
-        if how.x == "uint8":
-            with code.loop(0, whole, how.step, [zero]) as dots:
-                place = code.at(source, dots.index)
-                code.fetch(code.at(place, ahead))
-                dots.next([how.dot(code, dots.values[0], offset, how.load_weight(code, place))])
-            with code.loop(0, b.zext(b.icmp_signed("!=", rest, I64(0)), I64), 1, dots.results) as tail:
-                last = how.load_weight(code, padded(code, code.at(source, whole), rest, how.step))
-                tail.next([how.dot(code, tail.values[0], offset, last)])
-            total = b.extract_element(totals(code, tail.results), I32(0))
-        else:
-            total = I32(0)
-        code.store(total, code.at(into, code.mul(each.index, 4)))
-    b.ret_void()
+def quantize(code: Code, at: Processor, x: str, bytes_result: int, scales_result: int, sums: tuple[int, int] | None = None) -> None:
+    """Rows of x to bytes and their scales: `quantized.quantize` to the last bit as XLA compiles it, which multiplies by reciprocals.
 
+    The functions `quantize`, and `quantize_parts`, into how many parts it is worth cutting.
 
-def quantize(code: Code, at: Processor, x: str, stored: str, bytes_result: int, scales_result: int) -> None:
-    """Rows of x to bytes and their scales: `quantized.quantize` to the last bit as XLA compiles it, which multiplies by reciprocals."""
+    Args:
+        sums: (factor, result): also each row's bytes summed, times this.
+    """
+    frame, most = code.function("quantize_parts", [I64] * 2, internal=False, result=I64)
+    _, shape = code.argument(code.b.inttoptr(frame, PTR), 0)
+    few = code.b.icmp_signed("<=", code.mul(code.word(shape, 0), code.word(shape, 1)), I64(ALONE))
+    code.b.ret(code.b.select(few, I64(1), most))
     frame, part, parts = code.function("quantize", [I64] * 3, internal=False)
     b, frame = code.b, code.b.inttoptr(frame, PTR)
     source, shape = code.argument(frame, 0)
@@ -243,11 +231,11 @@ def quantize(code: Code, at: Processor, x: str, stored: str, bytes_result: int, 
         values = code.call(f"llvm.fabs.v{lanes}f32", values.type, values)
         return code.call(f"llvm.maximum.v{lanes}f32", values.type, values, known)
 
-    def written(place: Any, lanes: int, inverse: Any, target: Any) -> None:
+    def written(place: Any, lanes: int, inverse: Any, target: Any) -> Any:
         values = b.fmul(as_floats(code, at, place, x, lanes), code.splat(inverse, lanes))
-        values = code.call(f"llvm.rint.v{lanes}f32", values.type, values)
-        whole = b.trunc(b.fptosi(values, vector(I32, lanes)), vector(I8, lanes))
-        code.store(b.xor(whole, constant(whole.type, -128)) if stored == "uint8" else whole, target)
+        values = b.fptosi(code.call(f"llvm.rint.v{lanes}f32", values.type, values), vector(I32, lanes))
+        code.store(b.trunc(values, vector(I8, lanes)), target)
+        return values
 
     first, end = (b.sdiv(code.mul(rows, n), parts) for n in (part, code.add(part, 1)))
     with code.loop(first, end, 1) as each:
@@ -260,8 +248,14 @@ def quantize(code: Code, at: Processor, x: str, stored: str, bytes_result: int, 
         scale = b.fmul(b.extract_element(tail.results[0], I32(0)), F32(RECIPROCAL))
         inverse = b.fdiv(F32(1.0), scale)
         code.store(scale, code.at(scales, code.mul(each.index, 4)), 4)
-        with code.loop(0, whole, at.lanes) as numbers:
-            written(code.at(row, code.mul(numbers.index, SIZES[x])), at.lanes, inverse, code.at(target, numbers.index))
-        with code.loop(whole, size, 1) as tail:
-            written(code.at(row, code.mul(tail.index, SIZES[x])), 1, inverse, code.at(target, tail.index))
+        with code.loop(0, whole, at.lanes, [constant(vector(I32, at.lanes), 0)]) as numbers:
+            place = code.at(row, code.mul(numbers.index, SIZES[x]))
+            numbers.next([b.add(numbers.values[0], written(place, at.lanes, inverse, code.at(target, numbers.index)))])
+        total = code.call(f"llvm.vector.reduce.add.v{at.lanes}i32", I32, numbers.results[0])
+        with code.loop(whole, size, 1, [total]) as tail:
+            value = written(code.at(row, code.mul(tail.index, SIZES[x])), 1, inverse, code.at(target, tail.index))
+            tail.next([b.add(tail.values[0], b.extract_element(value, I32(0)))])
+        if sums is not None:
+            factor, index = sums
+            code.store(b.mul(tail.results[0], I32(factor)), code.at(code.result(frame, index)[0], code.mul(each.index, 4)), 4)
     b.ret_void()

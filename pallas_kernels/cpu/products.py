@@ -31,8 +31,9 @@ def product_of_bytes(x: jax.Array, weight: jax.Array, scale: jax.Array, dtype: j
     rows, size = x.shape
     shapes = [
         jax.ShapeDtypeStruct((rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32),
-        jax.ShapeDtypeStruct((rows, size), jnp.uint8),
+        jax.ShapeDtypeStruct((rows, size), jnp.int8),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
     ]
     y: jax.Array = call(register_bytes(str(x.dtype)), shapes, x, weight, scale)[0]
     return y.astype(dtype)
@@ -59,9 +60,14 @@ def why_no_tiles(x: str, kind: str, outs: int) -> str | None:
 
 
 def register_tiles(x: str, of_bytes: bool) -> str:
-    names = ("quantize", "pack", "multiply") if of_bytes else ("pack", "multiply")
-    kind = "w8a8" if of_bytes else "bfloat16"
-    return register(f"jengine_tiles_{x}_{kind}", lambda: native.compiled(tiles.tiles_module(native.host(), x, of_bytes=of_bytes), *names))
+    def make() -> list[int | tuple[int, int]]:
+        text = tiles.tiles_module(native.host(), x, of_bytes=of_bytes)
+        if not of_bytes:
+            return [*native.compiled(text, "pack", "multiply")]
+        quantize, parts, *others = native.compiled(text, "quantize", "quantize_parts", "pack", "multiply")
+        return [(quantize, parts), *others]
+
+    return register(f"jengine_tiles_{x}_{'w8a8' if of_bytes else 'bfloat16'}", make)
 
 
 def register_product(x: str, weight: str) -> str:
@@ -69,7 +75,11 @@ def register_product(x: str, weight: str) -> str:
 
 
 def register_bytes(x: str) -> str:
-    return register(f"jengine_product_{x}_w8a8", lambda: native.compiled(bytes_module(native.host(), x), "quantize", "multiply"))
+    def make() -> list[int | tuple[int, int]]:
+        quantize, parts, multiply = native.compiled(bytes_module(native.host(), x), "quantize", "quantize_parts", "multiply")
+        return [(quantize, parts), multiply]
+
+    return register(f"jengine_product_{x}_w8a8", make)
 
 
 def prepare(x: str, weight: str) -> None:

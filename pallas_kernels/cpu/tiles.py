@@ -45,7 +45,7 @@ def tiles_module(target: native.Target, x: str, *, of_bytes: bool) -> str:
     """
     code = Code()
     if of_bytes:
-        quantize(code, processor(target), x, "int8", 2, 3)
+        quantize(code, processor(target), x, 2, 3)
     _pack(code, SIZES["int8" if of_bytes else "bfloat16"], of_bytes)
     _multiply(code, of_bytes)
     return str(code.module)
