@@ -7,6 +7,7 @@ counterparts for 16 columns. For scores that is the keys' transpose; for results
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,8 +110,15 @@ class Product:
     right: int
     out: int
 
-    def write(self, code: Kernel, left: Value, right: Value, out: Value, factors: Value | None = None) -> None:
-        """out = left @ right, or out = factors * out + left @ right, with a float32 factor for each row. Arguments are addresses."""
+    def write(
+        self, code: Kernel, left: Value, right: Value | Callable[[Value, int], Value], out: Value, factors: Value | None = None
+    ) -> None:
+        """out = left @ right, or out = factors * out + left @ right, with a float32 factor for each row.
+
+        Args:
+            right: its address, or what gives the n-th vector of row k.
+            left, out, factors: addresses.
+        """
 
         def column(base: Value, n: int) -> Value:
             return base + n * BYTES
@@ -124,7 +132,10 @@ class Product:
                     first = code.load(vector(F32), column(out + row * self.out, n)) * factor
                 sums.append(code.variable(first))
         with code.loop(0, self.depth) as k:
-            ours = [code.load(vector(F32), column(right + k * self.right, n)) for n in range(self.columns)]
+            if isinstance(right, Value):
+                ours = [code.load(vector(F32), column(right + k * self.right, n)) for n in range(self.columns)]
+            else:
+                ours = [right(k, n) for n in range(self.columns)]
             for row in range(self.rows):
                 mine = code.load(F32, left + row * self.left + k * 4).splat()
                 for n, other in enumerate(ours):

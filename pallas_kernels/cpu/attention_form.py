@@ -60,6 +60,11 @@ class Form:
         return least + least % 2 if self.columns > 1 or self.pair_values else least
 
     @property
+    def in_place(self) -> bool:
+        """Whether values are multiplied where they lie: by a single query's weights, which meet each of them once."""
+        return self.decode and self.vectors * LANES == self.head_dim
+
+    @property
     def block(self) -> int:
         """Vectors of values that are multiplied at a time."""
         return max(n for n in range(1, self.columns + 1) if self.vectors % n == 0)

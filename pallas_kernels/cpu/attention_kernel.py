@@ -7,8 +7,9 @@ of tokens begin at multiples of SPAN, so a row's sums do not depend on its tile,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from pallas_kernels.cpu.attention_blocks import (
     BYTES,
@@ -192,14 +193,14 @@ class _Item:
         """Each block of tokens."""
         code, form, given, soft = self.code, self.form, self.given, self.softmax
         start = block.oldest // SPAN * SPAN
-        self._find(block, head, start)
+        self._find(block, head, start, self._places(start))
         with code.loop(start, block.end, SPAN) as first:
-            following, places = first + SPAN, self._places(first)
-            with code.when(following < block.end):
-                self._find(block, head, following)
-            later = (following < block.end).choose(self._places(following), places)
+            following, places, later = first + SPAN, self._places(first), self._places(first + SPAN)
+            more = following < block.end  # else the next head's first tokens are fetched
+            self._find(block, more.choose(head, (head + 1).least(given.kv_heads - 1)), more.choose(following, start), later)
             pack_keys(code, places, later, given.keys, self.keys, form.stored, form.head_dim, form.pair_keys)
-            pack_values(code, places, later, given.values, self.values, form.stored, form.head_dim, form.pair_values, form.vectors)
+            if not form.in_place:
+                pack_values(code, places, later, given.values, self.values, form.stored, form.head_dim, form.pair_values, form.vectors)
             for to, scales in (soft.k_scale, given.k_scales), (soft.v_scale, given.v_scales):
                 if to is not None and scales is not None:
                     with code.loop(0, SPAN, LANES) as lane:
@@ -207,10 +208,14 @@ class _Item:
                         code.store(code.gather(vector(F32), scales, place), to + lane * 4)
             seeing = (first - block.position).most(0) * form.group // form.strip * form.strip  # rows before it are of earlier queries
             with code.loop(seeing, rows, form.strip) as row:
-                self._strip(row, first)
+                self._strip(row, first, partial(self._values, places, later) if form.in_place else None)
 
-    def _strip(self, row: Value, first: Value) -> None:
-        """Some rows of queries over the block of tokens from the first on."""
+    def _strip(self, row: Value, first: Value, values: Callable[[Value], Callable[[Value, int], Value]] | None) -> None:
+        """Some rows of queries over the block of tokens from the first on.
+
+        Args:
+            values: gives, from a column on, what `Product.write` takes; None: they are packed.
+        """
         code, form = self.code, self.form
         with code.loop(0, SPAN * 4, form.columns * BYTES) as column:
             self.of_scores.write(code, self.q + row * (form.depth * 4), self.keys + column, self.scores + column)
@@ -219,20 +224,39 @@ class _Item:
             self.softmax.write(code, row + n, first, scores, weights, form.pair_values)
         with code.loop(0, self.wide, form.block * BYTES) as column:
             to = self.sums + row * self.wide + column
-            self.of_values.write(code, self.weights, self.values + column, to, self.softmax.factor + row * 4)
+            self.of_values.write(code, self.weights, values(column) if values else self.values + column, to, self.softmax.factor + row * 4)
+
+    def _values(self, places: Value, later: Value, column: Value) -> Callable[[Value, int], Value]:
+        """Values where they lie."""
+        code, form, size = self.code, self.form, SIZES[self.form.stored]
+        base = self.given.values + column // 4 * size
+
+        def read(token: Value, n: int) -> Value:
+            if n == 0:
+                following = base + code.load(I64, later + token * 8) * (form.head_dim * size)
+                for at in range(0, form.block * LANES * size, BYTES):
+                    code.prefetch(following + at)
+            place = base + code.load(I64, places + token * 8) * (form.head_dim * size)
+            return numbers(code, place + n * (LANES * size), form.stored, False, LANES).bits(vector(F32))
+
+        return read
 
     def _places(self, first: Value) -> Value:
         """Of the block of tokens from the first on."""
         return self.places + first // SPAN % 2 * (SPAN * 8)
 
-    def _find(self, block: _Block, head: Value, first: Value) -> None:
+    def _find(self, block: _Block, head: Value, first: Value, to: Value) -> None:
         """Where each token from the first on is; instead of one that no query sees, one that some query does."""
         code, size = self.code, self.form.page_size
-        table, to = self.given.tables + block.tile * self.given.width * 4, self._places(first)
+        table = self.given.tables + block.tile * self.given.width * 4
+        oldest, newest = block.oldest, block.end - 1
         with code.loop(0, SPAN, LANES) as lane:
             tokens = (first + lane).to(I32).splat() + code.constant(vector(I32), list(range(LANES)))
-            tokens = tokens.most(block.oldest.to(I32).splat()).least((block.end - 1).to(I32).splat())
-            pages = code.gather(vector(I32), table, tokens // size).to(vector(I64))
+            tokens = tokens.most(oldest.to(I32).splat()).least(newest.to(I32).splat())
+            if size % LANES:
+                pages = code.gather(vector(I32), table, tokens // size).to(vector(I64))
+            else:  # all are in one page
+                pages = code.load(I32, table + (first + lane).most(oldest).least(newest) // size * 4).to(I64).splat()
             place = (pages * self.given.kv_heads.splat() + head.splat()) * size + (tokens % size).to(vector(I64))
             code.store(place, to + lane * 8)
 

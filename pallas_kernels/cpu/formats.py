@@ -15,7 +15,7 @@ import llvmlite.binding as llvm
 from pallas_kernels.cpu.emit import BF16, F32, HALF, I8, I16, I32, Code, constant, vector
 from pallas_kernels.cpu.native import Target
 
-SIZES = {"bfloat16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1}  # bytes of a number
+SIZES = {"bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}  # bytes of a number
 
 
 @dataclass(frozen=True)
