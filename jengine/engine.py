@@ -205,7 +205,7 @@ class Engine:
             result = self.runner.read(step)
             self.trace.add("read", number)
             now = time.perf_counter()
-            self.scheduler.costs.learn(step.plan.trunk, now - max(dispatched, self._last_read))
+            self.scheduler.costs.observe(step.plan.trunk, step.plan.sampler, step.plan.work, now - max(dispatched, self._last_read))
             self._last_read = now
             if result.scores is not None:
                 updates += self._prompt_scores(step.plan, result.scores)

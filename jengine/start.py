@@ -112,7 +112,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         groups=[GroupPages(group.window) for group in spec.groups],
         prefix_caching=config.enable_prefix_caching,
         policy=config.policy,
-        costs=StepCosts(costs),
+        costs=StepCosts(spec.table, trunks=costs),
     )
     scheduler.ready = ready
     model = _with_eos_token(spec.model.config, started.tokenizer)

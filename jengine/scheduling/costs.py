@@ -1,60 +1,280 @@
-"""What a step costs, and how many prompt tiles are worth their time."""
+"""What a step costs: predicted from its programs and its work, and refined by what steps take."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from jengine.program_table import ProgramTable, TrunkKey
+import msgspec
+
+from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, TrunkKey
 from jengine.ready_programs import ReadyPrograms
+from jengine.scheduling.drift import Drift
+from jengine.scheduling.host_costs import HostCosts, HostSeconds
+from jengine.scheduling.work import NO_WORK, Work
 
-# The estimate before anything is measured. Only the ratio matters: a step's fixed cost is that of 50 tokens.
+# The estimate before anything is measured. Only ratios matter: a step's fixed cost is that of 50 tokens.
 STEP_SECONDS = 1e-3
 TOKEN_SECONDS = 2e-5
+SAMPLE_SECONDS = 1e-6  # for each row that is sampled greedily
+SAMPLERS = dict(zip(VARIANTS, (1.0, 2.0, 4.0, 6.0), strict=True))  # a variant's cost, relative to greedy
+
+FIRST = 5  # steps whose median is a program's first cost; later ones refine it
+GAIN = 0.03  # of the unexpected part of a step that its costs take over: they forget within 1 / GAIN steps
+LEAST = 0.01  # share of a step that its sampler is taken to need at least
 
 
-@dataclass(slots=True)
-class StepCosts:
-    """Seconds a trunk takes: measured at warm-up or learned from steps, else estimated as linear in its tokens, padding included.
+class Slopes(NamedTuple):
+    """Seconds for each unit of Work; shared by all trunks, since all read the same cache."""
+
+    context: float = TOKEN_SECONDS / 5000
+    longest: float = 0.0
+    attended: float = TOKEN_SECONDS / 5000
+
+    def seconds(self, work: Work) -> float:
+        return self.context * work.context + self.longest * work.longest + self.attended * work.attended
+
+
+class Cost(msgspec.Struct):
+    """Seconds of one program, without the work that depends on contexts.
 
     Attributes:
-        measured: at warm-up, each on padding, fastest of several runs.
-        learned: of trunks that became ready later, the fastest step so far.
+        steps: that it was learned from.
+        first: what the first of these took, sorted.
     """
 
-    measured: dict[TrunkKey, float] = field(default_factory=dict)
-    learned: dict[TrunkKey, float] = field(default_factory=dict)
+    seconds: float
+    steps: int = FIRST
+    first: list[float] = []
 
-    def seconds(self, table: ProgramTable | ReadyPrograms, key: TrunkKey) -> float:
-        known = self.measured.get(key) or self.learned.get(key)
-        return self._scale(table) * _linear(table, key) if known is None else known
+    @property
+    def settled(self) -> bool:
+        return self.steps >= FIRST
 
-    def learn(self, key: TrunkKey, seconds: float) -> None:
-        """Note what a step took from the end of the one before it, or from its dispatch where none ran, until its tokens were read."""
-        if key not in self.measured:
-            self.learned[key] = min(seconds, self.learned.get(key, seconds))
+    def note(self, seconds: float) -> None:
+        """One of the first steps. Their lower median counts, so that one slow step does not."""
+        self.first = sorted([*self.first, seconds])
+        self.seconds, self.steps = self.first[(len(self.first) - 1) // 2], self.steps + 1
 
-    def _scale(self, table: ProgramTable | ReadyPrograms) -> float:
-        """How much slower this machine is than the estimate, by the trunks that are known."""
-        known = {**self.learned, **self.measured}
-        return sum(known.values()) / sum(_linear(table, key) for key in known) if known else 1.0
 
-    def best_tiles(self, table: ProgramTable | ReadyPrograms, *, rows: int, pending: int, pages: int) -> int:
+class SavedCosts(msgspec.Struct):
+    """As they are saved. Keys are names of programs of the table."""
+
+    table: ProgramTable
+    trunks: dict[str, Cost]
+    samplers: dict[str, Cost]
+    slopes: Slopes
+    spread: float
+    host: HostCosts
+
+
+class StepCosts:
+    """Predicts device seconds of steps: a base for each trunk and each sampler, and shared slopes for the work.
+
+    Each is measured at warm-up or learned from a few steps, then refined by every step that is observed. How busy the machine is
+    now is a factor apart (`drift`), which follows within some ten steps and leaves the costs alone. Programs that have not run yet
+    are estimated from those that have. Not thread-safe, but other threads may read.
+
+    Args:
+        table: whose programs these are.
+        trunks, samplers: seconds that are known, of a trunk without its sampler and without Work.
+    """
+
+    def __init__(
+        self,
+        table: ProgramTable,
+        *,
+        trunks: Mapping[TrunkKey, float] | None = None,
+        samplers: Mapping[SamplerKey, float] | None = None,
+        slopes: Slopes | None = None,
+    ) -> None:
+        self.table = table
+        self.trunks = {key: Cost(seconds) for key, seconds in (trunks or {}).items()}
+        self.samplers = {key: Cost(seconds) for key, seconds in (samplers or {}).items()}
+        self.slopes = Slopes() if slopes is None else slopes
+        self.host = HostCosts()
+        self._drift = Drift()
+        self._estimates: dict[TrunkKey | SamplerKey, float] = {}  # of programs that are not known
+        self._greedy: dict[TrunkKey, SamplerKey] = {}
+
+    @property
+    def measured(self) -> bool:
+        """Whether any program's cost is known; all are guesses otherwise."""
+        return bool(self.trunks)
+
+    @property
+    def drift(self) -> float:
+        """How much longer steps take now than they usually do, as a factor."""
+        return self._drift.factor
+
+    @property
+    def spread(self) -> float:
+        """Mean relative deviation of steps from what was predicted."""
+        return self._drift.spread
+
+    def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK) -> float:
+        """Device seconds that a step is going to take, from the end of the one before it. sampler: None is the cheapest."""
+        return self._drift.factor * (
+            self.trunk_seconds(trunk) + self.sampler_seconds(sampler or self._cheapest(trunk)) + self.slopes.seconds(work)
+        )
+
+    def trunk_seconds(self, key: TrunkKey) -> float:
+        """Of a trunk alone, without work, on a machine as busy as usual."""
+        known = self.trunks.get(key)
+        return self._estimated(key) if known is None else known.seconds
+
+    def sampler_seconds(self, key: SamplerKey) -> float:
+        """Of a sampler alone, on a machine as busy as usual."""
+        known = self.samplers.get(key)
+        return self._estimated(key) if known is None else known.seconds
+
+    def observe(self, trunk: TrunkKey, sampler: SamplerKey, work: Work, seconds: float) -> None:
+        """A step took `seconds` on the device."""
+        if seconds <= 0.0:
+            return
+        base, sampling, usual = self.trunk_seconds(trunk), self.sampler_seconds(sampler), seconds / self._drift.factor
+        attention = self.slopes.seconds(work)
+        known, known_sampler = self.trunks.get(trunk), self.samplers.get(sampler)
+        if known is None or not known.settled:
+            self._begin(self.trunks, trunk, max(usual - sampling - attention, LEAST * usual))
+        elif known_sampler is None or not known_sampler.settled:
+            self._begin(self.samplers, sampler, max(usual - base - attention, LEAST * usual))
+        else:
+            predicted = base + sampling + attention
+            unexpected = self._drift.observe(math.log(seconds / predicted))
+            self._refine(known, known_sampler, work, predicted, unexpected)
+
+    def host_seconds(self, rows: int, tiles: int = 0) -> HostSeconds:
+        """What a step of so many rows and tiles takes of the host."""
+        return self.host.seconds(rows + tiles)
+
+    def observe_host(self, rows: int, tiles: int, seconds: HostSeconds) -> None:
+        """A step took so long on the host; a part that is not known is negative."""
+        self.host.observe(rows + tiles, seconds)
+
+    def for_table(self, table: ProgramTable) -> StepCosts:
+        """Costs of another table's programs, on the same machine with the same model: those of equal shape are known, others estimated."""
+        size, other = self.table.tile_size, table.tile_size
+        same = {
+            TrunkKey(key.rows, key.tiles * size // other, key.pages): cost.seconds
+            for key, cost in self.trunks.items()
+            if key.tiles * size % other == 0
+        }
+        costs = StepCosts(table, trunks=same, samplers={key: cost.seconds for key, cost in self.samplers.items()}, slopes=self.slopes)
+        costs.host = self.host
+        return costs
+
+    def to_json(self) -> bytes:
+        """What `from_json` reads: all but how busy the machine is now."""
+        trunks, samplers = ({str(key): cost for key, cost in known.items()} for known in (self.trunks, self.samplers))
+        return msgspec.json.encode(SavedCosts(self.table, trunks, samplers, self.slopes, self.spread, self.host))
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> StepCosts:
+        """Raises ValueError where it is none."""
+        saved = msgspec.json.decode(data, type=SavedCosts)
+        costs = cls(saved.table, slopes=saved.slopes)
+        costs.trunks = {key: saved.trunks[str(key)] for key in saved.table.trunks() if str(key) in saved.trunks}
+        costs.samplers = {key: saved.samplers[str(key)] for key in saved.table.samplers() if str(key) in saved.samplers}
+        costs._drift.spread, costs.host = saved.spread, saved.host
+        return costs
+
+    def best_tiles(self, table: ProgramTable | ReadyPrograms, *, rows: int, pending: int, pages: int, work: Work = NO_WORK) -> int:
         """How many of `pending` tiles (at least 1) to run beside `rows` decode rows.
 
         The bucket with the most useful tokens a second wins, the larger of equals. Useful are the rows
         and the tiles that fill the bucket; padding is not: with 5 tiles pending, 4 in a bucket of 4 may
         beat 5 in a bucket of 8. At least one tile always runs, so prompts never starve.
+
+        Args:
+            work: of the rows and all pending tiles; the attention of fewer tiles is taken to be their share.
         """
         best_tiles, best_rate = 0, 0.0
         for bucket in table.tile_buckets:
             tiles = min(bucket, pending)
-            rate = (rows + tiles * table.tile_size) / self.seconds(table, table.trunk(rows, bucket, pages))
+            some = work._replace(attended=work.attended * tiles // pending)
+            rate = (rows + tiles * table.tile_size) / self.seconds(table.trunk(rows, bucket, pages), work=some)
             if rate >= best_rate:
                 best_tiles, best_rate = tiles, rate
             if bucket >= pending:
                 break
         return best_tiles
 
+    # --- learning -----------------------------------------------------------------------------------
 
-def _linear(table: ProgramTable | ReadyPrograms, key: TrunkKey) -> float:
-    return STEP_SECONDS + TOKEN_SECONDS * table.tokens(key)
+    def _begin[Key: (TrunkKey, SamplerKey)](self, costs: dict[Key, Cost], key: Key, seconds: float) -> None:
+        if key not in costs:
+            costs[key] = Cost(seconds, 0)
+        costs[key].note(seconds)
+        self._estimates.clear()
+
+    def _refine(self, trunk: Cost, sampler: Cost, work: Work, predicted: float, unexpected: float) -> None:
+        """Move each cost by its share of the step: together they make up for GAIN of what was not expected, a relative deviation."""
+        slopes = self.slopes
+        parts = (
+            trunk.seconds,
+            sampler.seconds,
+            slopes.context * work.context,
+            slopes.longest * work.longest,
+            slopes.attended * work.attended,
+        )
+        by = GAIN * unexpected * predicted / sum([part * part for part in parts])
+        trunk.seconds *= 1.0 + by * parts[0]
+        sampler.seconds *= 1.0 + by * parts[1]
+        self.slopes = Slopes(*[slope * (1.0 + by * part) for slope, part in zip(slopes, parts[2:], strict=True)])
+        trunk.steps += 1
+        sampler.steps += 1
+        self._estimates.clear()
+
+    # --- estimates ----------------------------------------------------------------------------------
+
+    def _cheapest(self, trunk: TrunkKey) -> SamplerKey:
+        if trunk not in self._greedy:
+            self._greedy[trunk] = self.table.sampler(trunk, VARIANTS[0])
+        return self._greedy[trunk]
+
+    def _estimated(self, key: TrunkKey | SamplerKey) -> float:
+        seconds = self._estimates.get(key)
+        if seconds is None:
+            seconds = self._estimate_trunk(key) if isinstance(key, TrunkKey) else self._estimate_sampler(key)
+            self._estimates[key] = seconds
+        return seconds
+
+    def _estimate_trunk(self, key: TrunkKey) -> float:
+        """On the line between the known ones with fewer and with more tokens; beyond these, on that through the first and the last."""
+        points = sorted((self.table.tokens(known), cost.seconds) for known, cost in self.trunks.items())
+        tokens = self.table.tokens(key)
+        if not points:
+            return _linear(tokens)
+        first, last = points[0], points[-1]
+        if tokens <= first[0] or len(points) == 1:
+            return first[1] * _linear(tokens) / _linear(first[0])
+        if tokens >= last[0]:
+            return (
+                _on_line(first, last, tokens) if last[0] > first[0] and last[1] > first[1] else last[1] * _linear(tokens) / _linear(last[0])
+            )
+        after = next(i for i, point in enumerate(points) if point[0] > tokens)
+        return _on_line(points[after - 1], points[after], tokens)
+
+    def _estimate_sampler(self, key: SamplerKey) -> float:
+        """In proportion to the known one that is most alike."""
+        if self.samplers:
+            rank = VARIANTS.index(key.variant)
+            like = min(self.samplers, key=lambda k: (abs(VARIANTS.index(k.variant) - rank), abs(math.log(k.rows / key.rows)), k))
+            return self.samplers[like].seconds * _sampling(key) / _sampling(like)
+        known = {self.table.tokens(trunk): cost.seconds for trunk, cost in self.trunks.items()}
+        return _sampling(key) * (sum(known.values()) / sum(map(_linear, known)) if known else 1.0)
+
+
+def _linear(tokens: int) -> float:
+    """Seconds of a trunk, its padding included."""
+    return STEP_SECONDS + TOKEN_SECONDS * tokens
+
+
+def _sampling(key: SamplerKey) -> float:
+    return SAMPLE_SECONDS * key.rows * SAMPLERS[key.variant]
+
+
+def _on_line(first: tuple[int, float], second: tuple[int, float], tokens: int) -> float:
+    return first[1] + (second[1] - first[1]) * (tokens - first[0]) / (second[0] - first[0])

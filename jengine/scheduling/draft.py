@@ -10,7 +10,7 @@ from jengine.scheduling.step_plan import Sample, SlotReset, Span
 
 
 class Draft:
-    """The lists of a StepPlan; `sampled` are the sequences of `samples`."""
+    """The lists of a StepPlan; `sampled` are the sequences of `samples`, `attended` is its tiles' (see Work)."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -19,6 +19,7 @@ class Draft:
         self.resets: list[SlotReset] = []
         self.table: list[tuple[int, int, int, int]] = []
         self.copies: list[tuple[int, int, int]] = []
+        self.attended = 0
 
     def enter(self, slot: int, entries: Iterable[Entry]) -> None:
         """Update a slot's block tables."""

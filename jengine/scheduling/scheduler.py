@@ -17,6 +17,7 @@ from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.scheduling.sequences import Sequences
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
+from jengine.scheduling.work import Work, pairs, rows_work
 
 
 class Scheduler(Sequences):
@@ -66,7 +67,7 @@ class Scheduler(Sequences):
         self.ready = ReadyPrograms(table)  # steps take only these; replaced as more are
         self.page_size = page_size
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.costs = StepCosts() if costs is None else costs
+        self.costs = StepCosts(table) if costs is None else costs
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
         self._rows: list[Sequence] = []  # of the last step
         self._row_samples: list[Sample] = []  # theirs
@@ -85,16 +86,20 @@ class Scheduler(Sequences):
         draft.spans = [Span(s.number, s.slot, s.num_computed) for s in rows]
         draft.samples = [*self._row_samples]
         draft.sampled = [*rows]
-        longest = max([s.num_computed for s in rows], default=-1) + 1  # tokens of the longest sequence in the step
+        positions = [s.num_computed for s in rows]
+        longest = max(positions, default=-1) + 1  # tokens of the longest sequence in the step
+        work = Work(*rows_work(positions, self.sequence.windows))
         for sequence in rows:
             sequence.num_computed += 1
             sequence.in_flight += 1
         begun = [s for s in self._running if s.state is State.PREFILLING] if len(rows) < len(self._running) else []
-        tiles, pending_longest = self._pending(begun, (self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
+        tiles, pending_longest, attended = self._pending(begun, (self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
         if tiles:
-            pages = self.blocks.pages_of(max(longest, pending_longest))
-            tiles = self._prefill(draft, begun, self.costs.best_tiles(self.ready, rows=len(rows), pending=tiles, pages=pages))
+            pages, all_work = self.blocks.pages_of(max(longest, pending_longest)), work._replace(attended=attended)
+            best = self.costs.best_tiles(self.ready, rows=len(rows), pending=tiles, pages=pages, work=all_work)
+            tiles = self._prefill(draft, begun, best)
             longest = max([longest, *[span.start + span.length for span in draft.spans[len(rows) :]]])
+            work = work._replace(attended=draft.attended)
         if not draft.spans:
             return None
         trunk = self.ready.trunk(len(rows), tiles, self.blocks.pages_of(longest), len(draft.samples))
@@ -107,6 +112,7 @@ class Scheduler(Sequences):
             resets=draft.resets,
             table=draft.table,
             copies=draft.copies,
+            work=work,
         )
 
     def collect(self, plan: StepPlan, tokens: list[list[int]]) -> list[tuple[int, Sequence, int]]:
@@ -170,14 +176,19 @@ class Scheduler(Sequences):
             del self._sharing[sequence]
         return rows
 
-    def _pending(self, begun: list[Sequence], limit: int) -> tuple[int, int]:
-        """Prompt tiles that can be worked on now, `limit` at most, and how many tokens the longest of their sequences then has."""
-        limit, tile_size, tiles, longest = min(limit, self.ready.max_tiles), self.table.tile_size, 0, 0
+    def _pending(self, begun: list[Sequence], limit: int) -> tuple[int, int, int]:
+        """Prompt tiles that can be worked on now, `limit` at most.
+
+        Returns how many, how many tokens the longest of their sequences then has, and what they attend to (see Work).
+        """
+        limit, tile_size, windows = min(limit, self.ready.max_tiles), self.table.tile_size, self.sequence.windows
+        tiles = longest = attended = 0
         for sequence in begun:
             if tiles < limit:
                 count = min(-(-(len(sequence.tokens) - sequence.num_computed) // tile_size), limit - tiles)
-                longest = max(longest, min(sequence.num_computed + count * tile_size, len(sequence.tokens)))
-                tiles += count
+                end = min(sequence.num_computed + count * tile_size, len(sequence.tokens))
+                attended += pairs(sequence.num_computed, end - sequence.num_computed, windows)
+                tiles, longest = tiles + count, max(longest, end)
         slots, taken, running = self._room, Counter[int](), len(self._running)
         for sequence in self._waiting:
             if tiles >= limit or slots <= 0 or sequence.in_flight:
@@ -187,9 +198,10 @@ class Scheduler(Sequences):
             if not self._fits(taken, running):
                 break
             count = min(-(-(len(sequence.tokens) - hit.tokens) // tile_size), limit - tiles)
-            longest = max(longest, min(hit.tokens + count * tile_size, len(sequence.tokens)))
-            tiles, slots, running = tiles + count, slots - 1, running + 1
-        return tiles, longest
+            end = min(hit.tokens + count * tile_size, len(sequence.tokens))
+            attended += pairs(hit.tokens, end - hit.tokens, windows)
+            tiles, longest, slots, running = tiles + count, max(longest, end), slots - 1, running + 1
+        return tiles, longest, attended
 
     def _prefill(self, draft: Draft, begun: list[Sequence], budget: int) -> int:
         """Cuts prompts into a plan, `budget` tiles at most: each to its end before the next one's turn. Returns how many tiles.
@@ -267,6 +279,7 @@ class Scheduler(Sequences):
         draft.enter(sequence.slot, blocks.grow(number, end))
         targets = _targets(sequence, start, end)
         draft.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], targets))
+        draft.attended += pairs(start, end - start, self.sequence.windows)
         sequence.num_computed = end
         blocks.commit(number, sequence.tokens, end)
         if end == len(sequence.tokens):

@@ -8,6 +8,7 @@ import msgspec
 
 from jengine.program_table import SamplerKey, TrunkKey
 from jengine.request import SamplingParams
+from jengine.scheduling.work import NO_WORK, Work
 
 
 class Span(msgspec.Struct, gc=False):
@@ -59,6 +60,7 @@ class StepPlan:
         samples: in the sampler's row order.
         table: (cache group, slot, index in its block table, page).
         copies: (pool, source page, target page).
+        work: what its seconds depend on beside its programs.
     """
 
     trunk: TrunkKey
@@ -68,3 +70,4 @@ class StepPlan:
     resets: list[SlotReset] = field(default_factory=list)
     table: list[tuple[int, int, int, int]] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
+    work: Work = NO_WORK

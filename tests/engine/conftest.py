@@ -25,7 +25,7 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
             write_model(folder, variant)
         config = EngineConfig.of(str(folder), {"max_model_len": max_model_len(variant), **SMALL, **options})
         engine = start_engine(config, progress=False)[0]
-        engine.scheduler.costs = Estimates()
+        engine.scheduler.costs = Estimates(engine.scheduler.table)
         return engine
 
     return make

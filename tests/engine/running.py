@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jengine.engine import Engine
-from jengine.program_table import TrunkKey
 from jengine.request import Request, SamplingParams, TokenMask
 from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.costs import StepCosts
@@ -24,7 +23,7 @@ SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "pag
 class Estimates(StepCosts):
     """Costs that plans of tests depend on: none that was measured, so that they do not depend on how busy this machine is."""
 
-    def learn(self, key: TrunkKey, seconds: float) -> None:
+    def observe(self, *_: object) -> None:
         pass
 
 

@@ -7,6 +7,7 @@ import pytest
 from jengine.errors import InvalidArgument
 from jengine.program_table import TrunkKey
 from jengine.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
+from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.sequence import State
 from tests.scheduling.strict_device import Loop, alone
 
@@ -134,7 +135,8 @@ def test_the_tile_bucket_is_chosen_by_cost():
     """Five tiles pending: eight places cost twice as much as four, so four run; at equal cost, all five."""
     for eight, tiles in [(2.0, 4), (1.0, 5)]:
         one = loop(max_num_batched_tokens=8 * 8 + 4)
-        one.scheduler.costs.measured.update({TrunkKey(8, 1): 1.0, TrunkKey(8, 2): 1.0, TrunkKey(8, 4): 1.0, TrunkKey(8, 8): eight})
+        known = {TrunkKey(8, 1): 1.0, TrunkKey(8, 2): 1.0, TrunkKey(8, 4): 1.0, TrunkKey(8, 8): eight}
+        one.scheduler.costs = StepCosts(one.scheduler.table, trunks=known)
         one.add([1] * 20)
         one.add([2] * 15)
         assert len(one.scheduler.table.place(one.scheduler.schedule().spans).tiles) == tiles

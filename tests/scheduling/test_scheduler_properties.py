@@ -10,19 +10,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jengine.pages import most_pages
+from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.work import NO_WORK, Work
 from tests.scheduling.strict_device import VOCAB, Loop
 
 
 def random_costs(seed: int) -> StepCosts:
     """Costs without sense: they may change how long things take, never what comes out."""
 
-    class Drawn(dict):  # type: ignore[type-arg]
-        def get(self, key: object, default: object = None) -> float:
-            return random.Random(f"{seed} {key}").uniform(0.1, 10.0)
+    class Drawn(StepCosts):
+        def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK) -> float:
+            return random.Random(f"{seed} {trunk}").uniform(0.1, 10.0)
 
-    return StepCosts(measured=Drawn())
+    return Drawn(ProgramTable((1,), (1,), (1,), 1))
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -1,44 +1,223 @@
-"""How many tiles run is a matter of useful tokens a second."""
+"""Costs learn what steps take, whatever disturbs some of them; and how many tiles run is a matter of useful tokens a second."""
 
 from __future__ import annotations
+
+import math
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.program_table import ProgramTable, TrunkKey
-from jengine.scheduling.costs import StepCosts
+from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, TrunkKey
+from jengine.scheduling.costs import FIRST, Slopes, StepCosts
+from jengine.scheduling.drift import STEPS
+from jengine.scheduling.host_costs import HostSeconds
+from jengine.scheduling.work import Work
 
 TABLE = ProgramTable(row_buckets=(8, 32), mixed_row_buckets=(8, 32), tile_buckets=(1, 2, 4, 8), tile_size=64)
+NOISE = 0.03
+WORKS = st.builds(Work, st.integers(0, 10**6), st.integers(0, 10**5), st.integers(0, 10**7))
+KEYS = st.sampled_from(TABLE.trunks())
+
+
+class Machine:
+    """A device whose steps take what these costs say, times `slow`, and some noise."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random, self.slow = random.Random(seed), 1.0
+        self.trunks = {key: 1e-3 + 1.5e-5 * TABLE.tokens(key) + self.random.uniform(0, 1e-3) for key in TABLE.trunks()}
+        self.samplers = {key: 1e-5 * key.rows * (1 + VARIANTS.index(key.variant)) for key in TABLE.samplers()}
+        self.slopes = Slopes(1e-8, 1e-8, 2e-9)
+
+    def usual(self, trunk: TrunkKey, sampler: SamplerKey, work: Work) -> float:
+        return self.trunks[trunk] + self.samplers[sampler] + self.slopes.seconds(work)
+
+    def steps(self, count: int):
+        """(trunk, sampler, work, seconds), as a mixed load has them."""
+        for _ in range(count):
+            trunk = self.random.choice(TABLE.trunks())
+            sampler = TABLE.sampler(trunk, self.random.choice(VARIANTS))
+            longest = self.random.randrange(1, 4000)
+            work = Work(longest * self.random.randrange(1, trunk.rows + 1), longest, trunk.tiles * 64 * self.random.randrange(1, 4000))
+            noise = self.random.lognormvariate(0, NOISE)
+            yield trunk, sampler, work, self.usual(trunk, sampler, work) * self.slow * noise
+
+    def measured(self) -> StepCosts:
+        return StepCosts(TABLE, trunks=self.trunks, samplers=self.samplers, slopes=self.slopes)
+
+
+def run(costs: StepCosts, machine: Machine, count: int) -> list[float]:
+    """Lets it observe so many steps; how far each was from its prediction, relative to it."""
+    errors = []
+    for trunk, sampler, work, seconds in machine.steps(count):
+        errors.append(abs(seconds / costs.seconds(trunk, sampler, work) - 1.0))
+        costs.observe(trunk, sampler, work, seconds)
+    return errors
+
+
+def median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+SPREAD = median([abs(random.Random(i).lognormvariate(0, NOISE) - 1.0) for i in range(999)])  # no prediction can be better
+
+
+@given(trunk=KEYS, variant=st.sampled_from(VARIANTS), one=WORKS, more=WORKS)
+def test_more_work_never_costs_less(trunk, variant, one, more):
+    costs = Machine().measured()
+    run(costs, Machine(), 30)
+    sampler, both = TABLE.sampler(trunk, variant), Work(*(a + b for a, b in zip(one, more, strict=True)))
+    assert 0.0 < costs.seconds(trunk, sampler, one) <= costs.seconds(trunk, sampler, both)
+
+
+def test_measured_costs_are_exact_until_a_step_differs():
+    machine = Machine()
+    costs = machine.measured()
+    for trunk, sampler, work, _ in machine.steps(50):
+        assert costs.seconds(trunk, sampler, work) == pytest.approx(machine.usual(trunk, sampler, work))
+        costs.observe(trunk, sampler, work, machine.usual(trunk, sampler, work))
+    assert costs.drift == pytest.approx(1.0)
+
+
+def test_predictions_are_about_as_good_as_noise_allows():
+    machine = Machine()
+    costs = machine.measured()
+    run(costs, machine, 200)
+    assert median(run(costs, machine, 500)) < 1.5 * SPREAD
+
+
+def test_costs_that_were_wrong_are_refined():
+    """Each by up to 40 %, some up and some down, and the slopes by half."""
+    machine, rng = Machine(), random.Random(1)
+    wrong = {key: seconds * rng.uniform(0.6, 1.4) for key, seconds in machine.trunks.items()}
+    costs = StepCosts(TABLE, trunks=wrong, samplers=machine.samplers, slopes=Slopes(*(slope / 2 for slope in machine.slopes)))
+    before = median(run(costs, machine, 50))
+    run(costs, machine, 6000)
+    assert median(run(costs, machine, 500)) < min(1.5 * SPREAD, before / 3)
+
+
+@given(seed=st.integers(0, 99), slow=st.sampled_from([0.5, 1.5, 3.0]), length=st.integers(30, 300))
+def test_a_slow_time_passes_without_a_trace(seed, slow, length):
+    machine = Machine(seed)
+    costs = machine.measured()
+    run(costs, machine, 100)
+    machine.slow = slow
+    run(costs, machine, STEPS)  # it follows
+    assert median(run(costs, machine, length)) < 2 * SPREAD
+    assert costs.drift == pytest.approx(slow, rel=0.1)
+    machine.slow = 1.0
+    run(costs, machine, STEPS)  # and is back
+    assert median(run(costs, machine, 100)) < 2 * SPREAD
+    for trunk, sampler, work, _ in machine.steps(100):
+        assert costs.seconds(trunk, sampler, work) / costs.drift == pytest.approx(machine.usual(trunk, sampler, work), rel=0.15)
+
+
+@given(at=st.integers(0, 20), many=st.integers(1, STEPS // 2), factor=st.sampled_from([10.0, 1000.0]))
+def test_single_slow_steps_spoil_nothing(at, many, factor):
+    machine = Machine()
+    costs = machine.measured()
+    for i, (trunk, sampler, work, _) in enumerate(machine.steps(60)):
+        usual = machine.usual(trunk, sampler, work)
+        assert costs.seconds(trunk, sampler, work) == pytest.approx(usual, rel=0.1)
+        costs.observe(trunk, sampler, work, usual * (factor if at <= i < at + many else 1.0))
+
+
+def test_a_program_that_was_not_measured_is_learned_from_few_steps_the_first_of_them_slow():
+    machine = Machine()
+    trunk, sampler, work = TrunkKey(32, 4), TABLE.sampler(TrunkKey(32, 4), "full"), Work(1000, 100, 5000)
+    trunks, samplers = ({key: s for key, s in known.items() if key not in (trunk, sampler)} for known in (machine.trunks, machine.samplers))
+    costs = StepCosts(TABLE, trunks=trunks, samplers=samplers, slopes=machine.slopes)
+    usual = machine.usual(trunk, sampler, work)
+    assert 0.4 * usual < costs.seconds(trunk, sampler, work) < 2.5 * usual, "an estimate from the others"
+    costs.observe(trunk, sampler, work, 20 * usual)
+    costs.observe(trunk, sampler, work, usual)
+    assert costs.seconds(trunk, sampler, work) == pytest.approx(usual)
+    for _ in range(FIRST):
+        costs.observe(trunk, sampler, work, usual)
+    assert costs.seconds(trunk, sampler, work) == pytest.approx(usual) and costs.trunks[trunk].settled
+
+
+@given(known=st.dictionaries(KEYS, st.floats(1e-4, 1.0), max_size=6), trunk=KEYS, variant=st.sampled_from(VARIANTS))
+def test_every_estimate_is_a_time(known, trunk, variant):
+    seconds = StepCosts(TABLE, trunks=known).seconds(trunk, TABLE.sampler(trunk, variant))
+    assert 0.0 < seconds < math.inf
+
+
+def test_estimates_grow_with_tokens_as_the_known_ones_do():
+    costs = StepCosts(TABLE, trunks={TrunkKey(8, 0): 1.0, TrunkKey(8, 1): 2.0})
+    tokens = {key: TABLE.tokens(key) for key in TABLE.trunks()}
+    for key, count in tokens.items():
+        if count > 8:
+            assert costs.trunk_seconds(key) == pytest.approx(1.0 + (count - 8) / 64)
+
+
+@given(seed=st.integers(0, 20), count=st.integers(0, 200))
+def test_what_is_saved_is_loaded(seed, count):
+    machine = Machine(seed)
+    costs = StepCosts(TABLE, slopes=machine.slopes)
+    run(costs, machine, count)
+    costs.observe_host(8, 1, HostSeconds(1e-3, 2e-3))
+    again = StepCosts.from_json(costs.to_json())
+    assert again.table == TABLE and again.drift == 1.0 and again.spread == costs.spread
+    for trunk, sampler, work, _ in machine.steps(50):
+        assert again.seconds(trunk, sampler, work) == pytest.approx(costs.seconds(trunk, sampler, work) / costs.drift)
+    assert again.host_seconds(3, 2) == costs.host_seconds(3, 2)
+    for broken in b"", b"{}", costs.to_json()[:-2]:
+        with pytest.raises(ValueError):
+            StepCosts.from_json(broken)
+
+
+def test_of_another_table_programs_of_the_same_shape_are_known():
+    costs = Machine().measured()
+    other = costs.for_table(ProgramTable(row_buckets=(8, 16), mixed_row_buckets=(8,), tile_buckets=(1, 2), tile_size=128))
+    assert other.trunk_seconds(TrunkKey(8, 1)) == costs.trunk_seconds(TrunkKey(8, 2))
+    assert other.trunk_seconds(TrunkKey(8, 2)) == costs.trunk_seconds(TrunkKey(8, 4))
+    assert costs.trunk_seconds(TrunkKey(8, 0)) < other.trunk_seconds(TrunkKey(16, 0)) < costs.trunk_seconds(TrunkKey(8, 1))
+
+
+@given(base=st.floats(1e-4, 1e-3), row=st.floats(1e-5, 1e-4))
+def test_host_seconds_grow_with_rows_and_forget_pauses(base, row):
+    costs, rng = StepCosts(TABLE), random.Random(0)
+    for i in range(400):
+        rows = rng.randrange(1, 33)
+        seconds = base + row * rows
+        costs.observe_host(rows, 0, HostSeconds(seconds * (100 if i % 100 == 50 else 1), -1.0))
+    assert costs.host_seconds(16).plan == pytest.approx(base + row * 16, rel=0.2)
+    assert costs.host_seconds(32).plan > costs.host_seconds(1).plan
+    assert costs.host_seconds(16).collect == StepCosts(TABLE).host_seconds(16).collect, "negative: not known"
+
+
+# --- tiles ------------------------------------------------------------------------------------------
 
 
 @given(rows=st.integers(0, 32), pending=st.integers(1, 8), scale=st.lists(st.floats(0.01, 100.0), min_size=8, max_size=8))
 def test_no_other_number_of_tiles_carries_more_tokens_a_second(rows, pending, scale):
     keys = [TrunkKey(r, t) for r in (8, 32) for t in TABLE.tile_buckets]
-    costs = StepCosts(dict(zip(keys, scale, strict=True)))
+    costs = StepCosts(TABLE, trunks=dict(zip(keys, scale, strict=True)))
 
     def rate(tiles):
-        return (rows + tiles * 64) / costs.measured[TABLE.trunk(rows, tiles)]
+        return (rows + tiles * 64) / costs.seconds(TABLE.trunk(rows, tiles))
 
     chosen = costs.best_tiles(TABLE, rows=rows, pending=pending, pages=0)
     assert 1 <= chosen <= pending
     assert rate(chosen) == pytest.approx(max(rate(tiles) for tiles in range(1, pending + 1)))
 
 
-def test_costs_are_linear_in_padded_tokens_until_measured():
-    costs = StepCosts()
-    one, two, four = (costs.seconds(TABLE, TrunkKey(8, tiles)) for tiles in (1, 2, 4))
-    assert four - two == pytest.approx(2 * (two - one))
-    costs.measured[TrunkKey(8, 2)] = 5.0
-    assert costs.seconds(TABLE, TrunkKey(8, 2)) == 5.0
-
-
 def test_before_measurement_a_nearly_empty_bucket_is_not_worth_it():
-    costs = StepCosts()
+    costs = StepCosts(TABLE)
     assert costs.best_tiles(TABLE, rows=0, pending=5, pages=0) == 4
     assert costs.best_tiles(TABLE, rows=0, pending=8, pages=0) == 8
 
 
 def test_of_equal_rates_the_larger_bucket_wins():
-    costs = StepCosts({TrunkKey(8, 1): 1.0, TrunkKey(8, 2): 2.0, TrunkKey(8, 4): 5.0})
+    trunks = {TrunkKey(8, 1): 1.0, TrunkKey(8, 2): 2.0, TrunkKey(8, 4): 5.0}
+    costs = StepCosts(TABLE, trunks=trunks, samplers={key: 0.0 for key in TABLE.samplers()})
     assert costs.best_tiles(TABLE, rows=0, pending=4, pages=0) == 2
+
+
+def test_rows_with_long_contexts_make_padding_cheap():
+    """They cost as much in each step: so fewer steps, although of eight places three are empty."""
+    costs = StepCosts(TABLE)
+    assert costs.best_tiles(TABLE, rows=8, pending=5, pages=0) == 4
+    assert costs.best_tiles(TABLE, rows=8, pending=5, pages=0, work=Work(context=10**8)) == 5

@@ -1,0 +1,50 @@
+"""What a step's cost depends on beside its programs: how much of the past its tokens attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Work(NamedTuple):
+    """Real tokens only, no padding. Where cache groups have windows, each figure is the groups' mean, rounded down.
+
+    Attributes:
+        context: tokens that its decode rows attend to, summed over rows.
+        longest: of these, the longest row's.
+        attended: (query, key) pairs of its tiles.
+    """
+
+    context: int = 0
+    longest: int = 0
+    attended: int = 0
+
+
+NO_WORK = Work()
+Windows = Sequence[int | None]  # of each cache group; None: all of the past
+
+
+def rows_work(positions: Sequence[int], windows: Windows = (None,)) -> tuple[int, int]:
+    """(context, longest) of decode rows at these positions, each of which attends to its own token, too."""
+    if not positions:
+        return 0, 0
+    last = max(positions)
+    context = longest = 0
+    for window in windows:
+        if window is None or last < window:
+            context += sum(positions) + len(positions)
+            longest += last + 1
+        else:
+            context += sum([position + 1 if position < window else window for position in positions])
+            longest += window
+    return context // len(windows), longest // len(windows)
+
+
+def pairs(start: int, length: int, windows: Windows = (None,)) -> int:
+    """(query, key) pairs of `length` consecutive tokens of a prompt, the first at position `start`."""
+    total = 0
+    for window in windows:
+        inside = length if window is None else min(max(window - start, 0), length)  # queries that see all of the past
+        total += inside * start + inside * (inside + 1) // 2
+        total += (length - inside) * (window or 0)
+    return total // len(windows)
