@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from jengine.config import ModelConfig
+from jengine.cost_report import CostReport, cost_report
 from jengine.errors import JengineError
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, PendingSample, StepResult
@@ -25,6 +28,7 @@ from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 from jengine.seeds import prompt_seed
+from jengine.step_clock import StepClock
 from jengine.updates import Ended, Load, PromptScores, TokenLogprobs, TokenUpdate, Update
 
 
@@ -69,6 +73,7 @@ class Engine:
         seed: from which requests without a seed of their own draw theirs.
         num_programs: of the table, all kinds together.
         programs: those that become ready later; None: all of them are.
+        save_costs: called once, when the engine is closed or forgotten.
     """
 
     def __init__(
@@ -81,18 +86,20 @@ class Engine:
         seed: int = 0,
         num_programs: int = 0,
         programs: Arrivals | None = None,
+        save_costs: Callable[[], None] | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self.trace = StepTrace()
         self._seeds = random.Random(seed)
-        self._in_flight: deque[tuple[int, float, InFlight]] = deque()  # number, when it was dispatched
-        self._last_read = 0.0
+        self._in_flight: deque[tuple[int, bool, InFlight]] = deque()  # number, whether its seconds say what it costs
+        self._clock = StepClock()
         self._programs = programs
         self._taken = -1  # of these programs
         self._num_programs = num_programs
         self._masks = MaskThread(MASK_SECONDS)
         self._steps = 0
         self._compiles_at_start = compile_count()
+        self._save_costs = None if save_costs is None else weakref.finalize(self, save_costs)  # at exit at the latest
 
     @property
     def compiles_since_start(self) -> int:
@@ -164,6 +171,10 @@ class Engine:
             self.scheduler.finish(sequence, reason, stop_reason)
         return sequence is not None
 
+    def costs(self) -> CostReport:
+        """What steps cost, as measured so far. May be asked from any thread."""
+        return cost_report(self.scheduler.costs)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages: no later request finds one. Requests that run keep theirs. Returns whether it was done."""
         return self.scheduler.reset_prefix_cache()
@@ -173,43 +184,51 @@ class Engine:
         return self._programs is None or self._programs.wait(timeout)
 
     def close(self) -> None:
-        """Begin to compile nothing more. May be called again."""
+        """Begin to compile nothing more, and save what steps were found to cost. May be called again."""
         if self._programs is not None:
             self._programs.stop()
+        if self._save_costs is not None:
+            self._save_costs()
 
     def step(self) -> list[Update]:
         """Dispatch the next step, then read the one before it. Returns what was read."""
         if self._programs is not None and self._taken < self._programs.ready:
             self._take_programs(self._programs)
+        self._clock.planning(time.perf_counter(), self.scheduler.costs)
         plan = self.scheduler.schedule()
         if plan is None:
             return self._read_all_but(0)
         updates: list[Update] = []
-        if plan.sampler.variant == "full" and self._masked(plan):
+        masked = plan.sampler.variant == "full" and bool(self._masked(plan))
+        if masked:
             begun = self.runner.begin(plan)
             updates = self._read_all_but(0)  # a mask depends on the token before it; the trunk works meanwhile
             mask, failed = self._mask(plan)
             updates += failed
             step = self.runner.sample(begun, mask)
+            self._clock.pause()  # masks are no part of collecting a step
         else:
             step = self.runner.dispatch(plan)
+            self._clock.dispatched(plan, time.perf_counter(), self.scheduler.costs)
         self.trace.add("dispatch", self._steps, f"{plan.trunk} {plan.sampler}")
-        self._in_flight.append((self._steps, time.perf_counter(), step))
+        counted = any([reset.counted is not None for reset in plan.resets])
+        self._in_flight.append((self._steps, not masked and not counted, step))
         self._steps += 1
         return updates + self._read_all_but(1 if self.overlap else 0)
 
     def _read_all_but(self, left: int) -> list[Update]:
         updates: list[Update] = []
         while len(self._in_flight) > left:
-            number, dispatched, step = self._in_flight.popleft()
+            number, counts, step = self._in_flight.popleft()
             result = self.runner.read(step)
             self.trace.add("read", number)
-            now = time.perf_counter()
-            self.scheduler.costs.observe(step.plan.trunk, step.plan.sampler, step.plan.work, now - max(dispatched, self._last_read))
-            self._last_read = now
+            scored, now = result.scores is not None, time.perf_counter()
+            self._clock.read(step.plan, step.started, now, self.scheduler.costs, waited=result.waited, counts=counts and not scored)
             if result.scores is not None:
                 updates += self._prompt_scores(step.plan, result.scores)
             updates += self._collect(step, result)
+        if not self.has_work:
+            self._clock.pause()
         return updates
 
     def _take_programs(self, programs: Arrivals) -> None:

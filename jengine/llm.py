@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from jengine.chat import ChatOptions, Conversation, chat_prompt, conversations
 from jengine.config import EngineConfig
+from jengine.cost_report import CostReport
 from jengine.display import counted, table_html
 from jengine.engine import Engine
 from jengine.errors import EngineDead, InvalidArgument
@@ -132,6 +133,15 @@ class LLM:
             EngineDead: as `generate`.
         """
         return self._shared.reset_prefix_cache()
+
+    def costs(self) -> CostReport:
+        """What steps cost on this machine: measured at warm-up, refined by every step, saved for the next start. May be called from
+        any thread; a table where it is shown, in a notebook with a plot if matplotlib is there.
+
+        Raises:
+            EngineDead: after `close`.
+        """
+        return self.engine.costs()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of requests that bring none: what the model's generation_config.json recommends, unless generation_config is "vllm".

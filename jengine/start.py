@@ -28,12 +28,14 @@ from jengine.execution.programs import Programs, first_keys, open_cache, program
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
+from jengine.measure import measure
 from jengine.observe.compiles import compile_count
 from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
 from jengine.parallel.mesh import make_mesh
 from jengine.precision import choose_dtype
 from jengine.ready_programs import ReadyPrograms
 from jengine.request import SamplingParams
+from jengine.saved_costs import SavedCosts
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.scheduler import Scheduler
@@ -94,14 +96,16 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     clock = time.perf_counter()
     keys = program_keys(spec)
     ready = ReadyPrograms(spec.table, [key for key in keys if key in programs and not isinstance(key, str)])
-    if programs.compiled or any(str(key) not in programs.costs for key in ready.trunks()):
+    saved = SavedCosts(process_root(config), spec.fingerprint())
+    costs = saved.load(spec.table) or StepCosts(spec.table)
+    if programs.compiled or any(key not in costs.trunks for key in ready.trunks()):
         runner.warm_up(ready, progress=progress)
-        programs.note_costs()
+        measure(runner, ready, costs, progress=progress)
+        saved.save(costs)
     else:
         runner.check(ready)
     started.seconds["warm-up"] = time.perf_counter() - clock
-    costs = runner.trunk_costs()
-    started.longest_step = max(costs.values(), default=0.0)
+    started.longest_step = max(map(costs.seconds, costs.trunks))
     scheduler = Scheduler(
         spec.table,
         page_size=spec.page_size,
@@ -112,13 +116,28 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         groups=[GroupPages(group.window) for group in spec.groups],
         prefix_caching=config.enable_prefix_caching,
         policy=config.policy,
-        costs=StepCosts(spec.table, trunks=costs),
+        costs=costs,
     )
     scheduler.ready = ready
     model = _with_eos_token(spec.model.config, started.tokenizer)
     coming = _others(programs, link, config) if len(keys) > started.programs_compiled + started.programs_loaded else None
-    engine = Engine(model, runner, scheduler, overlap=config.overlap, seed=config.seed, num_programs=len(keys), programs=coming)
+    engine = Engine(
+        model,
+        runner,
+        scheduler,
+        overlap=config.overlap,
+        seed=config.seed,
+        num_programs=len(keys),
+        programs=coming,
+        save_costs=partial(saved.update, costs),
+    )
     return engine, started
+
+
+def process_root(config: EngineConfig) -> Path:
+    """The cache's folder. Each of several processes has programs of its own."""
+    root = cache_root(config.cache_dir)
+    return root / f"process-{config.process_id}-of-{config.num_processes}" if config.num_processes > 1 else root
 
 
 def _others(programs: Programs, link: Link, config: EngineConfig) -> BackgroundPrograms:
@@ -183,21 +202,14 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
 
     given = None if config.programs is None else PrebuiltPrograms(Path(config.programs))
     config = config if given is None else given.complete(config)
-    model = read_config(started.folder)
     if config.generation_config == "auto":
         started.default_sampling_params = read_sampling_defaults(started.folder)
     claim_gpu_memory(config.gpu_memory_utilization)
-    mesh = make_mesh(config.tensor_parallel_size)
+    root, limit = process_root(config), cache_limit(config.cache_max_size)
+    config, shapes = _describe(config, started.folder, link, given)
+    mesh = shapes.mesh
     started.devices = f"{mesh.devices.size} {mesh.devices.flat[0].device_kind}"
-    root, limit = cache_root(config.cache_dir), cache_limit(config.cache_max_size)
-    if config.num_processes > 1:  # each has programs of its own
-        root /= f"process-{config.process_id}-of-{config.num_processes}"
-    dtype: Any = link.agree(str(jnp.dtype(choose_dtype(config.dtype, model, mesh.local_devices[0], root))), _first)
-    config = dataclasses.replace(config, dtype=dtype)
-    shapes = describe(config, model, mesh, root)
-    forms = dict(link.agree(product_forms(shapes, root) if given is None else given.product_forms, _first))
-    shapes = with_forms(shapes, forms)
-    started.kernels = forms
+    started.kernels = dict(shapes.product_forms)
     started.dtype = str(shapes.model.dtype)
     if given is not None:
         given.check(_with_pages(config, shapes, root, link).identity())  # before the weights are read, which may take minutes
@@ -222,6 +234,28 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     if isinstance(link, Leader):
         link.watch()
     return worker, started
+
+
+def _describe(config: EngineConfig, folder: Path, link: Link, given: PrebuiltPrograms | None) -> tuple[EngineConfig, ExecutionSpec]:
+    """The options with a dtype, and all that programs depend on but for the number of pages."""
+    model, mesh, root = read_config(folder), make_mesh(config.tensor_parallel_size), process_root(config)
+    dtype: Any = link.agree(str(jnp.dtype(choose_dtype(config.dtype, model, mesh.local_devices[0], root))), _first)
+    config = dataclasses.replace(config, dtype=dtype)
+    shapes = describe(config, model, mesh, root)
+    forms = dict(link.agree(product_forms(shapes, root) if given is None else given.product_forms, _first))
+    return config, with_forms(shapes, forms)
+
+
+def saved_costs(config: EngineConfig) -> StepCosts | None:
+    """What engines with these options have found steps to cost on this machine; None if none has measured it.
+
+    Raises as start_engine.
+    """
+    limit_cpu_threads(config.cpu_threads)
+    given = None if config.programs is None else PrebuiltPrograms(Path(config.programs))
+    config = config if given is None else given.complete(config)
+    config, spec = _describe(config, resolve(config.model, config.revision), SingleProcess(), given)
+    return SavedCosts(process_root(config), spec.fingerprint()).load(spec.table)
 
 
 def _first(values: list[Any]) -> Any:

@@ -13,7 +13,16 @@ from typing import Any
 from jengine import InvalidArgument
 from jengine.commands.terminal import note, write
 from jengine.display import counted
-from jengine.execution.cache_folders import DAY, SavedFolder, cache_limit, cache_root, measured_dtypes, remove, saved_folders
+from jengine.execution.cache_folders import (
+    DAY,
+    SavedFolder,
+    cache_limit,
+    cache_root,
+    measured_costs,
+    measured_dtypes,
+    remove,
+    saved_folders,
+)
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 TIMES = ((DAY, "day"), (3600.0, "hour"), (60.0, "minute"))
@@ -57,7 +66,7 @@ def _clear(options: argparse.Namespace) -> None:
         raise InvalidArgument("older_than", days, "must be a number of days, at least 0")
     before = time.time() - (days or 0.0) * DAY
     folders = [folder for folder in saved_folders(root) if folder.used <= before]
-    measured = [file for file in measured_dtypes(root) if file.stat().st_mtime <= before]
+    measured = [file for file in (*measured_dtypes(root), *measured_costs(root)) if file.stat().st_mtime <= before]
     if not folders and not measured:
         note(f"{root}: nothing to delete")
         return

@@ -30,7 +30,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     add_model(parser)
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write, new or empty")
-    add_target(parser, required=False)
+    add_target(parser, "needs the extra aot; without it, the device at hand")
     parser.add_argument(
         "--autotune", metavar="FILE", type=Path, help="autotuning results that this command saved on a GPU of the target's kind"
     )
@@ -39,10 +39,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=_compile)
 
 
-def add_target(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def add_target(parser: argparse.ArgumentParser, note: str) -> None:
     """--target and --tp."""
-    text = "the GPU: h200, h100, a100 or l4" + ("" if required else " (needs the extra aot); without it, the device at hand")
-    parser.add_argument("--target", metavar="NAME", required=required, help=text)
+    parser.add_argument("--target", metavar="NAME", help=f"the GPU: h200, h100, a100 or l4 ({note})")
     parser.add_argument(
         "--tp", dest="tensor_parallel_size", metavar="N", type=int, default=argparse.SUPPRESS, help="short for --tensor-parallel-size"
     )

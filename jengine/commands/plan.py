@@ -1,10 +1,13 @@
-"""`jengine plan`: whether a model fits a GPU that is not there, how many sequences it then serves, and how fast at most."""
+"""`jengine plan`: whether a model fits a GPU that is not there, how many sequences it then serves, and how fast at most; and what
+steps cost on this machine, where it has run.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 
-from jengine import EngineConfig
+from jengine import EngineConfig, InvalidArgument
 from jengine.commands.compile import SKIPS, add_target, config_for
 from jengine.commands.flags import add_fields, add_model
 from jengine.commands.terminal import write
@@ -13,13 +16,15 @@ from jengine.commands.terminal import write
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "plan",
-        help="memory, sequences and speed bounds of a model on a GPU",
+        help="memory, sequences and speed bounds of a model on a GPU; or what its steps cost here",
         description="Print what a model takes of a GPU's memory, how many sequences fit, and the speed that the hardware allows:\n"
-        "from config.json and the device's data sheet alone. The exit code is 1 if it does not fit.",
+        "from config.json and the device's data sheet alone. The exit code is 1 if it does not fit. With --costs, print what its steps\n"
+        "cost on this machine, as engines with the same options have measured; the exit code is 1 if none has.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
-    add_target(parser, required=True)
+    add_target(parser, "needed without --costs")
+    parser.add_argument("--costs", action="store_true", help="print measured costs of steps on this machine, instead of a plan")
     parser.add_argument("--exact", action="store_true", help="compile the largest programs, to know their memory (needs the extra aot)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_fields(parser.add_argument_group("engine"), EngineConfig, skip=SKIPS)
@@ -27,6 +32,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.costs:
+        return _costs(options)
+    if options.target is None:
+        raise InvalidArgument("target", None, "must be given; --costs needs none")
     config = config_for(options)
     from jengine.planning.plan import make_plan
     from jengine.planning.report import report
@@ -34,3 +43,20 @@ def _plan(options: argparse.Namespace) -> int:
     plan = make_plan(config, options.target, exact=options.exact, progress=not options.quiet)
     write(report(options.model, plan) + "\n")
     return 0 if plan.fits else 1
+
+
+def _costs(options: argparse.Namespace) -> int:
+    for name in ("target", "exact"):
+        if getattr(options, name):
+            raise InvalidArgument(name, getattr(options, name), "cannot be combined with --costs, which are measured on this machine")
+    config = config_for(options)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory may be an engine's
+    from jengine.cost_report import cost_report
+    from jengine.start import saved_costs
+
+    costs = saved_costs(config)
+    if costs is None:
+        write(f"{options.model}: nothing has been measured with these options on this machine. An engine does so at its first start.\n")
+        return 1
+    write(f"{cost_report(costs)}\n")
+    return 0

@@ -84,6 +84,16 @@ def measured_dtypes(root: Path) -> list[Path]:
     return [*root.glob("dtypes/*.json"), *root.glob("process-*/dtypes/*.json")]
 
 
+def costs_file(root: Path, fingerprint: str) -> Path:
+    """What steps of these programs cost, see saved_costs.py."""
+    return root / "costs" / f"{fingerprint}.json"
+
+
+def measured_costs(root: Path) -> list[Path]:
+    """All such files."""
+    return [*root.glob("costs/*.json"), *root.glob("process-*/costs/*.json")]
+
+
 def remove(folder: Path) -> bool:
     """Delete a folder of programs, its manifest first. Whether it is gone: one that a process is writing, or another user's, stays."""
     lock = FolderLock(folder)
@@ -116,6 +126,11 @@ def trim(root: Path, max_bytes: int, keep: Path) -> None:
             continue
         if total > max_bytes or (now - folder.used > ORPHAN and _useless(folder, current, now)):
             total -= folder.bytes if remove(folder.path) else 0
+    kept = {folder.path.name.partition("-")[0] for folder in saved_folders(root)}
+    for file in measured_costs(root):
+        with contextlib.suppress(OSError):
+            if file.stem not in kept and now - file.stat().st_mtime > STALE:
+                file.unlink()
 
 
 def _useless(folder: SavedFolder, current: Manifest | None, now: float) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jengine.execution.cache_folders import trim
-from jengine.execution.program_folder import MANIFEST, FolderLock, UntrustedProgram, make_private, tidy, touch, write_manifest
+from jengine.execution.program_folder import MANIFEST, FolderLock, UntrustedProgram, make_private, tidy, touch
 from jengine.execution.program_store import ProgramStore
 from jengine.observe.progress import progress_bar
 
@@ -118,19 +118,6 @@ class ProgramCache(ProgramStore):
                 self.finish(identity, notes)
             except OSError as error:
                 self._cannot_write(error)
-
-    def note(self, notes: dict[str, Any]) -> None:
-        """Replace the notes, unless another process is filling the folder: it writes its own."""
-        lock = FolderLock(self.folder)
-        try:
-            if self._digests and lock.acquire():
-                write_manifest(self.folder, self.manifest()._replace(notes=notes))
-        except UntrustedProgram:  # removed meanwhile
-            pass
-        except OSError as error:
-            self._cannot_write(error)
-        finally:
-            lock.release()
 
     def _cannot_write(self, error: OSError) -> None:
         self._writes = False

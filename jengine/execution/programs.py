@@ -56,7 +56,6 @@ class Programs:
         compiled: how many were compiled by this process.
         loaded: how many came from the store.
         memory: by program.
-        costs: measured seconds of each trunk, by name, where warm-up has noted them.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Programs:
         self._identity, self._devices = spec.identity(), spec.mesh.devices.flatten().tolist()
         self._programs: dict[Key, Any] = {}
         self.memory: dict[Key, ProgramMemory] = {}
-        self.costs: dict[str, float] = {}
         self.compiled = self.loaded = 0
         prepare(spec)
         self.obtain(program_keys(spec) if first is None else first, progress=progress)
@@ -86,8 +84,6 @@ class Programs:
         if self._store:
             self._take(keys, *self._store.load(map(file_name, keys), self._identity, self._devices))
         if missing := self._missing(keys):
-            if not background:
-                self.costs = {}  # all are measured again
             cache = self._store if isinstance(self._store, ProgramCache) else None
             nothing: AbstractContextManager[Loaded] = nullcontext(({}, {}))
             with cache.filling([*map(file_name, missing)], self._devices, progress=progress) if cache else nothing as found:
@@ -111,7 +107,6 @@ class Programs:
                 self._programs[key] = found[file_name(key)]
                 self.memory[key] = ProgramMemory(**memory[str(key)]) if str(key) in memory else memory_of(self._programs[key])
                 self.loaded += 1
-        self.costs = {**notes.get("costs", {}), **self.costs}
 
     def _compile(self, keys: list[Key], cache: ProgramCache | None, progress: bool, background: bool) -> None:
         """Each is saved as soon as it is compiled.
@@ -123,15 +118,7 @@ class Programs:
             self._programs[built.key], self.memory[built.key] = built.program, memory_of(built.program)
             self.compiled += 1
             if cache and retrieval_count() == retrieved:
-                cache.keep(file_name(built.key), built.program, self._identity, self._notes())
-
-    def _notes(self) -> dict[str, Any]:
-        return {"memory": memory_notes(self.memory), "costs": self.costs}
-
-    def note_costs(self) -> None:
-        """Save what warm-up measured, for the next start. Warns where that cannot be written."""
-        if isinstance(self._store, ProgramCache):
-            self._store.note(self._notes())
+                cache.keep(file_name(built.key), built.program, self._identity, {"memory": memory_notes(self.memory)})
 
 
 @dataclass(frozen=True, slots=True)

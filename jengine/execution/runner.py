@@ -18,11 +18,9 @@ from jengine.execution.slots import UPDATE_WORDS, pack_updates
 from jengine.execution.worker import Call, Worker, encode
 from jengine.observe.progress import progress_bar
 from jengine.parallel.link import Link, SingleProcess
-from jengine.program_table import ScoreKey, TrunkKey
+from jengine.program_table import ScoreKey
 from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.step_plan import Span, StepPlan
-
-TIMED_RUNS = 3  # the fastest counts: on a busy machine a single one misleads the scheduler until the programs are compiled again
 
 
 @dataclass(slots=True)
@@ -31,6 +29,7 @@ class PendingSample:
 
     plan: StepPlan
     scores: SampledLogprobs | None
+    started: float  # time.perf_counter(), when its trunk was called
 
 
 @dataclass(slots=True)
@@ -40,6 +39,7 @@ class InFlight:
     plan: StepPlan
     sampled: Sampled | SampledLogprobs
     scores: SampledLogprobs | None = None
+    started: float = 0.0
 
 
 @dataclass(slots=True)
@@ -50,11 +50,13 @@ class StepResult:
         tokens: those of each of the plan's samples.
         logprobs: of them, numpy arrays, where the sampler is the full one.
         scores: of the tokens that follow each tile's tokens, numpy arrays over tiles * tile_size, where a span asked for it.
+        waited: whether they were not there yet when they were asked for.
     """
 
     tokens: list[list[int]]
     logprobs: SampledLogprobs | None = None
     scores: SampledLogprobs | None = None
+    waited: bool = False
 
 
 class Runner:
@@ -75,27 +77,30 @@ class Runner:
             if reset.counted is not None:
                 self._count(reset.slot, reset.counted, reset.prompt_len)
         layout = self._layouts[plan.trunk]
-        for packed in pack_updates(*layout.rest(plan)):
-            self._make(Call("update", None, packed))
+        for update in pack_updates(*layout.rest(plan)):
+            self._make(Call("update", None, update))
         for start in range(0, len(plan.copies), COPIES):
             self._copy(plan.copies[start : start + COPIES])
-        self._make(Call("trunk", plan.trunk, layout.pack(plan)))
-        return PendingSample(plan, self._score(plan) if any(span.targets for span in plan.spans) else None)
+        packed = layout.pack(plan)
+        started = time.perf_counter()
+        self._make(Call("trunk", plan.trunk, packed))
+        return PendingSample(plan, self._score(plan) if any(span.targets for span in plan.spans) else None, started)
 
     def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
         """Start the sampler of the step that was begun last. mask: see Call."""
-        return InFlight(step.plan, self._make(Call("sample", step.plan.sampler, mask)), step.scores)
+        return InFlight(step.plan, self._make(Call("sample", step.plan.sampler, mask)), step.scores, step.started)
 
     def read(self, step: InFlight) -> StepResult:
         """Wait for a step's tokens."""
         arrays = jax.tree.leaves((step.sampled, step.scores))
+        waited = not all([array.is_ready() for array in arrays])
         self._link.wait(lambda: all(array.is_ready() for array in arrays))
         sampled: Sampled | SampledLogprobs
         scores: SampledLogprobs | None
         with self._explained():
             sampled, scores = jax.tree.map(np.asarray, (step.sampled, step.scores))
         tokens = sampled.tokens[: len(step.plan.samples), None].tolist()
-        return StepResult(tokens, sampled if isinstance(sampled, SampledLogprobs) else None, scores)
+        return StepResult(tokens, sampled if isinstance(sampled, SampledLogprobs) else None, scores, waited)
 
     def _make(self, call: Call) -> Any:
         if not isinstance(self._link, SingleProcess):
@@ -131,12 +136,9 @@ class Runner:
             self._make(Call("count", None, chunk))
 
     def warm_up(self, ready: ReadyPrograms, *, progress: bool) -> None:
-        """Run programs through the real call path with padding alone, and note what each trunk costs."""
-        plans = self._padding_plans(ready)
-        for plan in progress_bar(plans, desc="warming up", unit="program", show=progress):
+        """Run each program once through the real call path, with padding alone."""
+        for plan in progress_bar(self._padding_plans(ready), desc="warming up", unit="program", show=progress):
             self._run(plan)
-            if str(plan.trunk) not in self.programs.costs:
-                self.programs.costs[str(plan.trunk)] = min(self._timed(plan) for _ in range(TIMED_RUNS))
         for key in ready.scores():
             spans = [Span(0, 0, 0, 1, [0], [0])] * key.tiles
             trunk = ready.trunk(0, key.tiles)
@@ -144,23 +146,18 @@ class Runner:
         self._make(Call("update", None, np.zeros(UPDATE_WORDS, np.int32)))
         self._copy([])
         self._count(0, [0], 1)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the counts, until a request needs them."""
         self._make(Call("forget"))
 
     def check(self, ready: ReadyPrograms) -> None:
         """Run the cheapest step once: enough for programs that another process has already warmed up."""
         self._run(self._padding_plans(ready)[0])
 
-    def _timed(self, plan: StepPlan) -> float:
-        start = time.perf_counter()
-        self._run(plan)
-        return time.perf_counter() - start
-
     def _run(self, plan: StepPlan) -> None:
         self.read(self.dispatch(plan))
-
-    def trunk_costs(self) -> dict[TrunkKey, float]:
-        """Seconds of each trunk with its cheapest sampler, as measured by the warm-up that compiled them."""
-        return {key: self.programs.costs[str(key)] for key in self.spec.table.trunks() if str(key) in self.programs.costs}
 
     def _padding_plans(self, ready: ReadyPrograms) -> list[StepPlan]:
         """For every trunk a step with its cheapest sampler, then steps for the samplers that are left."""

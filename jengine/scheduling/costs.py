@@ -149,9 +149,13 @@ class StepCosts:
         """What a step of so many rows and tiles takes of the host."""
         return self.host.seconds(rows + tiles)
 
-    def observe_host(self, rows: int, tiles: int, seconds: HostSeconds) -> None:
-        """A step took so long on the host; a part that is not known is negative."""
-        self.host.observe(rows + tiles, seconds)
+    def observe_plan(self, rows: int, tiles: int, seconds: float) -> None:
+        """See HostSeconds.plan."""
+        self.host.plan.observe(rows + tiles, seconds)
+
+    def observe_collect(self, rows: int, tiles: int, seconds: float) -> None:
+        """See HostSeconds.collect."""
+        self.host.collect.observe(rows + tiles, seconds)
 
     def for_table(self, table: ProgramTable) -> StepCosts:
         """Costs of another table's programs, on the same machine with the same model: those of equal shape are known, others estimated."""
@@ -167,7 +171,7 @@ class StepCosts:
 
     def to_json(self) -> bytes:
         """What `from_json` reads: all but how busy the machine is now."""
-        trunks, samplers = ({str(key): cost for key, cost in known.items()} for known in (self.trunks, self.samplers))
+        trunks, samplers = ({str(key): cost for key, cost in [*known.items()]} for known in (self.trunks, self.samplers))
         return msgspec.json.encode(SavedCosts(self.table, trunks, samplers, self.slopes, self.spread, self.host))
 
     @classmethod

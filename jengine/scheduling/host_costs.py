@@ -61,10 +61,3 @@ class HostCosts(msgspec.Struct):
 
     def seconds(self, count: int) -> HostSeconds:
         return HostSeconds(self.plan.at(count), self.collect.at(count))
-
-    def observe(self, count: int, seconds: HostSeconds) -> None:
-        """Negative parts are not known."""
-        if seconds.plan >= 0.0:
-            self.plan.observe(count, seconds.plan)
-        if seconds.collect >= 0.0:
-            self.collect.observe(count, seconds.collect)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from jengine.config import EngineConfig
 from jengine.engine import Engine
 from jengine.execution import programs as programs_module
 from jengine.execution.programs import Built, first_keys
+from jengine.execution.runner import Runner
 from jengine.program_table import TrunkKey
 from jengine.request import SamplingParams
 from jengine.start import start_engine
@@ -94,8 +96,10 @@ def tokens(engine: Engine) -> list[list[int]]:
     return [answer.tokens for answer in run(engine, work())]
 
 
-def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine, tmp_path: Path) -> None:
+def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All other compilations are held up: every request is answered, as by an engine with the whole table."""
+    read = Runner.read
+    monkeypatch.setattr(Runner, "read", lambda self, step: dataclasses.replace(read(self, step), waited=True))  # so that all steps count
     expected = tokens(whole)
     engine = start(model, warm_up="progressive", cache_dir=tmp_path)
     gate.wait()

@@ -198,15 +198,6 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing_half_written(tmp_path: Path
     assert counts(start(tmp_path)) == (2, 1)
 
 
-def test_what_warm_up_measured_is_saved_beside_the_programs(tmp_path: Path) -> None:
-    assert start(tmp_path).costs == {}  # ended before its warm-up did
-    again = start(tmp_path)
-    assert counts(again) == (0, 3) and again.costs == {}
-    again.costs["a trunk"] = 0.5
-    again.note_costs()
-    assert start(tmp_path).costs == {"a trunk": 0.5}
-
-
 def saved(root: Path, number: int, *, days: float, size: int = 1000, **identity: object) -> Path:
     """A folder as a start leaves it, last used so many days ago."""
     folder = root / "programs" / f"{number:024x}-64"

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, TrunkKey
 from jengine.scheduling.costs import FIRST, Slopes, StepCosts
 from jengine.scheduling.drift import STEPS
-from jengine.scheduling.host_costs import HostSeconds
 from jengine.scheduling.work import Work
 
 TABLE = ProgramTable(row_buckets=(8, 32), mixed_row_buckets=(8, 32), tile_buckets=(1, 2, 4, 8), tile_size=64)
@@ -157,7 +156,8 @@ def test_what_is_saved_is_loaded(seed, count):
     machine = Machine(seed)
     costs = StepCosts(TABLE, slopes=machine.slopes)
     run(costs, machine, count)
-    costs.observe_host(8, 1, HostSeconds(1e-3, 2e-3))
+    costs.observe_plan(8, 1, 1e-3)
+    costs.observe_collect(8, 1, 2e-3)
     again = StepCosts.from_json(costs.to_json())
     assert again.table == TABLE and again.drift == 1.0 and again.spread == costs.spread
     for trunk, sampler, work, _ in machine.steps(50):
@@ -182,10 +182,10 @@ def test_host_seconds_grow_with_rows_and_forget_pauses(base, row):
     for i in range(400):
         rows = rng.randrange(1, 33)
         seconds = base + row * rows
-        costs.observe_host(rows, 0, HostSeconds(seconds * (100 if i % 100 == 50 else 1), -1.0))
+        costs.observe_plan(rows, 0, seconds * (100 if i % 100 == 50 else 1))
     assert costs.host_seconds(16).plan == pytest.approx(base + row * 16, rel=0.2)
     assert costs.host_seconds(32).plan > costs.host_seconds(1).plan
-    assert costs.host_seconds(16).collect == StepCosts(TABLE).host_seconds(16).collect, "negative: not known"
+    assert costs.host_seconds(16).collect == StepCosts(TABLE).host_seconds(16).collect
 
 
 # --- tiles ------------------------------------------------------------------------------------------

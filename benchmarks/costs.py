@@ -1,0 +1,243 @@
+"""Predicted against measured steps, beside the spread of identical repeated steps; and recovery after a slowed minute.
+
+    python -m benchmarks.costs [--models demo 134m] [--steps 1500] [--slow 60] [--quick]
+
+The engine measures its programs, as at a first start, then serves a random load: 1 to 32 sequences at once, prompts of all lengths, greedy,
+sampled and truncated. Every step whose time the host can see is predicted before it is observed. Then steps of that load are repeated,
+identical and in a row: how far each of these is from the median of its like is what no prediction can better. Last, two
+processes that compute without end slow the machine for a while; the load goes on, and the steps are counted until the error's
+median over 15 of them is back within the goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.machine import made_model, save
+from jengine.config import EngineConfig
+from jengine.engine import Engine
+from jengine.execution.cache_folders import cache_root, costs_file
+from jengine.program_table import SamplerKey, TrunkKey
+from jengine.request import Request, SamplingParams
+from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.step_plan import StepPlan
+from jengine.scheduling.work import Work
+from jengine.start import start_engine
+
+GOAL = 1.5  # times the spread of identical steps
+WINDOW = 15  # steps, whose median error counts as "back within the goal"
+KINDS = (
+    SamplingParams(temperature=0.0, ignore_eos=True),
+    SamplingParams(temperature=1.0, ignore_eos=True, seed=1),
+    SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True, seed=2),
+)
+BUSY = "while True: pass"
+
+
+class Step(NamedTuple):
+    trunk: TrunkKey
+    sampler: SamplerKey
+    work: Work
+    predicted: float  # seconds
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.measured / self.predicted - 1.0)
+
+
+class Watched(StepCosts):
+    """Costs that note what they had predicted of each step they observe."""
+
+    steps: list[Step]
+
+    @classmethod
+    def of(cls, costs: StepCosts) -> Watched:
+        watched = cls(costs.table)
+        watched.__dict__.update(costs.__dict__, steps=[])
+        return watched
+
+    def observe(self, trunk: TrunkKey, sampler: SamplerKey, work: Work, seconds: float) -> None:
+        self.steps.append(Step(trunk, sampler, work, self.seconds(trunk, sampler, work), seconds))
+        super().observe(trunk, sampler, work, seconds)
+
+
+class Load:
+    """Requests without end; how many run at once changes every second or so."""
+
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
+        self.engine, self.random, self._ids = engine, random.Random(seed), itertools.count()
+        self.plans: list[StepPlan] = []  # some of those that ran
+
+    def run(self, costs: Watched, steps: int = sys.maxsize, seconds: float = float("inf")) -> list[Step]:
+        """Until so many steps were observed, or so many seconds have passed."""
+        engine, rng, first, end = self.engine, self.random, len(costs.steps), time.monotonic() + seconds
+        wanted, until = 1, 0.0
+        while len(costs.steps) - first < steps and time.monotonic() < end:
+            if time.monotonic() > until:
+                wanted, until = rng.choice((1, 2, 4, 8, 16, 24, 32)), time.monotonic() + rng.uniform(0.3, 1.5)
+            while engine.scheduler.num_running + engine.scheduler.num_waiting < wanted:
+                engine.add(self._request())
+            engine.step()
+        return costs.steps[first:]
+
+    def drain(self) -> None:
+        for sequence in [*self.engine.scheduler._by_number.values()]:
+            self.engine.end(sequence.request_id, "abort")
+        while self.engine.has_work:
+            self.engine.step()
+
+    def _request(self) -> Request:
+        rng, most = self.random, self.engine.scheduler.sequence.max_model_len
+        prompt = int(most ** rng.uniform(0.2, 0.9))
+        params = rng.choice(KINDS).clone()
+        params.max_tokens = min(int(most ** rng.uniform(0.4, 0.8)), most - prompt)
+        tokens = [rng.randrange(2, self.engine.model.vocab_size) for _ in range(prompt)]
+        return Request(request_id=str(next(self._ids)), prompt_token_ids=tokens, params=params)
+
+
+def repeated(engine: Engine, plans: list[StepPlan], runs: int) -> list[float]:
+    """Relative deviations of identical steps from the median of their like, one dispatched before the one before it is read."""
+    runner, deviations = engine.runner, []
+    for plan in plans:
+        before, times = runner.dispatch(plan), []
+        for _ in range(runs + 1):
+            following = runner.dispatch(plan)
+            result = runner.read(before)
+            times.append((time.perf_counter(), result.waited))
+            before = following
+        runner.read(before)
+        seconds = [after - earlier for (earlier, a), (after, b) in itertools.pairwise(times) if a and b]
+        if len(seconds) >= runs // 2:
+            typical = statistics.median(seconds)
+            deviations += [abs(one / typical - 1.0) for one in seconds]
+    return deviations
+
+
+def sample_plans(engine: Engine, load: Load, costs: Watched, count: int) -> list[StepPlan]:
+    """Plans of the load, as they ran, without what they changed: dispatched again they compute the same."""
+    kept: list[StepPlan] = []
+    dispatch = engine.runner.dispatch
+
+    def noted(plan: StepPlan) -> Any:
+        if load.random.random() < 0.05 and len(kept) < count:
+            kept.append(StepPlan(plan.trunk, plan.sampler, plan.spans, plan.samples, work=plan.work))
+        return dispatch(plan)
+
+    engine.runner.dispatch = noted  # type: ignore[method-assign]
+    while len(kept) < count:
+        load.run(costs, steps=50)
+    engine.runner.dispatch = dispatch  # type: ignore[method-assign]
+    return kept
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Others compute meanwhile."""
+    running = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    return {"median": round(float(np.median(values)), 4), "p95": round(float(np.percentile(values, 95)), 4)}
+
+
+def recovered(steps: list[Step], limit: float) -> int | None:
+    """After how many steps the median error of WINDOW of them is within the limit; None: never."""
+    errors = [step.error for step in steps]
+    ends = range(WINDOW, len(errors) + 1)
+    return next((end for end in ends if statistics.median(errors[end - WINDOW : end]) <= limit), None)
+
+
+def measure(name: str, steps: int, slow: float) -> dict[str, Any]:
+    model = name if name == "demo" else str(made_model(name))
+    config = EngineConfig.of(model, {"warm_up": "all", "enable_prefix_caching": False})
+    engine, _ = start_engine(config)
+    spec = engine.runner.spec  # type: ignore[attr-defined]
+    costs_file(cache_root(), spec.fingerprint()).unlink(missing_ok=True)
+    engine.close()
+    engine, started = start_engine(config)  # its programs are loaded, its costs measured
+    engine.scheduler.costs = costs = Watched.of(engine.scheduler.costs)
+    load = Load(engine)
+    first = load.run(costs, steps=steps // 3)
+    later = load.run(costs, steps=steps)
+    plans = sample_plans(engine, load, costs, 12)
+    spread = percentiles(repeated(engine, plans, 40))
+    error = percentiles([step.error for step in later])
+    limit = GOAL * spread["median"]
+    with busy(2):
+        during = load.run(costs, seconds=slow)
+    after = load.run(costs, steps=steps // 3)
+    load.drain()
+    usual, slowed = (statistics.median(step.measured / step.predicted * costs.drift for step in some) for some in (later, during))
+    result = {
+        "warm_up_seconds": round(started.seconds["warm-up"], 2),
+        "spread": spread,
+        "first": percentiles([step.error for step in first]),
+        "later": error,
+        "by_tiles": {
+            kind: percentiles([step.error for step in later if bool(step.trunk.tiles) == tiles])
+            for kind, tiles in (("decode", False), ("prefill", True))
+        },
+        "ratio": {name: round(error[name] / spread[name], 2) for name in error},
+        "steps": {"observed": len(later), "programs": len({(step.trunk, step.sampler) for step in later})},
+        "slowed": {
+            "seconds": slow,
+            "times_as_long": round(_times(during, costs) / _times(later, costs), 2),
+            "steps": len(during),
+            "followed_after": recovered(during, GOAL * percentiles([step.error for step in during])["median"]),
+            "error": percentiles([step.error for step in during]),
+            "recovered_after": recovered(after, limit),
+            "error_after": percentiles([step.error for step in after[WINDOW:]]),
+        },
+    }
+    print(f"\n{name}: costs of all programs measured in {result['warm_up_seconds']} s (programs loaded)")
+    print(f"{'':34}{'median':>8}{'p95':>8}")
+    lines = ("spread of identical steps", spread), ("error after warm-up", result["first"]), ("error later", error)
+    for label, values in (*lines, *((f"  {kind}", values) for kind, values in result["by_tiles"].items())):
+        print(f"{label:34}{values['median']:8.1%}{values['p95']:8.1%}")
+    slowed_down = result["slowed"]
+    print(f"times the spread: {result['ratio']['median']} and {result['ratio']['p95']}; the goal is {GOAL}")
+    print(f"slowed {slowed_down['times_as_long']} times for {slow:.0f} s: error {slowed_down['error']['median']:.1%};")
+    print(f"back within the goal after {slowed_down['recovered_after']} steps, error then {slowed_down['error_after']['median']:.1%}")
+    print("most frequent:", Counter(str(step.trunk) for step in later).most_common(6))
+    return result
+
+
+def _times(steps: list[Step], costs: StepCosts) -> float:
+    """How long steps took, in terms of what they usually take."""
+    return statistics.median(step.measured / costs.seconds(step.trunk, step.sampler, step.work) for step in steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--models", nargs="+", default=["demo", "134m"])
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--slow", type=float, default=60, help="seconds of others' work")
+    parser.add_argument("--quick", action="store_true", help="demo only, 300 steps, slowed for 3 s, nothing saved")
+    options = parser.parse_args()
+    models, steps, slow = (["demo"], 300, 3.0) if options.quick else (options.models, options.steps, options.slow)
+    results = {name: measure(name, steps, slow) for name in models}
+    if not options.quick:
+        save("costs", {"models": results, "goal": GOAL})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Measures what steps cost, before the first request: real pages at several contexts, steps in a row as the engine runs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+from jengine.execution.runner import InFlight, PendingSample, Runner
+from jengine.observe.progress import progress_bar
+from jengine.program_table import VARIANTS, SamplerKey, TrunkKey, Variant
+from jengine.ready_programs import ReadyPrograms
+from jengine.request import SamplingParams
+from jengine.scheduling.costs import Cost, Slopes, StepCosts
+from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
+from jengine.scheduling.work import Work, pairs, rows_work
+
+RUNS = 4  # of each step, whose lower median counts
+ENOUGH = 0.4  # seconds: slower steps run less often, at least twice
+SHORT, LONG, LONGEST = 32, 1024, 4096  # tokens of rows and prompts, as far as the model and the cache go
+PARAMS = {  # what requests of a variant typically ask for
+    "greedy": SamplingParams(temperature=0.0),
+    "sample": SamplingParams(temperature=1.0),
+    "truncated": SamplingParams(temperature=0.8, top_p=0.95),
+    "full": SamplingParams(temperature=0.8, top_p=0.95, logprobs=1),
+}
+
+
+def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress: bool) -> None:
+    """Add to `costs` what they lack of the programs that are ready. No request may have come yet."""
+    bench = Bench(runner, ready)
+    trunks = [key for key in ready.trunks() if key not in costs.trunks]
+    rows = {runner.spec.table.sample_rows(key) for key in ready.trunks()}
+    samplers = [key for key in ready.samplers() if key not in costs.samplers and key.rows in rows]
+    with progress_bar(total=len(samplers) + len(trunks), desc="measuring", unit="program", show=progress) as bar:
+        for sampler in sorted(samplers, key=lambda key: (VARIANTS.index(key.variant), key.rows)):
+            costs.samplers[sampler] = Cost(bench.sampler(sampler))
+            bar.update()
+        if trunks and not costs.trunks:
+            costs.slopes = bench.slopes()
+        for trunk in trunks:
+            step = bench.step(trunk, bench.rows_of(trunk), SHORT)
+            seconds = bench.seconds(step)
+            rest = seconds - costs.sampler_seconds(step.sampler) - costs.slopes.seconds(step.work)
+            costs.trunks[trunk] = Cost(max(rest, seconds / 10))
+            bar.update()
+    runner.forget()
+
+
+class Bench:
+    """Steps without requests. Each slot owns pages of the cache, which sequences share where there are too few."""
+
+    def __init__(self, runner: Runner, ready: ReadyPrograms) -> None:
+        self._runner, self._ready, self._spec = runner, ready, runner.spec
+        spec = self._spec
+        self._windows = tuple(group.window for group in spec.groups)
+        self._limit = min(spec.max_model_len, (spec.num_pages - 1) // len(spec.groups) * spec.page_size) - 1  # of one sequence's context
+        self._pages: set[tuple[int, int]] = set()  # (slot, index) of block tables that have been filled
+        self._params: dict[int, Variant] = {}  # by slot
+
+    def rows_of(self, key: TrunkKey) -> int:
+        return min(key.rows, self._spec.max_slots)
+
+    def sampler(self, key: SamplerKey) -> float:
+        """Seconds of a sampler alone, run again and again over the same hidden states."""
+        table = self._spec.table
+        trunk = min((trunk for trunk in self._ready.trunks() if table.sample_rows(trunk) == key.rows), key=table.tokens)
+        plan = self.step(trunk, self.rows_of(trunk), SHORT, variant=key.variant)
+        plan.sampler = key
+        begun = self._runner.begin(plan)
+        return self._typical(lambda: self._runner.sample(PendingSample(plan, None, begun.started)))
+
+    def slopes(self) -> Slopes:
+        """From one trunk of decode rows and one of tiles, at three contexts each."""
+        trunks = self._ready.trunks()
+        table = self._spec.table
+        decode = max((key for key in trunks if not key.tiles), key=table.tokens)
+        mixed = min((key for key in trunks if key.tiles), key=lambda key: (key.rows, -key.tiles))
+        rows = self.rows_of(decode)
+        long = min(LONG, self._limit, self._limit_of(rows))
+        points = [(step.work, self.seconds(step)) for step in (
+            self.step(decode, rows, SHORT),
+            self.step(decode, rows, long),
+            self.step(decode, rows, SHORT, first=min(LONGEST, self._limit)),
+        )]  # fmt: skip
+        context, longest = _two_slopes(*points)
+        tokens = mixed.tiles * table.tile_size
+        pasts = sorted({0, max(min(LONG, self._limit - tokens), 0), max(min(LONGEST, self._limit) - tokens, 0)})
+        steps = [self.prompt(mixed, past) for past in pasts]
+        return Slopes(context, longest, _slope([(step.work.attended, self.seconds(step)) for step in steps]))
+
+    def step(self, key: TrunkKey, rows: int, context: int, *, first: int | None = None, variant: Variant = "greedy") -> StepPlan:
+        """Decode rows after so many tokens, the first one after `first`; and a prompt's beginning in each tile."""
+        size = self._spec.table.tile_size
+        positions = [min(at, self._limit) for at in [context if first is None else first, *[context] * (rows - 1)]]
+        spans = [Span(slot, slot, position) for slot, position in enumerate(positions, 1)]
+        length = min(size, self._limit + 1)
+        spans += [Span(0, 1 + tile % self._spec.max_slots, 0, length, self._tokens(length)) for tile in range(key.tiles)]
+        return self._plan(key, spans, variant, Work(*rows_work(positions, self._windows), key.tiles * pairs(0, length, self._windows)))
+
+    def prompt(self, key: TrunkKey, past: int) -> StepPlan:
+        """One prompt in all tiles, after so many tokens of it, as far as it may go."""
+        length = min(key.tiles * self._spec.table.tile_size, self._limit + 1 - past)
+        span = Span(0, 1, past, length, self._tokens(length))
+        return self._plan(key, [span], "greedy", Work(attended=pairs(past, length, self._windows)))
+
+    def seconds(self, plan: StepPlan) -> float:
+        """Of a step, beside others like it."""
+        self._runner.read(self._runner.dispatch(plan))  # fills block tables, and caches
+        again = StepPlan(plan.trunk, plan.sampler, plan.spans, plan.samples, work=plan.work)
+        return self._typical(lambda: self._runner.dispatch(again))
+
+    def _typical(self, dispatch: Callable[[], InFlight]) -> float:
+        """One is dispatched before the one before it is read, as the engine does."""
+        times: list[float] = []
+        begun = time.perf_counter()
+        before = dispatch()
+        while len(times) < 3 or (len(times) <= RUNS and times[-1] - begun < ENOUGH):
+            following = dispatch()
+            self._runner.read(before)
+            times.append(time.perf_counter())
+            before = following
+        self._runner.read(before)
+        seconds = sorted(after - earlier for earlier, after in pairwise(times))
+        return seconds[(len(seconds) - 1) // 2]
+
+    def _plan(self, key: TrunkKey, spans: list[Span], variant: Variant, work: Work) -> StepPlan:
+        samples = [Sample(i, span.length - 1, span.seq, span.slot) for i, span in enumerate(spans)]
+        sampler = self._ready.sampler(key, variant)
+        plan = StepPlan(key, sampler, spans, samples[: sampler.rows], work=work)
+        for span in spans:
+            if self._params.get(span.slot) != variant:
+                self._params[span.slot] = variant
+                plan.resets.append(SlotReset(span.slot, PARAMS[variant], span.slot, 0, 1, ()))
+            plan.table += self._entries(span)
+        return plan
+
+    def _entries(self, span: Span) -> Iterable[tuple[int, int, int, int]]:
+        """Of the block tables' pages that a span needs and that are not there yet."""
+        spec = self._spec
+        for index in range((span.start + span.length - 1) // spec.page_size + 1):
+            if (span.slot, index) not in self._pages:
+                self._pages.add((span.slot, index))
+                for group in range(len(spec.groups)):
+                    number = (group * spec.max_slots + span.slot - 1) * spec.table_width + index
+                    yield group, span.slot, index, 1 + number % (spec.num_pages - 1)
+
+    def _limit_of(self, rows: int) -> int:
+        """Tokens of each of so many sequences that the cache holds apart."""
+        return max((self._spec.num_pages - 1) // len(self._spec.groups) // rows * self._spec.page_size - 1, 1)
+
+    def _tokens(self, count: int) -> list[int]:
+        vocab = self._spec.model.config.vocab_size
+        return [i * 7919 % vocab for i in range(1, count + 1)]
+
+
+Point = tuple[Work, float]
+
+
+def _two_slopes(base: Point, wide: Point, deep: Point) -> tuple[float, float]:
+    """Seconds for each token of context and of the longest row, neither negative: through three steps, or near them."""
+    (a, b, c), (d, e, f) = (
+        (point[0].context - base[0].context, point[0].longest - base[0].longest, point[1] - base[1]) for point in (wide, deep)
+    )
+    determinant = a * e - b * d
+    if determinant:
+        context, longest = (c * e - b * f) / determinant, (a * f - c * d) / determinant
+        if context >= 0.0 and longest >= 0.0:
+            return context, longest
+    return max((a * c + d * f) / (a * a + d * d), 0.0) if a or d else 0.0, 0.0
+
+
+def _slope(points: list[tuple[int, float]]) -> float:
+    """Of the line through these by least squares, not negative."""
+    count = len(points)
+    x, y = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
+    square = sum((at - x) ** 2 for at, _ in points)
+    return max(sum((at - x) * (seconds - y) for at, seconds in points) / square, 0.0) if square else 0.0

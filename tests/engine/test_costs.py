@@ -1,0 +1,157 @@
+"""Costs are measured at the first start, refined by steps, saved, and loaded by the next; they can be looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jengine import LLM, EngineDead, SamplingParams, cli
+from jengine import start as start_module
+from jengine.config import EngineConfig
+from jengine.engine import Engine
+from jengine.execution.cache_folders import measured_costs
+from jengine.execution.runner import InFlight, StepResult
+from jengine.scheduling.costs import FIRST, StepCosts
+from jengine.start import start_engine
+from tests.engine.running import SMALL, prompts, run
+from tests.test_display import Visible
+
+OPTIONS: dict[str, Any] = {**SMALL, "max_model_len": 192}
+
+
+def start(model: Path, **options: Any) -> Engine:
+    return start_engine(EngineConfig.of(str(model), {**OPTIONS, **options}), progress=False)[0]
+
+
+@pytest.fixture(scope="module")
+def saved(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that one start has filled."""
+    cache: Path = tmp_path_factory.mktemp("costs")
+    start(text_model, cache_dir=cache)
+    return cache
+
+
+@pytest.fixture
+def cache(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(saved, tmp_path / "cache"))
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of tiny models may be done before they are read, and would not count."""
+    read = start_module.Runner.read
+
+    def waited(self: Any, step: InFlight) -> StepResult:
+        return dataclasses.replace(read(self, step), waited=True)
+
+    monkeypatch.setattr(start_module.Runner, "read", waited)
+
+
+def load(cache: Path) -> StepCosts:
+    [file] = measured_costs(cache)
+    return StepCosts.from_json(file.read_bytes())
+
+
+def generate(engine: Engine) -> None:
+    how = [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), SamplingParams(temperature=1.0, seed=1, max_tokens=20)]
+    run(engine, [(prompt, how[i % 2]) for i, prompt in enumerate(prompts(12, vocab=200, longest=120))])
+
+
+def test_the_first_start_measures_every_program(saved: Path) -> None:
+    costs = load(saved)
+    assert {*costs.trunks} == {*costs.table.trunks()} and {*costs.samplers} == {*costs.table.samplers()}
+    every = [*costs.trunks.values(), *costs.samplers.values()]
+    assert all(0.0 < cost.seconds < 60.0 and cost.steps == FIRST for cost in every)
+    assert all(0.0 <= slope < 1e-3 and math.isfinite(slope) for slope in costs.slopes)
+
+
+def test_a_later_start_measures_nothing_and_goes_on_from_what_was_refined(
+    text_model: Path, cache: Path, waiting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_module, "measure", None)
+    measured = load(cache)
+    engine = start(text_model, cache_dir=cache)
+    first = engine.scheduler.costs
+    assert first.to_json() == measured.to_json()
+    generate(engine)
+    assert load(cache).to_json() == measured.to_json(), "saved at the end only"
+    engine.close()
+    refined = load(cache)
+    assert refined.to_json() == first.to_json() != measured.to_json()
+    assert sum(cost.steps - FIRST for cost in refined.trunks.values()) > 20
+    assert start(text_model, cache_dir=cache).scheduler.costs.to_json() == refined.to_json()
+
+
+def test_an_engine_that_is_forgotten_saves_what_it_learned(text_model: Path, cache: Path, waiting: None) -> None:
+    before = load(cache).to_json()
+    generate(start(text_model, cache_dir=cache))
+    gc.collect()
+    assert load(cache).to_json() != before
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"trunks": 3}'])
+def test_what_cannot_be_read_is_measured_again(damage: bytes, text_model: Path, cache: Path) -> None:
+    [file] = measured_costs(cache)
+    file.write_bytes(damage)
+    assert start(text_model, cache_dir=cache).scheduler.costs.measured
+    assert {*load(cache).trunks} == {*load(cache).table.trunks()}
+
+
+def test_what_was_cleared_stays_cleared(text_model: Path, cache: Path, waiting: None) -> None:
+    engine = start(text_model, cache_dir=cache)
+    generate(engine)
+    assert cli.main(["cache", "--cache-dir", str(cache), "clear", "--yes"]) == 0
+    engine.close()
+    assert measured_costs(cache) == []
+
+
+def test_steps_that_are_more_than_programs_do_not_count(text_model: Path, cache: Path, waiting: None) -> None:
+    """Prompt log probabilities, counts of penalties, masks: each step here has one of them."""
+    engine = start(text_model, cache_dir=cache)
+    before = engine.scheduler.costs.to_json()
+    params = {"max_tokens": 1, "temperature": 0.0}
+    for more in {"prompt_logprobs": 1}, {"frequency_penalty": 0.5}, {"allowed_token_ids": [5, 6]}:
+        run(engine, [([1, 2, 3], SamplingParams(**params, **more))])  # type: ignore[arg-type]
+    costs, after = engine.scheduler.costs, StepCosts.from_json(before)
+    assert (costs.trunks, costs.samplers, costs.slopes) == (after.trunks, after.samplers, after.slopes)
+
+
+def test_costs_can_be_looked_at(text_model: Path, cache: Path) -> None:
+    with LLM(text_model, progress=False, cache_dir=cache, **OPTIONS) as llm:
+        report = llm.costs()
+        costs = llm.engine.scheduler.costs
+    with pytest.raises(EngineDead):
+        llm.costs()
+    assert [trunk.program for trunk in report.trunks] == [str(key) for key in costs.table.trunks()]
+    for trunk in report.trunks:
+        assert trunk.seconds[0] <= trunk.seconds[1024] <= trunk.seconds[8192] and trunk.steps == FIRST
+    assert report.trunks[0].seconds[0] == costs.trunk_seconds(costs.table.trunks()[0])
+    text = str(report)
+    assert "trunk[8+0t]" in text and "sampler[8,full]" in text and "after 8,192" in text
+    shown = report._repr_html_()
+    assert ("data:image/png;base64,iVBOR" in shown) == bool(find_spec("matplotlib"))
+    assert "trunk[8+0t]" in Visible(shown.replace("/>", "></img>")).text
+
+
+def test_the_command_prints_what_was_measured(text_model: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    command = ["plan", str(text_model), "--costs", *options]
+    assert cli.main([*command, f"--cache-dir={cache}"]) == 0
+    assert "trunk[8+0t]" in capsys.readouterr().out
+    assert cli.main([*command, f"--cache-dir={tmp_path / 'empty'}"]) == 1
+    assert "nothing has been measured with these options on this machine" in capsys.readouterr().out
+    assert cli.main([*command, f"--cache-dir={cache}", "--max-num-seqs=4"]) == 1, "another table"
+    capsys.readouterr()
+    for more in "--target=h200", "--exact":
+        assert cli.main([*command, more]) == 2
+        assert "cannot be combined with --costs" in capsys.readouterr().err
+    assert cli.main(["plan", str(text_model)]) == 2
+    assert "target=None: must be given" in capsys.readouterr().err
