@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,8 +103,7 @@ class Load:
     def _request(self) -> Request:
         rng, most = self.random, self.engine.scheduler.sequence.max_model_len
         prompt = int(most ** rng.uniform(0.2, 0.9))
-        params = rng.choice(KINDS).clone()
-        params.max_tokens = min(int(most ** rng.uniform(0.4, 0.8)), most - prompt)
+        params = replace(rng.choice(KINDS), max_tokens=min(int(most ** rng.uniform(0.4, 0.8)), most - prompt))
         tokens = [rng.randrange(2, self.engine.model.vocab_size) for _ in range(prompt)]
         return Request(request_id=str(next(self._ids)), prompt_token_ids=tokens, params=params)
 
@@ -186,7 +186,6 @@ def measure(name: str, steps: int, slow: float) -> dict[str, Any]:
         during = load.run(costs, seconds=slow)
     after = load.run(costs, steps=steps // 3)
     load.drain()
-    usual, slowed = (statistics.median(step.measured / step.predicted * costs.drift for step in some) for some in (later, during))
     result = {
         "warm_up_seconds": round(started.seconds["warm-up"], 2),
         "spread": spread,

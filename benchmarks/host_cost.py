@@ -2,9 +2,10 @@
 
     python -m benchmarks.host_cost [--sequences 256] [--steps 1000] [--against DIR] [--quick]
 
-Schedule, pack and collect are the host's own work, and their sum is what the goal is about. Listed apart: the buffer's
-transfer with the calls of two empty programs, the wait for the tokens (here none), and text. Then what the scheduler takes for
-prompts' pages: see admission.py. With --against, this file measures another checkout as well, in turn, and prints ratios.
+Schedule, pack and collect are the host's own work, and their sum is what the goal is about; with it, what it takes to observe a step's
+cost, as if each had been waited for. Listed apart: the buffer's transfer with the calls of two empty programs, the wait for the tokens
+(here none), and text. Then what the scheduler takes for prompts' pages: see admission.py. With --against, this file
+measures another checkout as well, in turn, and prints ratios.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -32,7 +34,7 @@ from jengine.checkpoints import read_config, resolve
 from jengine.engine import Engine
 from jengine.execution.batch import BatchLayout
 from jengine.execution.programs import ALLOCATE, Key
-from jengine.execution.runner import Runner
+from jengine.execution.runner import InFlight, Runner, StepResult
 from jengine.execution.sampler import Sampled
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker
@@ -45,12 +47,17 @@ from jengine.text.completion import CompletionBuilder
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
+try:
+    from jengine.step_clock import StepClock
+except ImportError:  # an older checkout
+    StepClock = None  # type: ignore[assignment,misc]
+
 GOAL = 600.0  # microseconds a step
 GOAL_RATIO = 1.25  # to the checkout before query spans and shared pages
 BLOCK, ROUNDS = 40, 60  # steps of a block, and blocks of each checkout
 PAGE_SIZE, TILE_SIZE, PROMPT = 16, 64, (16, 512)
-PARTS = ("schedule", "pack", "collect")
-SUM = "schedule + pack + collect"
+PARTS = ("schedule", "pack", "collect", "observe")
+SUM = "schedule + pack + collect + observe"
 
 
 class NoPrograms:
@@ -81,6 +88,16 @@ class NoPrograms:
         return last_token, Sampled(self._supply[self._calls % len(self._supply)])
 
 
+class WaitingRunner(Runner):
+    """Says that each step was waited for, so that its cost is observed."""
+
+    def read(self, step: InFlight) -> StepResult:
+        result = super().read(step)
+        if hasattr(result, "waited"):  # older checkouts observe every step
+            result.waited = True
+        return result
+
+
 class Clock(ExitStack):
     """Seconds spent in each wrapped method since the last `take`. Methods are wrapped until it exits."""
 
@@ -91,10 +108,10 @@ class Clock(ExitStack):
     def wrap(self, owner: type, method: str, part: str) -> None:
         inner = getattr(owner, method)
 
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
             try:
-                return inner(*args)
+                return inner(*args, **options)
             finally:
                 self._spent[part] += time.perf_counter() - start
 
@@ -130,7 +147,7 @@ def make_engine(sequences: int, tokens: int) -> Engine:
         max_model_len=tokens,
         **{name: value for name, value in options.items() if name in known},
     )
-    return Engine(model, Runner(Worker(spec, NoPrograms(spec), params=None)), scheduler)  # type: ignore[arg-type]
+    return Engine(model, WaitingRunner(Worker(spec, NoPrograms(spec), params=None)), scheduler)  # type: ignore[arg-type]
 
 
 def measure(sequences: int, steps: int) -> list[dict[str, float]]:
@@ -161,6 +178,9 @@ def run(sequences: int, steps: int) -> Iterator[dict[str, float]]:
         clock.wrap(Engine, "_collect", "collect")
         clock.wrap(Runner, "dispatch", "dispatch")
         clock.wrap(Runner, "read", "read")
+        for method in ("planning", "dispatched", "read"):
+            if StepClock is not None:
+                clock.wrap(StepClock, method, "observe")
         for step in range(warm_up + steps):
             clock.take()
             start = time.perf_counter()
@@ -173,7 +193,7 @@ def run(sequences: int, steps: int) -> Iterator[dict[str, float]]:
                 for update in updates:
                     builders[update.request_id].push(update.token, ends=False)
                 spent[name] = time.perf_counter() - start
-            spent["loop"] = whole - sum(spent[part] for part in ("schedule", "dispatch", "collect", "read"))
+            spent["loop"] = whole - sum(spent[part] for part in ("schedule", "dispatch", "collect", "observe", "read"))
             spent["transfer and calls"] = spent.pop("dispatch") - spent["pack"]
             spent[SUM] = sum(spent[part] for part in PARTS)
             spent["whole step"] = whole
@@ -199,11 +219,12 @@ def compare(other: Path, sequences: int, rounds: int) -> dict[str, Any]:
         for process in running.values():
             process.stdin.close()
     ratios = {}
-    print(f"\nagainst {other}: {rounds} blocks of {BLOCK} steps of each in turn, medians\n\n{'':28}{'here':>8}{'there':>8}{'ratio':>8}")
+    print(f"\nagainst {other}: {rounds} blocks of {BLOCK} steps of each in turn, medians\n\n{'':40}{'here':>8}{'there':>8}{'ratio':>8}")
     for part in (*PARTS, SUM):
         here, there = medians["here"][part], medians["there"][part]
-        ratios[part] = round(statistics.median(a / b for a, b in zip(here, there, strict=True)), 3)
-        print(f"{part:28}{statistics.median(here):8.0f}{statistics.median(there):8.0f}{ratios[part]:8.2f}")
+        if any(there):
+            ratios[part] = round(statistics.median(a / b for a, b in zip(here, there, strict=True)), 3)
+        print(f"{part:40}{statistics.median(here):8.0f}{statistics.median(there):8.0f}{ratios.get(part, math.nan):8.2f}")
     print(f"\nthe goal is at most {GOAL_RATIO}")
     return {
         "ratios": ratios,
@@ -247,9 +268,9 @@ def main() -> None:
     from benchmarks.admission import measure as measure_admission  # here: other checkouts lack what they measure
     from benchmarks.machine import save
 
-    print(f"\n{options.sequences} sequences decoding, {steps} steps, microseconds a step\n\n{'':28}{'p10':>8}{'median':>8}{'p90':>8}")
+    print(f"\n{options.sequences} sequences decoding, {steps} steps, microseconds a step\n\n{'':40}{'p10':>8}{'median':>8}{'p90':>8}")
     for part, values in parts.items():
-        print(f"{part:28}" + "".join(f"{value:8.0f}" for value in values.values()))
+        print(f"{part:40}" + "".join(f"{value:8.0f}" for value in values.values()))
     print(f"\n{SUM}: {parts[SUM]['median']:.0f} us a step; the goal is {GOAL:.0f}")
     admission = measure_admission(rounds=2 if options.quick else 20)
     against = None if options.against is None else compare(options.against, options.sequences, 5 if options.quick else ROUNDS)

@@ -16,6 +16,7 @@ from typing import Any, Unpack
 from jengine.backend import Backend, EngineThread, Updates
 from jengine.chat import ChatOptions, Conversation, chat_prompt
 from jengine.config import EngineConfig
+from jengine.cost_report import CostReport
 from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.outputs import LiveOutputs
 from jengine.process import check_process
@@ -74,6 +75,18 @@ class AsyncLLM:
     def load(self) -> Load:
         """How busy the engine is, as last heard of it."""
         return self.backend.load
+
+    def costs(self) -> CostReport:
+        """What steps cost on this machine, see `LLM.costs`.
+
+        Raises:
+            JengineError: the engine runs in another process.
+        """
+        engine: Any = getattr(self.backend, "engine", None)
+        if not hasattr(engine, "costs"):
+            raise JengineError("costs are known where the engine runs, which is another process")
+        report: CostReport = engine.costs()
+        return report
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of requests that bring none: what the model's generation_config.json recommends, unless generation_config is "vllm"."""

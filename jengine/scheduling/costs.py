@@ -22,6 +22,7 @@ SAMPLERS = dict(zip(VARIANTS, (1.0, 2.0, 4.0, 6.0), strict=True))  # a variant's
 
 FIRST = 5  # steps whose median is a program's first cost; later ones refine it
 GAIN = 0.03  # of the unexpected part of a step that its costs take over: they forget within 1 / GAIN steps
+EARLY = 0.5  # divided by a trunk's steps: the same, while these are few
 LEAST = 0.01  # share of a step that its sampler is taken to need at least
 
 
@@ -214,7 +215,7 @@ class StepCosts:
         self._estimates.clear()
 
     def _refine(self, trunk: Cost, sampler: Cost, work: Work, predicted: float, unexpected: float) -> None:
-        """Move each cost by its share of the step: together they make up for GAIN of what was not expected, a relative deviation."""
+        """Move each cost by its share of the step: together they make up for a GAIN of what was not expected, a relative deviation."""
         slopes = self.slopes
         parts = (
             trunk.seconds,
@@ -223,7 +224,7 @@ class StepCosts:
             slopes.longest * work.longest,
             slopes.attended * work.attended,
         )
-        by = GAIN * unexpected * predicted / sum([part * part for part in parts])
+        by = max(GAIN, EARLY / trunk.steps) * unexpected * predicted / sum([part * part for part in parts])
         trunk.seconds *= 1.0 + by * parts[0]
         sampler.seconds *= 1.0 + by * parts[1]
         self.slopes = Slopes(*[slope * (1.0 + by * part) for slope, part in zip(slopes, parts[2:], strict=True)])

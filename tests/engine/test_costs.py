@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
 import math
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from jengine import LLM, EngineDead, SamplingParams, cli
+from jengine import LLM, AsyncLLM, EngineDead, SamplingParams, cli
 from jengine import start as start_module
 from jengine.config import EngineConfig
+from jengine.cost_report import CostReport
 from jengine.engine import Engine
 from jengine.execution.cache_folders import measured_costs
 from jengine.execution.runner import InFlight, StepResult
@@ -139,6 +141,15 @@ def test_costs_can_be_looked_at(text_model: Path, cache: Path) -> None:
     shown = report._repr_html_()
     assert ("data:image/png;base64,iVBOR" in shown) == bool(find_spec("matplotlib"))
     assert "trunk[8+0t]" in Visible(shown.replace("/>", "></img>")).text
+
+
+def test_an_async_llm_has_them_too_where_its_engine_is(text_model: Path, cache: Path) -> None:
+    async def ask() -> CostReport:
+        async with AsyncLLM(text_model, progress=False, cache_dir=cache, **OPTIONS) as llm:
+            return llm.costs()
+
+    costs = load(cache)
+    assert asyncio.run(ask()).samplers[0].seconds == costs.sampler_seconds(costs.table.samplers()[0])
 
 
 def test_the_command_prints_what_was_measured(text_model: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
