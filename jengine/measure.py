@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
@@ -15,9 +16,10 @@ from jengine.scheduling.costs import Cost, Slopes, StepCosts
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
 from jengine.scheduling.work import Work, pairs, rows_work
 
-RUNS = 4  # of each step, whose lower median counts
-ENOUGH = 0.4  # seconds: slower steps run less often, at least twice
-SHORT, LONG, LONGEST = 32, 1024, 4096  # tokens of rows and prompts, as far as the model and the cache go
+RUNS = 4  # of each step, after one that is not counted; their lower median counts
+ENOUGH = 0.3  # seconds for a step's runs: slow ones run less often
+SHORT, LONG, LONGEST = 32, 1024, 4096  # tokens that come before rows, as far as the model and the cache go
+PASTS = 0, 1024, 2048  # and before prompts
 PARAMS = {  # what requests of a variant typically ask for
     "greedy": SamplingParams(temperature=0.0),
     "sample": SamplingParams(temperature=1.0),
@@ -26,8 +28,8 @@ PARAMS = {  # what requests of a variant typically ask for
 }
 
 
-def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress: bool) -> None:
-    """Add to `costs` what they lack of the programs that are ready. No request may have come yet."""
+def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress: bool) -> set[TrunkKey | SamplerKey]:
+    """Add to `costs` what they lack of the programs that are ready; returns these programs. No request may have come yet."""
     bench = Bench(runner, ready)
     trunks = [key for key in ready.trunks() if key not in costs.trunks]
     rows = {runner.spec.table.sample_rows(key) for key in ready.trunks()}
@@ -45,6 +47,7 @@ def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress:
             costs.trunks[trunk] = Cost(max(rest, seconds / 10))
             bar.update()
     runner.forget()
+    return {*samplers, *trunks}
 
 
 class Bench:
@@ -68,14 +71,15 @@ class Bench:
         plan = self.step(trunk, self.rows_of(trunk), SHORT, variant=key.variant)
         plan.sampler = key
         begun = self._runner.begin(plan)
-        return self._typical(lambda: self._runner.sample(PendingSample(plan, None, begun.started)))
+        return self._typical(self._runner.sample(begun), lambda: self._runner.sample(PendingSample(plan, None, begun.started)))
 
     def slopes(self) -> Slopes:
         """From one trunk of decode rows and one of tiles, at three contexts each."""
         trunks = self._ready.trunks()
         table = self._spec.table
         decode = max((key for key in trunks if not key.tiles), key=table.tokens)
-        mixed = min((key for key in trunks if key.tiles), key=lambda key: (key.rows, -key.tiles))
+        tiles = self._ready.tile_buckets[len(self._ready.tile_buckets) // 2]
+        mixed = min((key for key in trunks if key.tiles), key=lambda key: (key.rows, abs(key.tiles - tiles)))
         rows = self.rows_of(decode)
         long = min(LONG, self._limit, self._limit_of(rows))
         points = [(step.work, self.seconds(step)) for step in (
@@ -84,9 +88,8 @@ class Bench:
             self.step(decode, rows, SHORT, first=min(LONGEST, self._limit)),
         )]  # fmt: skip
         context, longest = _two_slopes(*points)
-        tokens = mixed.tiles * table.tile_size
-        pasts = sorted({0, max(min(LONG, self._limit - tokens), 0), max(min(LONGEST, self._limit) - tokens, 0)})
-        steps = [self.prompt(mixed, past) for past in pasts]
+        room = max(self._limit - mixed.tiles * table.tile_size, 0)
+        steps = [self.prompt(mixed, past) for past in sorted({min(past, room) for past in PASTS})]
         return Slopes(context, longest, _slope([(step.work.attended, self.seconds(step)) for step in steps]))
 
     def step(self, key: TrunkKey, rows: int, context: int, *, first: int | None = None, variant: Variant = "greedy") -> StepPlan:
@@ -106,22 +109,19 @@ class Bench:
 
     def seconds(self, plan: StepPlan) -> float:
         """Of a step, beside others like it."""
-        self._runner.read(self._runner.dispatch(plan))  # fills block tables, and caches
         again = StepPlan(plan.trunk, plan.sampler, plan.spans, plan.samples, work=plan.work)
-        return self._typical(lambda: self._runner.dispatch(again))
+        return self._typical(self._runner.dispatch(plan), lambda: self._runner.dispatch(again))
 
-    def _typical(self, dispatch: Callable[[], InFlight]) -> float:
+    def _typical(self, first: InFlight, dispatch: Callable[[], InFlight]) -> float:
         """One is dispatched before the one before it is read, as the engine does."""
-        times: list[float] = []
         begun = time.perf_counter()
-        before = dispatch()
-        while len(times) < 3 or (len(times) <= RUNS and times[-1] - begun < ENOUGH):
-            following = dispatch()
-            self._runner.read(before)
+        running, times = deque([first, dispatch()]), [begun]
+        while running:
+            self._runner.read(running.popleft())
             times.append(time.perf_counter())
-            before = following
-        self._runner.read(before)
-        seconds = sorted(after - earlier for earlier, after in pairwise(times))
+            if len(times) + len(running) < RUNS + 2 and times[-1] - begun < ENOUGH:
+                running.append(dispatch())
+        seconds = sorted(after - earlier for earlier, after in pairwise(times[1:]))
         return seconds[(len(seconds) - 1) // 2]
 
     def _plan(self, key: TrunkKey, spans: list[Span], variant: Variant, work: Work) -> StepPlan:

@@ -99,8 +99,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     saved = SavedCosts(process_root(config), spec.fingerprint())
     costs = saved.load(spec.table) or StepCosts(spec.table)
     if programs.compiled or any(key not in costs.trunks for key in ready.trunks()):
-        runner.warm_up(ready, progress=progress)
-        measure(runner, ready, costs, progress=progress)
+        runner.warm_up(ready, progress=progress, ran=measure(runner, ready, costs, progress=progress))
         saved.save(costs)
     else:
         runner.check(ready)

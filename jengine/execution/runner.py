@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from jengine.execution.slots import UPDATE_WORDS, pack_updates
 from jengine.execution.worker import Call, Worker, encode
 from jengine.observe.progress import progress_bar
 from jengine.parallel.link import Link, SingleProcess
-from jengine.program_table import ScoreKey
+from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.step_plan import Span, StepPlan
 
@@ -135,9 +135,10 @@ class Runner:
         for chunk in count_chunks(slot, tokens, prompt_len, self.spec.model.config.vocab_size):
             self._make(Call("count", None, chunk))
 
-    def warm_up(self, ready: ReadyPrograms, *, progress: bool) -> None:
-        """Run each program once through the real call path, with padding alone."""
-        for plan in progress_bar(self._padding_plans(ready), desc="warming up", unit="program", show=progress):
+    def warm_up(self, ready: ReadyPrograms, *, progress: bool, ran: Collection[TrunkKey | SamplerKey] = ()) -> None:
+        """Run each program once through the real call path, with padding alone; but for those that `ran` before."""
+        plans = [plan for plan in self._padding_plans(ready) if plan.trunk not in ran or plan.sampler not in ran]
+        for plan in progress_bar(plans, desc="warming up", unit="program", show=progress):
             self._run(plan)
         for key in ready.scores():
             spans = [Span(0, 0, 0, 1, [0], [0])] * key.tiles
