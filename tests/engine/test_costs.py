@@ -18,7 +18,7 @@ from jengine import start as start_module
 from jengine.config import EngineConfig
 from jengine.cost_report import CostReport
 from jengine.engine import Engine
-from jengine.execution.cache_folders import measured_costs
+from jengine.execution.cache_folders import cache_root, folder_name, measured_costs
 from jengine.execution.runner import InFlight, StepResult
 from jengine.scheduling.costs import FIRST, StepCosts
 from jengine.start import start_engine
@@ -34,10 +34,16 @@ def start(model: Path, **options: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def saved(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that one start has filled."""
-    cache: Path = tmp_path_factory.mktemp("costs")
-    start(text_model, cache_dir=cache)
-    return cache
+    """A cache with the programs of all tests, whose costs one start has measured."""
+    shared, cache = cache_root(), tmp_path_factory.mktemp("costs")
+    spec = start(text_model).runner.spec  # type: ignore[attr-defined]
+    for part in "products", "dtypes", f"programs/{folder_name(spec.fingerprint(), spec.num_pages)}":
+        if (shared / part).exists():
+            shutil.copytree(shared / part, cache / part)
+    engine, started = start_engine(EngineConfig.of(str(text_model), {**OPTIONS, "cache_dir": cache}), progress=False)
+    assert started.programs_compiled == 0
+    engine.close()
+    return Path(cache)
 
 
 @pytest.fixture
