@@ -1,6 +1,6 @@
 """Predicted against measured steps, beside the spread of identical repeated steps; and recovery after a slowed minute.
 
-    python -m benchmarks.costs [--models demo 134m] [--steps 1500] [--slow 60] [--quick]
+    python -m benchmarks.costs [--models demo 134m] [--seconds 30] [--slow 60] [--quick]
 
 The engine measures its programs, as at a first start, then serves a random load: 1 to 32 sequences at once, prompts of all lengths, greedy,
 sampled and truncated. Every step whose time the host can see is predicted before it is observed. Then steps of that load are repeated,
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import statistics
 import subprocess
@@ -26,11 +27,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.machine import made_model, save
+from benchmarks.machine import RESULTS, made_model, save
 from jengine.config import EngineConfig
 from jengine.engine import Engine
-from jengine.execution.cache_folders import cache_root, costs_file
-from jengine.program_table import SamplerKey, TrunkKey
+from jengine.measure import measure as measure_costs
+from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.step_plan import StepPlan
@@ -44,6 +45,7 @@ KINDS = (
     SamplingParams(temperature=1.0, ignore_eos=True, seed=1),
     SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True, seed=2),
 )
+LONGEST = 2048  # tokens of a request
 BUSY = "while True: pass"
 
 
@@ -62,13 +64,9 @@ class Step(NamedTuple):
 class Watched(StepCosts):
     """Costs that note what they had predicted of each step they observe."""
 
-    steps: list[Step]
-
-    @classmethod
-    def of(cls, costs: StepCosts) -> Watched:
-        watched = cls(costs.table)
-        watched.__dict__.update(costs.__dict__, steps=[])
-        return watched
+    def __init__(self, table: ProgramTable) -> None:
+        super().__init__(table)
+        self.steps: list[Step] = []
 
     def observe(self, trunk: TrunkKey, sampler: SamplerKey, work: Work, seconds: float) -> None:
         self.steps.append(Step(trunk, sampler, work, self.seconds(trunk, sampler, work), seconds))
@@ -82,11 +80,11 @@ class Load:
         self.engine, self.random, self._ids = engine, random.Random(seed), itertools.count()
         self.plans: list[StepPlan] = []  # some of those that ran
 
-    def run(self, costs: Watched, steps: int = sys.maxsize, seconds: float = float("inf")) -> list[Step]:
-        """Until so many steps were observed, or so many seconds have passed."""
+    def run(self, costs: Watched, seconds: float) -> list[Step]:
+        """For so long; the steps that were observed."""
         engine, rng, first, end = self.engine, self.random, len(costs.steps), time.monotonic() + seconds
         wanted, until = 1, 0.0
-        while len(costs.steps) - first < steps and time.monotonic() < end:
+        while time.monotonic() < end:
             if time.monotonic() > until:
                 wanted, until = rng.choice((1, 2, 4, 8, 16, 24, 32)), time.monotonic() + rng.uniform(0.3, 1.5)
             while engine.scheduler.num_running + engine.scheduler.num_waiting < wanted:
@@ -101,7 +99,7 @@ class Load:
             self.engine.step()
 
     def _request(self) -> Request:
-        rng, most = self.random, self.engine.scheduler.sequence.max_model_len
+        rng, most = self.random, min(self.engine.scheduler.sequence.max_model_len, LONGEST)
         prompt = int(most ** rng.uniform(0.2, 0.9))
         params = replace(rng.choice(KINDS), max_tokens=min(int(most ** rng.uniform(0.4, 0.8)), most - prompt))
         tokens = [rng.randrange(2, self.engine.model.vocab_size) for _ in range(prompt)]
@@ -138,7 +136,7 @@ def sample_plans(engine: Engine, load: Load, costs: Watched, count: int) -> list
 
     engine.runner.dispatch = noted  # type: ignore[method-assign]
     while len(kept) < count:
-        load.run(costs, steps=50)
+        load.run(costs, 0.5)
     engine.runner.dispatch = dispatch  # type: ignore[method-assign]
     return kept
 
@@ -166,28 +164,27 @@ def recovered(steps: list[Step], limit: float) -> int | None:
     return next((end for end in ends if statistics.median(errors[end - WINDOW : end]) <= limit), None)
 
 
-def measure(name: str, steps: int, slow: float) -> dict[str, Any]:
+def measure(name: str, seconds: float, slow: float) -> dict[str, Any]:
     model = name if name == "demo" else str(made_model(name))
-    config = EngineConfig.of(model, {"warm_up": "all", "enable_prefix_caching": False})
-    engine, _ = start_engine(config)
-    spec = engine.runner.spec  # type: ignore[attr-defined]
-    costs_file(cache_root(), spec.fingerprint()).unlink(missing_ok=True)
-    engine.close()
-    engine, started = start_engine(config)  # its programs are loaded, its costs measured
-    engine.scheduler.costs = costs = Watched.of(engine.scheduler.costs)
+    engine, _ = start_engine(EngineConfig.of(model, {"warm_up": "all", "enable_prefix_caching": False}))
+    costs = Watched(engine.scheduler.table)  # as at a first start
+    begun = time.perf_counter()
+    measure_costs(engine.runner, engine.scheduler.ready, costs, progress=False)  # type: ignore[arg-type]
+    measuring = time.perf_counter() - begun
+    engine.scheduler.costs = costs
     load = Load(engine)
-    first = load.run(costs, steps=steps // 3)
-    later = load.run(costs, steps=steps)
+    first = load.run(costs, seconds / 3)
+    later = load.run(costs, seconds)
     plans = sample_plans(engine, load, costs, 12)
     spread = percentiles(repeated(engine, plans, 40))
     error = percentiles([step.error for step in later])
     limit = GOAL * spread["median"]
     with busy(2):
-        during = load.run(costs, seconds=slow)
-    after = load.run(costs, steps=steps // 3)
+        during = load.run(costs, slow)
+    after = load.run(costs, seconds / 2)
     load.drain()
     result = {
-        "warm_up_seconds": round(started.seconds["warm-up"], 2),
+        "measuring_seconds": round(measuring, 2),
         "spread": spread,
         "first": percentiles([step.error for step in first]),
         "later": error,
@@ -201,13 +198,12 @@ def measure(name: str, steps: int, slow: float) -> dict[str, Any]:
             "seconds": slow,
             "times_as_long": round(_times(during, costs) / _times(later, costs), 2),
             "steps": len(during),
-            "followed_after": recovered(during, GOAL * percentiles([step.error for step in during])["median"]),
             "error": percentiles([step.error for step in during]),
             "recovered_after": recovered(after, limit),
-            "error_after": percentiles([step.error for step in after[WINDOW:]]),
+            "error_after": percentiles([step.error for step in after[2 * WINDOW :]]),
         },
     }
-    print(f"\n{name}: costs of all programs measured in {result['warm_up_seconds']} s (programs loaded)")
+    print(f"\n{name}: all programs measured in {measuring:.1f} s")
     print(f"{'':34}{'median':>8}{'p95':>8}")
     lines = ("spread of identical steps", spread), ("error after warm-up", result["first"]), ("error later", error)
     for label, values in (*lines, *((f"  {kind}", values) for kind, values in result["by_tiles"].items())):
@@ -228,14 +224,16 @@ def _times(steps: list[Step], costs: StepCosts) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["demo", "134m"])
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seconds", type=float, default=30, help="of the load that is predicted")
     parser.add_argument("--slow", type=float, default=60, help="seconds of others' work")
-    parser.add_argument("--quick", action="store_true", help="demo only, 300 steps, slowed for 3 s, nothing saved")
+    parser.add_argument("--quick", action="store_true", help="demo only, 3 s each, nothing saved")
     options = parser.parse_args()
-    models, steps, slow = (["demo"], 300, 3.0) if options.quick else (options.models, options.steps, options.slow)
-    results = {name: measure(name, steps, slow) for name in models}
+    models, seconds, slow = (["demo"], 3.0, 3.0) if options.quick else (options.models, options.seconds, options.slow)
+    results = {name: measure(name, seconds, slow) for name in models}
     if not options.quick:
-        save("costs", {"models": results, "goal": GOAL})
+        file = RESULTS / "costs.json"
+        before = json.loads(file.read_text())["models"] if file.exists() else {}
+        save("costs", {"models": {**before, **results}, "goal": GOAL})
 
 
 if __name__ == "__main__":
