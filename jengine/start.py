@@ -57,7 +57,7 @@ class Started:
         programs: of the table. With warm_up="progressive" fewer than these have been compiled or loaded so far.
         kernels: of a CPU, the form in which its programs multiply, by dtypes and number of rows.
         seconds: by part, in order.
-        longest_step: the seconds that the most expensive step took when it was measured, on padding.
+        longest_step: seconds of the most expensive step that has been measured, at short contexts.
     """
 
     folder: Path
