@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as List
 
 from jengine.program_table import VARIANTS, ProgramTable
@@ -35,6 +36,7 @@ class Scheduler(Sequences):
         max_model_len: tokens of a sequence, prompt and output together.
         groups: the model's cache groups.
         prefix_caching: whether prompts reuse the pages of earlier ones.
+        clock: seconds, monotonic; Request.arrival is by the same clock. A simulation brings a virtual one.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Scheduler(Sequences):
         prefix_caching: bool = False,
         policy: Policy = "fcfs",
         costs: StepCosts | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
             BlockManager(page_size, [num_pages], groups, prefix_caching=prefix_caching),
@@ -68,6 +71,7 @@ class Scheduler(Sequences):
         self.page_size = page_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.costs = StepCosts(table) if costs is None else costs
+        self.clock = clock
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
         self._rows: list[Sequence] = []  # of the last step
         self._row_samples: list[Sample] = []  # theirs
@@ -253,7 +257,7 @@ class Scheduler(Sequences):
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += tokens
         if not sequence.scheduled:
-            sequence.scheduled, sequence.num_cached = time.monotonic(), tokens
+            sequence.scheduled, sequence.num_cached = self.clock(), tokens
 
     def _admit(self, draft: Draft, sequence: Sequence) -> None:
         self._take_slot(sequence)
