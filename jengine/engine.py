@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import weakref
@@ -24,12 +25,16 @@ from jengine.observe.compiles import compile_count
 from jengine.observe.trace import StepTrace
 from jengine.ready_programs import ReadyPrograms
 from jengine.request import FinishReason, Request
+from jengine.scheduling.admissions import REJECTED
+from jengine.scheduling.options import StrategyName
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 from jengine.seeds import prompt_seed
 from jengine.step_clock import StepClock
 from jengine.updates import Ended, Load, PromptScores, TokenLogprobs, TokenUpdate, Update
+
+BATCH_POLL_SECONDS = 0.005
 
 
 class ModelRunner(Protocol):
@@ -147,6 +152,11 @@ class Engine:
             evictions=blocks.evictions,
             programs_ready=self._num_programs if self._programs is None else self._programs.ready,
             programs=self._num_programs,
+            strategy=scheduler.strategy,
+            decisions=tuple(scheduler.decisions.items()),
+            targets_met=scheduler.goodput.met,
+            targets_missed=scheduler.goodput.missed,
+            targets_rejected=scheduler.goodput.rejected,
         )
 
     def add(self, *requests: Request) -> list[Sequence]:
@@ -196,13 +206,16 @@ class Engine:
             self._take_programs(self._programs)
         self._clock.planning(time.perf_counter(), self.scheduler.costs)
         plan = self.scheduler.schedule()
+        updates: list[Update] = self._rejected()
         if plan is None:
-            return self._read_all_but(0)
-        updates: list[Update] = []
+            updates += self._read_all_but(0)
+            if not updates:
+                self._wait_for_batch()
+            return updates
         masked = plan.sampler.variant == "full" and bool(self._masked(plan))
         if masked:
             begun = self.runner.begin(plan)
-            updates = self._read_all_but(0)  # a mask depends on the token before it; the trunk works meanwhile
+            updates += self._read_all_but(0)  # a mask depends on the token before it; the trunk works meanwhile
             mask, failed = self._mask(plan)
             updates += failed
             step = self.runner.sample(begun, mask)
@@ -215,6 +228,25 @@ class Engine:
         self._in_flight.append((self._steps, not masked and not counted, step))
         self._steps += 1
         return updates + self._read_all_but(1 if self.overlap else 0)
+
+    def set_strategy(self, strategy: StrategyName) -> None:
+        """From the next step on; see EngineConfig.strategy.
+
+        Raises:
+            InvalidArgument: there is no such strategy, or it cannot be had with the engine's batching.
+        """
+        self.scheduler.set_strategy(strategy)
+
+    def _rejected(self) -> list[Update]:
+        """Requests whose targets cannot be met, which the scheduler has just ended."""
+        rejected, self.scheduler.rejected = self.scheduler.rejected, []
+        return [Ended(sequence.request_id, "abort", REJECTED) for sequence in rejected]
+
+    def _wait_for_batch(self) -> None:
+        """Nothing can run until a batch has formed; new requests come in meanwhile, so that is looked at every few milliseconds."""
+        wait = self.scheduler.wakes_at - self.scheduler.clock()
+        if 0.0 < wait < math.inf:
+            time.sleep(min(wait, BATCH_POLL_SECONDS))
 
     def _read_all_but(self, left: int) -> list[Update]:
         updates: list[Update] = []

@@ -38,6 +38,7 @@ from jengine.request import SamplingParams
 from jengine.saved_costs import SavedCosts
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.shapes import describe
 from jengine.text.tokenizer import Tokenizer, holds_tokenizer
@@ -114,7 +115,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         max_model_len=spec.max_model_len,
         groups=[GroupPages(group.window) for group in spec.groups],
         prefix_caching=config.enable_prefix_caching,
-        policy=config.policy,
+        options=SchedulingOptions.of(config),
         costs=costs,
     )
     scheduler.ready = ready

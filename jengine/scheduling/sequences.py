@@ -5,8 +5,10 @@ from __future__ import annotations
 from jengine.errors import InvalidArgument
 from jengine.request import FinishReason, Request
 from jengine.scheduling.blocks import BlockManager
-from jengine.scheduling.policy import Policy, WaitingQueue, order_of
-from jengine.scheduling.sequence import Sequence, State
+from jengine.scheduling.fair_shares import FairQueue
+from jengine.scheduling.options import SchedulingOptions
+from jengine.scheduling.policy import Waiting, WaitingQueue, order_of
+from jengine.scheduling.sequence import Order, Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
 
 
@@ -23,14 +25,14 @@ class Sequences:
         max_num_seqs: sequences running at once; they own slots 1 to max_num_seqs, slot 0 is the null slot.
     """
 
-    def __init__(self, blocks: BlockManager, sequence: SequenceLimits, *, max_num_seqs: int, policy: Policy) -> None:
-        self.blocks, self.sequence, self.max_num_seqs = blocks, sequence, max_num_seqs
-        self.policy: Policy = policy
+    def __init__(self, blocks: BlockManager, sequence: SequenceLimits, *, max_num_seqs: int, options: SchedulingOptions) -> None:
+        self.blocks, self.sequence, self.max_num_seqs, self.options = blocks, sequence, max_num_seqs, options
         self.num_preemptions = 0
         self._arrivals = 0
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
         self._by_number: dict[int, Sequence] = {}  # the same
-        self._waiting = WaitingQueue()
+        self._fair = FairQueue() if options.policy == "fair" else None
+        self._waiting: Waiting = WaitingQueue() if self._fair is None else self._fair
         self._running: dict[Sequence, None] = {}
         self._sharing: dict[Sequence, None] = {}  # running; the page that they write next may be shared
         self._free_slots = list(range(max_num_seqs, 0, -1))
@@ -71,7 +73,6 @@ class Sequences:
             number=self._arrivals,
             family=self._arrivals if family is None else family,
             seed=seed,
-            order=order_of(self.policy, request, self._arrivals),
             max_len=self.sequence.max_len(request),
             eos_token_ids=eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else suppressed),
@@ -80,8 +81,23 @@ class Sequences:
         )
         self._arrivals += 1
         self._live[request.request_id] = self._by_number[sequence.number] = sequence
-        self._waiting.push(sequence)
+        self._arrive(sequence)
         return sequence
+
+    def _arrive(self, sequence: Sequence) -> None:
+        """Queues a new sequence."""
+        self._push(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Takes a waiting sequence out of the queue."""
+        self._waiting.remove(sequence)
+
+    def _push(self, sequence: Sequence) -> None:
+        sequence.order = self._order(sequence)
+        self._waiting.push(sequence)
+
+    def _order(self, sequence: Sequence) -> Order:
+        return order_of(sequence, self.options.policy, self.options.priority_ageing, by_slack=False)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence. For one that has ended, changes only the reason: its last token may also have completed a stop string."""
@@ -89,7 +105,7 @@ class Sequences:
         if sequence.state is State.FINISHED:
             return
         if sequence.state is State.WAITING:
-            self._waiting.remove(sequence)
+            self._leave(sequence)
         else:
             self._release(sequence)
         sequence.state, sequence.in_flight = State.FINISHED, 0
@@ -124,7 +140,7 @@ class Sequences:
         assert {*self._sharing} <= {*running}, "a sequence that does not run shares a page"
 
     def _take_slot(self, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
+        self._waiting.admit(sequence)
         self._running[sequence] = None
         sequence.slot = self._free_slots.pop()
 

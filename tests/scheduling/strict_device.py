@@ -8,12 +8,13 @@ and of all tokens before it: a wrong token anywhere shows in everything that fol
 from __future__ import annotations
 
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, ScoreKey, sampler_variant
 from jengine.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.block_table import GroupPages
+from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
@@ -194,7 +195,8 @@ class Loop:
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         table = ProgramTable.build(tile_size=tile_size, page_buckets=page_buckets, **limits)
         pages = {"page_size": page_size, "num_pages": num_pages, "groups": groups}
-        self.scheduler = Scheduler(table, max_model_len=max_model_len, **pages, **limits, **options)  # type: ignore[arg-type]
+        named = {field.name: options.pop(field.name) for field in fields(SchedulingOptions) if field.name in options}
+        self.scheduler = Scheduler(table, max_model_len=max_model_len, options=SchedulingOptions(**named), **pages, **limits, **options)  # type: ignore[arg-type]
         self.device = StrictDevice(table, **pages, **limits)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.sequences: list[Sequence] = []

@@ -1,0 +1,322 @@
+"""Which of the waiting requests may be admitted to a step, by batching mode and strategy."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import islice, takewhile
+
+from jengine.errors import InvalidArgument
+from jengine.pages import most_pages
+from jengine.program_table import VARIANTS
+from jengine.ready_programs import ReadyPrograms
+from jengine.request import FinishReason
+from jengine.scheduling.auto_strategy import AutoState, LoadSigns, auto
+from jengine.scheduling.batching import Batches
+from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.goodput import Goodput
+from jengine.scheduling.options import STRATEGIES, SchedulingOptions, StrategyName
+from jengine.scheduling.output_lengths import OutputLengths
+from jengine.scheduling.page_forecast import Growth, peak_pages
+from jengine.scheduling.policy import order_of
+from jengine.scheduling.promises import Outlook, Prompt, promised_pace
+from jengine.scheduling.sequence import Order, Sequence, State
+from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.sequences import Sequences
+from jengine.scheduling.strategies import Decision, batch_size, rows_in_time
+from jengine.scheduling.timeline import Timeline
+from jengine.scheduling.work import Work, rows_work
+
+REJECTED = "rejected"  # the stop_reason of a request whose targets cannot be met
+
+
+class Admissions(Sequences):
+    """Sequences, and how many of those waiting may run.
+
+    Attributes:
+        strategy: in use; with strategy="auto", the one that load calls for.
+        decisions: how many steps with prompts were composed so, by strategy and reason; `decision` is the last.
+        goodput: requests that met their targets.
+        rejected: sequences that were rejected and not yet reported.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        sequence: SequenceLimits,
+        *,
+        ready: ReadyPrograms,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        costs: StepCosts,
+        clock: Callable[[], float],
+        options: SchedulingOptions,
+    ) -> None:
+        super().__init__(blocks, sequence, max_num_seqs=max_num_seqs, options=options)
+        self.ready = ready  # steps take only these; replaced as more are
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.costs, self.clock = costs, clock
+        self.goodput, self.lengths = Goodput(), OutputLengths()
+        self.decision: Decision | None = None
+        self.decisions: Counter[str] = Counter()
+        self.rejected: list[Sequence] = []
+        self._timeline = Timeline()
+        self._batches = Batches(options.batching, max_num_seqs, options.batch_wait_ms / 1e3)
+        self._unjudged: list[Sequence] = []  # waiting; whether their targets can be met is not known
+        self._auto: AutoState | None = None
+        self._preemptions_seen = self._releases = 0
+        self._full: tuple[int, int] | None = None  # (the first of those waiting, releases) for which there were no pages
+        self.strategy: StrategyName = "throughput"
+        self.set_strategy(options.strategy)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._batches)
+
+    @property
+    def wakes_at(self) -> float:
+        """Seconds on the clock: when there may be something to schedule though nothing is collected or added; inf: never."""
+        return math.inf if self._waiting or (self._running and self._batches.batching == "static") else self._batches.forms_at
+
+    def set_strategy(self, name: StrategyName) -> None:
+        """From the next step on.
+
+        Raises:
+            InvalidArgument: there is no such strategy, or it cannot be had with this batching mode.
+        """
+        if name not in STRATEGIES:
+            raise InvalidArgument("strategy", name, f"must be one of {', '.join(STRATEGIES)}")
+        if name in ("latency", "auto") and self.options.batching != "continuous":
+            raise InvalidArgument("strategy", name, f"needs batching continuous, not {self.options.batching}: batches wait for others")
+        self._auto = AutoState(self.strategy) if name == "auto" else None
+        self._use(self.strategy if name == "auto" else name)
+
+    # --- before a step ------------------------------------------------------------------------------
+
+    def _begin_step(self, now: float) -> None:
+        """Forms batches, looks at the load, and sorts out requests that cannot be in time."""
+        if self._batches:
+            for sequence in self._batches.take(now, len(self._waiting), len(self._running)):
+                self._push(sequence)
+        if self._auto is not None:
+            self._auto = auto(self._auto, self._signs(), now)
+            self._use(self._auto.strategy)
+        if self.strategy == "latency":
+            self._sort_out(self._timeline.start(now))
+
+    def _admissible(self) -> int:
+        """How many of those waiting may run now, in their order, beside what slots and pages allow."""
+        if not self._waiting:
+            return 0
+        running = len(self._running)
+        if self.strategy == "memory":
+            return self._fitting()
+        if self.strategy == "latency" and self.options.on_late == "reject":
+            return sum(1 for _ in takewhile(lambda sequence: sequence.accepted, self._waiting))
+        return max(self._rows_wanted(), 1 if not running else 0) - running
+
+    def _rows_wanted(self) -> int:
+        """How many sequences should run at once, by what steps cost."""
+        running, most = len(self._running), min(self.max_num_seqs, self.ready.max_rows)
+        wanting = running + len(self._waiting)
+        some = [*self._running] or [*islice(self._waiting, 1)]
+        lengths = [len(sequence.tokens) for sequence in some]
+        mean, longest = sum(lengths) // len(lengths), max(lengths)
+
+        def seconds(rows: int, tiles: int) -> float:
+            return self._seconds(rows, tiles, Work(rows * mean, longest), longest)
+
+        if self.strategy == "latency":
+            first = self._waiting.first
+            tpot = min([sequence.tpot for sequence in self._running if not sequence.late], default=math.inf)
+            tpot = tpot if first is None else min(tpot, first.tpot)
+            return most if tpot == math.inf else rows_in_time(most, max(min(running, most), 1), tpot, seconds)
+        return batch_size(wanting, most, self.ready.table.row_buckets, seconds)
+
+    def _fitting(self) -> int:
+        """How many of those waiting have room for all that they and the running ones are expected to generate."""
+        first = self._waiting.first
+        assert first is not None
+        if self._full == (first.number, self._releases):
+            return 0
+        limits, page_size = self.sequence, self.sequence.page_size
+        tokens, size = limits.max_model_len, limits.tile_size
+        most = [None if window is None else most_pages(tokens, window, page_size, size) for window in limits.windows]
+        growths = [self._growth(sequence) for sequence in self._running]
+        room, count = min(len(self._free_slots), self.ready.max_tiles), 0
+        for sequence in islice(self._waiting, room):
+            growths.append(self._growth(sequence))
+            if len(growths) > 1 and peak_pages(growths, page_size, most) > self.blocks.capacity:
+                if not count:
+                    self._full = first.number, self._releases
+                break
+            count += 1
+        return count
+
+    def _growth(self, sequence: Sequence) -> Growth:
+        tokens = len(sequence.tokens) + sequence.in_flight
+        return Growth(tokens, self.lengths.expected_rest(tokens - sequence.prompt_len, sequence.max_len - sequence.prompt_len))
+
+    # --- targets --------------------------------------------------------------------------------------
+
+    def _sort_out(self, start: float) -> None:
+        """Requests that cannot be in time are rejected or put behind the others; those that can be are accepted."""
+        reject = self.options.on_late == "reject"
+        if reject:
+            unjudged, self._unjudged = self._unjudged, []
+            for sequence in unjudged:
+                if sequence.state is State.WAITING and not self._judge(sequence, start) and sequence.has_target:
+                    self._reject(sequence)
+        while (first := self._waiting.first) is not None:
+            if first.first_token is None and not first.late and first.start_by < start:
+                if reject:
+                    self._reject(first)
+                else:
+                    self._waiting.remove(first)
+                    first.late = True
+                    self._push(first)
+            elif not reject or first.accepted or not self._judge(first, start):
+                break  # without targets it waits until it is in nobody's way
+
+    def _judge(self, sequence: Sequence, start: float) -> bool:
+        """Accepts a request if its targets and those of all that were accepted before can be met."""
+        accepted = [*self._running, *[other for other in self._waiting if other.accepted], sequence]
+        pages = sum([self.sequence.most_pages(other.max_len - 1) for other in accepted])
+        if len(accepted) > min(self.max_num_seqs, self.ready.max_rows) or pages > self.blocks.capacity:
+            return False
+        sequence.accepted = True
+        outlook = self._outlook(start)
+        sequence.accepted = promised_pace(outlook, self._paces(len(accepted))) is not None
+        return sequence.accepted
+
+    def _reject(self, sequence: Sequence) -> None:
+        self.goodput.reject()
+        self.rejected.append(sequence)
+        self.finish(sequence, "abort", REJECTED)
+
+    def _outlook(self, start: float) -> Outlook:
+        """What was promised to those that run and wait. Costs are those of all of them decoding at their full lengths."""
+        if self.options.on_late == "reject":
+            waiting = [sequence for sequence in self._waiting if sequence.accepted]
+        else:
+            room = max(min(self.max_num_seqs, self.ready.max_rows, self._rows_wanted()) - len(self._running), 0)
+            waiting = [*islice(self._waiting, room)]
+        everyone, size = [*self._running, *waiting], self.sequence.tile_size
+        context, longest = rows_work([sequence.max_len - 1 for sequence in everyone], self.sequence.windows)
+        tokens = max([sequence.max_len for sequence in everyone], default=1)
+        rank = max([sequence.variant_rank for sequence in everyone], default=0)
+
+        def mixed(tiles: int) -> float:
+            return self._seconds(len(everyone), tiles, Work(context, longest, tiles * size * tokens), tokens, rank)
+
+        decode = mixed(0)
+        coming = [sequence for sequence in everyone if sequence.state is not State.DECODING]
+        prompts = [Prompt(-(-(len(s.tokens) - s.num_computed) // size), _due_in(s, start)) for s in coming]
+        tpot = min([sequence.tpot for sequence in everyone if not sequence.late], default=math.inf)
+        return Outlook(decode, mixed, tpot, self._slack(start, decode), prompts)
+
+    def _slack(self, start: float, decode: float) -> float:
+        """Seconds until the first of the streams' next tokens is due, from `start` on; streams that cannot catch up do not count."""
+        streams = [s for s in self._running if s.due < math.inf and not s.late and s.state is State.DECODING and s.rest > 0]
+        slack = min([s.due for s in streams], default=math.inf) - start
+        if slack >= decode:
+            return slack
+        return min([s.due for s in streams if s.due - start - decode + s.rest * (s.tpot - decode) >= 0.0], default=math.inf) - start
+
+    def _paces(self, rows: int) -> list[int]:
+        """Tiles of a step beside this many rows."""
+        most = max((self.max_num_batched_tokens - rows) // self.sequence.tile_size, 1)
+        return [tiles for tiles in self.ready.tile_buckets if tiles <= most]
+
+    def _seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
+        """What a step takes, if its longest sequence has this many tokens."""
+        trunk = self.ready.trunk(max(rows, 0 if tiles else 1), tiles, self.blocks.pages_of(tokens))
+        return self.costs.seconds(trunk, self.ready.sampler(trunk, VARIANTS[rank]), work)
+
+    # --- arrivals and ends ----------------------------------------------------------------------------
+
+    def _arrive(self, sequence: Sequence) -> None:
+        request, options = sequence.request, self.options
+        sequence.arrival = request.arrival or self.clock()
+        for name, target in (("ttft", request.ttft_ms or options.ttft_ms), ("tpot", request.tpot_ms or options.tpot_ms)):
+            if target is not None:
+                setattr(sequence, name, target / 1e3)
+        if sequence.ttft < math.inf:
+            sequence.start_by = sequence.arrival + sequence.ttft - self._prefill_seconds(sequence.prompt_len)
+        if self._batches.hold(sequence):
+            return
+        self._push(sequence)
+        if self.strategy == "latency" and options.on_late == "reject":
+            self._unjudged.append(sequence)
+
+    def _prefill_seconds(self, tokens: int) -> float:
+        """What a prompt takes alone."""
+        most, size = self._paces(0)[-1], self.sequence.tile_size
+        steps, rest = divmod(-(-tokens // size), most)
+        return steps * self._seconds(0, most, Work(), tokens) + (self._seconds(0, rest, Work(), tokens) if rest else 0.0)
+
+    def _expect(self, sequences: Iterable[Sequence], end: float) -> None:
+        """They get a token at the end of a prompt, in a step that is predicted to end then."""
+        for sequence in sequences:
+            if sequence.first_token is None:
+                sequence.first_token = sequence.due = end
+            sequence.due += sequence.tpot
+
+    def _note_first(self, sequence: Sequence, now: float) -> None:
+        """Its first token has come."""
+        assert sequence.first_token is not None
+        sequence.due += now - sequence.first_token
+        sequence.first_token = now
+
+    def _leave(self, sequence: Sequence) -> None:
+        if not self._batches.drop(sequence):
+            super()._leave(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """See Sequences."""
+        if sequence.state is not State.FINISHED and reason in ("stop", "length"):
+            self.lengths.note(len(sequence.tokens) - sequence.prompt_len)
+            if sequence.has_target:
+                self.goodput.ended(sequence, self.clock())
+        super().finish(sequence, reason, stop_reason)
+
+    def _release(self, sequence: Sequence) -> None:
+        super()._release(sequence)
+        self._releases += 1
+
+    # --- strategies -----------------------------------------------------------------------------------
+
+    def _use(self, strategy: StrategyName) -> None:
+        if strategy == self.strategy:
+            return
+        self.strategy = strategy
+        waiting = [*self._waiting]
+        for sequence in waiting:
+            self._waiting.remove(sequence)
+        for sequence in waiting:
+            sequence.late = False
+            self._push(sequence)
+        for sequence in self._running:
+            sequence.order = self._order(sequence)
+        self._unjudged = [sequence for sequence in waiting if not sequence.accepted]
+
+    def _order(self, sequence: Sequence) -> Order:
+        return order_of(sequence, self.options.policy, self.options.priority_ageing, by_slack=self.strategy == "latency")
+
+    def _signs(self) -> LoadSigns:
+        blocks = self.blocks
+        preempted, self._preemptions_seen = self.num_preemptions > self._preemptions_seen, self.num_preemptions
+        return LoadSigns(
+            targets=any(sequence.has_target for sequence in self._live.values()),
+            late=self.goodput.late,
+            free_pages=1.0 - blocks.owned / blocks.capacity,
+            preempted=preempted,
+            waiting=len(self._waiting),
+        )
+
+
+def _due_in(sequence: Sequence, start: float) -> float:
+    """Seconds until its first token is due; inf: it has come, it has no target, or it is late already."""
+    return math.inf if sequence.late or sequence.first_token is not None else sequence.arrival + sequence.ttft - start
