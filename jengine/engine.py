@@ -130,6 +130,7 @@ class Engine:
             max_num_seqs=scheduler.max_num_seqs,
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
+            strategies=scheduler.options.strategies,
         )
 
     @property
@@ -230,11 +231,7 @@ class Engine:
         return updates + self._read_all_but(1 if self.overlap else 0)
 
     def set_strategy(self, strategy: StrategyName) -> None:
-        """From the next step on; see EngineConfig.strategy.
-
-        Raises:
-            InvalidArgument: there is no such strategy, or it cannot be had with the engine's batching.
-        """
+        """From the next step on; see EngineConfig.strategy. One that `limits` lets pass."""
         self.scheduler.set_strategy(strategy)
 
     def _rejected(self) -> list[Update]:

@@ -17,6 +17,8 @@ from jengine.errors import EngineDead, InvalidArgument
 from jengine.observe.progress import progress_bar
 from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
+from jengine.scheduling.options import StrategyName
+from jengine.service_level import ServiceLevel
 from jengine.shared_engine import Call, SharedEngine
 from jengine.start import start_engine
 from jengine.text.tokenizer import Tokenizer
@@ -60,6 +62,9 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        ttft_ms: float | Sequence[float | None] | None = None,
+        tpot_ms: float | Sequence[float | None] | None = None,
+        client: str | list[str] | tuple[str, ...] = "",
     ) -> list[RequestOutput]:
         """Complete every prompt; results in the order of the prompts.
 
@@ -67,7 +72,7 @@ class LLM:
             prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of such. A dict may have a "cache_salt", too:
                 its prompt then shares cached pages only with prompts of an equal salt.
             sampling_params: one for all prompts, or one each; None is `get_default_sampling_params()`.
-            priority: one for all prompts, or one each; lower runs first, under policy="priority".
+            priority, ttft_ms, tpot_ms, client: one for all prompts, or one each; see ServiceLevel.
 
         Raises:
             InvalidArgument: a prompt or parameter that can never be answered. Nothing has been run then.
@@ -75,8 +80,8 @@ class LLM:
         """
         each = listed(prompts)
         params = _one_each("sampling_params", sampling_params, len(each))
-        priorities = _one_each("priority", priority, len(each))
-        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, priorities, strict=True)]
+        levels = _levels(len(each), priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client)
+        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, levels, strict=True)]
         call = Call()
         try:
             self._shared.open(call, work)
@@ -106,13 +111,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        ttft_ms: float | Sequence[float | None] | None = None,
+        tpot_ms: float | Sequence[float | None] | None = None,
+        client: str | list[str] | tuple[str, ...] = "",
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer every conversation, by the model's chat template; results in the order of the conversations.
 
         Args:
             messages: dicts with "role" and "content", or a list of such conversations.
-            sampling_params, priority: as for `generate`.
+            sampling_params, priority, ttft_ms, tpot_ms, client: as for `generate`.
             options: how a conversation becomes a prompt; see ChatOptions.
 
         Raises:
@@ -120,7 +128,9 @@ class LLM:
             ModelError: the model has no chat template.
         """
         prompts = [self.chat_prompt(conversation, **options) for conversation in conversations(messages)]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client
+        )
 
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
         """What `chat` completes for one conversation; to be streamed, or counted. Raises as `chat`."""
@@ -142,6 +152,15 @@ class LLM:
             EngineDead: after `close`.
         """
         return self.engine.costs()
+
+    def set_strategy(self, strategy: StrategyName) -> None:
+        """What steps are composed for, from the next one on; see EngineConfig.strategy.
+
+        Raises:
+            InvalidArgument: there is no such strategy, or it cannot be had with this batching.
+            EngineDead: as `generate`.
+        """
+        self._shared.set_strategy(strategy)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of requests that bring none: what the model's generation_config.json recommends, unless generation_config is "vllm".
@@ -198,6 +217,9 @@ class LLM:
             "preemptions": self.engine.scheduler.num_preemptions,
             "prefix_cache_queries": self.engine.scheduler.prefix_queries,
             "prefix_cache_hits": self.engine.scheduler.prefix_hits,
+            "strategy": self.engine.load.strategy,
+            "decisions": dict(self.engine.load.decisions),
+            "targets": {name: getattr(self.engine.load, f"targets_{name}") for name in ("met", "missed", "rejected")},
         }
 
     def __repr__(self) -> str:
@@ -220,15 +242,15 @@ class LLM:
             ("limits", f"{scheduler.max_num_seqs} sequences at once, {self.max_model_len} tokens each"),
         ]
 
-    def _requests(self, prompt: Prompt, params: SamplingParams | None, priority: int = 0) -> list[Request]:
+    def _requests(self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None) -> list[Request]:
         """A prompt's requests, checked."""
         self._shared.check()
         params = self._default_params if params is None else params
         limits = self._shared.limits
-        requests = make_requests(
-            self.tokenizer, prompt, params, str(next(self._ids)), priority, max_model_len=limits.sequence.max_model_len
-        )
+        requests = make_requests(self.tokenizer, prompt, params, str(next(self._ids)), max_model_len=limits.sequence.max_model_len)
         limits.validate(requests[0])
+        if level is not None:
+            level.apply(requests)
         return requests
 
     def _finish(self, call: Call, bar: Any) -> None:
@@ -259,9 +281,15 @@ def _programs(load: Load) -> str:
     return of + counted(load.programs, "program")
 
 
+def _levels(count: int, **given: Any) -> list[ServiceLevel]:
+    """One for each prompt."""
+    each = [_one_each(name, values, count) for name, values in given.items()]
+    return [ServiceLevel(**dict(zip(given, values, strict=True))) for values in zip(*each, strict=True)]
+
+
 def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
     """One value for each prompt."""
-    values = given if isinstance(given, Sequence) else [given] * count
+    values = given if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
     if len(values) != count:
         raise InvalidArgument(name, len(values), f"must be one, or as many as prompts ({count})")
     return values

@@ -17,6 +17,7 @@ from jengine.limits import Limits
 from jengine.outputs import LiveOutputs, blank_copy, catch_up
 from jengine.process import check_process
 from jengine.request import Request, RequestOutput
+from jengine.scheduling.options import StrategyName
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Update
 
@@ -125,6 +126,19 @@ class SharedEngine:
                 call.gate.acquire()
             elif news:
                 return news
+
+    def set_strategy(self, strategy: StrategyName) -> None:
+        """From the next step on.
+
+        Raises:
+            InvalidArgument: as Limits.check_strategy.
+            EngineDead: the engine has stopped, or was closed.
+        """
+        check_process(self._pid)
+        with uninterrupted(), self._change():
+            self.check()
+            self.limits.check_strategy(strategy)
+            self._order(partial(self.engine.set_strategy, strategy))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages, between two steps; requests that run keep theirs. Returns whether it was done.

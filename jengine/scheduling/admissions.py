@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice, takewhile
 
-from jengine.errors import InvalidArgument
 from jengine.pages import most_pages
 from jengine.program_table import VARIANTS
 from jengine.ready_programs import ReadyPrograms
@@ -17,7 +16,7 @@ from jengine.scheduling.batching import Batches
 from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.goodput import Goodput
-from jengine.scheduling.options import STRATEGIES, SchedulingOptions, StrategyName
+from jengine.scheduling.options import SchedulingOptions, StrategyName
 from jengine.scheduling.output_lengths import OutputLengths
 from jengine.scheduling.page_forecast import Growth, peak_pages
 from jengine.scheduling.policy import order_of
@@ -76,20 +75,17 @@ class Admissions(Sequences):
         return len(self._waiting) + len(self._batches)
 
     @property
+    def waiting(self) -> list[Sequence]:
+        """See Sequences; those last that wait for a batch to form."""
+        return [*self._waiting, *self._batches]
+
+    @property
     def wakes_at(self) -> float:
         """Seconds on the clock: when there may be something to schedule though nothing is collected or added; inf: never."""
         return math.inf if self._waiting or (self._running and self._batches.batching == "static") else self._batches.forms_at
 
     def set_strategy(self, name: StrategyName) -> None:
-        """From the next step on.
-
-        Raises:
-            InvalidArgument: there is no such strategy, or it cannot be had with this batching mode.
-        """
-        if name not in STRATEGIES:
-            raise InvalidArgument("strategy", name, f"must be one of {', '.join(STRATEGIES)}")
-        if name in ("latency", "auto") and self.options.batching != "continuous":
-            raise InvalidArgument("strategy", name, f"needs batching continuous, not {self.options.batching}: batches wait for others")
+        """From the next step on; one of those that `options` allow."""
         self._auto = AutoState(self.strategy) if name == "auto" else None
         self._use(self.strategy if name == "auto" else name)
 
@@ -113,7 +109,7 @@ class Admissions(Sequences):
         running = len(self._running)
         if self.strategy == "memory":
             return self._fitting()
-        if self.strategy == "latency" and self.options.on_late == "reject":
+        if self._rejects:
             return sum(1 for _ in takewhile(lambda sequence: sequence.accepted, self._waiting))
         return max(self._rows_wanted(), 1 if not running else 0) - running
 
@@ -163,11 +159,11 @@ class Admissions(Sequences):
 
     def _sort_out(self, start: float) -> None:
         """Requests that cannot be in time are rejected or put behind the others; those that can be are accepted."""
-        reject = self.options.on_late == "reject"
+        reject = self._rejects
         if reject:
             unjudged, self._unjudged = self._unjudged, []
             for sequence in unjudged:
-                if sequence.state is State.WAITING and not self._judge(sequence, start) and sequence.has_target:
+                if sequence.state is State.WAITING and not self._judge(sequence, start):
                     self._reject(sequence)
         while (first := self._waiting.first) is not None:
             if first.first_token is None and not first.late and first.start_by < start:
@@ -186,10 +182,15 @@ class Admissions(Sequences):
         pages = sum([self.sequence.most_pages(other.max_len - 1) for other in accepted])
         if len(accepted) > min(self.max_num_seqs, self.ready.max_rows) or pages > self.blocks.capacity:
             return False
-        sequence.accepted = True
-        outlook = self._outlook(start)
-        sequence.accepted = promised_pace(outlook, self._paces(len(accepted))) is not None
+        self._accept(sequence, True)
+        if promised_pace(self._outlook(start), self._paces(len(accepted))) is None:
+            self._accept(sequence, False)
         return sequence.accepted
+
+    def _accept(self, sequence: Sequence, accepted: bool) -> None:
+        self._waiting.remove(sequence)
+        sequence.accepted = accepted
+        self._push(sequence)
 
     def _reject(self, sequence: Sequence) -> None:
         self.goodput.reject()
@@ -198,7 +199,7 @@ class Admissions(Sequences):
 
     def _outlook(self, start: float) -> Outlook:
         """What was promised to those that run and wait. Costs are those of all of them decoding at their full lengths."""
-        if self.options.on_late == "reject":
+        if self._rejects:
             waiting = [sequence for sequence in self._waiting if sequence.accepted]
         else:
             room = max(min(self.max_num_seqs, self.ready.max_rows, self._rows_wanted()) - len(self._running), 0)
@@ -248,7 +249,7 @@ class Admissions(Sequences):
         if self._batches.hold(sequence):
             return
         self._push(sequence)
-        if self.strategy == "latency" and options.on_late == "reject":
+        if self._rejects and sequence.has_target:
             self._unjudged.append(sequence)
 
     def _prefill_seconds(self, tokens: int) -> float:
@@ -296,14 +297,21 @@ class Admissions(Sequences):
         for sequence in waiting:
             self._waiting.remove(sequence)
         for sequence in waiting:
-            sequence.late = False
+            sequence.late = sequence.accepted = False
             self._push(sequence)
         for sequence in self._running:
+            sequence.accepted = True
             sequence.order = self._order(sequence)
-        self._unjudged = [sequence for sequence in waiting if not sequence.accepted]
+        self._unjudged = [sequence for sequence in waiting if self._rejects and sequence.has_target and sequence.first_token is None]
+
+    @property
+    def _rejects(self) -> bool:
+        """Whether only requests that were accepted run."""
+        return self.strategy == "latency" and self.options.on_late == "reject"
 
     def _order(self, sequence: Sequence) -> Order:
-        return order_of(sequence, self.options.policy, self.options.priority_ageing, by_slack=self.strategy == "latency")
+        promised = sequence.accepted or not self._rejects
+        return order_of(sequence, self.options.policy, self.options.priority_ageing, self.strategy == "latency", promised)
 
     def _signs(self) -> LoadSigns:
         blocks = self.blocks

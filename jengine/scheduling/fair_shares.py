@@ -38,16 +38,16 @@ class FairQueue:
         for client, queue in self._queues.items():
             own = iter(queue)
             first = next(own)
-            heap.append((self.served[client], first.order, first, own))
+            heap.append((first.order[0], self.served[client], first.order, first, own))
         heapq.heapify(heap)
         while heap:
-            served, _, sequence, own = heap[0]
+            _, served, _, sequence, own = heap[0]
             yield sequence
             following = next(own, None)
             if following is None:
                 heapq.heappop(heap)
             else:
-                heapq.heapreplace(heap, (served + charge(sequence), following.order, following, own))
+                heapq.heapreplace(heap, (following.order[0], served + charge(sequence), following.order, following, own))
 
     @property
     def first(self) -> Sequence | None:

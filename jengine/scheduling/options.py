@@ -26,6 +26,11 @@ class SchedulingOptions:
     batching: Batching = "continuous"
     batch_wait_ms: float = 50.0
 
+    @property
+    def strategies(self) -> tuple[StrategyName, ...]:
+        """That go with the batching mode: targets cannot be kept where requests wait for a batch."""
+        return STRATEGIES if self.batching == "continuous" else ("throughput", "memory")
+
     @classmethod
     def of(cls, config: object) -> SchedulingOptions:
         """Those of an EngineConfig."""

@@ -19,7 +19,7 @@ by_order = attrgetter("order")
 NO_DEADLINE = 1e6  # seconds after its arrival at which a request without a target counts as due: behind all that have one
 
 
-def order_of(sequence: Sequence, policy: Policy, ageing: float, by_slack: bool) -> Order:
+def order_of(sequence: Sequence, policy: Policy, ageing: float, by_slack: bool = False, promised: bool = True) -> Order:
     """Its place; smaller comes first.
 
     Where waiting counts, a level of priority is worth `ageing` seconds of it: of two requests, the one with the lower sum of
@@ -30,12 +30,13 @@ def order_of(sequence: Sequence, policy: Policy, ageing: float, by_slack: bool) 
     Args:
         ageing: seconds; 0: priorities are strict.
         by_slack: requests of one priority are ordered by when they must start to meet their target, not by arrival.
+        promised: it comes before all that nothing was promised to.
     """
     level = (sequence.request.priority if policy == "priority" else 0) + sequence.late
     when = (min(sequence.start_by, sequence.arrival + NO_DEADLINE)) if by_slack else sequence.arrival
     if ageing and (by_slack or policy == "priority"):
-        return 0, when + level * ageing, sequence.number
-    return level, when if by_slack else 0.0, sequence.number
+        return not promised, 0, when + level * ageing, sequence.number
+    return not promised, level, when if by_slack else 0.0, sequence.number
 
 
 def victim(running: Iterable[Sequence]) -> Sequence:

@@ -9,7 +9,7 @@ from enum import Enum
 from jengine.program_table import VARIANTS, sampler_variant
 from jengine.request import FinishReason, Request
 
-Order = tuple[int, float, int]  # place under the policy, see order_of; smaller comes first, no two are equal
+Order = tuple[int, int, float, int]  # place under the policy, see order_of; smaller comes first, no two are equal
 
 
 class State(Enum):

@@ -46,6 +46,11 @@ class Sequences:
         return len(self._waiting)
 
     @property
+    def waiting(self) -> list[Sequence]:
+        """In the order in which they would be admitted."""
+        return [*self._waiting]
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._live)
@@ -97,7 +102,7 @@ class Sequences:
         self._waiting.push(sequence)
 
     def _order(self, sequence: Sequence) -> Order:
-        return order_of(sequence, self.options.policy, self.options.priority_ageing, by_slack=False)
+        return order_of(sequence, self.options.policy, self.options.priority_ageing)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence. For one that has ended, changes only the reason: its last token may also have completed a stop string."""
@@ -129,7 +134,7 @@ class Sequences:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page, slot and request is where it belongs, once."""
         self.blocks.check_integrity()
-        running, waiting = list(self._running), list(self._waiting)
+        running, waiting = list(self._running), self.waiting
         assert self.blocks.numbers == {sequence.number for sequence in running}, "a block table is lost"
         slots = sorted([*self._free_slots, *(sequence.slot for sequence in running)])
         assert slots == list(range(1, self.max_num_seqs + 1)), f"a slot is shared or lost: {slots}"

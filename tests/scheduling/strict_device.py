@@ -207,13 +207,14 @@ class Loop:
         self._coming: list[TableKey] = []
         self.exhausted = False  # whether every page has been owned
 
-    def add(self, prompt: list[int], priority: int = 0, n: int = 1, salt: str | None = None, **params: object) -> Sequence:
+    def add(self, prompt: list[int], priority: int = 0, n: int = 1, salt: str | None = None,
+            targets: dict[str, object] | None = None, **params: object) -> Sequence:  # fmt: skip
         """Adds the `n` samples of a prompt; returns the first."""
         seed = len(self.sequences)
         first: Sequence | None = None
         for index in range(n):
             request = Request(request_id=f"r{seed}.{index}", prompt_token_ids=prompt, params=SamplingParams(**params), priority=priority,  # type: ignore[arg-type]
-                              sample_index=index, cache_salt=salt)  # fmt: skip
+                              sample_index=index, cache_salt=salt, **(targets or {}))  # type: ignore[arg-type]  # fmt: skip
             self.scheduler.sequence.validate(request, EOS)
             sequence = self.scheduler.add(request, seed=seed, eos_token_ids=EOS, family=None if first is None else first.number)
             first = first or sequence
@@ -270,7 +271,10 @@ class Loop:
             if not self.scheduler.has_work:
                 break
             under_way = bool(self.dispatched)
-            assert self.step(ahead) or under_way, "unfinished requests, and nothing to run or to wait for"
+            rejected = len(self.scheduler.rejected)
+            assert self.step(ahead) or under_way or len(self.scheduler.rejected) > rejected, (
+                "unfinished requests, and nothing to run or to wait for"
+            )
         else:
             raise AssertionError(f"not done after {limit} steps")
         self.step(ahead=0)  # collects what is still under way
