@@ -23,7 +23,6 @@ from jengine.process import check_process
 from jengine.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.request import RequestOutput, SamplingParams
 from jengine.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle
-from jengine.scheduling.options import StrategyName
 from jengine.service_level import ServiceLevel
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
@@ -190,7 +189,7 @@ class AsyncLLM:
         handle = self._handles.get(request_id)
         return handle is not None and handle.abort()
 
-    def set_strategy(self, strategy: StrategyName) -> None:
+    def set_strategy(self, strategy: str) -> None:
         """What steps are composed for, from the next one on; see EngineConfig.strategy. May be called in any thread.
 
         Raises:
@@ -198,8 +197,7 @@ class AsyncLLM:
             EngineDead: the engine has failed, or was closed.
         """
         self._check_usable()
-        self.backend.limits.check_strategy(strategy)
-        self.backend.set_strategy(strategy)
+        self.backend.set_strategy(self.backend.limits.check_strategy(strategy))
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached pages; requests that run keep theirs. Returns whether it was done.

@@ -27,14 +27,17 @@ class Limits:
     eos_token_ids: tuple[int, ...]
     strategies: tuple[StrategyName, ...] = STRATEGIES
 
-    def check_strategy(self, strategy: str) -> None:
-        """
+    def check_strategy(self, strategy: str) -> StrategyName:
+        """The same strategy.
+
         Raises:
             InvalidArgument: there is no such strategy, or it cannot be had with the engine's batching.
         """
-        if strategy not in self.strategies:
-            why = "" if strategy not in STRATEGIES else "; the others need batching continuous"
-            raise InvalidArgument("strategy", strategy, f"must be one of {', '.join(self.strategies)}{why}")
+        for known in self.strategies:
+            if strategy == known:
+                return known
+        why = "" if strategy not in STRATEGIES else "; the others need batching continuous"
+        raise InvalidArgument("strategy", strategy, f"must be one of {', '.join(self.strategies)}{why}")
 
     def validate(self, request: Request) -> None:
         """Checks one of a prompt's requests, which stands for all of them.

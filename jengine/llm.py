@@ -17,7 +17,6 @@ from jengine.errors import EngineDead, InvalidArgument
 from jengine.observe.progress import progress_bar
 from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
-from jengine.scheduling.options import StrategyName
 from jengine.service_level import ServiceLevel
 from jengine.shared_engine import Call, SharedEngine
 from jengine.start import start_engine
@@ -153,7 +152,7 @@ class LLM:
         """
         return self.engine.costs()
 
-    def set_strategy(self, strategy: StrategyName) -> None:
+    def set_strategy(self, strategy: str) -> None:
         """What steps are composed for, from the next one on; see EngineConfig.strategy.
 
         Raises:

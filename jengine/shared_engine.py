@@ -17,7 +17,6 @@ from jengine.limits import Limits
 from jengine.outputs import LiveOutputs, blank_copy, catch_up
 from jengine.process import check_process
 from jengine.request import Request, RequestOutput
-from jengine.scheduling.options import StrategyName
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Update
 
@@ -127,7 +126,7 @@ class SharedEngine:
             elif news:
                 return news
 
-    def set_strategy(self, strategy: StrategyName) -> None:
+    def set_strategy(self, strategy: str) -> None:
         """From the next step on.
 
         Raises:
@@ -137,8 +136,7 @@ class SharedEngine:
         check_process(self._pid)
         with uninterrupted(), self._change():
             self.check()
-            self.limits.check_strategy(strategy)
-            self._order(partial(self.engine.set_strategy, strategy))
+            self._order(partial(self.engine.set_strategy, self.limits.check_strategy(strategy)))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages, between two steps; requests that run keep theirs. Returns whether it was done.

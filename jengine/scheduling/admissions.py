@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from collections.abc import Sequence as List
 from itertools import islice, takewhile
 
 from jengine.pages import most_pages
@@ -183,7 +184,8 @@ class Admissions(Sequences):
         if len(accepted) > min(self.max_num_seqs, self.ready.max_rows) or pages > self.blocks.capacity:
             return False
         self._accept(sequence, True)
-        if promised_pace(self._outlook(start), self._paces(len(accepted))) is None:
+        streams = [s for s in self._running if s.state is State.DECODING and s.rest > 0]
+        if promised_pace(self._outlook(start, streams), self._paces(len(accepted))) is None:
             self._accept(sequence, False)
         return sequence.accepted
 
@@ -197,8 +199,12 @@ class Admissions(Sequences):
         self.rejected.append(sequence)
         self.finish(sequence, "abort", REJECTED)
 
-    def _outlook(self, start: float) -> Outlook:
-        """What was promised to those that run and wait. Costs are those of all of them decoding at their full lengths."""
+    def _outlook(self, start: float, streams: List[Sequence]) -> Outlook:
+        """What was promised to those that run and wait. Costs are those of all of them decoding at their full lengths.
+
+        Args:
+            streams: those that decode, with their next tokens.
+        """
         if self._rejects:
             waiting = [sequence for sequence in self._waiting if sequence.accepted]
         else:
@@ -216,15 +222,7 @@ class Admissions(Sequences):
         coming = [sequence for sequence in everyone if sequence.state is not State.DECODING]
         prompts = [Prompt(-(-(len(s.tokens) - s.num_computed) // size), _due_in(s, start)) for s in coming]
         tpot = min([sequence.tpot for sequence in everyone if not sequence.late], default=math.inf)
-        return Outlook(decode, mixed, tpot, self._slack(start, decode), prompts)
-
-    def _slack(self, start: float, decode: float) -> float:
-        """Seconds until the first of the streams' next tokens is due, from `start` on; streams that cannot catch up do not count."""
-        streams = [s for s in self._running if s.due < math.inf and not s.late and s.state is State.DECODING and s.rest > 0]
-        slack = min([s.due for s in streams], default=math.inf) - start
-        if slack >= decode:
-            return slack
-        return min([s.due for s in streams if s.due - start - decode + s.rest * (s.tpot - decode) >= 0.0], default=math.inf) - start
+        return Outlook(decode, mixed, tpot, _slack(streams, start, decode), prompts)
 
     def _paces(self, rows: int) -> list[int]:
         """Tiles of a step beside this many rows."""
@@ -258,11 +256,12 @@ class Admissions(Sequences):
         steps, rest = divmod(-(-tokens // size), most)
         return steps * self._seconds(0, most, Work(), tokens) + (self._seconds(0, rest, Work(), tokens) if rest else 0.0)
 
-    def _expect(self, sequences: Iterable[Sequence], end: float) -> None:
-        """They get a token at the end of a prompt, in a step that is predicted to end then."""
-        for sequence in sequences:
+    def _expect(self, sampled: List[Sequence], rows: int, end: float) -> None:
+        """These get a token in a step that is predicted to end then, the first `rows` of them in decode rows."""
+        for sequence in islice(sampled, rows, None):
             if sequence.first_token is None:
                 sequence.first_token = sequence.due = end
+        for sequence in sampled:
             sequence.due += sequence.tpot
 
     def _note_first(self, sequence: Sequence, now: float) -> None:
@@ -328,3 +327,12 @@ class Admissions(Sequences):
 def _due_in(sequence: Sequence, start: float) -> float:
     """Seconds until its first token is due; inf: it has come, it has no target, or it is late already."""
     return math.inf if sequence.late or sequence.first_token is not None else sequence.arrival + sequence.ttft - start
+
+
+def _slack(streams: List[Sequence], start: float, decode: float) -> float:
+    """Seconds until the first of the streams' next tokens is due, from `start` on; streams that cannot catch up do not count."""
+    slack = min([s.due for s in streams if not s.late], default=math.inf) - start
+    if slack >= decode:
+        return slack
+    ahead = [s.due for s in streams if not s.late and s.due - start - decode + s.rest * (s.tpot - decode) >= 0.0]
+    return min(ahead, default=math.inf) - start

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from itertools import islice
+from itertools import chain, islice
 
 from jengine.program_table import VARIANTS, ProgramTable
 from jengine.ready_programs import ReadyPrograms
@@ -94,34 +94,14 @@ class Scheduler(Admissions):
         now = self.clock()
         self._begin_step(now)
         draft = Draft()
-        rows = self._decode_rows(draft)
-        if rows != self._rows:  # most steps have the rows of the one before; one that gets another slot is no row in between
-            self._rows, self._row_samples = rows, [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
-        draft.spans = [Span(s.number, s.slot, s.num_computed) for s in rows]
-        draft.samples = [*self._row_samples]
-        draft.sampled = [*rows]
-        positions = [s.num_computed for s in rows]
-        longest = max(positions, default=-1) + 1  # tokens of the longest sequence in the step
-        work = Work(*rows_work(positions, self.sequence.windows))
-        self._admitting = self._admissible()
-        begun = [s for s in self._running if s.state is State.PREFILLING] if len(rows) < len(self._running) else []
-        pending = self._pending(begun, (self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
-        tiles = 0
-        if pending.count:
-            best = self._decide(now, len(rows), work, longest, pending)
-            tiles = self._prefill(draft, begun, best)
-            longest = max([longest, *[span.start + span.length for span in draft.spans[len(rows) :]]])
-            work = work._replace(attended=draft.attended)
+        rows, longest = self._add_rows(draft)
+        tiles, longest = self._add_tiles(draft, now, rows, longest)
         if not draft.spans:
             return None
-        for sequence in rows:
-            sequence.num_computed += 1
-            sequence.in_flight += 1
-            sequence.due += sequence.tpot
         trunk = self.ready.trunk(len(rows), tiles, self.blocks.pages_of(longest), len(draft.samples))
         rank = max([sequence.variant_rank for sequence in draft.sampled], default=0)
         sampler = self.ready.sampler(trunk, VARIANTS[rank])
-        self._expect(draft.sampled[len(rows) :], self._timeline.plan(now, self.costs.seconds(trunk, sampler, work)))
+        self._expect(draft.sampled, len(rows), self._timeline.plan(now, self.costs.seconds(trunk, sampler, draft.work)))
         return StepPlan(
             trunk=trunk,
             sampler=sampler,
@@ -130,7 +110,7 @@ class Scheduler(Admissions):
             resets=draft.resets,
             table=draft.table,
             copies=draft.copies,
-            work=work,
+            work=draft.work,
         )
 
     def collect(self, plan: StepPlan, tokens: list[list[int]]) -> list[tuple[int, Sequence, int]]:
@@ -168,6 +148,38 @@ class Scheduler(Admissions):
         """Forgets all cached pages. True: nothing that was computed before will be reused."""
         self.blocks.reset()
         return True
+
+    def _add_rows(self, draft: Draft) -> tuple[list[Sequence], int]:
+        """A row for every decoding sequence. Returns these, and how many tokens the longest of them has."""
+        rows = self._decode_rows(draft)
+        if rows != self._rows:  # most steps have the rows of the one before; one that gets another slot is no row in between
+            self._rows, self._row_samples = rows, [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
+        draft.spans = [Span(s.number, s.slot, s.num_computed) for s in rows]
+        draft.samples = [*self._row_samples]
+        draft.sampled = [*rows]
+        positions = [s.num_computed for s in rows]
+        draft.work = Work(*rows_work(positions, self.sequence.windows))
+        for sequence in rows:
+            sequence.num_computed += 1
+            sequence.in_flight += 1
+        return rows, max(positions, default=-1) + 1
+
+    def _add_tiles(self, draft: Draft, now: float, rows: list[Sequence], longest: int) -> tuple[int, int]:
+        """Prompts beside the rows, in as many tiles as the strategy decides.
+
+        Args:
+            longest: tokens of the longest sequence in the plan so far.
+
+        Returns:
+            How many tiles; and `longest`, with them.
+        """
+        self._admitting = self._admissible()
+        begun = [s for s in self._running if s.state is State.PREFILLING] if len(rows) < len(self._running) else []
+        pending = self._pending(begun, (self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
+        if not pending.count:
+            return 0, longest
+        tiles = self._prefill(draft, begun, self._decide(now, rows, draft.work, max(longest, pending.longest), pending))
+        return tiles, max([longest, *[span.start + span.length for span in draft.spans[len(rows) :]]])
 
     def _decode_rows(self, draft: Draft) -> list[Sequence]:
         """Sequences that decode in this step. Those that enter a new page get it, those whose page is shared a copy.
@@ -239,21 +251,20 @@ class Scheduler(Admissions):
             left -= self._cut(draft, first, left)
         return budget - left
 
-    def _decide(self, now: float, rows: int, work: Work, longest: int, pending: PendingTiles) -> int:
+    def _decide(self, now: float, rows: list[Sequence], work: Work, tokens: int, pending: PendingTiles) -> int:
         """How many of the pending tiles to run beside the decode rows, by the strategy.
 
         Args:
             work: of the rows.
-            longest: tokens of the longest of them.
+            tokens: of the longest sequence.
         """
-        tokens, sequences = max(longest, pending.longest), [*self._running, *islice(self._waiting, max(self._admitting, 0))]
-        rank = max([sequence.variant_rank for sequence in sequences])
+        rank = max([s.variant_rank for s in chain(self._running, islice(self._waiting, max(self._admitting, 0)))])
 
         def seconds(rows: int, tiles: int) -> float:
             return self._seconds(rows, tiles, work._replace(attended=pending.attended(tiles)), tokens, rank)
 
-        outlook = self._outlook(self._timeline.start(now)) if self.strategy == "latency" else None
-        situation = Situation(rows, pending.count, self.table.tile_size, self.ready.tile_buckets, seconds, outlook)
+        outlook = self._outlook(self._timeline.start(now), rows) if self.strategy == "latency" else None
+        situation = Situation(len(rows), pending.count, self.table.tile_size, self.ready.tile_buckets, seconds, outlook)
         self.decision = throughput(situation) if outlook is None else latency(situation)
         self.decisions[f"{self.strategy}: {self.decision.reason}"] += 1
         return self.decision.tiles
@@ -312,7 +323,7 @@ class Scheduler(Admissions):
         draft.enter(sequence.slot, blocks.grow(number, end))
         targets = _targets(sequence, start, end)
         draft.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], targets))
-        draft.attended += pairs(start, end - start, self.sequence.windows)
+        draft.work = draft.work._replace(attended=draft.work.attended + pairs(start, end - start, self.sequence.windows))
         sequence.num_computed = end
         blocks.commit(number, sequence.tokens, end)
         if end == len(sequence.tokens):
