@@ -21,14 +21,15 @@ from jengine.scheduling.options import SchedulingOptions, StrategyName
 from jengine.scheduling.output_lengths import OutputLengths
 from jengine.scheduling.page_forecast import Growth, peak_pages
 from jengine.scheduling.policy import order_of
-from jengine.scheduling.promises import Outlook, Prompt, promised_pace
+from jengine.scheduling.promises import Outlook, Prompt, Stream, best_way
 from jengine.scheduling.sequence import Order, Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.scheduling.sequences import Sequences
-from jengine.scheduling.strategies import Decision, batch_size, rows_in_time
+from jengine.scheduling.strategies import Decision, batch_size, rows_in_time, too_many
 from jengine.scheduling.timeline import Timeline
 from jengine.scheduling.work import Work, rows_work
 
+LOOK_AHEAD = 64  # waiting requests that are looked at in each step, to find those that cannot be in time
 REJECTED = "rejected"  # the stop_reason of a request whose targets cannot be met
 
 
@@ -160,22 +161,31 @@ class Admissions(Sequences):
 
     def _sort_out(self, start: float) -> None:
         """Requests that cannot be in time are rejected or put behind the others; those that can be are accepted."""
-        reject = self._rejects
-        if reject:
-            unjudged, self._unjudged = self._unjudged, []
-            for sequence in unjudged:
-                if sequence.state is State.WAITING and not self._judge(sequence, start):
-                    self._reject(sequence)
+        if not self._rejects:
+            for sequence in self._hopeless(start):
+                self._waiting.remove(sequence)
+                sequence.late = True
+                self._push(sequence)
+            return
+        unjudged, self._unjudged = self._unjudged, []
+        for sequence in unjudged:
+            if sequence.state is State.WAITING and not self._judge(sequence, start):
+                self._reject(sequence)
         while (first := self._waiting.first) is not None:
-            if first.first_token is None and not first.late and first.start_by < start:
-                if reject:
-                    self._reject(first)
-                else:
-                    self._waiting.remove(first)
-                    first.late = True
-                    self._push(first)
-            elif not reject or first.accepted or not self._judge(first, start):
+            if first.first_token is None and first.start_by < start:
+                self._reject(first)
+            elif first.accepted or not self._judge(first, start):
                 break  # without targets it waits until it is in nobody's way
+
+    def _hopeless(self, start: float) -> List[Sequence]:
+        """Waiting requests to give up, so that as many of the others as possible can be in time, at the speed of prompts alone."""
+        waiting = [s for s in islice(self._waiting, LOOK_AHEAD) if s.ttft < math.inf and not s.late and s.first_token is None]
+        if not waiting:
+            return []
+        longest, rows = max(len(s.tokens) for s in waiting), len(self._running)
+        speed = min([self._seconds(rows, tiles, Work(), longest) / tiles for tiles in self._paces(rows)])
+        jobs = [(speed * -(-len(s.tokens) // self.sequence.tile_size), s.arrival + s.ttft - start) for s in waiting]
+        return [waiting[i] for i in too_many(jobs)]
 
     def _judge(self, sequence: Sequence, start: float) -> bool:
         """Accepts a request if its targets and those of all that were accepted before can be met."""
@@ -185,7 +195,7 @@ class Admissions(Sequences):
             return False
         self._accept(sequence, True)
         streams = [s for s in self._running if s.state is State.DECODING and s.rest > 0]
-        if promised_pace(self._outlook(start, streams), self._paces(len(accepted))) is None:
+        if best_way(self._outlook(start, streams), self._paces(len(accepted))).late:
             self._accept(sequence, False)
         return sequence.accepted
 
@@ -200,7 +210,7 @@ class Admissions(Sequences):
         self.finish(sequence, "abort", REJECTED)
 
     def _outlook(self, start: float, streams: List[Sequence]) -> Outlook:
-        """What was promised to those that run and wait. Costs are those of all of them decoding at their full lengths.
+        """Targets of those that run and wait. Costs are those of all of them decoding, where requests are rejected at their full lengths.
 
         Args:
             streams: those that decode, with their next tokens.
@@ -211,18 +221,33 @@ class Admissions(Sequences):
             room = max(min(self.max_num_seqs, self.ready.max_rows, self._rows_wanted()) - len(self._running), 0)
             waiting = [*islice(self._waiting, room)]
         everyone, size = [*self._running, *waiting], self.sequence.tile_size
-        context, longest = rows_work([sequence.max_len - 1 for sequence in everyone], self.sequence.windows)
-        tokens = max([sequence.max_len for sequence in everyone], default=1)
+        # What is promised must hold until the last token; what is merely aimed at may be corrected later.
+        lengths = [sequence.max_len if self._rejects else len(sequence.tokens) + sequence.in_flight + 1 for sequence in everyone]
+        context, longest = rows_work([length - 1 for length in lengths], self.sequence.windows)
+        tokens = max(lengths, default=1)
         rank = max([sequence.variant_rank for sequence in everyone], default=0)
 
         def mixed(tiles: int) -> float:
             return self._seconds(len(everyone), tiles, Work(context, longest, tiles * size * tokens), tokens, rank)
 
-        decode = mixed(0)
         coming = [sequence for sequence in everyone if sequence.state is not State.DECODING]
-        prompts = [Prompt(-(-(len(s.tokens) - s.num_computed) // size), _due_in(s, start)) for s in coming]
-        tpot = min([sequence.tpot for sequence in everyone if not sequence.late], default=math.inf)
-        return Outlook(decode, mixed, tpot, _slack(streams, start, decode), prompts)
+        prompts = [self._prompt(sequence, start) for sequence in coming]
+        going = [Stream(s.due - start, s.tpot, self._length(s, s.rest)) for s in streams if s.tpot < math.inf and not s.late]
+        least = self._seconds(len(streams), 0, Work(), 1)
+        return Outlook(mixed(0), mixed, [stream for stream in going if _can_be_met(stream, least)], prompts)
+
+    def _prompt(self, sequence: Sequence, start: float) -> Prompt:
+        tiles = -(-(len(sequence.tokens) - sequence.num_computed) // self.sequence.tile_size)
+        if sequence.late or sequence.first_token is not None:
+            return Prompt(tiles, math.inf)
+        return Prompt(tiles, sequence.arrival + sequence.ttft - start, sequence.tpot, self._length(sequence, sequence.rest - 1))
+
+    def _length(self, sequence: Sequence, rest: int) -> int | None:
+        """Tokens that it will still generate, of at most `rest`; None where that is not known."""
+        params = sequence.request.params
+        if params.ignore_eos and not params.stop and not params.stop_token_ids:
+            return rest
+        return None if self._rejects else self.lengths.least_rest(sequence.max_len - sequence.prompt_len - rest, rest)
 
     def _paces(self, rows: int) -> list[int]:
         """Tiles of a step beside this many rows."""
@@ -324,15 +349,7 @@ class Admissions(Sequences):
         )
 
 
-def _due_in(sequence: Sequence, start: float) -> float:
-    """Seconds until its first token is due; inf: it has come, it has no target, or it is late already."""
-    return math.inf if sequence.late or sequence.first_token is not None else sequence.arrival + sequence.ttft - start
-
-
-def _slack(streams: List[Sequence], start: float, decode: float) -> float:
-    """Seconds until the first of the streams' next tokens is due, from `start` on; streams that cannot catch up do not count."""
-    slack = min([s.due for s in streams if not s.late], default=math.inf) - start
-    if slack >= decode:
-        return slack
-    ahead = [s.due for s in streams if not s.late and s.due - start - decode + s.rest * (s.tpot - decode) >= 0.0]
-    return min(ahead, default=math.inf) - start
+def _can_be_met(stream: Stream, least: float) -> bool:
+    """Whether a stream can still be in time if every step to come takes as little as one can."""
+    slack, tpot, length = stream
+    return slack >= least if length is None else slack + (length - 1) * tpot >= length * least

@@ -25,8 +25,16 @@ class OutputLengths:
 
     def expected_rest(self, generated: int, limit: int) -> int:
         """Tokens that a request with so many is still expected to generate, at most up to its limit."""
+        longer = self._longer(generated, QUANTILE)
+        return limit - generated if longer is None else min(longer, limit) - generated
+
+    def least_rest(self, generated: int, most: int) -> int | None:
+        """Tokens, at most `most`, that it is likely to generate at the least; None where that is not known."""
+        longer = self._longer(generated, 1.0 - QUANTILE)
+        return None if longer is None else min(longer - generated, most)
+
+    def _longer(self, generated: int, quantile: float) -> int | None:
+        """This quantile of the lengths beyond `generated`; None where there are too few."""
         begin = bisect_right(self._sorted, generated)
         longer = len(self._sorted) - begin
-        if longer < FEWEST:
-            return limit - generated
-        return min(self._sorted[begin + int(QUANTILE * (longer - 1))], limit) - generated
+        return None if longer < FEWEST else self._sorted[begin + int(quantile * (longer - 1))]

@@ -101,6 +101,9 @@ class Scheduler(Admissions):
         trunk = self.ready.trunk(len(rows), tiles, self.blocks.pages_of(longest), len(draft.samples))
         rank = max([sequence.variant_rank for sequence in draft.sampled], default=0)
         sampler = self.ready.sampler(trunk, VARIANTS[rank])
+        for sequence in rows:
+            sequence.num_computed += 1
+            sequence.in_flight += 1
         self._expect(draft.sampled, len(rows), self._timeline.plan(now, self.costs.seconds(trunk, sampler, draft.work)))
         return StepPlan(
             trunk=trunk,
@@ -159,9 +162,6 @@ class Scheduler(Admissions):
         draft.sampled = [*rows]
         positions = [s.num_computed for s in rows]
         draft.work = Work(*rows_work(positions, self.sequence.windows))
-        for sequence in rows:
-            sequence.num_computed += 1
-            sequence.in_flight += 1
         return rows, max(positions, default=-1) + 1
 
     def _add_tiles(self, draft: Draft, now: float, rows: list[Sequence], longest: int) -> tuple[int, int]:

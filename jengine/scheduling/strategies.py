@@ -5,10 +5,11 @@ All take plain data and return a decision with its reason, which is counted. Sec
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jengine.scheduling.promises import EPSILON, Outlook, pace, promised_pace
+from jengine.scheduling.promises import EPSILON, Outlook, best_way
 
 Seconds = Callable[[int, int], float]  # of a step with this many decode rows and prompt tiles
 MARGIN = 0.95  # of the time in one batch that several must stay below: costs are not exact, and those that wait longer get nothing for it
@@ -58,32 +59,15 @@ def throughput(situation: Situation) -> Decision:
 
 
 def latency(situation: Situation) -> Decision:
-    """Prompts as fast as running streams allow: tiles run when no stream's next token is late for them.
-
-    How many at once is the fastest pace at which everything accepted is in time, if there is one, else the fastest that streams can
-    stand.
-    """
+    """The way in which the fewest requests miss their targets: prompts at once, or at the pace that running streams allow."""
     outlook = situation.outlook
     if outlook is None or not outlook.targets:
         return throughput(situation)._replace(reason="no targets")
-    chosen, late = promised_pace(outlook, situation.buckets), ""
-    if chosen is None:
-        paces = [at for tiles in situation.buckets if (at := pace(outlook, tiles)) is not None]
-        chosen, late = max(paces, key=lambda at: at.tiles / at.period, default=None), ", prompts late"
-    if chosen is None:
-        return _within_slack(situation, outlook.slack)
-    tiles = min(chosen.tiles, situation.pending)
-    if situation.seconds(situation.rows, tiles) <= outlook.slack + EPSILON:
-        return Decision(tiles, "prompts in time" if not late else "prompts late")
-    return Decision(0, f"streams first{late}")
-
-
-def _within_slack(situation: Situation, slack: float) -> Decision:
-    """No pace can be kept: the most useful number of tiles that leaves the streams' next tokens in time, if any does."""
-    possible = [tiles for tiles in situation.buckets if situation.seconds(situation.rows, min(tiles, situation.pending)) <= slack + EPSILON]
-    if not possible:
-        return Decision(0, "streams late")
-    return throughput(situation._replace(buckets=possible))._replace(reason="prompts within slack")
+    way = best_way(outlook, situation.buckets)
+    tiles = min(way.tiles, situation.pending)
+    if way.burst or situation.seconds(situation.rows, tiles) <= outlook.slack + EPSILON:
+        return Decision(tiles, "all in time" if not way.late else "some late")
+    return Decision(0, "streams first" if not way.late else "streams first, some late")
 
 
 def batch_size(wanting: int, most: int, sizes: Sequence[int], seconds: Seconds) -> int:
@@ -114,3 +98,19 @@ def rows_in_time(most: int, least: int, tpot: float, seconds: Seconds) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if seconds(middle, 0) <= tpot + EPSILON else (low, middle - 1)
     return low
+
+
+def too_many(jobs: Sequence[tuple[float, float]]) -> list[int]:
+    """Which of (seconds, deadline) to leave out, so that as many of the others as possible are done in time, one after the other.
+
+    They are in the order of their deadlines, more or less. Where one would be late, the longest so far is left out (Moore's rule).
+    """
+    elapsed, longest, out = 0.0, list[tuple[float, int]](), []
+    for i, (seconds, deadline) in enumerate(jobs):
+        elapsed += seconds
+        heapq.heappush(longest, (-seconds, i))
+        if elapsed > deadline:
+            seconds, dropped = heapq.heappop(longest)
+            elapsed += seconds
+            out.append(dropped)
+    return out
