@@ -25,11 +25,11 @@ from jengine.observe.compiles import compile_count
 from jengine.observe.trace import StepTrace
 from jengine.ready_programs import ReadyPrograms
 from jengine.request import FinishReason, Request
-from jengine.scheduling.admissions import REJECTED
 from jengine.scheduling.options import StrategyName
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
+from jengine.scheduling.targets import REJECTED
 from jengine.seeds import prompt_seed
 from jengine.step_clock import StepClock
 from jengine.updates import Ended, Load, PromptScores, TokenLogprobs, TokenUpdate, Update

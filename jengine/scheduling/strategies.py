@@ -5,7 +5,6 @@ All take plain data and return a decision with its reason, which is counted. Sec
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -89,28 +88,3 @@ def batch_size(wanting: int, most: int, sizes: Sequence[int], seconds: Seconds) 
     largest = min(wanting, most)
     best = min([size for size in sizes if size < largest] or [largest], key=lambda size: (whole(size), -size))
     return best if whole(best) < MARGIN * whole(largest) else largest
-
-
-def rows_in_time(most: int, least: int, tpot: float, seconds: Seconds) -> int:
-    """How many sequences can decode at once with `tpot` seconds between their tokens: at least `least`, at most `most`."""
-    low, high = least, most
-    while low < high:  # the largest that is fast enough, if cost grows with rows
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if seconds(middle, 0) <= tpot + EPSILON else (low, middle - 1)
-    return low
-
-
-def too_many(jobs: Sequence[tuple[float, float]]) -> list[int]:
-    """Which of (seconds, deadline) to leave out, so that as many of the others as possible are done in time, one after the other.
-
-    They are in the order of their deadlines, more or less. Where one would be late, the longest so far is left out (Moore's rule).
-    """
-    elapsed, longest, out = 0.0, list[tuple[float, int]](), []
-    for i, (seconds, deadline) in enumerate(jobs):
-        elapsed += seconds
-        heapq.heappush(longest, (-seconds, i))
-        if elapsed > deadline:
-            seconds, dropped = heapq.heappop(longest)
-            elapsed += seconds
-            out.append(dropped)
-    return out
