@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         check_entries,
     )
     from jengine.request_handle import OutputKind, RequestHandle
+    from jengine.scheduling.forecast import Prediction
     from jengine.scheduling.options import StrategyName
     from jengine.scheduling.sequence_limits import SequenceLimits
     from jengine.service_level import MAX_CLIENT
@@ -60,6 +61,7 @@ __all__ = [
     "ModelError",
     "OutOfMemory",
     "OutputKind",
+    "Prediction",
     "PreparedPrompt",
     "PromptScores",
     "Request",
@@ -115,6 +117,7 @@ _MODULES = {
         "check_entries",
     ),
     "jengine.request_handle": ("OutputKind", "RequestHandle"),
+    "jengine.scheduling.forecast": ("Prediction",),
     "jengine.scheduling.options": ("StrategyName",),
     "jengine.scheduling.sequence_limits": ("SequenceLimits",),
     "jengine.service_level": ("MAX_CLIENT",),

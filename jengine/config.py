@@ -167,6 +167,8 @@ class EngineConfig:
             batch_wait_ms have passed, of requests of similar lengths; static: so too, but a batch starts when all of the one before
             has ended. Steps run the same programs.
         batch_wait_ms: milliseconds that the first request of a batch waits for others, where batching is dynamic or static.
+        record_trace: a file to which a line is appended for each request that has ended, for `jengine simulate`: lengths, times, targets,
+            and keyed hashes that tell which prompts begin alike; no texts and no tokens.
         overlap: dispatch a step before the last one's tokens are read.
         seed: from which requests without a seed of their own draw theirs.
         cache_dir: where compiled programs are kept; by default jengine's folder in the user's cache.
@@ -210,6 +212,7 @@ class EngineConfig:
     on_late: OnLate = "serve"
     batching: Batching = "continuous"
     batch_wait_ms: float = 50.0
+    record_trace: str | Path | None = None
     overlap: bool = True
     seed: int = 0
     cache_dir: str | Path | None = None
@@ -245,7 +248,7 @@ class EngineConfig:
                 check_whole(name, getattr(self, name), 1, None)
         if self.num_pages is not None:
             check_whole("num_pages", self.num_pages, 2, None)
-        for name in ("model", "revision", "tokenizer", "cache_dir", "programs"):
+        for name in ("model", "revision", "tokenizer", "cache_dir", "programs", "record_trace"):
             if not isinstance(getattr(self, name), str | Path | None):
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

@@ -22,9 +22,11 @@ from jengine.execution.sampler import SampledLogprobs
 from jengine.limits import Limits
 from jengine.mask_thread import MASK_SECONDS, MaskThread
 from jengine.observe.compiles import compile_count
+from jengine.observe.recorder import TraceRecorder
 from jengine.observe.trace import StepTrace
 from jengine.ready_programs import ReadyPrograms
 from jengine.request import FinishReason, Request
+from jengine.scheduling.expectations import Outlook
 from jengine.scheduling.options import StrategyName
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
@@ -79,6 +81,7 @@ class Engine:
         num_programs: of the table, all kinds together.
         programs: those that become ready later; None: all of them are.
         save_costs: called once, when the engine is closed or forgotten.
+        recorder: notes each request that has ended.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Engine:
         num_programs: int = 0,
         programs: Arrivals | None = None,
         save_costs: Callable[[], None] | None = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self.trace = StepTrace()
@@ -104,6 +108,8 @@ class Engine:
         self._masks = MaskThread(MASK_SECONDS)
         self._steps = 0
         self._compiles_at_start = compile_count()
+        self._outlook = Outlook(scheduler)
+        self._recorder = recorder
         self._save_costs = None if save_costs is None else weakref.finalize(self, save_costs)  # at exit at the latest
 
     @property
@@ -158,6 +164,7 @@ class Engine:
             targets_met=scheduler.goodput.met,
             targets_missed=scheduler.goodput.missed,
             targets_rejected=scheduler.goodput.rejected,
+            first_token_seconds=self._outlook.first_token_seconds(),
         )
 
     def add(self, *requests: Request) -> list[Sequence]:
@@ -169,6 +176,7 @@ class Engine:
         """
         for request in requests:
             self.scheduler.check_id(request.request_id)
+        self._outlook.came(len(requests[0].prompt_token_ids))
         first = requests[0]
         seed = self._seeds.getrandbits(64) if first.params.seed is None else prompt_seed(first.params.seed, first.prompt_token_ids)
         add, eos = self.scheduler.add, self.model.eos_token_ids
@@ -180,6 +188,7 @@ class Engine:
         sequence = self.scheduler.find(request_id)
         if sequence is not None:
             self.scheduler.finish(sequence, reason, stop_reason)
+            self._record(sequence)
         return sequence is not None
 
     def costs(self) -> CostReport:
@@ -200,6 +209,8 @@ class Engine:
             self._programs.stop()
         if self._save_costs is not None:
             self._save_costs()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def step(self) -> list[Update]:
         """Dispatch the next step, then read the one before it. Returns what was read."""
@@ -283,10 +294,19 @@ class Engine:
         """End one request with an error. Returns its stop_reason."""
         why = str(error) if isinstance(error, JengineError) else f"{type(error).__name__}: {error}"
         self.scheduler.finish(sequence, "error", why)
+        self._record(sequence)
         return why
+
+    def _record(self, *sequences: Sequence) -> None:
+        """Note requests that have ended, where they are recorded."""
+        if self._recorder is not None:
+            for sequence in sequences:
+                self._recorder.ended(sequence)
 
     def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate]:
         collected = self.scheduler.collect(step.plan, result.tokens)
+        if self._recorder is not None:
+            self._record(*[s for _, s, _ in collected if s.finish_reason is not None])
         got = result.logprobs
         if got is None:
             return [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from jengine.chat import ChatOptions, Conversation, chat_prompt, conversations
+from jengine.checks import check_whole
 from jengine.config import EngineConfig
 from jengine.cost_report import CostReport
 from jengine.display import counted, table_html
@@ -17,6 +18,8 @@ from jengine.errors import EngineDead, InvalidArgument
 from jengine.observe.progress import progress_bar
 from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
+from jengine.scheduling.expectations import asked_of, expect
+from jengine.scheduling.forecast import Prediction
 from jengine.service_level import ServiceLevel
 from jengine.shared_engine import Call, SharedEngine
 from jengine.start import start_engine
@@ -130,6 +133,39 @@ class LLM:
         return self.generate(
             prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client
         )
+
+    def predict(
+        self,
+        prompts: Prompt | Sequence[Prompt] = (),
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_tokens: int | Sequence[int] = (),
+    ) -> list[Prediction]:
+        """What these prompts may expect if `generate` were called with them now: seconds until each has its first token and its last.
+
+        It depends on what steps cost, on what other threads' calls have running and waiting, and on cached pages. Outputs that a token
+        or a string may end are taken to be as long as others were, of late. Nothing is run.
+
+        Args:
+            prompts, sampling_params: as for `generate`.
+            prompt_tokens: lengths, instead of prompts; one or several.
+
+        Raises:
+            InvalidArgument: as `generate`; or both prompts and prompt_tokens are given, or neither.
+            EngineDead: as `generate`.
+        """
+        lengths = [prompt_tokens] if isinstance(prompt_tokens, int) else [*prompt_tokens]
+        given = [] if prompts == () else listed(prompts)
+        if bool(lengths) == bool(given):
+            raise InvalidArgument("prompt_tokens", prompt_tokens, "either prompts or their lengths must be given")
+        for length in lengths:
+            check_whole("prompt_tokens", length, 1, self.max_model_len - 1)
+        each: list[Prompt] = given or [[0] * length for length in lengths]
+        params = _one_each("sampling_params", sampling_params, len(each))
+        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, strict=True)]
+        scheduler = self.engine.scheduler
+        asked = [asked_of(scheduler, requests[0], len(requests)) for requests in work]
+        return expect(scheduler, [one._replace(cached=0) for one in asked] if lengths else asked)
 
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
         """What `chat` completes for one conversation; to be streamed, or counted. Raises as `chat`."""

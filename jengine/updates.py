@@ -74,6 +74,7 @@ class Load(NamedTuple):
         decisions: steps with prompts, by strategy and the reason for their size, since the start.
         targets_met, targets_missed: requests with ttft_ms or tpot_ms that ended by themselves, since the start.
         targets_rejected: those that were rejected.
+        first_token_seconds: until a request like those that came of late would get its first token, if it came now; at most a second old.
     """
 
     running: int
@@ -95,3 +96,4 @@ class Load(NamedTuple):
     targets_met: int = 0
     targets_missed: int = 0
     targets_rejected: int = 0
+    first_token_seconds: float = 0.0

@@ -75,6 +75,7 @@ class MockEngine:
             programs_ready=PROGRAMS,
             programs=PROGRAMS,
             strategy=self._strategy,
+            first_token_seconds=self.seconds * (1 + len(self._waiting)),
         )
 
     @property

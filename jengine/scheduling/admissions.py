@@ -73,6 +73,17 @@ class Admissions(Targets):
         """Seconds on the clock: when there may be something to schedule though nothing is collected or added; inf: never."""
         return math.inf if self._waiting or (self._running and self._batches.batching == "static") else self._batches.forms_at
 
+    @property
+    def busy_seconds(self) -> float:
+        """Until the device has ended what was planned."""
+        now = self.clock()
+        return max(self._timeline.start(now) - now, 0.0)
+
+    def snapshot(self) -> tuple[list[Sequence], list[Sequence]]:
+        """See Sequences; those that are held back for a batch wait, too."""
+        running, waiting = super().snapshot()
+        return running, [*waiting, *[*self._batches]]
+
     def set_strategy(self, name: StrategyName) -> None:
         """From the next step on; one of those that `options` allow."""
         self._auto = AutoState(self.strategy) if name == "auto" else None

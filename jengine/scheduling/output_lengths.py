@@ -23,9 +23,13 @@ class OutputLengths:
         self._latest.append(length)
         insort(self._sorted, length)
 
-    def expected_rest(self, generated: int, limit: int) -> int:
-        """Tokens that a request with so many is still expected to generate, at most up to its limit."""
-        longer = self._longer(generated, QUANTILE)
+    def expected_rest(self, generated: int, limit: int, quantile: float = QUANTILE) -> int:
+        """Tokens that a request with so many is still expected to generate, at most up to its limit.
+
+        Args:
+            quantile: of the outputs that were longer.
+        """
+        longer = self._longer(generated, quantile)
         return limit - generated if longer is None else min(longer, limit) - generated
 
     def least_rest(self, generated: int, most: int) -> int | None:

@@ -131,6 +131,14 @@ class Sequences:
             self.finish(sequence, "abort")
         return sequence
 
+    def snapshot(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Those that run, and those that wait, in their order. May be called from any thread."""
+        while True:
+            try:
+                return [*self._running], [*self._waiting]
+            except (RuntimeError, KeyError):  # they changed meanwhile
+                continue
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page, slot and request is where it belongs, once."""
         self.blocks.check_integrity()

@@ -391,7 +391,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "free_pages", "pages", "preemptions", "cached_pages", "prefix_queries", "prefix_hits", "hit_pages", "evictions", "programs_ready", "programs", "strategy", "targets_met", "targets_missed", "targets_rejected")
+    __slots__ = ("running", "waiting", "free_pages", "pages", "preemptions", "cached_pages", "prefix_queries", "prefix_hits", "hit_pages", "evictions", "programs_ready", "programs", "strategy", "targets_met", "targets_missed", "targets_rejected", "first_token_seconds")
     class HitPagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -415,6 +415,7 @@ class GetLoadResponse(_message.Message):
     TARGETS_MET_FIELD_NUMBER: _ClassVar[int]
     TARGETS_MISSED_FIELD_NUMBER: _ClassVar[int]
     TARGETS_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     free_pages: int
@@ -431,7 +432,8 @@ class GetLoadResponse(_message.Message):
     targets_met: int
     targets_missed: int
     targets_rejected: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., pages: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., hit_pages: _Optional[_Mapping[str, int]] = ..., evictions: _Optional[int] = ..., programs_ready: _Optional[int] = ..., programs: _Optional[int] = ..., strategy: _Optional[str] = ..., targets_met: _Optional[int] = ..., targets_missed: _Optional[int] = ..., targets_rejected: _Optional[int] = ...) -> None: ...
+    first_token_seconds: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., pages: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., hit_pages: _Optional[_Mapping[str, int]] = ..., evictions: _Optional[int] = ..., programs_ready: _Optional[int] = ..., programs: _Optional[int] = ..., strategy: _Optional[str] = ..., targets_met: _Optional[int] = ..., targets_missed: _Optional[int] = ..., targets_rejected: _Optional[int] = ..., first_token_seconds: _Optional[float] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
     __slots__ = ()
