@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import EngineConfig, InvalidArgument, SamplingParams
 from jengine.commands.flags import add_engine, add_model, engine_fields
 from jengine.commands.terminal import note, write
+from jengine.display import counted
 
 if TYPE_CHECKING:
     from jengine.simulation.summary import Targets
@@ -100,6 +102,7 @@ def _simulate(options: argparse.Namespace) -> int:
     targets, trace = given_targets(options, config), given_trace(options)
     if options.replicas == "auto" and not targets.given(trace):
         raise InvalidArgument("replicas", "auto", "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory may be an engine's
     from jengine.simulation.setup import Setup
 
     shape = Setup.of(config, options.costs).shape()
@@ -114,7 +117,9 @@ def _simulate(options: argparse.Namespace) -> int:
         if found is None:
             note(f"no number of engines meets the targets for {targets.share:.0%} of the requests")
             return 1
-        _, outcome = found
+        count, outcome = found
+        if not options.json:
+            write(f"{counted(count, 'engine')} needed for {targets.share:.0%} of the requests within their targets\n\n")
     else:
         outcome = replay(shape, trace, replicas=int(options.replicas), **how)
     summary = summarize(outcome, trace, targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ def _tune(options: argparse.Namespace) -> int:
     config = EngineConfig.of(options.model, given)
     targets, trace = given_targets(options, config), given_trace(options)
     objective: Objective = options.objective or ("goodput" if targets.given(trace) else "latency")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory may be an engine's
     from jengine.simulation.setup import Setup
     from jengine.simulation.tune import Search, values
 

@@ -10,7 +10,8 @@ from typing import Any
 from jengine.config import EngineConfig
 from jengine.device_defaults import sizes
 from jengine.errors import InvalidArgument
-from jengine.execution.memory import pages_that_fit
+from jengine.execution.kv_cache import page_bytes
+from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_fit
 from jengine.execution.spec import ExecutionSpec
 from jengine.program_table import ProgramTable
 from jengine.scheduling.block_table import GroupPages
@@ -42,6 +43,7 @@ class Setup:
         Raises:
             InvalidArgument: nothing was measured, or the file cannot be read. Others: as start_engine.
         """
+        claim_gpu_memory(config.gpu_memory_utilization)
         config, spec = describe_engine(config)
         if costs_file is None:
             costs = saved_costs(config, spec)
@@ -79,7 +81,7 @@ class Setup:
             table=table,
             costs=self.costs if self.costs.table == table else self.costs.for_table(table),
             page_size=spec.page_size,
-            num_pages=pages_that_fit(config, spec),
+            num_pages=_pages(config, spec),
             max_num_seqs=spec.max_slots,
             max_num_batched_tokens=chosen.max_num_batched_tokens,
             max_model_len=spec.max_model_len,
@@ -87,3 +89,11 @@ class Setup:
             overlap=config.overlap,
             options={"prefix_caching": config.enable_prefix_caching, "options": SchedulingOptions.of(config)},
         )
+
+
+def _pages(config: EngineConfig, spec: ExecutionSpec) -> int:
+    """As many as an engine would have, whose weights are on the device already."""
+    pages = pages_that_fit(config, spec)
+    if spec.mesh.devices.flat[0].platform == "cpu" or config.num_pages is not None or config.kv_cache_memory is not None:
+        return pages
+    return max(pages - device_bytes(spec.params) // page_bytes(spec.model.config, spec.page_size, spec.cache_dtype), 2)

@@ -61,9 +61,12 @@ def test_simulate_as_json_and_in_part(trace, capsys, tmp_path):
 
 
 def test_simulate_finds_the_engines_needed(trace, capsys):
-    arguments = ["simulate", "demo", trace, "--replicas", "auto", "--json", "--quiet", "--target-ttft-ms"]
+    arguments = ["simulate", "demo", trace, "--replicas", "auto", "--quiet", "--target-ttft-ms"]
+    assert cli.main([*arguments, "30", "--json"]) == 0
+    engines = json.loads(capsys.readouterr().out)["engines"]
+    assert engines > 1
     assert cli.main([*arguments, "30"]) == 0
-    assert json.loads(capsys.readouterr().out)["engines"] > 1
+    assert f"{engines} engines needed for 95% of the requests" in capsys.readouterr().out
     assert cli.main([*arguments, "0.01"]) == 1
     assert "no number of engines" in capsys.readouterr().err
 
