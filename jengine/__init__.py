@@ -31,7 +31,10 @@ if TYPE_CHECKING:
         check_entries,
     )
     from jengine.request_handle import OutputKind, RequestHandle
+    from jengine.scheduling.forecast import Prediction
+    from jengine.scheduling.options import StrategyName
     from jengine.scheduling.sequence_limits import SequenceLimits
+    from jengine.service_level import MAX_CLIENT
     from jengine.start import Started, follow, start_engine
     from jengine.text.grammars import check_structure, probe_structure
     from jengine.text.masks import make_masks
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "MAX_CLIENT",
     "AsyncLLM",
     "Backend",
     "CompletionOutput",
@@ -57,6 +61,7 @@ __all__ = [
     "ModelError",
     "OutOfMemory",
     "OutputKind",
+    "Prediction",
     "PreparedPrompt",
     "PromptScores",
     "Request",
@@ -66,6 +71,7 @@ __all__ = [
     "SequenceLimits",
     "Started",
     "Steps",
+    "StrategyName",
     "StructuredOutputs",
     "TextPrompt",
     "TokenLogprobs",
@@ -111,7 +117,10 @@ _MODULES = {
         "check_entries",
     ),
     "jengine.request_handle": ("OutputKind", "RequestHandle"),
+    "jengine.scheduling.forecast": ("Prediction",),
+    "jengine.scheduling.options": ("StrategyName",),
     "jengine.scheduling.sequence_limits": ("SequenceLimits",),
+    "jengine.service_level": ("MAX_CLIENT",),
     "jengine.start": ("Started", "follow", "start_engine"),
     "jengine.text.grammars": ("check_structure", "probe_structure"),
     "jengine.text.masks": ("make_masks",),

@@ -20,9 +20,10 @@ from jengine.cost_report import CostReport
 from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.outputs import LiveOutputs
 from jengine.process import check_process
-from jengine.prompts import PreparedPrompt, Prompt, check_priority, make_requests
+from jengine.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.request import RequestOutput, SamplingParams
 from jengine.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle
+from jengine.service_level import ServiceLevel
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
@@ -105,6 +106,9 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
+        client: str = "",
         timeout: float | None = None,
         output_kind: OutputKind = "cumulative",
     ) -> AsyncGenerator[RequestOutput]:
@@ -113,7 +117,7 @@ class AsyncLLM:
         Args:
             sampling_params: None takes `get_default_sampling_params()`.
             request_id: for `abort`; must not be in use. None makes one.
-            priority: lower runs first, under policy="priority".
+            priority, ttft_ms, tpot_ms, client: see ServiceLevel.
             timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
             output_kind: cumulative: all that there is so far, each time; delta: the text, tokens and logprobs that are new, of every
                 completion, those without news too; final: once, at the end. A slow reader gets several tokens at a time.
@@ -128,7 +132,17 @@ class AsyncLLM:
         )
         if grammar or (isinstance(prompt, str) and len(prompt) >= LONG_TEXT):  # compiling a grammar may take a second
             work = await asyncio.to_thread(self.prepare, prompt, sampling_params)
-        handle = self.submit(work, sampling_params, request_id=request_id, priority=priority, timeout=timeout, output_kind=output_kind)
+        handle = self.submit(
+            work,
+            sampling_params,
+            request_id=request_id,
+            priority=priority,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            client=client,
+            timeout=timeout,
+            output_kind=output_kind,
+        )
         async with handle:
             async for output in handle:
                 yield output
@@ -140,6 +154,9 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
+        client: str = "",
         timeout: float | None = None,
         output_kind: OutputKind = "cumulative",
         **options: Unpack[ChatOptions],
@@ -155,12 +172,32 @@ class AsyncLLM:
             ModelError: the model has no chat template.
         """
         prompt = chat_prompt(self.tokenizer, messages, max_model_len=self._max_model_len, **options)
-        return self.generate(prompt, sampling_params, request_id=request_id, priority=priority, timeout=timeout, output_kind=output_kind)
+        return self.generate(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            priority=priority,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            client=client,
+            timeout=timeout,
+            output_kind=output_kind,
+        )
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its iteration gets a last output with finish_reason "abort". False where it is unknown or has ended."""
         handle = self._handles.get(request_id)
         return handle is not None and handle.abort()
+
+    def set_strategy(self, strategy: str) -> None:
+        """What steps are composed for, from the next one on; see EngineConfig.strategy. May be called in any thread.
+
+        Raises:
+            InvalidArgument: there is no such strategy, or it cannot be had with the engine's batching.
+            EngineDead: the engine has failed, or was closed.
+        """
+        self._check_usable()
+        self.backend.set_strategy(self.backend.limits.check_strategy(strategy))
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached pages; requests that run keep theirs. Returns whether it was done.
@@ -237,6 +274,9 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
+        client: str = "",
         timeout: float | None = None,
         output_kind: OutputKind = "cumulative",
     ) -> RequestHandle:
@@ -244,7 +284,7 @@ class AsyncLLM:
 
         Args:
             prompt, sampling_params: or what `prepare` made of both.
-            request_id, priority, timeout, output_kind: as for `generate`.
+            request_id, priority, ttft_ms, tpot_ms, client, timeout, output_kind: as for `generate`.
 
         Raises:
             InvalidArgument: it can never be answered. Nothing has been queued then.
@@ -255,7 +295,7 @@ class AsyncLLM:
             raise InvalidArgument("output_kind", output_kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
         if timeout is not None and not (type(timeout) in (int, float) and math.isfinite(timeout) and timeout >= 0):
             raise InvalidArgument("timeout", timeout, "must be a finite number of seconds, at least 0")
-        check_priority(priority)
+        level = ServiceLevel(priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client)
         if request_id is not None and not isinstance(request_id, str):
             raise InvalidArgument("request_id", request_id, "must be text")
         self._bind()
@@ -265,8 +305,7 @@ class AsyncLLM:
         key = requests[0].request_id
         if request_id is None:
             self._check_id(request_id := key)
-        for request in requests:
-            request.priority = priority
+        level.apply(requests)
         self.backend.add(*requests)  # what comes of it is delivered in a later turn of the event loop
         output = self._live.open(requests, prepared.stops)
         output.request_id = request_id

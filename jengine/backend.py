@@ -9,6 +9,7 @@ from typing import Protocol
 
 from jengine.limits import Limits
 from jengine.request import FinishReason, Request
+from jengine.scheduling.options import StrategyName
 from jengine.updates import Load, Update
 
 Updates = Sequence[Update]
@@ -39,6 +40,9 @@ class Steps(Protocol):
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages; requests that run keep theirs. Returns whether it was done."""
+
+    def set_strategy(self, strategy: StrategyName) -> object:
+        """Compose steps for this from the next one on; `limits` has let it pass."""
 
     def step(self) -> Updates:
         """One turn of the loop."""
@@ -76,6 +80,9 @@ class Backend(Protocol):
 
     def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
         """Forget all cached pages. Then `done` is called, in any thread, with whether that was done; not where the engine ends before."""
+
+    def set_strategy(self, strategy: StrategyName) -> None:
+        """Compose steps for this, which `limits` lets pass."""
 
     def quit(self, wait: bool = True) -> None:
         """End the engine, and wait until it has ended. May be called again."""
@@ -127,6 +134,9 @@ class EngineThread:
 
     def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
         self._inbox.put(lambda: done(self.engine.reset_prefix_cache()))
+
+    def set_strategy(self, strategy: StrategyName) -> None:
+        self._inbox.put(lambda: self.engine.set_strategy(strategy))
 
     def quit(self, wait: bool = True) -> None:
         self._inbox.put(None)

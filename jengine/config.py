@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from jengine.checks import check_number, check_targets, check_whole
 from jengine.errors import InvalidArgument
+from jengine.scheduling.options import Batching, OnLate, Policy, StrategyName
 from jengine.vllm_options import without_no_ops
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -148,7 +150,25 @@ class EngineConfig:
         num_pages: pages of the cache, instead of a size in bytes; the null page is one of them.
         enable_prefix_caching: keep the pages of prompts and answers until they are needed elsewhere; a request whose prompt begins with
             the same tokens, and has the same cache_salt, takes them instead of computing them.
-        policy: order of waiting requests: first come first served, or Request.priority.
+        policy: order of waiting requests. fcfs: first come first served; priority: by their priority, see priority_ageing; fair: clients
+            get equal shares by tokens, the one that has been served least comes next.
+        priority_ageing: seconds of waiting that count as much as one level of priority, so that no request waits for ever; 0: a level
+            is worth any wait.
+        strategy: what steps are composed for. throughput: most tokens a second; latency: that requests meet ttft_ms and tpot_ms; memory:
+            fewest preemptions: a request is admitted when there are pages for what it is expected to generate; auto: one of these, by
+            the load. May be changed while the engine runs.
+        ttft_ms: target of milliseconds from a request's arrival to its first token. A request may have another one.
+        tpot_ms: target of milliseconds for each further token: the n-th is due n times as long after the first. A request may have
+            another one.
+        on_late: with strategy latency, what becomes of requests that cannot meet their targets. serve: they run after those that can;
+            reject: they end at once, with finish_reason "abort" and stop_reason "rejected", and what was accepted is not late unless the
+            machine is slower than it was.
+        batching: when waiting requests may run. continuous: at any time; dynamic: in batches, which form when max_num_seqs wait or
+            batch_wait_ms have passed, of requests of similar lengths; static: so too, but a batch starts when all of the one before
+            has ended. Steps run the same programs.
+        batch_wait_ms: milliseconds that the first request of a batch waits for others, where batching is dynamic or static.
+        record_trace: a file to which a line is appended for each request that has ended, for `jengine simulate`: lengths, times, targets,
+            and keyed hashes that tell which prompts begin alike; no texts and no tokens.
         overlap: dispatch a step before the last one's tokens are read.
         seed: from which requests without a seed of their own draw theirs.
         cache_dir: where compiled programs are kept; by default jengine's folder in the user's cache.
@@ -184,7 +204,15 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_pages: int | None = None
     enable_prefix_caching: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Policy = "fcfs"
+    priority_ageing: float = 60.0
+    strategy: StrategyName = "throughput"
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    on_late: OnLate = "serve"
+    batching: Batching = "continuous"
+    batch_wait_ms: float = 50.0
+    record_trace: str | Path | None = None
     overlap: bool = True
     seed: int = 0
     cache_dir: str | Path | None = None
@@ -214,13 +242,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("tile_size", "tensor_parallel_size", "num_processes"):
-            _at_least(name, getattr(self, name), 1)
+            check_whole(name, getattr(self, name), 1, None)
         for name in ("max_model_len", "page_size", "max_num_seqs", "max_num_batched_tokens", "compile_threads", "cpu_threads"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                check_whole(name, getattr(self, name), 1, None)
         if self.num_pages is not None:
-            _at_least("num_pages", self.num_pages, 2)
-        for name in ("model", "revision", "tokenizer", "cache_dir", "programs"):
+            check_whole("num_pages", self.num_pages, 2, None)
+        for name in ("model", "revision", "tokenizer", "cache_dir", "programs", "record_trace"):
             if not isinstance(getattr(self, name), str | Path | None):
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -238,15 +266,21 @@ class EngineConfig:
             raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, "must be auto, int8 or fp8")
         if self.generation_config not in ("auto", "vllm", None):
             raise InvalidArgument("generation_config", self.generation_config, "must be auto, vllm or None")
-        if self.policy not in ("fcfs", "priority"):
-            raise InvalidArgument("policy", self.policy, "must be fcfs or priority")
+        for name, kinds in (("policy", Policy), ("strategy", StrategyName), ("on_late", OnLate), ("batching", Batching)):
+            if getattr(self, name) not in get_args(kinds):
+                raise InvalidArgument(name, getattr(self, name), f"must be one of {', '.join(get_args(kinds))}")
+        for name in ("priority_ageing", "batch_wait_ms"):
+            check_number(name, getattr(self, name), 0.0, math.inf, "a finite number, at least 0")
+        check_targets(self.ttft_ms, self.tpot_ms)
+        if self.strategy in ("latency", "auto") and self.batching != "continuous":
+            raise InvalidArgument("batching", self.batching, f"must be continuous with strategy={self.strategy}: batches wait for others")
         if self.warm_up not in ("progressive", "all"):
             raise InvalidArgument("warm_up", self.warm_up, "must be progressive or all")
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
             check_budget(self.max_num_seqs, self.max_num_batched_tokens, self.tile_size)
         for name in ("kv_cache_memory", "cache_max_size"):
             parse_bytes(name, getattr(self, name))
-        _at_least("process_id", self.process_id, 0)
+        check_whole("process_id", self.process_id, 0, None)
         if self.process_id >= self.num_processes:
             raise InvalidArgument("process_id", self.process_id, f"must be below num_processes={self.num_processes}")
         if self.num_processes > 1 and not re.fullmatch(r".+:\d+", str(self.coordinator)):
@@ -261,11 +295,6 @@ def check_budget(max_num_seqs: int, max_num_batched_tokens: int, tile_size: int)
     need = max_num_seqs + tile_size
     if max_num_batched_tokens < need:
         raise InvalidArgument("max_num_batched_tokens", max_num_batched_tokens, f"must be at least max_num_seqs + tile_size = {need}")
-
-
-def _at_least(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise InvalidArgument(name, value, f"must be a whole number, at least {low}")
 
 
 def parse_bytes(name: str, value: int | str | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import weakref
@@ -21,15 +22,21 @@ from jengine.execution.sampler import SampledLogprobs
 from jengine.limits import Limits
 from jengine.mask_thread import MASK_SECONDS, MaskThread
 from jengine.observe.compiles import compile_count
+from jengine.observe.recorder import TraceRecorder
 from jengine.observe.trace import StepTrace
 from jengine.ready_programs import ReadyPrograms
 from jengine.request import FinishReason, Request
+from jengine.scheduling.expectations import Outlook
+from jengine.scheduling.options import StrategyName
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
+from jengine.scheduling.targets import REJECTED
 from jengine.seeds import prompt_seed
 from jengine.step_clock import StepClock
 from jengine.updates import Ended, Load, PromptScores, TokenLogprobs, TokenUpdate, Update
+
+BATCH_POLL_SECONDS = 0.005
 
 
 class ModelRunner(Protocol):
@@ -74,6 +81,7 @@ class Engine:
         num_programs: of the table, all kinds together.
         programs: those that become ready later; None: all of them are.
         save_costs: called once, when the engine is closed or forgotten.
+        recorder: notes each request that has ended.
     """
 
     def __init__(
@@ -87,6 +95,7 @@ class Engine:
         num_programs: int = 0,
         programs: Arrivals | None = None,
         save_costs: Callable[[], None] | None = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self.trace = StepTrace()
@@ -99,6 +108,8 @@ class Engine:
         self._masks = MaskThread(MASK_SECONDS)
         self._steps = 0
         self._compiles_at_start = compile_count()
+        self._outlook = Outlook(scheduler)
+        self._recorder = recorder
         self._save_costs = None if save_costs is None else weakref.finalize(self, save_costs)  # at exit at the latest
 
     @property
@@ -125,6 +136,7 @@ class Engine:
             max_num_seqs=scheduler.max_num_seqs,
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
+            strategies=scheduler.options.strategies,
         )
 
     @property
@@ -147,6 +159,12 @@ class Engine:
             evictions=blocks.evictions,
             programs_ready=self._num_programs if self._programs is None else self._programs.ready,
             programs=self._num_programs,
+            strategy=scheduler.strategy,
+            decisions=tuple(scheduler.decisions.items()),
+            targets_met=scheduler.goodput.met,
+            targets_missed=scheduler.goodput.missed,
+            targets_rejected=scheduler.goodput.rejected,
+            first_token_seconds=self._outlook.first_token_seconds(),
         )
 
     def add(self, *requests: Request) -> list[Sequence]:
@@ -158,6 +176,7 @@ class Engine:
         """
         for request in requests:
             self.scheduler.check_id(request.request_id)
+        self._outlook.came(len(requests[0].prompt_token_ids))
         first = requests[0]
         seed = self._seeds.getrandbits(64) if first.params.seed is None else prompt_seed(first.params.seed, first.prompt_token_ids)
         add, eos = self.scheduler.add, self.model.eos_token_ids
@@ -169,6 +188,7 @@ class Engine:
         sequence = self.scheduler.find(request_id)
         if sequence is not None:
             self.scheduler.finish(sequence, reason, stop_reason)
+            self._record(sequence)
         return sequence is not None
 
     def costs(self) -> CostReport:
@@ -189,6 +209,8 @@ class Engine:
             self._programs.stop()
         if self._save_costs is not None:
             self._save_costs()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def step(self) -> list[Update]:
         """Dispatch the next step, then read the one before it. Returns what was read."""
@@ -196,13 +218,16 @@ class Engine:
             self._take_programs(self._programs)
         self._clock.planning(time.perf_counter(), self.scheduler.costs)
         plan = self.scheduler.schedule()
+        updates: list[Update] = self._rejected()
         if plan is None:
-            return self._read_all_but(0)
-        updates: list[Update] = []
+            updates += self._read_all_but(0)
+            if not updates:
+                self._wait_for_batch()
+            return updates
         masked = plan.sampler.variant == "full" and bool(self._masked(plan))
         if masked:
             begun = self.runner.begin(plan)
-            updates = self._read_all_but(0)  # a mask depends on the token before it; the trunk works meanwhile
+            updates += self._read_all_but(0)  # a mask depends on the token before it; the trunk works meanwhile
             mask, failed = self._mask(plan)
             updates += failed
             step = self.runner.sample(begun, mask)
@@ -215,6 +240,21 @@ class Engine:
         self._in_flight.append((self._steps, not masked and not counted, step))
         self._steps += 1
         return updates + self._read_all_but(1 if self.overlap else 0)
+
+    def set_strategy(self, strategy: StrategyName) -> None:
+        """From the next step on; see EngineConfig.strategy. One that `limits` lets pass."""
+        self.scheduler.set_strategy(strategy)
+
+    def _rejected(self) -> list[Update]:
+        """Requests whose targets cannot be met, which the scheduler has just ended."""
+        rejected, self.scheduler.rejected = self.scheduler.rejected, []
+        return [Ended(sequence.request_id, "abort", REJECTED) for sequence in rejected]
+
+    def _wait_for_batch(self) -> None:
+        """Nothing can run until a batch has formed; new requests come in meanwhile, so that is looked at every few milliseconds."""
+        wait = self.scheduler.wakes_at - self.scheduler.clock()
+        if 0.0 < wait < math.inf:
+            time.sleep(min(wait, BATCH_POLL_SECONDS))
 
     def _read_all_but(self, left: int) -> list[Update]:
         updates: list[Update] = []
@@ -254,10 +294,19 @@ class Engine:
         """End one request with an error. Returns its stop_reason."""
         why = str(error) if isinstance(error, JengineError) else f"{type(error).__name__}: {error}"
         self.scheduler.finish(sequence, "error", why)
+        self._record(sequence)
         return why
+
+    def _record(self, *sequences: Sequence) -> None:
+        """Note requests that have ended, where they are recorded."""
+        if self._recorder is not None:
+            for sequence in sequences:
+                self._recorder.ended(sequence)
 
     def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate]:
         collected = self.scheduler.collect(step.plan, result.tokens)
+        if self._recorder is not None:
+            self._record(*[s for _, s, _ in collected if s.finish_reason is not None])
         got = result.logprobs
         if got is None:
             return [

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jengine.errors import InvalidArgument
 from jengine.request import Request
+from jengine.scheduling.options import STRATEGIES, StrategyName
 from jengine.scheduling.sequence_limits import SequenceLimits
 
 
@@ -16,6 +17,7 @@ class Limits:
     Attributes:
         sequence: what one sequence can have at most.
         max_num_seqs: sequences running at once.
+        strategies: that may be set.
         eos_token_ids: at which a sequence ends, unless its request ignores them.
     """
 
@@ -23,6 +25,19 @@ class Limits:
     max_num_seqs: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    strategies: tuple[StrategyName, ...] = STRATEGIES
+
+    def check_strategy(self, strategy: str) -> StrategyName:
+        """The same strategy.
+
+        Raises:
+            InvalidArgument: there is no such strategy, or it cannot be had with the engine's batching.
+        """
+        for known in self.strategies:
+            if strategy == known:
+                return known
+        why = "" if strategy not in STRATEGIES else "; the others need batching continuous"
+        raise InvalidArgument("strategy", strategy, f"must be one of {', '.join(self.strategies)}{why}")
 
     def validate(self, request: Request) -> None:
         """Checks one of a prompt's requests, which stands for all of them.

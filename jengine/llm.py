@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from jengine.chat import ChatOptions, Conversation, chat_prompt, conversations
+from jengine.checks import check_whole
 from jengine.config import EngineConfig
 from jengine.cost_report import CostReport
 from jengine.display import counted, table_html
@@ -17,6 +18,9 @@ from jengine.errors import EngineDead, InvalidArgument
 from jengine.observe.progress import progress_bar
 from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
+from jengine.scheduling.expectations import asked_of, expect
+from jengine.scheduling.forecast import Prediction
+from jengine.service_level import ServiceLevel
 from jengine.shared_engine import Call, SharedEngine
 from jengine.start import start_engine
 from jengine.text.tokenizer import Tokenizer
@@ -60,6 +64,9 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        ttft_ms: float | Sequence[float | None] | None = None,
+        tpot_ms: float | Sequence[float | None] | None = None,
+        client: str | list[str] | tuple[str, ...] = "",
     ) -> list[RequestOutput]:
         """Complete every prompt; results in the order of the prompts.
 
@@ -67,7 +74,7 @@ class LLM:
             prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of such. A dict may have a "cache_salt", too:
                 its prompt then shares cached pages only with prompts of an equal salt.
             sampling_params: one for all prompts, or one each; None is `get_default_sampling_params()`.
-            priority: one for all prompts, or one each; lower runs first, under policy="priority".
+            priority, ttft_ms, tpot_ms, client: one for all prompts, or one each; see ServiceLevel.
 
         Raises:
             InvalidArgument: a prompt or parameter that can never be answered. Nothing has been run then.
@@ -75,8 +82,8 @@ class LLM:
         """
         each = listed(prompts)
         params = _one_each("sampling_params", sampling_params, len(each))
-        priorities = _one_each("priority", priority, len(each))
-        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, priorities, strict=True)]
+        levels = _levels(len(each), priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client)
+        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, levels, strict=True)]
         call = Call()
         try:
             self._shared.open(call, work)
@@ -106,13 +113,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        ttft_ms: float | Sequence[float | None] | None = None,
+        tpot_ms: float | Sequence[float | None] | None = None,
+        client: str | list[str] | tuple[str, ...] = "",
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer every conversation, by the model's chat template; results in the order of the conversations.
 
         Args:
             messages: dicts with "role" and "content", or a list of such conversations.
-            sampling_params, priority: as for `generate`.
+            sampling_params, priority, ttft_ms, tpot_ms, client: as for `generate`.
             options: how a conversation becomes a prompt; see ChatOptions.
 
         Raises:
@@ -120,7 +130,42 @@ class LLM:
             ModelError: the model has no chat template.
         """
         prompts = [self.chat_prompt(conversation, **options) for conversation in conversations(messages)]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client
+        )
+
+    def predict(
+        self,
+        prompts: Prompt | Sequence[Prompt] = (),
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_tokens: int | Sequence[int] = (),
+    ) -> list[Prediction]:
+        """What these prompts may expect if `generate` were called with them now: seconds until each has its first token and its last.
+
+        It depends on what steps cost, on what other threads' calls have running and waiting, and on cached pages. Outputs that a token
+        or a string may end are taken to be as long as others were, of late. Nothing is run.
+
+        Args:
+            prompts, sampling_params: as for `generate`.
+            prompt_tokens: lengths, instead of prompts; one or several.
+
+        Raises:
+            InvalidArgument: as `generate`; or both prompts and prompt_tokens are given, or neither.
+            EngineDead: as `generate`.
+        """
+        lengths = [prompt_tokens] if isinstance(prompt_tokens, int) else [*prompt_tokens]
+        given = [] if prompts == () else listed(prompts)
+        if bool(lengths) == bool(given):
+            raise InvalidArgument("prompt_tokens", prompt_tokens, "either prompts or their lengths must be given")
+        for length in lengths:
+            check_whole("prompt_tokens", length, 1, self.max_model_len - 1)
+        each: list[Prompt] = given or [[0] * length for length in lengths]
+        params = _one_each("sampling_params", sampling_params, len(each))
+        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, strict=True)]
+        scheduler = self.engine.scheduler
+        asked = [asked_of(scheduler, requests[0], len(requests)) for requests in work]
+        return expect(scheduler, [one._replace(cached=0) for one in asked] if lengths else asked)
 
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
         """What `chat` completes for one conversation; to be streamed, or counted. Raises as `chat`."""
@@ -142,6 +187,15 @@ class LLM:
             EngineDead: after `close`.
         """
         return self.engine.costs()
+
+    def set_strategy(self, strategy: str) -> None:
+        """What steps are composed for, from the next one on; see EngineConfig.strategy.
+
+        Raises:
+            InvalidArgument: there is no such strategy, or it cannot be had with this batching.
+            EngineDead: as `generate`.
+        """
+        self._shared.set_strategy(strategy)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of requests that bring none: what the model's generation_config.json recommends, unless generation_config is "vllm".
@@ -198,6 +252,9 @@ class LLM:
             "preemptions": self.engine.scheduler.num_preemptions,
             "prefix_cache_queries": self.engine.scheduler.prefix_queries,
             "prefix_cache_hits": self.engine.scheduler.prefix_hits,
+            "strategy": self.engine.load.strategy,
+            "decisions": dict(self.engine.load.decisions),
+            "targets": {name: getattr(self.engine.load, f"targets_{name}") for name in ("met", "missed", "rejected")},
         }
 
     def __repr__(self) -> str:
@@ -220,15 +277,15 @@ class LLM:
             ("limits", f"{scheduler.max_num_seqs} sequences at once, {self.max_model_len} tokens each"),
         ]
 
-    def _requests(self, prompt: Prompt, params: SamplingParams | None, priority: int = 0) -> list[Request]:
+    def _requests(self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None) -> list[Request]:
         """A prompt's requests, checked."""
         self._shared.check()
         params = self._default_params if params is None else params
         limits = self._shared.limits
-        requests = make_requests(
-            self.tokenizer, prompt, params, str(next(self._ids)), priority, max_model_len=limits.sequence.max_model_len
-        )
+        requests = make_requests(self.tokenizer, prompt, params, str(next(self._ids)), max_model_len=limits.sequence.max_model_len)
         limits.validate(requests[0])
+        if level is not None:
+            level.apply(requests)
         return requests
 
     def _finish(self, call: Call, bar: Any) -> None:
@@ -259,9 +316,15 @@ def _programs(load: Load) -> str:
     return of + counted(load.programs, "program")
 
 
+def _levels(count: int, **given: Any) -> list[ServiceLevel]:
+    """One for each prompt."""
+    each = [_one_each(name, values, count) for name, values in given.items()]
+    return [ServiceLevel(**dict(zip(given, values, strict=True))) for values in zip(*each, strict=True)]
+
+
 def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
     """One value for each prompt."""
-    values = given if isinstance(given, Sequence) else [given] * count
+    values = given if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
     if len(values) != count:
         raise InvalidArgument(name, len(values), f"must be one, or as many as prompts ({count})")
     return values

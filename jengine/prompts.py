@@ -45,7 +45,6 @@ def make_requests(
     prompt: Prompt,
     params: SamplingParams | None,
     request_id: str,
-    priority: int = 0,
     masks: bool = True,
     max_model_len: int | None = None,
 ) -> list[Request]:
@@ -63,7 +62,6 @@ def make_requests(
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise InvalidArgument("sampling_params", params, "must be a SamplingParams")
-    check_priority(priority)
     given: Any = prompt
     salt = given.get("cache_salt") if isinstance(given, dict) else None
     check_cache_salt(salt)
@@ -95,7 +93,6 @@ def make_requests(
             params=others if index else first,
             sample_index=index,
             mask=fresh[index],
-            priority=priority,
             arrival=arrival,
             cache_salt=salt,
         )
@@ -106,12 +103,6 @@ def make_requests(
 def params_of_samples(params: SamplingParams) -> tuple[SamplingParams, SamplingParams]:
     """Of a prompt's first request, and of the others: the prompt is scored once."""
     return params, params if params.prompt_logprobs is None else dataclasses.replace(params, prompt_logprobs=None)
-
-
-def check_priority(priority: int) -> None:
-    """Raises InvalidArgument for what is no whole number."""
-    if type(priority) is not int:
-        raise InvalidArgument("priority", priority, "must be a whole number")
 
 
 def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None) -> None:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from jengine.checks import check_number, check_whole
 from jengine.display import answer_html, counted, short
 from jengine.errors import InvalidArgument
 
@@ -149,24 +150,24 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        _whole("n", self.n, 1, MAX_SAMPLES)
-        _number("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")
+        check_whole("n", self.n, 1, MAX_SAMPLES)
+        check_number("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")
         if self.n > 1 and self.greedy:
             raise InvalidArgument("n", self.n, "must be 1 where temperature is 0: greedy completions would all be the same")
-        _whole("top_k", self.top_k, -1, None)
-        _number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
+        check_whole("top_k", self.top_k, -1, None)
+        check_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", open_low=True)
+        check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
         if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+            check_whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, None)
-        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+            check_whole("max_tokens", self.max_tokens, 1, None)
+        check_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a finite number above 0", open_low=True)
+                check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a finite number above 0", open_low=True)
         for name in ("presence_penalty", "frequency_penalty"):
-            _number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
+            check_number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
         self._check_lists()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
@@ -189,8 +190,8 @@ class SamplingParams:
             }  # JSON has text for keys
             object.__setattr__(self, "logit_bias", bias)
             for token, value in bias.items():
-                _whole("logit_bias", token, 0, None)
-                _number("logit_bias", value, -FLOAT32_MAX, FLOAT32_MAX, "finite")
+                check_whole("logit_bias", token, 0, None)
+                check_number("logit_bias", value, -FLOAT32_MAX, FLOAT32_MAX, "finite")
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
@@ -281,20 +282,8 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     ids = _several(name, value)
     if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:  # a loop over each would take ten times as long
         for token in ids:
-            _whole(name, token, 0, None)
+            check_whole(name, token, 0, None)
     return tuple(dict.fromkeys(ids))
-
-
-def _whole(name: str, value: object, low: int, high: int | None) -> None:
-    limit = f"must be a whole number, at least {low}" + ("" if high is None else f" and at most {high}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        raise InvalidArgument(name, value, limit)
-
-
-def _number(name: str, value: object, low: float, high: float, limit: str, open_low: bool = False) -> None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high and value != math.inf
-    if not fits or (open_low and value == low):
-        raise InvalidArgument(name, value, f"must be {limit}")
 
 
 class TokenMask(Protocol):
@@ -324,6 +313,9 @@ class Request:
     priority: int = 0  # lower runs first, under policy="priority"
     arrival: float = 0.0  # seconds, monotonic
     cache_salt: str | None = None
+    ttft_ms: float | None = None  # targets; None: the engine's
+    tpot_ms: float | None = None
+    client: str = ""  # whose share of the engine it takes, under policy="fair"
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,18 @@ class SharedEngine:
             elif news:
                 return news
 
+    def set_strategy(self, strategy: str) -> None:
+        """From the next step on.
+
+        Raises:
+            InvalidArgument: as Limits.check_strategy.
+            EngineDead: the engine has stopped, or was closed.
+        """
+        check_process(self._pid)
+        with uninterrupted(), self._change():
+            self.check()
+            self._order(partial(self.engine.set_strategy, self.limits.check_strategy(strategy)))
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages, between two steps; requests that run keep theirs. Returns whether it was done.
 

@@ -30,6 +30,7 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
 from jengine.measure import measure
 from jengine.observe.compiles import compile_count
+from jengine.observe.recorder import TraceRecorder
 from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
 from jengine.parallel.mesh import make_mesh
 from jengine.precision import choose_dtype
@@ -38,6 +39,7 @@ from jengine.request import SamplingParams
 from jengine.saved_costs import SavedCosts
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.shapes import describe
 from jengine.text.tokenizer import Tokenizer, holds_tokenizer
@@ -114,7 +116,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         max_model_len=spec.max_model_len,
         groups=[GroupPages(group.window) for group in spec.groups],
         prefix_caching=config.enable_prefix_caching,
-        policy=config.policy,
+        options=SchedulingOptions.of(config),
         costs=costs,
     )
     scheduler.ready = ready
@@ -129,6 +131,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         num_programs=len(keys),
         programs=coming,
         save_costs=partial(saved.update, costs),
+        recorder=None if config.record_trace is None else TraceRecorder(config.record_trace),
     )
     return engine, started
 
@@ -245,15 +248,23 @@ def _describe(config: EngineConfig, folder: Path, link: Link, given: PrebuiltPro
     return config, with_forms(shapes, forms)
 
 
-def saved_costs(config: EngineConfig) -> StepCosts | None:
-    """What engines with these options have found steps to cost on this machine; None if none has measured it.
+def describe_engine(config: EngineConfig) -> tuple[EngineConfig, ExecutionSpec]:
+    """The options with a dtype, and all that programs depend on but for the number of pages. Nothing is loaded or compiled.
 
     Raises as start_engine.
     """
     limit_cpu_threads(config.cpu_threads)
     given = None if config.programs is None else PrebuiltPrograms(Path(config.programs))
     config = config if given is None else given.complete(config)
-    config, spec = _describe(config, resolve(config.model, config.revision), SingleProcess(), given)
+    return _describe(config, resolve(config.model, config.revision), SingleProcess(), given)
+
+
+def saved_costs(config: EngineConfig, spec: ExecutionSpec) -> StepCosts | None:
+    """What engines with these options have found steps to cost on this machine; None if none has measured it.
+
+    Args:
+        config, spec: as `describe_engine` gives them.
+    """
     return SavedCosts(process_root(config), spec.fingerprint()).load(spec.table)
 
 

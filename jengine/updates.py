@@ -70,6 +70,11 @@ class Load(NamedTuple):
         cache_groups: their names, such as "full" or "window[512]".
         evictions: cached pages that were given to other tokens since the start.
         programs_ready, programs: of the table, those that steps can use so far, and all.
+        strategy: in use.
+        decisions: steps with prompts, by strategy and the reason for their size, since the start.
+        targets_met, targets_missed: requests with ttft_ms or tpot_ms that ended by themselves, since the start.
+        targets_rejected: those that were rejected.
+        first_token_seconds: until a request like those that came of late would get its first token, if it came now; at most a second old.
     """
 
     running: int
@@ -86,3 +91,9 @@ class Load(NamedTuple):
     evictions: int = 0
     programs_ready: int = 0
     programs: int = 0
+    strategy: str = "throughput"
+    decisions: tuple[tuple[str, int], ...] = ()
+    targets_met: int = 0
+    targets_missed: int = 0
+    targets_rejected: int = 0
+    first_token_seconds: float = 0.0

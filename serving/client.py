@@ -100,6 +100,7 @@ class Client(_Connection):
 
         request_id: for `abort`; the server makes one otherwise.
         priority: lower runs first, under the server's policy="priority".
+        ttft_ms, tpot_ms: targets of milliseconds to the first token, and to each further one, instead of the server's.
         timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
         cache_salt: the request takes cached prompt pages only of requests with an equal salt.
 
@@ -153,6 +154,10 @@ class Client(_Connection):
         """How busy the server is: running, waiting, free_pages, pages, cached_pages."""
         got: pb.GetLoadResponse = self._ask(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
         return got
+
+    def set_strategy(self, strategy: str) -> None:
+        """What the server composes steps for: throughput, latency, memory or auto. Allowed to whom reset_prefix_cache is."""
+        self._ask(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages, those of all clients. Needs an API key with admin=1, or a server without keys on this machine."""
@@ -247,6 +252,9 @@ class AsyncClient(_Connection):
     async def load(self) -> pb.GetLoadResponse:
         got: pb.GetLoadResponse = await self._ask(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
         return got
+
+    async def set_strategy(self, strategy: str) -> None:
+        await self._ask(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
 
     async def reset_prefix_cache(self) -> bool:
         return bool((await self._ask(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT)).done)

@@ -48,12 +48,15 @@ class Call(NamedTuple):
     priority: int | None
     timeout: float | None
     cache_salt: str | None
+    ttft_ms: float | None
+    tpot_ms: float | None
     fields: Mapping[str, Any]
 
     @classmethod
     def of(cls, params: SamplingParams | None, options: dict[str, Any]) -> Call:
-        request_id, priority, timeout, salt = (options.pop(name, None) for name in ("request_id", "priority", "timeout", "cache_salt"))
-        return cls(params, request_id, priority, timeout, salt, options)
+        names = ("request_id", "priority", "timeout", "cache_salt", "ttft_ms", "tpot_ms")
+        given = {name: options.pop(name, None) for name in names}
+        return cls(params=params, fields=options, **given)
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -98,7 +101,8 @@ def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](request: R, call: Call, 
         request.sampling_params.CopyFrom(from_params(SamplingParams(**sampling_fields), sampling_fields))
     else:
         request.sampling_params.CopyFrom(from_params(params))
-    options = {"request_id": call.request_id, "priority": call.priority, "timeout_seconds": call.timeout, "cache_salt": call.cache_salt}
+    options = {name: getattr(call, name) for name in ("request_id", "priority", "cache_salt", "ttft_ms", "tpot_ms")}
+    options["timeout_seconds"] = call.timeout
     for name, value in options.items():
         if value is not None:
             with sending(name, value):

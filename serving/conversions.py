@@ -226,6 +226,11 @@ def load(now: Load, counters: bool) -> pb.GetLoadResponse:
         pages=now.pages,
         preemptions=now.preemptions,
         cached_pages=now.cached_pages,
+        strategy=now.strategy,
+        targets_met=now.targets_met,
+        targets_missed=now.targets_missed,
+        targets_rejected=now.targets_rejected,
+        first_token_seconds=now.first_token_seconds,
         programs_ready=now.programs_ready,
         programs=now.programs,
     )

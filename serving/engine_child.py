@@ -33,6 +33,7 @@ from jengine.serving.wire import (
     Quit,
     Ready,
     ResetPrefixCache,
+    SetStrategy,
     failed,
     frame,
     has_masks,
@@ -49,7 +50,7 @@ class EngineChild:
 
     def __init__(self, server: socket.socket, heartbeat: Heartbeat) -> None:
         self._server, self._heartbeat = server, heartbeat
-        self._frames: Frames[Configure | Add | End | ResetPrefixCache | Quit] = Frames(Order)
+        self._frames: Frames[Configure | Add | End | ResetPrefixCache | SetStrategy | Quit] = Frames(Order)
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # what the loop shall do; None ends it
         self._unmasked: queue.SimpleQueue[Add] = queue.SimpleQueue()  # orders whose masks shall be made
         self._masking: set[str] = set()  # their requests
@@ -153,7 +154,7 @@ class EngineChild:
             os._exit(1)
         os._exit(0)  # the server is gone
 
-    def _pass_on(self, order: Configure | Add | End | ResetPrefixCache | Quit) -> None:
+    def _pass_on(self, order: Configure | Add | End | ResetPrefixCache | SetStrategy | Quit) -> None:
         match order:
             case Configure():
                 self._configured.put(order)
@@ -166,6 +167,8 @@ class EngineChild:
                 self._inbox.put(lambda: self._end(ended))
             case ResetPrefixCache():
                 self._inbox.put(lambda: self._say(PrefixCacheReset(self._engine.reset_prefix_cache())))
+            case SetStrategy(strategy):
+                self._inbox.put(lambda: self._engine.set_strategy(strategy))
             case Quit():
                 self._inbox.put(None)
 

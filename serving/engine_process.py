@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from jengine import Ended, EngineConfig, EngineDead, FinishReason, InvalidArgument, Limits, Load, Request, Updates
+from jengine import Ended, EngineConfig, EngineDead, FinishReason, InvalidArgument, Limits, Load, Request, StrategyName, Updates
 from jengine.serving.watchdog import Watchdog
 from jengine.serving.wire import (
     RECEIVE,
@@ -38,6 +38,7 @@ from jengine.serving.wire import (
     Ready,
     Report,
     ResetPrefixCache,
+    SetStrategy,
     TooLarge,
     add_order,
     error_of,
@@ -152,7 +153,10 @@ class EngineProcess:
             self._resets.append(done)
             self._order(ResetPrefixCache())
 
-    def _order(self, order: Add | End | ResetPrefixCache) -> None:
+    def set_strategy(self, strategy: StrategyName) -> None:
+        self._order(SetStrategy(strategy))
+
+    def _order(self, order: Add | End | ResetPrefixCache | SetStrategy) -> None:
         if not self._quitting:
             self._outbox.put(frame(order))
 

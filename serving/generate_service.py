@@ -7,7 +7,7 @@ from functools import partial
 
 import grpc
 
-from jengine import AsyncLLM, InvalidArgument, OutputKind, PreparedPrompt, RequestHandle, SamplingParams, __version__
+from jengine import MAX_CLIENT, AsyncLLM, InvalidArgument, OutputKind, PreparedPrompt, RequestHandle, SamplingParams, __version__
 from jengine.serving import conversions
 from jengine.serving.admission import client_of
 from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
@@ -95,11 +95,21 @@ class GenerateService(Service, GenerateServiceServicer):
         tracked: TrackedRequest,
     ) -> RequestHandle:
         """Check and queue a request."""
-        prepared = await self._prepare(llm, request, params, client_of(context))
+        client = client_of(context)
+        prepared = await self._prepare(llm, request, params, client)
         timeout = self._bounds.timeout(request.timeout_seconds if request.HasField("timeout_seconds") else None)
         request_id = scoped(tracked.request_id)
         try:
-            return llm.submit(prepared, request_id=request_id, priority=request.priority, timeout=timeout, output_kind=kind)
+            return llm.submit(
+                prepared,
+                request_id=request_id,
+                priority=request.priority,
+                ttft_ms=request.ttft_ms if request.HasField("ttft_ms") else None,
+                tpot_ms=request.tpot_ms if request.HasField("tpot_ms") else None,
+                client=client[:MAX_CLIENT],
+                timeout=timeout,
+                output_kind=kind,
+            )
         except InvalidArgument as wrong:
             raise wrong if wrong.field != "request_id" else InvalidArgument(wrong.field, tracked.request_id, wrong.limit) from None
 
@@ -196,6 +206,13 @@ class GenerateService(Service, GenerateServiceServicer):
         done = await self._models.llm.reset_prefix_cache()
         log.info("%s has reset the prefix cache", client_of(context))
         return pb.ResetPrefixCacheResponse(done=done)
+
+    @reported
+    async def SetStrategy(self, request: pb.SetStrategyRequest, context: grpc.aio.ServicerContext) -> pb.SetStrategyResponse:
+        check_admin(context.peer())
+        self._models.llm.set_strategy(request.strategy)
+        log.info("%s has set the strategy to %s", client_of(context), request.strategy)
+        return pb.SetStrategyResponse()
 
 
 def _method(request: Prompted, stream: str) -> str:

@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from jengine import AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, TextPrompt, __version__
+from jengine import MAX_CLIENT, AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, TextPrompt, __version__
 from jengine.serving.admission import client_of
 from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
 from jengine.serving.bounds import check_priority
@@ -128,7 +128,16 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         await self._sandbox.check(client, asked.params.structured_outputs, llm.tokenizer)
         prepared = await self._text_work.run(client, asked.bytes, partial(llm.prepare, prompt, asked.params))
         timeout = self._bounds.timeout(asked.timeout)
-        return llm.submit(prepared, request_id=scoped(new_id()), priority=asked.priority, timeout=timeout, output_kind=kind)
+        return llm.submit(
+            prepared,
+            request_id=scoped(new_id()),
+            priority=asked.priority,
+            ttft_ms=asked.ttft_ms,
+            tpot_ms=asked.tpot_ms,
+            client=client[:MAX_CLIENT],
+            timeout=timeout,
+            output_kind=kind,
+        )
 
     def _read(self, request: pb.ModelInferRequest) -> Asked:
         checked(request)

@@ -180,6 +180,18 @@ class PrometheusMetrics(Metrics, Collector):
         yield hits
         yield self._counter("prefix_cache_evictions", "Cached pages that were given to other tokens", load.evictions)
         yield self._counter("num_preemptions", "Times that a running request lost its place", load.preemptions)
+        outcomes = CounterMetricFamily(
+            PREFIX + "request_targets", "Requests with ttft_ms or tpot_ms by how they ended", labels=("model_name", "outcome")
+        )
+        for outcome in ("met", "missed", "rejected"):
+            outcomes.add_metric((self.model, outcome), getattr(load, f"targets_{outcome}"))
+        yield outcomes
+        decisions = CounterMetricFamily(
+            PREFIX + "step_decisions", "Steps with prompts, by strategy and the reason for their size", labels=("model_name", "decision")
+        )
+        for decision, count in load.decisions:
+            decisions.add_metric((self.model, decision), count)
+        yield decisions
         yield self._gauge("programs_ready", "Compiled programs that steps can use", load.programs_ready)
         yield self._gauge("programs", "Programs of the engine's table", load.programs)
         yield self._counter("compiles_since_start", "Compilations since warm-up; each is a bug", load.compiles_since_start)

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from jengine import Limits, Load, PromptScores, Request, SequenceLimits, TokenLogprobs, TokenUpdate
+from jengine import Limits, Load, PromptScores, Request, SequenceLimits, StrategyName, TokenLogprobs, TokenUpdate
 
 PROGRAMS = 41  # as if there were any
 LOOKED_UP = 4096  # tokens of a prompt: enough to test, and no work to speak of for prompts of millions
@@ -55,6 +55,7 @@ class MockEngine:
         self._running: dict[str, _Sequence] = {}
         self._free_pages = pages
         self._prefixes = _Prefixes(page_size, pages)
+        self._strategy: StrategyName = "throughput"
 
     @property
     def load(self) -> Load:
@@ -73,6 +74,8 @@ class MockEngine:
             evictions=self._prefixes.evictions,
             programs_ready=PROGRAMS,
             programs=PROGRAMS,
+            strategy=self._strategy,
+            first_token_seconds=self.seconds * (1 + len(self._waiting)),
         )
 
     @property
@@ -95,6 +98,10 @@ class MockEngine:
             if sequence.request.request_id == request_id:
                 self._waiting.remove(sequence)
                 return
+
+    def set_strategy(self, strategy: StrategyName) -> None:
+        """Only reported, in its load."""
+        self._strategy = strategy
 
     def reset_prefix_cache(self) -> bool:
         self._prefixes.known.clear()

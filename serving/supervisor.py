@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,10 @@ from jengine.serving.model_provider import RESTART_SECONDS, ModelInfo
 logger = logging.getLogger(__name__)
 OnEnd = Callable[[EngineDead | None], None]
 SHORTEST_RETRY, LONGEST_OVERDUE = 1.0, 30.0  # seconds
-COUNTERS = ("preemptions", "compiles_since_start", "prefix_queries", "prefix_hits", "evictions")  # of a Load: since its engine's start
+COUNTERS = (  # of a Load: since its engine's start
+    "preemptions", "compiles_since_start", "prefix_queries", "prefix_hits", "evictions",
+    "targets_met", "targets_missed", "targets_rejected",
+)  # fmt: skip
 
 
 class BackOff:
@@ -219,7 +223,8 @@ def _added(past: Load, load: Load) -> Load:
     """A load whose counters begin where those of `past` ended."""
     pages = dict(zip(past.cache_groups, past.hit_pages, strict=True))
     hit_pages = tuple(count + pages.get(group, 0) for group, count in zip(load.cache_groups, load.hit_pages, strict=True))
-    return load._replace(hit_pages=hit_pages, **{name: getattr(past, name) + getattr(load, name) for name in COUNTERS})
+    decisions = tuple((Counter(dict(past.decisions)) + Counter(dict(load.decisions))).items())
+    return load._replace(hit_pages=hit_pages, decisions=decisions, **{name: getattr(past, name) + getattr(load, name) for name in COUNTERS})
 
 
 def _resolve(future: asyncio.Future[EngineDead | None], error: EngineDead | None) -> None:

@@ -32,7 +32,8 @@ KINDS = {
 LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")  # sampling parameters that are tensors of any size
 OUTPUTS = ("text_output", "finish_reason")
 WITHOUT_EFFECT = ("triton_enable_empty_final_response",)  # the last response is marked in any case
-KNOWN = {"text_input", "sampling_parameters", "priority", "timeout", "cache_salt", *DEFAULTS, *WITHOUT_EFFECT}  # inputs or parameters
+LEVEL = ("priority", "timeout", "cache_salt", "ttft_ms", "tpot_ms")
+KNOWN = {"text_input", "sampling_parameters", *LEVEL, *DEFAULTS, *WITHOUT_EFFECT}  # inputs or parameters
 NOT_KNOWN = "there is no such input or parameter"
 MAX_RANK = 8  # of a tensor: the product of its sizes is taken
 MAX_TEXTS = 1000  # in a tensor: more than any parameter may have
@@ -46,6 +47,8 @@ class Asked(NamedTuple):
     priority: int
     timeout: float | None  # seconds
     cache_salt: Any  # not checked yet
+    ttft_ms: Any  # not checked yet either
+    tpot_ms: Any
     bytes: int  # of the request
 
 
@@ -74,9 +77,11 @@ def read_request(request: pb.ModelInferRequest, default: SamplingParams | None =
     text = given.pop("text_input", None)
     if not isinstance(text, str):
         raise InvalidArgument("text_input", text, "must be given, as a BYTES tensor of one element")
-    priority, timeout, salt = given.pop("priority", 0), given.pop("timeout", None), given.pop("cache_salt", None)
+    level = {name: given.pop(name, None) for name in LEVEL}
     params = _params(given, SamplingParams() if default is None else default)
-    return Asked(text, params, priority, None if timeout is None else _seconds(timeout), salt, request.ByteSize())
+    priority, timeout = level["priority"], level.pop("timeout")
+    level |= {"priority": 0 if priority is None else priority, "timeout": None if timeout is None else _seconds(timeout)}
+    return Asked(text=text, params=params, bytes=request.ByteSize(), **level)
 
 
 def _params(given: dict[str, Any], default: SamplingParams) -> SamplingParams:

@@ -24,6 +24,7 @@ from jengine import (
     PromptScores,
     Request,
     SamplingParams,
+    StrategyName,
     Tokenizer,
     TokenMask,
     TokenUpdate,
@@ -85,6 +86,9 @@ class Add(Message):
     priority: int
     arrival: float
     cache_salt: str | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    client: str = ""
 
 
 class End(Message):
@@ -97,11 +101,17 @@ class ResetPrefixCache(Message):
     """Forget all cached pages; answered by PrefixCacheReset."""
 
 
+class SetStrategy(Message):
+    """Compose steps for this; the engine's Limits let it pass."""
+
+    strategy: StrategyName
+
+
 class Quit(Message):
     """Last."""
 
 
-Order = Configure | Add | End | ResetPrefixCache | Quit
+Order = Configure | Add | End | ResetPrefixCache | SetStrategy | Quit
 
 
 # --- the engine says -------------------------------------------------------------------------------
@@ -240,7 +250,8 @@ def add_order(requests: tuple[Request, ...]) -> Add:
     first = requests[0]
     samples = [Sample(request.request_id, request.sample_index) for request in requests]
     priority = max(-(2**63), min(first.priority, 2**63 - 1))  # what msgpack holds
-    return Add(first.prompt_token_ids, _params_text(first.params), samples, priority, first.arrival, first.cache_salt)
+    level = priority, first.arrival, first.cache_salt, first.ttft_ms, first.tpot_ms, first.client
+    return Add(first.prompt_token_ids, _params_text(first.params), samples, *level)
 
 
 def has_masks(order: Add) -> bool:
@@ -271,6 +282,9 @@ def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
             priority=order.priority,
             arrival=order.arrival,
             cache_salt=order.cache_salt,
+            ttft_ms=order.ttft_ms,
+            tpot_ms=order.tpot_ms,
+            client=order.client,
         )
         for i, sample in enumerate(order.samples)
     ]

@@ -15,7 +15,7 @@ from jengine.commands.terminal import note
 # These do not enter programs, or are what is written here.
 SKIPS = (
     "model", "tokenizer", "enable_prefix_caching", "policy", "overlap", "seed", "programs", "cache_max_size",
-    "coordinator", "num_processes", "process_id",
+    "record_trace", "coordinator", "num_processes", "process_id",
 )  # fmt: skip
 GIB, MIB = 1 << 30, 1 << 20
 

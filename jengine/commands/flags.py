@@ -31,6 +31,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_sampling_and_engine(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
     """A flag for each field of SamplingParams, but for those in `skip`, and of EngineConfig."""
     add_fields(parser.add_argument_group("sampling"), SamplingParams, skip, SAMPLING_DEFAULTS)
+    add_engine(parser)
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of EngineConfig, and --config."""
     engine = parser.add_argument_group("engine", "Also JENGINE_* variables, and lines of a TOML file, as for `jengine serve`.")
     engine.add_argument("--config", metavar="FILE", help="a TOML file of options (also JENGINE_CONFIG)")
     add_fields(engine, EngineConfig, skip=ENGINE_SKIPS)

@@ -52,9 +52,9 @@ def _costs(options: argparse.Namespace) -> int:
     config = config_for(options)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory may be an engine's
     from jengine.cost_report import cost_report
-    from jengine.start import saved_costs
+    from jengine.start import describe_engine, saved_costs
 
-    costs = saved_costs(config)
+    costs = saved_costs(*describe_engine(config))
     if costs is None:
         write(f"{options.model}: nothing has been measured with these options on this machine. An engine does so at its first start.\n")
         return 1

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from jengine.scheduling.block_table import Entry
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import Sample, SlotReset, Span
+from jengine.scheduling.work import NO_WORK
 
 
 class Draft:
-    """The lists of a StepPlan; `sampled` are the sequences of `samples`, `attended` is its tiles' (see Work)."""
+    """The lists of a StepPlan; `sampled` are the sequences of `samples`."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -19,7 +20,7 @@ class Draft:
         self.resets: list[SlotReset] = []
         self.table: list[tuple[int, int, int, int]] = []
         self.copies: list[tuple[int, int, int]] = []
-        self.attended = 0
+        self.work = NO_WORK
 
     def enter(self, slot: int, entries: Iterable[Entry]) -> None:
         """Update a slot's block tables."""

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as List
+from itertools import chain, islice
 
 from jengine.program_table import VARIANTS, ProgramTable
 from jengine.ready_programs import ReadyPrograms
+from jengine.scheduling.admissions import Admissions
 from jengine.scheduling.block_table import NO_HIT, GroupPages, Hit
 from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.draft import Draft
-from jengine.scheduling.policy import Policy, victim
+from jengine.scheduling.options import SchedulingOptions
+from jengine.scheduling.pending import PendingTiles
+from jengine.scheduling.policy import victim
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
-from jengine.scheduling.sequences import Sequences
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
+from jengine.scheduling.strategies import Situation, latency, throughput
 from jengine.scheduling.work import Work, pairs, rows_work
 
+DEFAULTS = SchedulingOptions()
 
-class Scheduler(Sequences):
+
+class Scheduler(Admissions):
     """Plans steps, one program of the table each, and takes in the tokens they sampled.
 
     Plans run on the device in the order in which they were made, each once, and each is collected once, in that order.
@@ -35,6 +42,8 @@ class Scheduler(Sequences):
         max_model_len: tokens of a sequence, prompt and output together.
         groups: the model's cache groups.
         prefix_caching: whether prompts reuse the pages of earlier ones.
+        options: how requests are ordered, batched and promised.
+        clock: seconds, monotonic; Request.arrival is by the same clock. A simulation brings a virtual one.
     """
 
     def __init__(
@@ -48,8 +57,9 @@ class Scheduler(Sequences):
         max_model_len: int,
         groups: List[GroupPages] = (GroupPages(),),
         prefix_caching: bool = False,
-        policy: Policy = "fcfs",
+        options: SchedulingOptions = DEFAULTS,
         costs: StepCosts | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
             BlockManager(page_size, [num_pages], groups, prefix_caching=prefix_caching),
@@ -60,15 +70,17 @@ class Scheduler(Sequences):
                 windows=tuple(group.window for group in groups),
                 tile_size=table.tile_size,
             ),
+            ready=ReadyPrograms(table),
             max_num_seqs=max_num_seqs,
-            policy=policy,
+            max_num_batched_tokens=max_num_batched_tokens,
+            costs=StepCosts(table) if costs is None else costs,
+            clock=clock,
+            options=options,
         )
         self.table = table
-        self.ready = ReadyPrograms(table)  # steps take only these; replaced as more are
         self.page_size = page_size
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.costs = StepCosts(table) if costs is None else costs
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
+        self._admitting = 0  # waiting sequences that the strategy lets run in this step
         self._rows: list[Sequence] = []  # of the last step
         self._row_samples: list[Sample] = []  # theirs
         self._last_match = (-1, 0), NO_HIT  # (sequence, version of the index), what was found
@@ -77,42 +89,31 @@ class Scheduler(Sequences):
         """The next step, or None if there is nothing to do before earlier steps are collected or requests added.
 
         Every decoding sequence gets a row. Prompts follow, in tiles: first of sequences that have begun,
-        then of those waiting.
+        then of those waiting. How many tiles is the strategy's decision.
         """
+        now = self.clock()
+        self._begin_step(now)
         draft = Draft()
-        rows = self._decode_rows(draft)
-        if rows != self._rows:  # most steps have the rows of the one before; one that gets another slot is no row in between
-            self._rows, self._row_samples = rows, [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
-        draft.spans = [Span(s.number, s.slot, s.num_computed) for s in rows]
-        draft.samples = [*self._row_samples]
-        draft.sampled = [*rows]
-        positions = [s.num_computed for s in rows]
-        longest = max(positions, default=-1) + 1  # tokens of the longest sequence in the step
-        work = Work(*rows_work(positions, self.sequence.windows))
-        for sequence in rows:
-            sequence.num_computed += 1
-            sequence.in_flight += 1
-        begun = [s for s in self._running if s.state is State.PREFILLING] if len(rows) < len(self._running) else []
-        tiles, pending_longest, attended = self._pending(begun, (self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
-        if tiles:
-            pages, all_work = self.blocks.pages_of(max(longest, pending_longest)), work._replace(attended=attended)
-            best = self.costs.best_tiles(self.ready, rows=len(rows), pending=tiles, pages=pages, work=all_work)
-            tiles = self._prefill(draft, begun, best)
-            longest = max([longest, *[span.start + span.length for span in draft.spans[len(rows) :]]])
-            work = work._replace(attended=draft.attended)
+        rows, longest = self._add_rows(draft)
+        tiles, longest = self._add_tiles(draft, now, rows, longest)
         if not draft.spans:
             return None
         trunk = self.ready.trunk(len(rows), tiles, self.blocks.pages_of(longest), len(draft.samples))
         rank = max([sequence.variant_rank for sequence in draft.sampled], default=0)
+        sampler = self.ready.sampler(trunk, VARIANTS[rank])
+        for sequence in rows:
+            sequence.num_computed += 1
+            sequence.in_flight += 1
+        self._expect(draft.sampled, len(rows), self._timeline.plan(now, self.costs.seconds(trunk, sampler, draft.work)))
         return StepPlan(
             trunk=trunk,
-            sampler=self.ready.sampler(trunk, VARIANTS[rank]),
+            sampler=sampler,
             spans=draft.spans,
             samples=draft.samples,
             resets=draft.resets,
             table=draft.table,
             copies=draft.copies,
-            work=work,
+            work=draft.work,
         )
 
     def collect(self, plan: StepPlan, tokens: list[list[int]]) -> list[tuple[int, Sequence, int]]:
@@ -122,13 +123,18 @@ class Scheduler(Sequences):
         meanwhile is dropped; that of a preempted one is kept and recomputed with the others.
         """
         collected = []
-        by_number = self._by_number
+        now, by_number, fair, prompts = self.clock(), self._by_number, self._fair, plan.trunk.tiles > 0
+        self._timeline.collect(now)
         for i, sample in enumerate(plan.samples):
             sequence = by_number.get(sample.seq)
             if sequence is None:
                 continue
             sequence.in_flight -= 1
             known = sequence.tokens
+            if prompts and len(known) == sequence.prompt_len:
+                self._note_first(sequence, now)
+            if fair is not None:
+                fair.spend(sequence.client, len(tokens[i]))
             for token in tokens[i]:
                 known.append(token)
                 collected.append((i, sequence, token))
@@ -145,6 +151,35 @@ class Scheduler(Sequences):
         """Forgets all cached pages. True: nothing that was computed before will be reused."""
         self.blocks.reset()
         return True
+
+    def _add_rows(self, draft: Draft) -> tuple[list[Sequence], int]:
+        """A row for every decoding sequence. Returns these, and how many tokens the longest of them has."""
+        rows = self._decode_rows(draft)
+        if rows != self._rows:  # most steps have the rows of the one before; one that gets another slot is no row in between
+            self._rows, self._row_samples = rows, [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
+        draft.spans = [Span(s.number, s.slot, s.num_computed) for s in rows]
+        draft.samples = [*self._row_samples]
+        draft.sampled = [*rows]
+        positions = [s.num_computed for s in rows]
+        draft.work = Work(*rows_work(positions, self.sequence.windows))
+        return rows, max(positions, default=-1) + 1
+
+    def _add_tiles(self, draft: Draft, now: float, rows: list[Sequence], longest: int) -> tuple[int, int]:
+        """Prompts beside the rows, in as many tiles as the strategy decides.
+
+        Args:
+            longest: tokens of the longest sequence in the plan so far.
+
+        Returns:
+            How many tiles; and `longest`, with them.
+        """
+        self._admitting = self._admissible()
+        begun = [s for s in self._running if s.state is State.PREFILLING] if len(rows) < len(self._running) else []
+        pending = self._pending(begun, (self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
+        if not pending.count:
+            return 0, longest
+        tiles = self._prefill(draft, begun, self._decide(now, rows, draft.work, max(longest, pending.longest), pending))
+        return tiles, max([longest, *[span.start + span.length for span in draft.spans[len(rows) :]]])
 
     def _decode_rows(self, draft: Draft) -> list[Sequence]:
         """Sequences that decode in this step. Those that enter a new page get it, those whose page is shared a copy.
@@ -176,32 +211,22 @@ class Scheduler(Sequences):
             del self._sharing[sequence]
         return rows
 
-    def _pending(self, begun: list[Sequence], limit: int) -> tuple[int, int, int]:
-        """Prompt tiles that can be worked on now, `limit` at most.
-
-        Returns how many, how many tokens the longest of their sequences then has, and what they attend to (see Work).
-        """
-        limit, tile_size, windows = min(limit, self.ready.max_tiles), self.table.tile_size, self.sequence.windows
-        tiles = longest = attended = 0
+    def _pending(self, begun: list[Sequence], limit: int) -> PendingTiles:
+        """Prompt tiles that can be worked on now, `limit` at most."""
+        limit, pending = min(limit, self.ready.max_tiles), PendingTiles(self.table.tile_size, self.sequence.windows)
         for sequence in begun:
-            if tiles < limit:
-                count = min(-(-(len(sequence.tokens) - sequence.num_computed) // tile_size), limit - tiles)
-                end = min(sequence.num_computed + count * tile_size, len(sequence.tokens))
-                attended += pairs(sequence.num_computed, end - sequence.num_computed, windows)
-                tiles, longest = tiles + count, max(longest, end)
+            pending.add(sequence.num_computed, len(sequence.tokens), limit)
         slots, taken, running = self._room, Counter[int](), len(self._running)
         for sequence in self._waiting:
-            if tiles >= limit or slots <= 0 or sequence.in_flight:
+            if pending.count >= limit or slots <= 0 or sequence.in_flight:
                 break
             hit = self._match(sequence)
             taken.update(self._needed(sequence, hit))
             if not self._fits(taken, running):
                 break
-            count = min(-(-(len(sequence.tokens) - hit.tokens) // tile_size), limit - tiles)
-            end = min(hit.tokens + count * tile_size, len(sequence.tokens))
-            attended += pairs(hit.tokens, end - hit.tokens, windows)
-            tiles, longest, slots, running = tiles + count, max(longest, end), slots - 1, running + 1
-        return tiles, longest, attended
+            pending.add(hit.tokens, len(sequence.tokens), limit)
+            slots, running = slots - 1, running + 1
+        return pending
 
     def _prefill(self, draft: Draft, begun: list[Sequence], budget: int) -> int:
         """Cuts prompts into a plan, `budget` tiles at most: each to its end before the next one's turn. Returns how many tiles.
@@ -226,10 +251,28 @@ class Scheduler(Sequences):
             left -= self._cut(draft, first, left)
         return budget - left
 
+    def _decide(self, now: float, rows: list[Sequence], work: Work, tokens: int, pending: PendingTiles) -> int:
+        """How many of the pending tiles to run beside the decode rows, by the strategy.
+
+        Args:
+            work: of the rows.
+            tokens: of the longest sequence.
+        """
+        rank = max([s.variant_rank for s in chain(self._running, islice(self._waiting, max(self._admitting, 0)))])
+
+        def seconds(rows: int, tiles: int) -> float:
+            return self._seconds(rows, tiles, work._replace(attended=pending.attended(tiles)), tokens, rank)
+
+        outlook = self._outlook(self._timeline.start(now), rows) if self.strategy == "latency" else None
+        situation = Situation(len(rows), pending.count, self.table.tile_size, self.ready.tile_buckets, seconds, outlook)
+        self.decision = throughput(situation) if outlook is None else latency(situation)
+        self.decisions[f"{self.strategy}: {self.decision.reason}"] += 1
+        return self.decision.tiles
+
     @property
     def _room(self) -> int:
-        """How many more sequences may run: they need slots, and rows of a program that is ready."""
-        return min(len(self._free_slots), self.ready.max_rows - len(self._running))
+        """How many more sequences may run in this step: they need slots, and rows of a program that is ready."""
+        return min(len(self._free_slots), self.ready.max_rows - len(self._running), self._admitting)
 
     def _match(self, sequence: Sequence) -> Hit:
         """What of it is in the cache. Log probabilities of a prompt need all of it to be computed."""
@@ -253,10 +296,11 @@ class Scheduler(Sequences):
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += tokens
         if not sequence.scheduled:
-            sequence.scheduled, sequence.num_cached = time.monotonic(), tokens
+            sequence.scheduled, sequence.num_cached = self.clock(), tokens
 
     def _admit(self, draft: Draft, sequence: Sequence) -> None:
         self._take_slot(sequence)
+        self._admitting -= 1
         draft.resets.append(
             SlotReset(
                 slot=sequence.slot,
@@ -279,7 +323,7 @@ class Scheduler(Sequences):
         draft.enter(sequence.slot, blocks.grow(number, end))
         targets = _targets(sequence, start, end)
         draft.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], targets))
-        draft.attended += pairs(start, end - start, self.sequence.windows)
+        draft.work = draft.work._replace(attended=draft.work.attended + pairs(start, end - start, self.sequence.windows))
         sequence.num_computed = end
         blocks.commit(number, sequence.tokens, end)
         if end == len(sequence.tokens):

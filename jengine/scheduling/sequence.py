@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
 from jengine.program_table import VARIANTS, sampler_variant
 from jengine.request import FinishReason, Request
+
+Order = tuple[int, int, float, int]  # place under the policy, see order_of; smaller comes first, no two are equal
 
 
 class State(Enum):
@@ -29,11 +32,13 @@ class Sequence:
     number: int  # in the order of arrival
     family: int  # number of the first of the prompt's samples
     seed: int
-    order: tuple[int, int]  # place under the policy; smaller runs first, no two are equal
     max_len: int  # tokens, prompt and output together, at which it ends
     eos_token_ids: tuple[int, ...]
     stop_token_ids: frozenset[int]  # every id that ends it
     suppressed_token_ids: tuple[int, ...]  # stop and end-of-sequence ids, none of which may come before min_tokens
+    arrival: float = 0.0  # seconds on the scheduler's clock, as are all times here
+    ttft: float = math.inf  # seconds from its arrival to its first token, as targeted; inf: there is no target
+    tpot: float = math.inf  # and from each token to the next
 
     tokens: list[int]  # known: prompt and output
     num_computed: int = 0  # tokens whose keys and values are in the cache, or dispatched to be
@@ -42,20 +47,36 @@ class Sequence:
     state: State = State.WAITING
     num_preemptions: int = 0
     num_cached: int = 0  # tokens of the prompt that were in the cache, or computed for another sample, when it was first admitted
-    scheduled: float = 0.0  # when it was first admitted: seconds, monotonic
+    scheduled: float = 0.0  # when it was first admitted
+    start_by: float = math.inf  # when its prompt must begin, at the latest, for its first token to come in time
+    first_token: float | None = None  # when it came, or, while it is in flight, is expected
+    due: float = math.inf  # when the next token that is not planned should come
+    accepted: bool = False  # its targets, if any, were promised
+    late: bool = False  # its first token cannot come in time
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
+    order: Order = field(init=False)  # set as it is queued
     request_id: str = field(init=False)
+    client: str = field(init=False)  # whose share it takes, under policy="fair"
     prompt_len: int = field(init=False)  # tokens
     last_position: int = field(init=False)  # of the last token it may have; that token is never an input
     variant_rank: int = field(init=False)  # of its sampler variant in VARIANTS, the cheapest first
 
     def __post_init__(self) -> None:
-        self.request_id = self.request.request_id
+        self.request_id, self.client = self.request.request_id, self.request.client
         self.prompt_len = len(self.request.prompt_token_ids)
         self.last_position = self.max_len - 1
         self.variant_rank = VARIANTS.index("full" if self.request.mask is not None else sampler_variant(self.request.params))
+
+    @property
+    def has_target(self) -> bool:
+        return self.ttft < math.inf or self.tpot < math.inf
+
+    @property
+    def rest(self) -> int:
+        """Tokens that it may still get, beside those in flight."""
+        return self.max_len - len(self.tokens) - self.in_flight
 
     @property
     def output_token_ids(self) -> list[int]:

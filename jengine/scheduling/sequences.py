@@ -5,8 +5,10 @@ from __future__ import annotations
 from jengine.errors import InvalidArgument
 from jengine.request import FinishReason, Request
 from jengine.scheduling.blocks import BlockManager
-from jengine.scheduling.policy import Policy, WaitingQueue, order_of
-from jengine.scheduling.sequence import Sequence, State
+from jengine.scheduling.fair_shares import FairQueue
+from jengine.scheduling.options import SchedulingOptions
+from jengine.scheduling.policy import Waiting, WaitingQueue, order_of
+from jengine.scheduling.sequence import Order, Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
 
 
@@ -23,14 +25,14 @@ class Sequences:
         max_num_seqs: sequences running at once; they own slots 1 to max_num_seqs, slot 0 is the null slot.
     """
 
-    def __init__(self, blocks: BlockManager, sequence: SequenceLimits, *, max_num_seqs: int, policy: Policy) -> None:
-        self.blocks, self.sequence, self.max_num_seqs = blocks, sequence, max_num_seqs
-        self.policy: Policy = policy
+    def __init__(self, blocks: BlockManager, sequence: SequenceLimits, *, max_num_seqs: int, options: SchedulingOptions) -> None:
+        self.blocks, self.sequence, self.max_num_seqs, self.options = blocks, sequence, max_num_seqs, options
         self.num_preemptions = 0
         self._arrivals = 0
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
         self._by_number: dict[int, Sequence] = {}  # the same
-        self._waiting = WaitingQueue()
+        self._fair = FairQueue() if options.policy == "fair" else None
+        self._waiting: Waiting = WaitingQueue() if self._fair is None else self._fair
         self._running: dict[Sequence, None] = {}
         self._sharing: dict[Sequence, None] = {}  # running; the page that they write next may be shared
         self._free_slots = list(range(max_num_seqs, 0, -1))
@@ -42,6 +44,11 @@ class Sequences:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """In the order in which they would be admitted."""
+        return [*self._waiting]
 
     @property
     def has_work(self) -> bool:
@@ -71,7 +78,6 @@ class Sequences:
             number=self._arrivals,
             family=self._arrivals if family is None else family,
             seed=seed,
-            order=order_of(self.policy, request, self._arrivals),
             max_len=self.sequence.max_len(request),
             eos_token_ids=eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else suppressed),
@@ -80,8 +86,23 @@ class Sequences:
         )
         self._arrivals += 1
         self._live[request.request_id] = self._by_number[sequence.number] = sequence
-        self._waiting.push(sequence)
+        self._arrive(sequence)
         return sequence
+
+    def _arrive(self, sequence: Sequence) -> None:
+        """Queues a new sequence."""
+        self._push(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Takes a waiting sequence out of the queue."""
+        self._waiting.remove(sequence)
+
+    def _push(self, sequence: Sequence) -> None:
+        sequence.order = self._order(sequence)
+        self._waiting.push(sequence)
+
+    def _order(self, sequence: Sequence) -> Order:
+        return order_of(sequence, self.options.policy, self.options.priority_ageing)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence. For one that has ended, changes only the reason: its last token may also have completed a stop string."""
@@ -89,7 +110,7 @@ class Sequences:
         if sequence.state is State.FINISHED:
             return
         if sequence.state is State.WAITING:
-            self._waiting.remove(sequence)
+            self._leave(sequence)
         else:
             self._release(sequence)
         sequence.state, sequence.in_flight = State.FINISHED, 0
@@ -110,10 +131,18 @@ class Sequences:
             self.finish(sequence, "abort")
         return sequence
 
+    def snapshot(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Those that run, and those that wait, in their order. May be called from any thread."""
+        while True:
+            try:
+                return [*self._running], [*self._waiting]
+            except (RuntimeError, KeyError):  # they changed meanwhile
+                continue
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page, slot and request is where it belongs, once."""
         self.blocks.check_integrity()
-        running, waiting = list(self._running), list(self._waiting)
+        running, waiting = list(self._running), self.waiting
         assert self.blocks.numbers == {sequence.number for sequence in running}, "a block table is lost"
         slots = sorted([*self._free_slots, *(sequence.slot for sequence in running)])
         assert slots == list(range(1, self.max_num_seqs + 1)), f"a slot is shared or lost: {slots}"
@@ -124,7 +153,7 @@ class Sequences:
         assert {*self._sharing} <= {*running}, "a sequence that does not run shares a page"
 
     def _take_slot(self, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
+        self._waiting.admit(sequence)
         self._running[sequence] = None
         sequence.slot = self._free_slots.pop()
 

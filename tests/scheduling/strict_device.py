@@ -8,12 +8,13 @@ and of all tokens before it: a wrong token anywhere shows in everything that fol
 from __future__ import annotations
 
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, ScoreKey, sampler_variant
 from jengine.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.block_table import GroupPages
+from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
@@ -194,7 +195,8 @@ class Loop:
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         table = ProgramTable.build(tile_size=tile_size, page_buckets=page_buckets, **limits)
         pages = {"page_size": page_size, "num_pages": num_pages, "groups": groups}
-        self.scheduler = Scheduler(table, max_model_len=max_model_len, **pages, **limits, **options)  # type: ignore[arg-type]
+        named = {field.name: options.pop(field.name) for field in fields(SchedulingOptions) if field.name in options}
+        self.scheduler = Scheduler(table, max_model_len=max_model_len, options=SchedulingOptions(**named), **pages, **limits, **options)  # type: ignore[arg-type]
         self.device = StrictDevice(table, **pages, **limits)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.sequences: list[Sequence] = []
@@ -205,13 +207,14 @@ class Loop:
         self._coming: list[TableKey] = []
         self.exhausted = False  # whether every page has been owned
 
-    def add(self, prompt: list[int], priority: int = 0, n: int = 1, salt: str | None = None, **params: object) -> Sequence:
+    def add(self, prompt: list[int], priority: int = 0, n: int = 1, salt: str | None = None,
+            targets: dict[str, object] | None = None, **params: object) -> Sequence:  # fmt: skip
         """Adds the `n` samples of a prompt; returns the first."""
         seed = len(self.sequences)
         first: Sequence | None = None
         for index in range(n):
             request = Request(request_id=f"r{seed}.{index}", prompt_token_ids=prompt, params=SamplingParams(**params), priority=priority,  # type: ignore[arg-type]
-                              sample_index=index, cache_salt=salt)  # fmt: skip
+                              sample_index=index, cache_salt=salt, **(targets or {}))  # type: ignore[arg-type]  # fmt: skip
             self.scheduler.sequence.validate(request, EOS)
             sequence = self.scheduler.add(request, seed=seed, eos_token_ids=EOS, family=None if first is None else first.number)
             first = first or sequence
@@ -268,7 +271,10 @@ class Loop:
             if not self.scheduler.has_work:
                 break
             under_way = bool(self.dispatched)
-            assert self.step(ahead) or under_way, "unfinished requests, and nothing to run or to wait for"
+            rejected = len(self.scheduler.rejected)
+            assert self.step(ahead) or under_way or len(self.scheduler.rejected) > rejected, (
+                "unfinished requests, and nothing to run or to wait for"
+            )
         else:
             raise AssertionError(f"not done after {limit} steps")
         self.step(ahead=0)  # collects what is still under way

@@ -36,7 +36,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(2, 40),
         more_pages=st.integers(0, 6),
         bucketed=st.booleans(),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        priority_ageing=st.sampled_from([0.0, 1e-3, 60.0]),
+        strategy=st.sampled_from(["throughput", "latency", "memory"]),
+        on_late=st.sampled_from(["serve", "reject"]),
+        batching=st.sampled_from(["continuous", "continuous", "dynamic", "static"]),
         costs=st.none() | st.integers(0, 9),
         windows=st.sampled_from([(None,), (None,), (5,), (None, 3), (None, 6, 6), (1, 9)]),
         prefix_caching=st.booleans(),
@@ -52,6 +56,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         more_pages,
         bucketed,
         policy,
+        priority_ageing,
+        strategy,
+        on_late,
+        batching,
         costs,
         windows,
         prefix_caching,
@@ -68,6 +76,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + tile_size + more_tokens,
             page_buckets=tuple(sorted({1, (pages + 1) // 2, pages})) if bucketed else (0,),
             policy=policy,
+            priority_ageing=priority_ageing,
+            strategy="memory" if strategy == "latency" and batching != "continuous" else strategy,
+            on_late=on_late,
+            batching=batching,
+            batch_wait_ms=0.0,
             groups=[GroupPages(window) for window in windows],
             prefix_caching=prefix_caching,
             costs=None if costs is None else random_costs(costs),
@@ -83,8 +96,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3, 5]),
         salt=st.sampled_from([None, None, "a", "b"]),
         scored=st.sampled_from([None, None, None, 1]),
+        due=st.sampled_from([{}, {}, {"ttft_ms": 1e6, "tpot_ms": 1e6}, {"ttft_ms": 1e4}, {"ttft_ms": 1e-3}, {"tpot_ms": 1e-3}]),
+        client=st.sampled_from(["a", "b", ""]),
     )
-    def add(self, data, priority, ignore_eos, stops, n, salt, scored):
+    def add(self, data, priority, ignore_eos, stops, n, salt, scored, due, client):
         longest = self.loop.max_model_len - 1
         prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=longest))
         if self.loop.sequences and data.draw(st.booleans()):  # begins as another does, with a part of its output or without
@@ -93,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens = data.draw(st.none() | st.integers(1, 30))
         min_tokens = data.draw(st.integers(0, min(3, max_tokens or 3)))
         params = {"max_tokens": max_tokens, "min_tokens": min_tokens, "ignore_eos": ignore_eos, "stop_token_ids": stops}
-        self.loop.add(prompt, priority, n=n, salt=salt, prompt_logprobs=scored, **params)
+        self.loop.add(prompt, priority, n=n, salt=salt, targets={**due, "client": client}, prompt_logprobs=scored, **params)
 
     @rule(count=st.integers(1, 12))
     def programs_become_ready(self, count):
@@ -119,6 +134,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(ahead=st.integers(0, 2))
     def drain(self, ahead):
         self.loop.drain(ahead)
+
+    @rule(strategy=st.sampled_from(["throughput", "latency", "memory", "auto"]))
+    def set_strategy(self, strategy):
+        if self.loop.scheduler.options.batching == "continuous" or strategy in ("throughput", "memory"):
+            self.loop.scheduler.set_strategy(strategy)
 
     @rule()
     def reset_prefix_cache(self):

@@ -187,15 +187,20 @@ def test_get_model(mock_server: MockServer, stub: GenerateServiceStub) -> None:
 def test_get_load(make_server: MakeServer) -> None:
     with make_server(max_num_seqs=1, seconds=0.02) as server, server.stub() as stub:
         assert stub.GetLoad(pb.GetLoadRequest()) == pb.GetLoadResponse(
-            free_pages=1024, pages=1024, hit_pages={"full": 0}, programs_ready=41, programs=41
-        )
+            free_pages=1024,
+            pages=1024,
+            hit_pages={"full": 0},
+            programs_ready=41,
+            programs=41,
+            strategy="throughput", first_token_seconds=0.02,
+        )  # fmt: skip
         streams = [stub.GenerateStream(pb.GenerateRequest(text=TEXT, sampling_params=pb.SamplingParams(max_tokens=500))) for _ in range(2)]
         assert kinds(next(stream) for stream in streams) == ["started", "started"]
         next(streams[0])  # a delta: it runs
         until = time.monotonic() + 10
         while (load := stub.GetLoad(pb.GetLoadRequest())).waiting == 0:  # "started" was written before the engine has heard of it
             assert load.running == 1 and time.monotonic() < until
-        assert (load.running, load.waiting) == (1, 1) and load.free_pages < load.pages
+        assert (load.running, load.waiting) == (1, 1) and load.free_pages < load.pages and load.first_token_seconds == 0.04
         for stream in streams:
             stream.cancel()
         server.wait_until_idle()

@@ -21,7 +21,7 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "sampling_params", "request_id", "priority", "timeout_seconds", "model", "cache_salt")
+    __slots__ = ("text", "token_ids", "sampling_params", "request_id", "priority", "timeout_seconds", "model", "cache_salt", "ttft_ms", "tpot_ms")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,8 @@ class GenerateRequest(_message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     sampling_params: SamplingParams
@@ -38,7 +40,9 @@ class GenerateRequest(_message.Message):
     timeout_seconds: float
     model: str
     cache_salt: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    ttft_ms: float
+    tpot_ms: float
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -47,7 +51,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ChatRequest(_message.Message):
-    __slots__ = ("messages", "options", "sampling_params", "request_id", "priority", "timeout_seconds", "model", "cache_salt")
+    __slots__ = ("messages", "options", "sampling_params", "request_id", "priority", "timeout_seconds", "model", "cache_salt", "ttft_ms", "tpot_ms")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +60,8 @@ class ChatRequest(_message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     options: ChatOptions
     sampling_params: SamplingParams
@@ -64,7 +70,9 @@ class ChatRequest(_message.Message):
     timeout_seconds: float
     model: str
     cache_salt: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., options: _Optional[_Union[ChatOptions, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    ttft_ms: float
+    tpot_ms: float
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., options: _Optional[_Union[ChatOptions, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., timeout_seconds: _Optional[float] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "name", "tool_call_id", "tool_calls_json")
@@ -383,7 +391,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "free_pages", "pages", "preemptions", "cached_pages", "prefix_queries", "prefix_hits", "hit_pages", "evictions", "programs_ready", "programs")
+    __slots__ = ("running", "waiting", "free_pages", "pages", "preemptions", "cached_pages", "prefix_queries", "prefix_hits", "hit_pages", "evictions", "programs_ready", "programs", "strategy", "targets_met", "targets_missed", "targets_rejected", "first_token_seconds")
     class HitPagesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -403,6 +411,11 @@ class GetLoadResponse(_message.Message):
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_READY_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_MET_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_MISSED_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     free_pages: int
@@ -415,9 +428,24 @@ class GetLoadResponse(_message.Message):
     evictions: int
     programs_ready: int
     programs: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., pages: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., hit_pages: _Optional[_Mapping[str, int]] = ..., evictions: _Optional[int] = ..., programs_ready: _Optional[int] = ..., programs: _Optional[int] = ...) -> None: ...
+    strategy: str
+    targets_met: int
+    targets_missed: int
+    targets_rejected: int
+    first_token_seconds: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., pages: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., hit_pages: _Optional[_Mapping[str, int]] = ..., evictions: _Optional[int] = ..., programs_ready: _Optional[int] = ..., programs: _Optional[int] = ..., strategy: _Optional[str] = ..., targets_met: _Optional[int] = ..., targets_missed: _Optional[int] = ..., targets_rejected: _Optional[int] = ..., first_token_seconds: _Optional[float] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetStrategyRequest(_message.Message):
+    __slots__ = ("strategy",)
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    strategy: str
+    def __init__(self, strategy: _Optional[str] = ...) -> None: ...
+
+class SetStrategyResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

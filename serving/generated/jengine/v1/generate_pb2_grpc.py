@@ -84,6 +84,11 @@ class GenerateServiceStub:
                 request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.SetStrategy = channel.unary_unary(
+                '/jengine.v1.GenerateService/SetStrategy',
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyResponse.FromString,
+                _registered_method=True)
 
 
 class GenerateServiceServicer:
@@ -158,6 +163,13 @@ class GenerateServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetStrategy(self, request, context):
+        """What steps are composed for, from now on until the engine is started again; for the same callers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -210,6 +222,11 @@ def add_GenerateServiceServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'SetStrategy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetStrategy,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -482,6 +499,33 @@ class GenerateService:
             '/jengine.v1.GenerateService/ResetPrefixCache',
             jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ResetPrefixCacheRequest.SerializeToString,
             jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetStrategy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jengine.v1.GenerateService/SetStrategy',
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,354 @@
+"""Batching modes, strategies and targets: the real scheduler on a virtual clock, and the engine itself.
+
+    python -m benchmarks.scheduling [--real batching|latency|memory] [--costs FILE] [--quick]
+
+On the virtual clock steps take what the cost model of the 134M shape on this machine says, so that thousands of requests and a sweep of
+fixed settings take seconds; FILE has costs that were saved before. `--real` runs one part, with fewer requests, on the engine.
+
+batching  output tokens/s of a backlog, and latency at 70 % of continuous batching's rate; beside the least time in which any
+          schedule could do the same work by these costs
+latency   share of requests within targets at three Poisson rates, against fixed settings: tiles a step, and sequences at once
+memory    preemptions and tokens/s with pages for a third of what could run
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import linprog
+
+from benchmarks.machine import RESULTS, made_model, save
+from benchmarks.virtual_engine import VirtualEngine
+from jengine.config import EngineConfig
+from jengine.engine import Engine
+from jengine.request import Request, SamplingParams
+from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.goodput import in_time
+from jengine.scheduling.options import SchedulingOptions
+from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.work import Work, pairs
+from jengine.start import start_engine
+
+PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens, drawn evenly
+SEQS, TILE, PAGE, TILES = 32, 64, 16, 8
+BUDGET, MODEL_LEN = SEQS + TILES * TILE, PROMPT[1] + OUTPUT[1]
+FULL_POOL = 1 + SEQS * MODEL_LEN // PAGE
+LOADS = (0.5, 0.8, 1.1)  # of the rate that continuous batching can serve
+GOAL = 0.95  # of the bound
+
+
+class Asked(NamedTuple):
+    """One request of a workload."""
+
+    arrival: float  # seconds
+    prompt: list[int]
+    output: int  # tokens after which it ends
+
+
+class Outcome(NamedTuple):
+    """How a workload went."""
+
+    seconds: float
+    tokens: int
+    latencies: list[float]  # of requests that were answered, from their arrival to their end
+    in_target: float  # share of all requests
+    preemptions: int
+    rejected: int
+    decisions: dict[str, int]
+    steps: int
+
+
+def workload(count: int, rate: float | None = None, seed: int = 0) -> list[Asked]:
+    """Requests at once, or by a Poisson process with this many a second."""
+    rng = np.random.default_rng(seed)
+    gaps = np.zeros(count) if rate is None else rng.exponential(1.0 / rate, count)
+    lengths = rng.integers(*PROMPT, count, endpoint=True), rng.integers(*OUTPUT, count, endpoint=True)
+    return [
+        Asked(float(at), rng.integers(2, 3000, prompt).tolist(), int(output))
+        for at, prompt, output in zip(np.cumsum(gaps), *lengths, strict=True)
+    ]
+
+
+def requests_of(work: list[Asked], known: bool) -> list[Request]:
+    """known: their max_tokens are what they generate; else they may generate as much as any, and end before."""
+    made = []
+    for i, asked in enumerate(work):
+        params = SamplingParams(temperature=0.0, max_tokens=asked.output if known else OUTPUT[1], ignore_eos=known)
+        made.append(Request(request_id=str(i), prompt_token_ids=asked.prompt, params=params, arrival=asked.arrival))
+    return made
+
+
+# --- the virtual clock --------------------------------------------------------------------------------
+
+
+def replay(
+    costs: StepCosts,
+    work: list[Asked],
+    *,
+    seqs: int = SEQS,
+    tiles: int = TILES,
+    num_pages: int = FULL_POOL,
+    known: bool = True,
+    **options: Any,
+) -> Outcome:
+    """A workload on the virtual clock."""
+    engine = VirtualEngine(costs, lengths={str(i): asked.output for i, asked in enumerate(work)})
+    scheduler = Scheduler(
+        costs.table,
+        page_size=PAGE,
+        num_pages=num_pages,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=SEQS + tiles * TILE,
+        max_model_len=MODEL_LEN,
+        costs=costs,
+        clock=engine.clock,
+        options=SchedulingOptions(**options),
+    )
+    engine.run(scheduler, requests_of(work, known))
+    return outcome(engine.sequences, engine.ended, scheduler, engine.steps)
+
+
+def outcome(sequences: list[Sequence], ended: dict[Sequence, float], scheduler: Scheduler, steps: int) -> Outcome:
+    done = [sequence for sequence in sequences if sequence.finish_reason != "abort"]
+    met = sum(in_time(sequence, ended[sequence]) for sequence in done)
+    return Outcome(
+        seconds=max(ended.values()) - min(sequence.arrival for sequence in sequences),
+        tokens=sum(len(sequence.tokens) - sequence.prompt_len for sequence in done),
+        latencies=sorted(ended[sequence] - sequence.arrival for sequence in done),
+        in_target=met / len(sequences),
+        preemptions=scheduler.num_preemptions,
+        rejected=scheduler.goodput.rejected,
+        decisions=dict(scheduler.decisions),
+        steps=steps,
+    )
+
+
+def least_seconds(costs: StepCosts, work: list[Asked]) -> float:
+    """The least time in which steps of this table can compute these prompts and outputs, in whatever order.
+
+    A linear program over programs: as many tiles and rows as the work needs, at their costs. Attention comes on top: it is the same for
+    every order.
+    """
+    table = costs.table
+    tiles = sum(-(-len(asked.prompt) // TILE) for asked in work)
+    rows = sum(asked.output - 1 for asked in work)
+    trunks = [trunk for trunk in table.trunks() if trunk.tiles <= TILES]
+    needs = np.array([[trunk.tiles for trunk in trunks], [trunk.rows for trunk in trunks]])
+    found = linprog([costs.seconds(trunk) for trunk in trunks], A_ub=-needs, b_ub=[-tiles, -rows])
+    attended = sum(pairs(0, len(asked.prompt)) for asked in work)
+    context = sum(pairs(len(asked.prompt), asked.output - 1) for asked in work)
+    attention = costs.seconds(trunks[0], work=Work(context=context, attended=attended)) - costs.seconds(trunks[0])
+    return float(found.fun) + attention
+
+
+def batching(costs: StepCosts, count: int) -> dict[str, Any]:
+    backlog = workload(count)
+    bound = sum(asked.output for asked in backlog) / least_seconds(costs, backlog)
+    results: dict[str, Any] = {"bound_tokens_per_second": round(bound, 1)}
+    rate = None
+    for mode in ("continuous", "dynamic", "static"):
+        full = replay(costs, backlog, batching=mode)
+        per_second = full.tokens / full.seconds
+        rate = rate or 0.7 * count / full.seconds
+        part = replay(costs, workload(count, rate), batching=mode)
+        results[mode] = {
+            "tokens_per_second": round(per_second, 1),
+            "of_bound": round(per_second / bound, 3),
+            "steps": full.steps,
+            "requests_per_second_at_70_percent": round(rate, 3),
+            **percentiles(part),
+        }
+    return results
+
+
+def latency(costs: StepCosts, count: int) -> dict[str, Any]:
+    targets = targets_of(costs)
+    capacity = count / replay(costs, workload(count)).seconds
+    results: dict[str, Any] = {"targets": targets, "capacity_requests_per_second": round(capacity, 3)}
+    for load in LOADS:
+        work = workload(count, load * capacity, seed=1)
+        fixed = {
+            f"{tiles} tiles, {seqs} sequences": round(replay(costs, work, seqs=seqs, tiles=tiles, **targets).in_target, 4)
+            for tiles in (1, 2, 4, 8)
+            for seqs in (8, 16, 24, 32)
+        }
+        best = max(fixed, key=lambda name: fixed[name])
+        arms = {"throughput": {}, "serve": {"strategy": "latency"}, "reject": {"strategy": "latency", "on_late": "reject"}}
+        got = {name: replay(costs, work, **targets, **options) for name, options in arms.items()}
+        results[f"load {load}"] = {
+            "best_fixed": {"setting": best, "in_target": fixed[best]},
+            **{name: {"in_target": round(one.in_target, 4), "rejected": one.rejected, **percentiles(one)} for name, one in got.items()},
+            "auto": {"in_target": round(replay(costs, work, strategy="auto", **targets).in_target, 4)},
+            "decisions": got["serve"].decisions,
+            "fixed": fixed,
+        }
+    return results
+
+
+def targets_of(costs: StepCosts) -> dict[str, float]:
+    """A token in one and a half times what a full step of rows takes, the first in three times what the longest prompt takes alone."""
+    rows = costs.seconds(costs.table.trunk(SEQS, 0), work=Work(SEQS * (PROMPT[1] + OUTPUT[1]) // 2, MODEL_LEN))
+    prompt = costs.seconds(costs.table.trunk(SEQS, TILES), work=Work(attended=pairs(0, PROMPT[1])))
+    return {"ttft_ms": round(3e3 * prompt, 1), "tpot_ms": round(1.5e3 * rows, 1)}
+
+
+def memory(costs: StepCosts, count: int) -> dict[str, Any]:
+    """Requests may generate as much as any, and most end before."""
+    pool, work, results = 1 + FULL_POOL // 3, workload(count), {}
+    for known in (True, False):
+        for strategy in ("throughput", "memory", "auto"):
+            got = replay(costs, work, num_pages=pool, strategy=strategy, known=known)
+            results[f"{strategy}, max_tokens {'exact' if known else 'the same for all'}"] = {
+                "preemptions": got.preemptions,
+                "tokens_per_second": round(got.tokens / got.seconds, 1),
+                **percentiles(got),
+            }
+    return {"pages": pool - 1, **results}
+
+
+def percentiles(got: Outcome) -> dict[str, float]:
+    if len(got.latencies) < 2:
+        return {}
+    cuts = statistics.quantiles(got.latencies, n=20, method="inclusive")
+    return {"p50_seconds": round(cuts[9], 2), "p95_seconds": round(cuts[18], 2)}
+
+
+# --- the engine itself --------------------------------------------------------------------------------
+
+
+def run_engine(engine: Engine, work: list[Asked], **options: Any) -> Outcome:
+    """The same on the engine, by the wall clock."""
+    old = engine.scheduler
+    engine.scheduler = scheduler = Scheduler(
+        old.table,
+        page_size=old.page_size,
+        num_pages=options.pop("num_pages", old.blocks.capacity + 1),
+        max_num_seqs=options.pop("seqs", SEQS),
+        max_num_batched_tokens=SEQS + options.pop("tiles", TILES) * TILE,
+        max_model_len=MODEL_LEN,
+        costs=old.costs,
+        options=SchedulingOptions(**options),
+    )
+    sequences, ended, begin, steps = [], {}, time.monotonic(), 0
+    coming = requests_of([asked._replace(arrival=begin + asked.arrival) for asked in work], known=True)
+    coming.reverse()
+    while coming or engine.has_work:
+        while coming and coming[-1].arrival <= time.monotonic():
+            sequences += engine.add(coming.pop())
+        if not engine.has_work:
+            time.sleep(max(coming[-1].arrival - time.monotonic(), 0.0))
+            continue
+        engine.step()
+        steps += 1
+        now = time.monotonic()
+        for sequence in sequences:
+            if sequence.finish_reason is not None:
+                ended.setdefault(sequence, now)
+    return outcome(sequences, ended, scheduler, steps)
+
+
+@contextmanager
+def started(quick: bool) -> Iterator[Engine]:
+    options = {"max_num_seqs": SEQS, "max_model_len": MODEL_LEN, "max_num_batched_tokens": BUDGET, "tile_size": TILE, "page_size": PAGE}
+    model = "demo" if quick else str(made_model("134m"))
+    engine, _ = start_engine(EngineConfig.of(model, {**options, "warm_up": "all", "enable_prefix_caching": False}))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def real_batching(engine: Engine, count: int) -> dict[str, Any]:
+    work = workload(count)
+    bound = sum(asked.output for asked in work) / least_seconds(engine.scheduler.costs, work)
+    results: dict[str, Any] = {"requests": count, "bound_tokens_per_second": round(bound, 1)}
+    for mode in ("continuous", "dynamic", "static"):
+        got = run_engine(engine, work, batching=mode)
+        predicted = replay(engine.scheduler.costs, work, batching=mode)
+        results[mode] = {
+            "tokens_per_second": round(got.tokens / got.seconds, 1),
+            "predicted": round(predicted.tokens / predicted.seconds, 1),
+            "of_bound": round(got.tokens / got.seconds / bound, 3),
+            **percentiles(got),
+        }
+    return results
+
+
+def real_latency(engine: Engine, count: int) -> dict[str, Any]:
+    costs = engine.scheduler.costs
+    targets = targets_of(costs)
+    capacity = 200 / replay(costs, workload(200)).seconds
+    work = workload(count, LOADS[1] * capacity, seed=1)
+    arms: dict[str, dict[str, Any]] = {
+        "throughput": {},
+        "serve": {"strategy": "latency"},
+        "reject": {"strategy": "latency", "on_late": "reject"},
+    }
+    results: dict[str, Any] = {"requests": count, "load": LOADS[1], "targets": targets}
+    for name, options in arms.items():
+        got, predicted = run_engine(engine, work, **targets, **options), replay(costs, work, **targets, **options)
+        results[name] = {
+            "in_target": round(got.in_target, 3),
+            "predicted": round(predicted.in_target, 3),
+            "rejected": got.rejected,
+            **percentiles(got),
+        }
+    return results
+
+
+def real_memory(engine: Engine, count: int) -> dict[str, Any]:
+    work, pool, results = workload(count), 1 + FULL_POOL // 3, {}
+    for strategy in ("throughput", "memory"):
+        got = run_engine(engine, work, num_pages=pool, strategy=strategy)
+        results[strategy] = {"preemptions": got.preemptions, "tokens_per_second": round(got.tokens / got.seconds, 1), **percentiles(got)}
+    return {"requests": count, "pages": pool - 1, **results}
+
+
+VIRTUAL: dict[str, Callable[[StepCosts, int], dict[str, Any]]] = {"batching": batching, "latency": latency, "memory": memory}
+REAL: dict[str, tuple[Callable[[Engine, int], dict[str, Any]], int]] = {
+    "batching": (real_batching, 48),
+    "latency": (real_latency, 48),
+    "memory": (real_memory, 48),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--real", choices=REAL, help="run this part on the engine")
+    parser.add_argument("--requests", type=int)
+    parser.add_argument("--costs", type=Path, help="costs that were saved, instead of this machine's")
+    parser.add_argument("--quick", action="store_true", help="the demo model, few requests, nothing saved")
+    options = parser.parse_args()
+    if options.real:
+        part, count = REAL[options.real]
+        with started(options.quick) as engine:
+            run_engine(engine, workload(4))  # the first steps of a process are slower
+            result = {f"real_{options.real}": part(engine, options.requests or (8 if options.quick else count))}
+    else:
+        if options.costs is None:
+            with started(options.quick) as engine:
+                costs = engine.scheduler.costs
+        else:
+            costs = StepCosts.from_json(options.costs.read_bytes())
+        count = options.requests or (40 if options.quick else 600)
+        result = {name: run(costs, count) for name, run in VIRTUAL.items()}
+    json.dump(result, sys.stdout, indent=1)
+    if not options.quick:
+        file = RESULTS / "scheduling.json"
+        before = json.loads(file.read_text()) if file.exists() else {}
+        before.pop("machine", None)
+        save("scheduling", {"goal_of_bound": GOAL, **before, **result})
+
+
+if __name__ == "__main__":
+    main()

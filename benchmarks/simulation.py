@@ -1,0 +1,251 @@
+"""Simulation against the engine: latencies at three loads, a million requests, and what `tune` promises.
+
+    python -m benchmarks.simulation fidelity
+    python -m benchmarks.simulation million
+    python -m benchmarks.simulation search    # then
+    python -m benchmarks.simulation run
+
+Each part adds its figures to results/simulation.json. Engines run in this process, single-threaded, and requests come at times drawn
+beforehand, the same in the simulation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import RESULTS, facts, made_model
+from jengine.config import EngineConfig
+from jengine.engine import Engine
+from jengine.program_table import ProgramTable
+from jengine.request import Request, SamplingParams
+from jengine.scheduling.costs import Slopes, StepCosts
+from jengine.simulation.replay import EngineShape, replay
+from jengine.simulation.setup import Setup
+from jengine.simulation.summary import Targets, summarize
+from jengine.simulation.trace import Trace, make_trace
+from jengine.simulation.tune import Search, values
+from jengine.start import start_engine
+from jengine.updates import TokenUpdate
+
+OPTIONS: dict[str, Any] = {"max_model_len": 1024, "dtype": "bfloat16", "warm_up": "all"}
+LOADS = 0.4, 0.7, 0.9  # of what it can serve at most
+LEARN, MEASURE = 6.0, 30.0  # seconds
+GOAL = 0.15
+TRACES = {"chat": ((4.0, 0.8), (4.4, 0.6)), "code": ((5.7, 0.5), (2.7, 0.6))}  # prompts and outputs: mean and deviation of the logarithm
+TUNED_SECONDS, OVERLOAD = 25.0, 1.3
+
+
+def made_trace(rng: np.random.Generator, rate: float, seconds: float, prompt: tuple[float, float], output: tuple[float, float]) -> Trace:
+    """Poisson arrivals, and lengths of which the logarithm is normal, that fit into 1,024 tokens."""
+    count = max(int(rate * seconds), 1)
+    arrivals = np.cumsum(rng.exponential(1 / rate, count))
+    prompts, outputs = (np.clip(rng.lognormal(*law, count), 4, 500).astype(int) for law in (prompt, output))
+    return make_trace([*zip(arrivals, prompts, outputs, strict=True)])
+
+
+def drive(engine: Engine, trace: Trace, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds from each request's arrival to its first and its last token."""
+    count, vocab = len(trace), engine.model.vocab_size
+    requests = [
+        Request(
+            request_id=f"{id(trace)}/{i}",
+            prompt_token_ids=rng.integers(2, vocab, trace.prompts[i]).tolist(),
+            params=SamplingParams(temperature=0.0, max_tokens=int(trace.outputs[i]), ignore_eos=True),
+        )
+        for i in range(count)
+    ]
+    rows = {request.request_id: i for i, request in enumerate(requests)}
+    first, last = np.full(count, np.nan), np.full(count, np.nan)
+    start, clock, taken = time.perf_counter(), time.monotonic(), 0
+    while taken < count or engine.has_work:
+        now = time.perf_counter() - start
+        while taken < count and trace.arrivals[taken] <= now:
+            requests[taken].arrival = clock + trace.arrivals[taken]
+            engine.add(requests[taken])
+            taken += 1
+        if not engine.has_work:
+            time.sleep(max(trace.arrivals[taken] - now, 0.0))
+            continue
+        updates = engine.step()
+        now = time.perf_counter() - start
+        for update in updates:
+            if isinstance(update, TokenUpdate):
+                row = rows[update.request_id]
+                first[row] = now if np.isnan(first[row]) else first[row]
+                last[row] = now
+    return first - trace.arrivals, last - trace.arrivals
+
+
+def frozen(costs: StepCosts) -> StepCosts:
+    """A copy that learns nothing more."""
+    return StepCosts.from_json(costs.to_json())
+
+
+def shape_of(engine: Engine) -> EngineShape:
+    """What a replay needs of a running engine."""
+    scheduler = engine.scheduler
+    return EngineShape(
+        table=scheduler.table,
+        costs=frozen(scheduler.costs),
+        page_size=scheduler.page_size,
+        num_pages=scheduler.blocks.capacity + 1,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=scheduler.sequence.max_model_len,
+        groups=scheduler.blocks.groups,
+        overlap=engine.overlap,
+        options={"prefix_caching": scheduler.blocks.prefix_caching, "options": scheduler.options},
+    )
+
+
+def capacity(shape: EngineShape, trace: Trace) -> float:
+    """Requests a second, where they all wait from the beginning."""
+    return len(trace) / replay(shape, trace.scaled(1e9)).end
+
+
+def percentiles(seconds: np.ndarray) -> dict[str, float]:
+    return {f"p{rank}_ms": round(1e3 * float(np.percentile(seconds, rank)), 1) for rank in (50, 95)}
+
+
+def fidelity(model: str) -> dict[str, Any]:
+    """At each load what was predicted, then what was measured."""
+    engine, _ = start_engine(EngineConfig.of(model, OPTIONS), progress=False)
+    laws, results = TRACES["chat"], {}
+    rng = np.random.default_rng(0)
+    some = made_trace(rng, 10.0, 30.0, *laws)
+    drive(engine, made_trace(rng, 0.5 * capacity(shape_of(engine), some), LEARN, *laws), rng)  # only requests show what the host takes
+    for share in LOADS:
+        rate = share * capacity(shape_of(engine), some)
+        trace = made_trace(rng, rate, MEASURE, *laws)
+        outcome = replay(shape_of(engine), trace)
+        predicted = outcome.first - trace.arrivals, outcome.last - trace.arrivals
+        measured = drive(engine, trace, rng)
+        result: dict[str, Any] = {
+            "requests": len(trace),
+            "requests_per_second": round(rate, 2),
+            "drift_after": round(engine.scheduler.costs.drift, 3),
+        }
+        for name, want, got in zip(("first_token", "total"), predicted, measured, strict=True):
+            want, got = percentiles(want), percentiles(got)
+            errors = {rank: round(want[rank] / got[rank] - 1, 3) for rank in got}
+            result[name] = {"predicted": want, "measured": got, "error": errors}
+            print(f"{share:.0%} {name:12} predicted {want}  measured {got}  error {errors}", flush=True)
+        results[f"{share:.0%}"] = result
+    engine.close()
+    return results
+
+
+def million(requests: int) -> dict[str, Any]:
+    """Lengths as in Azure's trace of conversations, costs as of 8 billion parameters on a large GPU, at 70 % of its capacity."""
+    rng = np.random.default_rng(0)
+    prompts = np.clip(rng.lognormal(6.6, 0.95, requests), 2, 7000).astype(int)
+    outputs = np.clip(rng.lognormal(4.95, 0.95, requests), 2, 1000).astype(int)
+    rows, tokens = 256, 8192
+    table = ProgramTable.build(max_num_seqs=rows, max_num_batched_tokens=tokens, tile_size=64)
+    trunks = {key: 5e-3 + 2e-5 * table.tokens(key) for key in table.trunks()}
+    costs = StepCosts(table, trunks=trunks, samplers={key: 1e-6 * key.rows for key in table.samplers()}, slopes=Slopes(4e-8, 0.0, 1e-9))
+    shape = EngineShape(table=table, costs=costs, page_size=64, num_pages=8000, max_num_seqs=rows, max_num_batched_tokens=tokens,
+                        max_model_len=8192, options={"prefix_caching": True})  # fmt: skip
+    some = make_trace([*zip(np.arange(5000.0), prompts[:5000], outputs[:5000], strict=True)])
+    rate = 0.7 * capacity(shape, some)
+    trace = make_trace([*zip(np.cumsum(rng.exponential(1 / rate, requests)), prompts, outputs, strict=True)])
+    begin, cpu = time.perf_counter(), time.process_time()
+    outcome = replay(shape, trace, progress=True)
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    summary = summarize(outcome, trace, Targets())
+    print(f"{requests:,} requests in {seconds:.0f} s ({cpu:.0f} s of one core); {outcome.steps:,} steps, {outcome.end:.0f} s simulated")
+    return {
+        "requests": requests,
+        "output_tokens": int(trace.outputs.sum()),
+        "prompt_tokens": int(trace.prompts.sum()),
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu, 1),
+        "steps": outcome.steps,
+        "simulated_seconds": round(outcome.end, 1),
+        "summary": asdict(summary),
+        "goal_seconds": 600,
+    }
+
+
+def tuned_trace(name: str, setup: Setup) -> Trace:
+    """More than an engine with its first options can serve."""
+    rng = np.random.default_rng(7)
+    rate = OVERLOAD * capacity(setup.shape(), made_trace(rng, 10.0, 30.0, *TRACES[name]))
+    return made_trace(rng, rate, TUNED_SECONDS, *TRACES[name])
+
+
+def search(name: str, model: str) -> dict[str, Any]:
+    """The options that are found for a trace, and what they promise."""
+    config = EngineConfig.of(model, OPTIONS)
+    engine, _ = start_engine(config, progress=False)  # measures what is not known yet
+    engine.close()
+    setup = Setup.of(config)
+    trace = tuned_trace(name, setup)
+    begin = time.perf_counter()
+    tried = values(config, setup.shape(), targets=False)
+    tuned = Search(lambda changes: setup.shape(**changes), tried, trace, Targets(), objective="latency").run()
+    result = {
+        "requests": len(trace),
+        "requests_per_second": round(len(trace) / trace.seconds, 2),
+        "changes": tuned.changes,
+        "tried": tuned.tried,
+        "search_seconds": round(time.perf_counter() - begin, 1),
+        "predicted": {"before": round(tuned.before.mean_total, 3), "after": round(tuned.after.mean_total, 3)},
+        "trace": [[round(float(at), 6), int(p), int(o)] for at, p, o in zip(trace.arrivals, trace.prompts, trace.outputs, strict=True)],
+    }
+    print({key: value for key, value in result.items() if key != "trace"})
+    return result
+
+
+def run(found: dict[str, Any], which: str, model: str) -> float:
+    """The mean seconds of a request, with the options before or after."""
+    changes = found["changes"] if which == "after" else {}
+    engine, _ = start_engine(EngineConfig.of(model, {**OPTIONS, **changes}), progress=False)
+    rng = np.random.default_rng(1)
+    trace = make_trace([tuple(row) for row in found["trace"]])
+    drive(engine, trace.take(np.arange(min(20, len(trace)))), rng)
+    _, total = drive(engine, trace, rng)
+    engine.close()
+    print(f"{which}: {total.mean():.3f} s")
+    return round(float(total.mean()), 3)
+
+
+def add(section: str, result: dict[str, Any]) -> None:
+    """Into results/simulation.json, beside what is there."""
+    file = RESULTS / "simulation.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    results["machine"] = facts()
+    results[section] = {**results.get(section, {}), **result} if section == "tune" else result
+    file.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("part", choices=("fidelity", "million", "search", "run"))
+    parser.add_argument("--trace", choices=TRACES, help="only this one, of `search` and `run`")
+    parser.add_argument("--requests", type=int, default=1_000_000)
+    parser.add_argument("--model", help="another model than the 134M shape, which is made when it is missing")
+    options = parser.parse_args()
+    model = options.model or (str(made_model("134m")) if options.part != "million" else "")
+    names = [options.trace] if options.trace else [*TRACES]
+    if options.part == "fidelity":
+        add("fidelity", {"goal": GOAL, "loads": fidelity(model)})
+    elif options.part == "million":
+        add("million", million(options.requests))
+    elif options.part == "search":
+        add("tune", {name: search(name, model) for name in names})
+    else:
+        found = json.loads((RESULTS / "simulation.json").read_text())["tune"]
+        for name in names:
+            found[name]["measured"] = {which: run(found[name], which, model) for which in ("before", "after")}
+            add("tune", found)
+
+
+if __name__ == "__main__":
+    main()

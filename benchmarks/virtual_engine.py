@@ -1,0 +1,81 @@
+"""The real scheduler on a virtual clock: each step takes what a cost model says, and no model runs."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from jengine.request import Request
+from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.step_plan import StepPlan
+
+TOKEN, END = 1, 0  # what is generated; the second ends a request
+
+
+class VirtualEngine:
+    """The engine's loop around a scheduler, whose clock must be `clock`.
+
+    Args:
+        costs: what steps really take; the scheduler's own may differ.
+        ahead: steps planned before the tokens of one are there, as with overlap.
+        lengths: tokens at which a request ends by itself, by its id.
+
+    Attributes:
+        now: seconds.
+        steps: how many ran, and `busy`: their seconds.
+        sequences: in the order of their arrival; those that have ended, too, with the times of their first and last token.
+    """
+
+    def __init__(self, costs: StepCosts, ahead: int = 1, lengths: Mapping[str, int] | None = None) -> None:
+        self.now = self.busy = self._free_at = 0.0
+        self.costs, self.ahead, self.lengths, self.steps = costs, ahead, lengths or {}, 0
+        self.sequences: list[Sequence] = []
+        self.ended: dict[Sequence, float] = {}
+        self._flying: deque[tuple[float, StepPlan]] = deque()
+
+    def clock(self) -> float:
+        return self.now
+
+    def add(self, scheduler: Scheduler, request: Request) -> Sequence:
+        sequence = scheduler.add(request, seed=0, eos_token_ids=(END,))
+        self.sequences.append(sequence)
+        return sequence
+
+    def run(self, scheduler: Scheduler, requests: Iterable[Request]) -> None:
+        """All requests, each at its arrival, until they have ended."""
+        coming = [(request.arrival, i, request) for i, request in enumerate(requests)]
+        heapq.heapify(coming)
+        while coming or scheduler.has_work or self._flying:
+            while coming and coming[0][0] <= self.now:
+                self.add(scheduler, heapq.heappop(coming)[2])
+            if not self.step(scheduler):
+                self.now = min(coming[0][0] if coming else scheduler.wakes_at, scheduler.wakes_at)
+
+    def step(self, scheduler: Scheduler) -> bool:
+        """Plans a step, then waits for the one `ahead` of it. False: nothing runs."""
+        plan = scheduler.schedule() if scheduler.has_work else None
+        self.note_rejected(scheduler)
+        if plan is not None:
+            seconds = self.costs.seconds(plan.trunk, plan.sampler, plan.work)
+            self._free_at = max(self._free_at, self.now) + seconds
+            self._flying.append((self._free_at, plan))
+            self.steps, self.busy = self.steps + 1, self.busy + seconds
+        elif not self._flying:
+            return False
+        while len(self._flying) > (self.ahead if plan is not None else 0):
+            self.now, done = self._flying.popleft()
+            for _, sequence, _ in scheduler.collect(done, [[self._token(scheduler.running(s.seq))] for s in done.samples]):
+                if sequence.finish_reason is not None:
+                    self.ended[sequence] = self.now
+        return True
+
+    def _token(self, sequence: Sequence | None) -> int:
+        ends = sequence is not None and len(sequence.tokens) - sequence.prompt_len + 1 == self.lengths.get(sequence.request_id)
+        return END if ends else TOKEN
+
+    def note_rejected(self, scheduler: Scheduler) -> None:
+        self.ended |= dict.fromkeys(scheduler.rejected, self.now)
+        scheduler.rejected.clear()

@@ -1,0 +1,132 @@
+"""`jengine simulate`: what an engine would do with a trace of requests, by the real scheduler and the measured costs of its steps."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jengine import EngineConfig, InvalidArgument, SamplingParams
+from jengine.commands.flags import add_engine, add_model, engine_fields
+from jengine.commands.terminal import note, write
+from jengine.display import counted
+
+if TYPE_CHECKING:
+    from jengine.simulation.summary import Targets
+    from jengine.simulation.trace import Trace
+
+SAMPLERS: dict[str, dict[str, Any]] = {  # what all requests ask for, by the sampler that this takes
+    "greedy": {"temperature": 0.0},
+    "sample": {"temperature": 1.0},
+    "truncated": {"temperature": 0.8, "top_p": 0.95},
+    "full": {"temperature": 0.8, "top_p": 0.95, "logprobs": 1},
+}
+TRACES = """\
+A trace is a recording of jengine's (--record-trace of the other commands), Azure's LLM inference CSV, BurstGPT's CSV, or Mooncake's JSONL.
+Requests are as long as it says, whatever they generate. Nothing is loaded, compiled or run.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="latencies, goodput and engines needed for a trace of requests, without running it",
+        description="Run the scheduler over a trace on a virtual clock, with the costs of steps that engines with these options have\n"
+        "measured on this machine, and print latencies, goodput, utilisation, and how many engines the targets need.",
+        epilog=TRACES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser)
+    add_trace(parser)
+    parser.add_argument(
+        "--replicas", metavar="N", default="1", help="engines that take turns; auto: the fewest that meet the targets (default: 1)"
+    )
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="save a plot, such as a PNG (needs the extra bench)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_engine(parser)
+    parser.set_defaults(run=_simulate)
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    """The trace, its requests, their targets, and what steps cost."""
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="a file of requests, see below")
+    parser.add_argument("--rate-scale", metavar="NUMBER", type=float, default=1.0, help="requests come so many times as fast (default: 1)")
+    parser.add_argument("--requests", metavar="N", type=int, help="the first N of them")
+    parser.add_argument("--sampler", choices=SAMPLERS, default="greedy", help="the sampler that all requests need (default: greedy)")
+    parser.add_argument("--costs", metavar="FILE", type=Path, help="what steps cost: a file of the cache's folder `costs`, of any machine")
+    text = "milliseconds to the first token, for goodput (default: ttft_ms)"
+    parser.add_argument("--target-ttft-ms", metavar="NUMBER", type=float, help=text)
+    parser.add_argument(
+        "--target-tpot-ms", metavar="NUMBER", type=float, help="and for each output token after it, on average (default: tpot_ms)"
+    )
+    parser.add_argument(
+        "--target-share", metavar="NUMBER", type=float, default=0.95, help="share of requests that should meet them (default: 0.95)"
+    )
+
+
+def given_trace(options: argparse.Namespace) -> Trace:
+    """The trace, as it is to be run."""
+    import numpy as np
+
+    from jengine.simulation.formats import read_trace
+
+    trace = read_trace(options.trace).scaled(options.rate_scale)
+    if options.requests is None:
+        return trace
+    if options.requests < 1:
+        raise InvalidArgument("requests", options.requests, "must be at least 1")
+    return trace.take(np.arange(min(options.requests, len(trace))))
+
+
+def given_targets(options: argparse.Namespace, config: EngineConfig) -> Targets:
+    """Those of the command, else the engine's."""
+    from jengine.simulation.summary import Targets
+
+    ttft, tpot = options.target_ttft_ms or config.ttft_ms, options.target_tpot_ms or config.tpot_ms
+    return Targets(ttft_ms=ttft, tpot_ms=tpot, share=options.target_share)
+
+
+def params(options: argparse.Namespace) -> SamplingParams:
+    """Of all requests, but for their lengths."""
+    return SamplingParams(ignore_eos=True, **SAMPLERS[options.sampler])
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    if options.replicas != "auto" and not (options.replicas.isdecimal() and int(options.replicas) > 0):
+        raise InvalidArgument("replicas", options.replicas, "must be auto or a whole number, at least 1")
+    config = EngineConfig.of(options.model, engine_fields(options))
+    targets, trace = given_targets(options, config), given_trace(options)
+    if options.replicas == "auto" and not targets.given(trace):
+        raise InvalidArgument("replicas", "auto", "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory may be an engine's
+    from jengine.simulation.setup import Setup
+
+    shape = Setup.of(config, options.costs).shape()
+    from jengine.simulation.replay import replay
+    from jengine.simulation.replicas import replicas_needed
+    from jengine.simulation.report import report, save_plot
+    from jengine.simulation.summary import summarize
+
+    how: dict[str, Any] = {"params": params(options), "progress": not options.quiet}
+    if options.replicas == "auto":
+        found = replicas_needed(shape, trace, targets, **how)
+        if found is None:
+            note(f"no number of engines meets the targets for {targets.share:.0%} of the requests")
+            return 1
+        count, outcome = found
+        if not options.json:
+            write(f"{counted(count, 'engine')} needed for {targets.share:.0%} of the requests within their targets\n\n")
+    else:
+        outcome = replay(shape, trace, replicas=int(options.replicas), **how)
+    summary = summarize(outcome, trace, targets)
+    if options.json:
+        write(json.dumps({**dataclasses.asdict(summary), "goodput": summary.goodput, "refused": outcome.refused}) + "\n")
+    else:
+        write(report(summary, trace, targets, outcome) + "\n")
+    if options.plot is not None:
+        save_plot(options.plot, outcome, trace)
+    return 0

@@ -1,0 +1,88 @@
+"""`jengine tune`: options for a trace of requests, found by simulation and written as a file for --config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jengine import EngineConfig, __version__
+from jengine.commands.flags import add_engine, add_model, engine_fields
+from jengine.commands.simulate import TRACES, add_trace, given_targets, given_trace, params
+from jengine.commands.terminal import note, write
+from jengine.observe.progress import progress_bar
+
+if TYPE_CHECKING:
+    from jengine.simulation.tune import Objective, Tuned
+
+REQUESTS = 2000
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="search options for a trace of requests, by simulation",
+        description="Search max_num_seqs, max_num_batched_tokens, tile_size, page_size and the strategy for a trace by simulation, and\n"
+        "write them as a file for --config, with the predicted gain. Costs of programs that were not measured are estimated.",
+        epilog=TRACES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model(parser)
+    add_trace(parser)
+    parser.set_defaults(requests=REQUESTS)
+    parser.add_argument("--out", metavar="FILE", type=Path, help="the options file to write, in TOML (default: stdout)")
+    parser.add_argument(
+        "--objective",
+        choices=("goodput", "latency", "throughput"),
+        help="what to raise: the share of requests within targets, the speed of a request on average, or output tokens a second "
+        "(default: goodput where there are targets, else latency)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_engine(parser)
+    parser.set_defaults(run=_tune)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    given = engine_fields(options)
+    config = EngineConfig.of(options.model, given)
+    targets, trace = given_targets(options, config), given_trace(options)
+    objective: Objective = options.objective or ("goodput" if targets.given(trace) else "latency")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory may be an engine's
+    from jengine.simulation.setup import Setup
+    from jengine.simulation.tune import Search, values
+
+    setup = Setup.of(config, options.costs)
+    tried = values(config, setup.shape(), targets.given(trace))
+    with progress_bar(desc="simulating", unit="set of options", show=not options.quiet) as bar:
+        search = Search(
+            lambda changes: setup.shape(**changes), tried, trace, targets, objective=objective, params=params(options), tried=bar.update
+        )
+        tuned = search.run()
+    gain = _gain(objective, tuned)
+    head = f"# jengine {__version__} tune {options.model} {options.trace}: {gain}, predicted by simulating {tuned.tried} sets of options.\n"
+    text = head + "".join(f"{name} = {_toml(value)}\n" for name, value in {**given, **tuned.changes}.items())
+    if options.out is None:
+        write(text)
+    else:
+        options.out.write_text(text, encoding="utf-8")
+        changed = ", ".join(f"{name} {value}" for name, value in tuned.changes.items())
+        note(f"{gain}: {changed or 'these options are the best that were found'}")
+        note(f"start with --config {options.out}")
+    return 0
+
+
+def _gain(objective: Objective, tuned: Tuned) -> str:
+    before, after = tuned.before, tuned.after
+    if objective == "throughput":
+        return f"{before.output_tokens_per_second:,.0f} to {after.output_tokens_per_second:,.0f} output tokens a second"
+    shares = before.in_target or 0.0, after.in_target or 0.0
+    if objective == "goodput" and abs(shares[1] - shares[0]) >= 0.001:
+        return f"{shares[0]:.1%} to {shares[1]:.1%} of the requests within targets"
+    return f"{before.mean_total:.3g} to {after.mean_total:.3g} s for a request on average"
+
+
+def _toml(value: Any) -> str:
+    """Text, numbers and booleans are written as in JSON."""
+    return json.dumps(value if isinstance(value, bool | int | float) else str(value))

@@ -1,0 +1,79 @@
+"""Records what an engine is asked for as a trace for `jengine simulate`: lengths and times, no texts, tokens or names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import time
+import weakref
+from array import array
+from pathlib import Path
+
+from jengine.errors import InvalidArgument
+from jengine.scheduling.sequence import Sequence
+
+VERSION = 1
+BLOCK = 64  # tokens of a prompt that one hash stands for
+HEADER = 4096  # bytes, at most, of the first line
+DIGEST = 6  # bytes of a hash
+
+
+class TraceRecorder:
+    """Appends a line of JSON for each request that has ended.
+
+    That prompts begin alike shows in hashes of their blocks, each of a block and all before it. They are keyed by a number that is
+    kept nowhere: nothing can be guessed from them, and an engine that starts later makes others.
+
+    Raises:
+        InvalidArgument: the file cannot be written, or is no such recording.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._key = secrets.token_bytes(32)
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            self._close = weakref.finalize(self, os.close, self._file)
+            if not os.fstat(self._file).st_size:
+                self._write({"jengine_trace": VERSION, "block": BLOCK, "begin": time.time()})
+            begin = float(json.loads(os.pread(self._file, HEADER, 0).split(b"\n")[0])["begin"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidArgument("record_trace", str(path), f"cannot be written as a trace: {error!r}") from None
+        self._begin = begin - time.time() + time.monotonic()  # on the clock of arrivals
+
+    def ended(self, sequence: Sequence) -> None:
+        """Write down a request, with the tokens that it got."""
+        request = sequence.request
+        line: dict[str, object] = {
+            "arrival": round(request.arrival - self._begin, 6),
+            "prompt_tokens": sequence.prompt_len,
+            "output_tokens": len(sequence.tokens) - sequence.prompt_len,
+            "prefix": self._prefix(request.cache_salt, request.prompt_token_ids),
+        }
+        for name, value in (("priority", request.priority), ("ttft_ms", request.ttft_ms), ("tpot_ms", request.tpot_ms)):
+            if value:
+                line[name] = value
+        if request.client:
+            line["client"] = self._digest(request.client.encode())
+        self._write(line)
+
+    def close(self) -> None:
+        """Write nothing more. May be called again."""
+        self._close()
+
+    def _write(self, fields: dict[str, object]) -> None:
+        """One line, whole."""
+        os.write(self._file, (json.dumps(fields, separators=(",", ":")) + "\n").encode())
+
+    def _prefix(self, salt: str | None, tokens: list[int]) -> list[str]:
+        """A hash of each whole block and all before it."""
+        chain, hashes = (salt or "").encode(), []
+        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            block = array("q", tokens[start : start + BLOCK]).tobytes()
+            chain = hashlib.blake2b(chain + block, key=self._key, digest_size=32).digest()
+            hashes.append(chain[:DIGEST].hex())
+        return hashes
+
+    def _digest(self, text: bytes) -> str:
+        return hashlib.blake2b(text, key=self._key, digest_size=DIGEST).hexdigest()

@@ -1,0 +1,131 @@
+"""From a scheduler's state to what requests may expect of it: see forecast.py."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+from jengine.program_table import VARIANTS
+from jengine.request import Request
+from jengine.scheduling.forecast import Job, Machine, Prediction, forecast
+from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.sequence import Sequence, State
+from jengine.scheduling.work import Work
+
+FRESH = 0.25  # seconds
+SHARE = 0.01  # of the time
+TYPICAL = 0.5  # quantile of output lengths
+TYPICAL_PROMPT, TYPICAL_OUTPUT = 512.0, 256  # tokens, before any request has come or ended
+PROMPT_GAIN = 0.02  # of each prompt in the mean
+
+
+class Outlook:
+    """Seconds until a typical request would get its first token, worked out now and then: anyone may ask often."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._prompt = scheduler, TYPICAL_PROMPT
+        self._seconds, self._until, self._idle = 0.0, -math.inf, True
+
+    def came(self, prompt: int) -> None:
+        """A request with so many tokens."""
+        self._prompt += PROMPT_GAIN * (prompt - self._prompt)
+
+    def first_token_seconds(self) -> float:
+        """At most FRESH seconds old, or so old that to work it out takes a small share of the time. May be called from any thread."""
+        now, idle = time.perf_counter(), not self._scheduler.has_work
+        if now > self._until or idle != self._idle:
+            (prediction,) = expect(self._scheduler, [self._typical()])
+            after = time.perf_counter()
+            self._seconds, self._until, self._idle = prediction.first_token, after + max(FRESH, (after - now) / SHARE), idle
+        return self._seconds
+
+    def _typical(self) -> Asked:
+        scheduler = self._scheduler
+        longest = scheduler.sequence.max_model_len
+        prompt = min(max(round(self._prompt), 1), longest - 1)
+        return Asked(prompt, max(scheduler.lengths.expected_rest(0, min(TYPICAL_OUTPUT, longest - prompt), TYPICAL), 1))
+
+
+class Asked(NamedTuple):
+    """A request that has not come.
+
+    Attributes:
+        prompt: its tokens.
+        output: tokens that each of its samples is going to generate.
+        cached: tokens of the prompt that the prefix cache has.
+    """
+
+    prompt: int
+    output: int
+    samples: int = 1
+    cached: int = 0
+
+
+def expect(scheduler: Scheduler, requests: List[Asked]) -> list[Prediction]:
+    """What requests may expect if they came now, in this order, and nothing came after them.
+
+    The machine is taken to stay as busy with other things as it is now. May be called from any thread.
+    """
+    running, waiting = scheduler.snapshot()
+    asked: list[Job] = []
+    for number, (prompt, output, samples, cached) in enumerate(requests):
+        asked.append(Job(min(cached, prompt - 1), prompt, output, 1, number))
+        asked += [Job(prompt - 1, prompt, output, 1, len(requests) + number)] * (samples - 1)
+    found = forecast(_machine(scheduler, running), _jobs(scheduler, running), _jobs(scheduler, waiting), asked)
+    lasts = [found.get(len(requests) + number, found[number]).last_token for number in range(len(requests))]
+    return [Prediction(found[number].first_token, max(found[number].last_token, last)) for number, last in enumerate(lasts)]
+
+
+def asked_of(scheduler: Scheduler, request: Request, samples: int = 1) -> Asked:
+    """What is to be expected of a request: pages that are cached now, and an output as long as others were, where tokens may end it."""
+    tokens, limit = request.prompt_token_ids, scheduler.sequence.max_len(request) - len(request.prompt_token_ids)
+    output = _rest(scheduler, request, 0, limit)
+    cached = 0 if request.params.prompt_logprobs is not None else scheduler.blocks.match(tokens, request.cache_salt).tokens
+    return Asked(len(tokens), output, samples, cached)
+
+
+def _rest(scheduler: Scheduler, request: Request, generated: int, limit: int) -> int:
+    """Tokens that a request is going to generate beside those that it has, at most up to its limit."""
+    params = request.params
+    surely = params.ignore_eos and not params.stop and not params.stop_token_ids
+    return max(limit - generated if surely else scheduler.lengths.expected_rest(generated, limit, TYPICAL), 1)
+
+
+def _jobs(scheduler: Scheduler, sequences: List[Sequence]) -> list[Job]:
+    return [_job(scheduler, sequence) for sequence in sequences if sequence.rest > 0]
+
+
+def _job(scheduler: Scheduler, sequence: Sequence) -> Job:
+    known = len(sequence.tokens) + sequence.in_flight
+    generated = known - sequence.prompt_len
+    rest = _rest(scheduler, sequence.request, generated, generated + sequence.rest)
+    return Job(known if sequence.state is State.DECODING else sequence.num_computed, known, rest)
+
+
+def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
+    costs, ready, table, blocks = scheduler.costs, scheduler.ready, scheduler.table, scheduler.blocks
+    pages = blocks.pages_of(max([len(sequence.tokens) for sequence in running], default=1))
+    variant = VARIANTS[max([sequence.variant_rank for sequence in running], default=0)]
+    known: dict[tuple[int, int], tuple[float, float]] = {}  # by rows and tiles: seconds of the device without work, and of the host
+
+    def seconds(rows: int, tiles: int, work: Work) -> float:
+        """The host's work hides behind the device's, or the other way round."""
+        if (rows, tiles) not in known:
+            trunk = ready.trunk(min(rows or (0 if tiles else 1), ready.max_rows), min(tiles, ready.max_tiles), pages)
+            known[rows, tiles] = costs.seconds(trunk, ready.sampler(trunk, variant)), sum(costs.host_seconds(rows + tiles, trunk.tiles))
+        device, host = known[rows, tiles]
+        return max(device + costs.drift * costs.slopes.seconds(work), host)
+
+    return Machine(
+        max_rows=min(scheduler.max_num_seqs, ready.max_rows),
+        tile_size=table.tile_size,
+        tile_buckets=ready.tile_buckets,
+        max_tokens=scheduler.max_num_batched_tokens,
+        page_size=scheduler.page_size,
+        pages=blocks.capacity - blocks.owned,
+        groups=len(blocks.groups),
+        seconds=seconds,
+        start=scheduler.busy_seconds,
+    )

@@ -1,0 +1,93 @@
+"""Fair shares by tokens among clients: the next to be admitted is a request of the client that has been served least.
+
+Each client has a virtual time: the prompt and output tokens that were computed for it. A client that had nothing waiting
+begins at the virtual time of whoever was admitted last, so idle time earns no credit. While two clients both wait, what they are served
+differs by no more than what can run at once (a Virtual Token Counter, as in Sheng et al., "Fairness in Serving LLMs", 2024).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from jengine.scheduling.policy import WaitingQueue
+from jengine.scheduling.sequence import Sequence
+
+REMEMBERED = 4096  # clients without waiting requests whose virtual time is kept; those that matter least are forgotten
+
+
+class FairQueue:
+    """Waiting sequences: clients by their virtual time, each client's sequences by their order.
+
+    Attributes:
+        served: virtual time of each client, in tokens.
+    """
+
+    def __init__(self) -> None:
+        self.served: dict[str, float] = {}
+        self._now = 0.0  # the virtual time of the client that was admitted last, before it was
+        self._queues: dict[str, WaitingQueue] = {}  # of clients that have something waiting
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """As they would be admitted if nothing came and no output was computed meanwhile."""
+        heap = []
+        for client, queue in self._queues.items():
+            own = iter(queue)
+            first = next(own)
+            heap.append((first.order[0], self.served[client], first.order, first, own))
+        heapq.heapify(heap)
+        while heap:
+            _, served, _, sequence, own = heap[0]
+            yield sequence
+            following = next(own, None)
+            if following is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (following.order[0], served + charge(sequence), following.order, following, own))
+
+    @property
+    def first(self) -> Sequence | None:
+        return next(iter(self), None) if len(self._queues) > 1 else next((queue.first for queue in self._queues.values()), None)
+
+    def push(self, sequence: Sequence) -> None:
+        client = sequence.client
+        if client not in self._queues:
+            self._queues[client] = WaitingQueue()
+            self.served[client] = max(self.served.get(client, 0.0), self._now)
+            self._forget()
+        self._queues[client].push(sequence)
+        self._length += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Raises ValueError if it does not wait here."""
+        queue = self._queues.get(sequence.client)
+        if queue is None:
+            raise ValueError(f"request {sequence.request_id!r} is not waiting")
+        queue.remove(sequence)
+        self._length -= 1
+        if not len(queue):
+            del self._queues[sequence.client]
+
+    def admit(self, sequence: Sequence) -> None:
+        """Removes one that runs from now on, and charges its prompt."""
+        self._now = max(self._now, self.served[sequence.client])
+        self.remove(sequence)
+        self.spend(sequence.client, charge(sequence))
+
+    def spend(self, client: str, tokens: float) -> None:
+        """Tokens were computed for a client."""
+        self.served[client] = self.served.get(client, self._now) + tokens
+
+    def _forget(self) -> None:
+        """Clients that would begin at `_now` anyway."""
+        if len(self.served) - len(self._queues) > REMEMBERED:
+            self.served = {client: served for client, served in self.served.items() if client in self._queues or served > self._now}
+
+
+def charge(sequence: Sequence) -> int:
+    """Tokens that admitting it is charged: its prompt, once. Its output is charged as it comes."""
+    return 0 if sequence.num_preemptions else sequence.prompt_len

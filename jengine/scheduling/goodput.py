@@ -1,0 +1,47 @@
+"""How many requests met their targets."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from jengine.scheduling.promises import EPSILON
+from jengine.scheduling.sequence import Sequence
+
+RECENT = 64  # requests whose outcomes show what load is like now
+
+
+class Goodput:
+    """Counts of requests that had targets, once they have ended by themselves.
+
+    Attributes:
+        met: the first token came within ttft_ms, and the others tpot_ms apart on average.
+        missed: one of these did not.
+        rejected: before they ran, since their targets could not be met.
+    """
+
+    def __init__(self) -> None:
+        self.met = self.missed = self.rejected = 0
+        self._recent: deque[bool] = deque(maxlen=RECENT)  # whether it was late
+
+    @property
+    def late(self) -> float:
+        """Share of late requests among the last ones."""
+        return sum(self._recent) / len(self._recent) if self._recent else 0.0
+
+    def ended(self, sequence: Sequence, now: float) -> None:
+        """A request with targets has got its last token."""
+        met = in_time(sequence, now)
+        self.met, self.missed = self.met + met, self.missed + (not met)
+        self._recent.append(not met)
+
+    def reject(self) -> None:
+        self.rejected += 1
+        self._recent.append(True)
+
+
+def in_time(sequence: Sequence, now: float) -> bool:
+    """Whether a sequence, whose last token has come now, met its targets."""
+    first, others = sequence.first_token, len(sequence.tokens) - sequence.prompt_len - 1
+    if first is None or first - sequence.arrival > sequence.ttft + EPSILON:
+        return False
+    return others < 1 or (now - first) / others <= sequence.tpot + EPSILON

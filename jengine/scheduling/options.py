@@ -1,0 +1,37 @@
+"""How requests are ordered, batched and promised: plain data, the part of EngineConfig that scheduling needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+Policy = Literal["fcfs", "priority", "fair"]
+StrategyName = Literal["throughput", "latency", "memory", "auto"]
+Batching = Literal["continuous", "dynamic", "static"]
+OnLate = Literal["serve", "reject"]
+
+STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingOptions:
+    """Fields are EngineConfig's; see there."""
+
+    policy: Policy = "fcfs"
+    priority_ageing: float = 60.0  # seconds
+    strategy: StrategyName = "throughput"
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    on_late: OnLate = "serve"
+    batching: Batching = "continuous"
+    batch_wait_ms: float = 50.0
+
+    @property
+    def strategies(self) -> tuple[StrategyName, ...]:
+        """That go with the batching mode: targets cannot be kept where requests wait for a batch."""
+        return STRATEGIES if self.batching == "continuous" else ("throughput", "memory")
+
+    @classmethod
+    def of(cls, config: object) -> SchedulingOptions:
+        """Those of an EngineConfig."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})

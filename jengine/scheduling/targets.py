@@ -1,0 +1,254 @@
+"""Requests with targets: which of those waiting can be promised theirs, and what is promised to all that run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from itertools import islice, takewhile
+
+from jengine.program_table import VARIANTS
+from jengine.ready_programs import ReadyPrograms
+from jengine.request import FinishReason
+from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.goodput import Goodput
+from jengine.scheduling.options import SchedulingOptions, StrategyName
+from jengine.scheduling.output_lengths import OutputLengths
+from jengine.scheduling.policy import order_of
+from jengine.scheduling.promises import Outlook, Prompt, Stream, best_way
+from jengine.scheduling.sequence import Order, Sequence, State
+from jengine.scheduling.sequence_limits import SequenceLimits
+from jengine.scheduling.sequences import Sequences
+from jengine.scheduling.timeline import Timeline
+from jengine.scheduling.work import Work, rows_work
+
+REJECTED = "rejected"  # the stop_reason of a request whose targets cannot be met
+
+
+class Targets(Sequences):
+    """Sequences and their targets.
+
+    With strategy latency, a waiting request runs once it is *accepted*: when its own targets and those of all that were accepted before
+    can be met. One that can no longer be in time is *late*. It is rejected, or has no targets from then on: it runs as soon as it is
+    in nobody's way.
+
+    Attributes:
+        strategy: in use; with strategy="auto", the one that load calls for.
+        goodput: requests that met their targets.
+        rejected: sequences that were rejected and not yet reported.
+        ready: programs that steps may take; replaced as more are.
+    """
+
+    strategy: StrategyName = "throughput"
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        sequence: SequenceLimits,
+        *,
+        ready: ReadyPrograms,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        costs: StepCosts,
+        clock: Callable[[], float],
+        options: SchedulingOptions,
+    ) -> None:
+        super().__init__(blocks, sequence, max_num_seqs=max_num_seqs, options=options)
+        self.ready, self.max_num_batched_tokens = ready, max_num_batched_tokens
+        self.costs, self.clock = costs, clock
+        self.goodput, self.lengths = Goodput(), OutputLengths()
+        self.rejected: list[Sequence] = []
+        self._timeline = Timeline()
+        self._new: list[Sequence] = []  # that have not been judged yet
+        self._releases = 0
+        self._unpromised: object = None  # the request and the state in which it could not be accepted
+
+    # --- acceptance -----------------------------------------------------------------------------------
+
+    @property
+    def _num_accepted(self) -> int:
+        """How many of those waiting were accepted. They come first."""
+        return sum(1 for _ in takewhile(lambda sequence: sequence.accepted, self._waiting))
+
+    def _sort_out(self, start: float) -> None:
+        """Accepts waiting requests as far as targets allow, and deals with those that are late.
+
+        Args:
+            start: when the next step will.
+        """
+        new, self._new = self._new, []
+        for sequence in new:
+            if sequence.state is State.WAITING and not sequence.accepted:
+                self._judge(sequence, start)
+        while (first := next((sequence for sequence in self._waiting if not sequence.accepted), None)) is not None:
+            alone = not self._running and not self._num_accepted
+            if first.has_target and first.first_token is None and not first.late and first.start_by < start:
+                self._give_up(first)
+            elif self._is_unpromised(first) or not self._judge(first, start):
+                if not alone:
+                    break
+                self._give_up(first)  # its targets can never be met
+
+    def _is_unpromised(self, sequence: Sequence) -> bool:
+        """Whether it was judged before, and nothing has ended and no prompt been computed since."""
+        state = sequence.number, sequence.late, self._releases, self._num_accepted, len(self._running)
+        known, self._unpromised = self._unpromised == state, state
+        return known
+
+    def _give_up(self, sequence: Sequence) -> None:
+        if self.options.on_late == "reject" and sequence.has_target:
+            self.goodput.reject()
+            self.rejected.append(sequence)
+            self.finish(sequence, "abort", REJECTED)
+        elif sequence.late:
+            self._accept(sequence, True)
+        else:
+            self._waiting.remove(sequence)
+            sequence.late = True
+            self._push(sequence)
+
+    def _judge(self, sequence: Sequence, start: float) -> bool:
+        """Accepts a request if its targets and those of all that were accepted before can be met."""
+        accepted = [*self._running, *islice(self._waiting, self._num_accepted), sequence]
+        if len(accepted) > min(self.max_num_seqs, self.ready.max_rows):
+            return False
+        if self.options.on_late == "reject":  # then none may be preempted
+            pages = sum([self.sequence.most_pages(other.max_len - 1) for other in accepted])
+            if pages > self.blocks.capacity:
+                return False
+        self._accept(sequence, True)
+        streams = [s for s in self._running if s.state is State.DECODING and s.rest > 0]
+        if best_way(self._outlook(start, streams), self._buckets(len(accepted))).late:
+            self._accept(sequence, False)
+        return sequence.accepted
+
+    def _accept(self, sequence: Sequence, accepted: bool) -> None:
+        self._waiting.remove(sequence)
+        sequence.accepted = accepted
+        self._push(sequence)
+
+    # --- what is promised -----------------------------------------------------------------------------
+
+    def _outlook(self, start: float, streams: List[Sequence]) -> Outlook:
+        """Targets of those that run or were accepted. Costs are those of all of them decoding.
+
+        Args:
+            streams: those that decode, with their next tokens.
+        """
+        everyone, size = [*self._running, *islice(self._waiting, self._num_accepted)], self.sequence.tile_size
+        # Where requests are rejected, what is promised to the others holds until their last tokens.
+        rejects = self.options.on_late == "reject"
+        lengths = [sequence.max_len if rejects else len(sequence.tokens) + sequence.in_flight + 1 for sequence in everyone]
+        context, longest = rows_work([length - 1 for length in lengths], self.sequence.windows)
+        tokens, rank = max(lengths, default=1), max([sequence.variant_rank for sequence in everyone], default=0)
+
+        def mixed(tiles: int) -> float:
+            return self._seconds(len(everyone), tiles, Work(context, longest, tiles * size * tokens), tokens, rank)
+
+        prompts = [self._prompt(sequence, start) for sequence in everyone if sequence.state is not State.DECODING]
+        going = [Stream(s.due - start, s.tpot, self._length(s, s.rest)) for s in streams if s.tpot < math.inf and not s.late]
+        least = self._seconds(len(streams), 0, Work(), 1)
+        return Outlook(mixed(0), mixed, [stream for stream in going if _can_be_met(stream, least)], prompts)
+
+    def _prompt(self, sequence: Sequence, start: float) -> Prompt:
+        tiles = -(-(len(sequence.tokens) - sequence.num_computed) // self.sequence.tile_size)
+        if sequence.late or sequence.first_token is not None:
+            return Prompt(tiles, math.inf)
+        return Prompt(tiles, sequence.arrival + sequence.ttft - start, sequence.tpot, self._length(sequence, sequence.rest - 1))
+
+    def _length(self, sequence: Sequence, rest: int) -> int | None:
+        """Tokens that it will still generate, of at most `rest`; None where that is not known."""
+        params = sequence.request.params
+        if params.ignore_eos and not params.stop and not params.stop_token_ids:
+            return rest
+        if self.options.on_late == "reject":
+            return None
+        return self.lengths.least_rest(sequence.max_len - sequence.prompt_len - rest, rest)
+
+    def _buckets(self, rows: int) -> list[int]:
+        """Tiles of the programs that can run beside this many rows."""
+        most = max((self.max_num_batched_tokens - rows) // self.sequence.tile_size, 1)
+        return [tiles for tiles in self.ready.tile_buckets if tiles <= most]
+
+    def _seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
+        """What a step takes, if its longest sequence has this many tokens."""
+        trunk = self.ready.trunk(max(rows, 0 if tiles else 1), tiles, self.blocks.pages_of(tokens))
+        return self.costs.seconds(trunk, self.ready.sampler(trunk, VARIANTS[rank]), work)
+
+    # --- arrivals, tokens and ends ---------------------------------------------------------------------
+
+    def _arrive(self, sequence: Sequence) -> None:
+        request, options = sequence.request, self.options
+        sequence.arrival = request.arrival or self.clock()
+        ttft, tpot = request.ttft_ms or options.ttft_ms, request.tpot_ms or options.tpot_ms
+        if tpot is not None:
+            sequence.tpot = tpot / 1e3
+        if ttft is not None:
+            sequence.ttft = ttft / 1e3
+            sequence.start_by = sequence.arrival + sequence.ttft - self._prefill_seconds(sequence.prompt_len)
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        """It may be admitted from now on."""
+        self._push(sequence)
+        if self.strategy == "latency":
+            self._new.append(sequence)
+
+    def _prefill_seconds(self, tokens: int) -> float:
+        """What a prompt takes alone."""
+        most, size = self._buckets(0)[-1], self.sequence.tile_size
+        steps, rest = divmod(-(-tokens // size), most)
+        return steps * self._seconds(0, most, Work(), tokens) + (self._seconds(0, rest, Work(), tokens) if rest else 0.0)
+
+    def _expect(self, sampled: List[Sequence], rows: int, end: float) -> None:
+        """These get a token in a step that is predicted to end then, the first `rows` of them in decode rows."""
+        for sequence in islice(sampled, rows, None):
+            if sequence.first_token is None:
+                sequence.first_token = sequence.due = end
+        for sequence in sampled:
+            sequence.due += sequence.tpot
+
+    def _note_first(self, sequence: Sequence, now: float) -> None:
+        """Its first token has come."""
+        assert sequence.first_token is not None
+        sequence.due += now - sequence.first_token
+        sequence.first_token = now
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """See Sequences."""
+        if sequence.state is not State.FINISHED and reason in ("stop", "length"):
+            self.lengths.note(len(sequence.tokens) - sequence.prompt_len)
+            if sequence.has_target:
+                self.goodput.ended(sequence, self.clock())
+        super().finish(sequence, reason, stop_reason)
+
+    def _release(self, sequence: Sequence) -> None:
+        super()._release(sequence)
+        self._releases += 1
+
+    # --- order ----------------------------------------------------------------------------------------
+
+    def _reorder(self) -> None:
+        """The strategy has changed: those that wait are judged again, those that run are as if accepted."""
+        waiting = [*self._waiting]
+        for sequence in waiting:
+            self._waiting.remove(sequence)
+        for sequence in waiting:
+            sequence.late = sequence.accepted = False
+            self._push(sequence)
+        for sequence in self._running:
+            sequence.accepted = True
+            sequence.order = self._order(sequence)
+        self._new = waiting if self.strategy == "latency" else []
+        self._unpromised = None
+
+    def _order(self, sequence: Sequence) -> Order:
+        options, by_slack = self.options, self.strategy == "latency"
+        return order_of(sequence, options.policy, options.priority_ageing, by_slack, promised=sequence.accepted or not by_slack)
+
+
+def _can_be_met(stream: Stream, least: float) -> bool:
+    """Whether a stream can still be in time if every step to come takes as little as one can."""
+    slack, tpot, length = stream
+    return slack >= least if length is None else slack + (length - 1) * tpot >= length * least

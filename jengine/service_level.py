@@ -1,0 +1,44 @@
+"""How urgent a request is, and whose it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jengine.checks import check_targets
+from jengine.errors import InvalidArgument
+from jengine.request import Request
+
+MAX_CLIENT = 256  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLevel:
+    """What scheduling knows of a request beside its tokens.
+
+    Args:
+        priority: lower runs first, under policy="priority".
+        ttft_ms, tpot_ms: targets of this request, instead of the engine's: see EngineConfig.
+        client: whose share of the engine it takes, under policy="fair"; at most MAX_CLIENT characters.
+
+    Raises:
+        InvalidArgument: naming the field, the value and the limit.
+    """
+
+    priority: int = 0
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    client: str = ""
+
+    def __post_init__(self) -> None:
+        if type(self.priority) is not int:
+            raise InvalidArgument("priority", self.priority, "must be a whole number")
+        check_targets(self.ttft_ms, self.tpot_ms)
+        if not isinstance(self.client, str) or len(self.client) > MAX_CLIENT:
+            shown = f"{len(self.client)} characters" if isinstance(self.client, str) else self.client
+            raise InvalidArgument("client", shown, f"must be text of at most {MAX_CLIENT} characters")
+
+    def apply(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            request.priority, request.client = self.priority, self.client
+            request.ttft_ms, request.tpot_ms = self.ttft_ms, self.tpot_ms

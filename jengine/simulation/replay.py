@@ -1,0 +1,103 @@
+"""A trace through one engine or several of a kind, each with a clock of its own."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jengine.observe.progress import progress_bar
+from jengine.program_table import ProgramTable
+from jengine.request import SamplingParams
+from jengine.scheduling.block_table import GroupPages
+from jengine.scheduling.costs import StepCosts
+from jengine.simulation.outcome import Outcome, joined
+from jengine.simulation.replay_scheduler import Preempted, ReplayScheduler
+from jengine.simulation.times import StepTimes
+from jengine.simulation.trace import Trace
+from jengine.simulation.virtual_engine import VirtualEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """What decides how an engine schedules: its scheduler's arguments, costs included.
+
+    Attributes:
+        options: those that are not listed here, by name.
+    """
+
+    table: ProgramTable
+    costs: StepCosts
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    groups: Sequence[GroupPages] = (GroupPages(),)
+    overlap: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def scheduler(self, **options: Any) -> ReplayScheduler:
+        """options: of the scheduler, instead of these."""
+        return ReplayScheduler(
+            self.table,
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            groups=self.groups,
+            costs=self.costs,
+            **{**self.options, **options},
+        )
+
+
+def replay(
+    shape: EngineShape,
+    trace: Trace,
+    *,
+    replicas: int = 1,
+    only: int | None = None,
+    params: SamplingParams | None = None,
+    fast_forward: bool = True,
+    progress: bool = False,
+) -> Outcome:
+    """When each request gets its tokens. Replicas take turns: request i goes to the (i modulo replicas)-th of them.
+
+    Args:
+        only: run this replica alone; its requests stand for all.
+        params: of all requests, but for their lengths.
+        fast_forward: see VirtualEngine.
+    """
+    rows = [np.arange(replica, len(trace), replicas) for replica in (range(replicas) if only is None else [only])]
+    outcomes = []
+    with progress_bar(show=progress, total=sum(map(len, rows)), desc="simulating", unit="request") as bar, _collected_once():
+        for own in rows:
+            how = {"params": params, "overlap": shape.overlap, "fast_forward": fast_forward, "progress": bar.update}
+            times, done = StepTimes(shape.costs), bar.n
+            if trace.prefixes is None and fast_forward:
+                # No two prompts begin alike, so only a sequence that comes back could find pages: without any, none need be findable.
+                scheduler = shape.scheduler(prefix_caching=False)
+                scheduler.no_preemptions = True
+                with suppress(Preempted):
+                    outcomes.append(VirtualEngine(scheduler, times, trace, own, **how).run())
+                    continue
+                bar.n = done
+            outcomes.append(VirtualEngine(shape.scheduler(), times, trace, own, **how).run())
+    return outcomes[0] if len(outcomes) == 1 else joined(outcomes)
+
+
+@contextmanager
+def _collected_once() -> Iterator[None]:
+    """Without the garbage collector: a replay makes no cycles, and millions of objects would be looked at again and again."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

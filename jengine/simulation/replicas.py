@@ -1,0 +1,48 @@
+"""How many engines a trace needs to be served within targets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from jengine.request import SamplingParams
+from jengine.simulation.outcome import Outcome
+from jengine.simulation.replay import EngineShape, replay
+from jengine.simulation.summary import Targets, in_target
+from jengine.simulation.trace import Trace
+
+LONELY = 200  # requests that are tried alone: where these miss their targets, more engines do not help
+APART = 1e6  # seconds
+
+
+def replicas_needed(
+    shape: EngineShape, trace: Trace, targets: Targets, *, params: SamplingParams | None = None, progress: bool = False
+) -> tuple[int, Outcome] | None:
+    """The fewest that serve `targets.share` of the requests within their targets, and what they do; None: no number does.
+
+    One of them stands for all in the search, since they take turns; the result is of all of them.
+    """
+
+    def enough(replicas: int) -> bool:
+        outcome = replay(shape, trace, replicas=replicas, only=0, params=params, progress=progress)
+        return bool(in_target(outcome, trace, targets)[::replicas].mean() >= targets.share)
+
+    rows = np.unique(np.linspace(0, len(trace) - 1, LONELY).astype(int))
+    alone = trace.take(rows)
+    alone = replace(alone, arrivals=APART * np.arange(len(alone)))
+    if in_target(replay(shape, alone, params=params), alone, targets).mean() < targets.share:
+        return None
+    low, high = 0, 1  # too few, and perhaps enough
+    while high < len(trace) and not enough(high):
+        low, high = high, 2 * high
+    high = min(high, len(trace))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    while high <= len(trace):
+        outcome = replay(shape, trace, replicas=high, params=params, progress=progress)
+        if in_target(outcome, trace, targets).mean() >= targets.share:
+            return high, outcome
+        high += 1
+    return None

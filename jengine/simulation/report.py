@@ -1,0 +1,119 @@
+"""A replay as text for the terminal, and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jengine.display import counted
+from jengine.errors import InvalidArgument
+from jengine.simulation.outcome import Outcome
+from jengine.simulation.summary import RANKS, Summary, Targets
+from jengine.simulation.trace import Trace
+
+BARS = " ▁▂▃▄▅▆▇█"
+WIDTH = 60  # characters of a line of bars
+
+
+def report(summary: Summary, trace: Trace, targets: Targets, outcome: Outcome) -> str:
+    """Several lines."""
+    offered = len(trace) / max(trace.seconds, 1e-9)
+    lines = [
+        f"{counted(summary.requests, 'request')}, {offered:.3g} a second for {trace.seconds:.0f} s; {counted(summary.engines, 'engine')}",
+        "",
+        f"{'':24}" + "".join(f"{f'p{rank}':>10}" for rank in RANKS),
+        _row("first token, ms", summary.first_token),
+        _row("per output token, ms", summary.per_token),
+        _row("total, ms", summary.total),
+        "",
+        f"{summary.output_tokens_per_second:,.0f} output tokens a second; all were done after {summary.seconds:.1f} s",
+    ]
+    if summary.unanswered:
+        lines.append(_unanswered(summary, outcome))
+    if summary.in_target is not None:
+        lines.append(f"goodput: {summary.goodput:.3g} requests a second, {summary.in_target:.1%} of all, {_targets(targets)}")
+    lines += [
+        f"device busy {summary.device_busy:.0%}, host {summary.host_busy:.0%}; {counted(summary.steps, 'step')}; "
+        f"pages in use {summary.pages_mean:.0%} on average, {summary.pages_most:.0%} at most",
+        f"{counted(summary.preemptions, 'preemption')}; {summary.cached:.1%} of prompt tokens found in the prefix cache",
+        "",
+        *_timeline(outcome, trace),
+    ]
+    return "\n".join(lines)
+
+
+def save_plot(path: Path, outcome: Outcome, trace: Trace) -> None:
+    """Distributions of the times, and how many requests ran and waited.
+
+    Raises:
+        InvalidArgument: matplotlib is missing, or it cannot write this file.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InvalidArgument("plot", str(path), "needs matplotlib, which the extra bench brings") from None
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    shares, load = figure.subplots(1, 2)
+    for name, when in (("first token", outcome.first), ("last token", outcome.last)):
+        seconds = np.sort((when - trace.arrivals)[~np.isnan(when)])
+        shares.plot(seconds, np.linspace(0, 1, len(seconds)), label=name)
+    shares.set(xscale="log", xlabel="seconds after arrival", ylabel="share of requests")
+    at = [sample.seconds for sample in outcome.samples]
+    load.plot(at, [sample.running for sample in outcome.samples], label="running")
+    load.plot(at, [sample.waiting for sample in outcome.samples], label="waiting")
+    load.set(xlabel="seconds", ylabel="requests" + (" of the first engine" if outcome.engines > 1 else ""))
+    for axes in (shares, load):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("plot", str(path), f"cannot be written: {error}") from None
+
+
+def _row(name: str, values: dict[int, float]) -> str:
+    return f"{name:24}" + "".join(f"{1e3 * values[rank]:>10,.1f}" if values else f"{'-':>10}" for rank in RANKS)
+
+
+def _unanswered(summary: Summary, outcome: Outcome) -> str:
+    reasons = [f"{outcome.refused} longer than this engine takes"] if outcome.refused else []
+    reasons += [f"{count} {reason}" for reason, count in sorted(outcome.rejected.items())]
+    return f"{counted(summary.unanswered, 'request')} not answered: {', '.join(reasons)}"
+
+
+def _targets(targets: Targets) -> str:
+    named = ((targets.ttft_ms, "to the first token"), (targets.tpot_ms, "per output token"))
+    given = [f"{value:g} ms {what}" for value, what in named if value is not None]
+    return "within " + (" and ".join(given) if given else "the trace's targets")
+
+
+def _timeline(outcome: Outcome, trace: Trace) -> list[str]:
+    """What changed over time, as bars."""
+    at = np.array([sample.seconds for sample in outcome.samples])
+    came = ~np.isnan(outcome.first)
+    lines = [
+        bars("running", at, [sample.running for sample in outcome.samples]),
+        bars("waiting", at, [sample.waiting for sample in outcome.samples]),
+        bars("first token, ms", trace.arrivals[came], 1e3 * (outcome.first - trace.arrivals)[came]),
+    ]
+    if outcome.engines > 1:
+        lines[:2] = [line + ", first engine" for line in lines[:2]]
+    return lines
+
+
+def bars(name: str, at: np.ndarray, values: Sequence[float] | np.ndarray) -> str:
+    """Mean values over time, `WIDTH` characters wide."""
+    known = np.asarray(values, np.float64)
+    if not len(known):
+        return f"{name:16}{'':{WIDTH}} nothing"
+    span = max(float(at.max() - at.min()), 1e-9)
+    place = np.minimum(((at - at.min()) / span * WIDTH).astype(int), WIDTH - 1)
+    counts = np.bincount(place, minlength=WIDTH)
+    means = np.bincount(place, weights=known, minlength=WIDTH) / np.maximum(counts, 1)
+    most = means.max()
+    heights = np.ceil(means / most * (len(BARS) - 1)).astype(int) if most > 0 else np.zeros(WIDTH, int)
+    return f"{name:16}{''.join(BARS[height] for height in heights)} at most {known.max():,.4g}"

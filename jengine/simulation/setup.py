@@ -1,0 +1,99 @@
+"""From an engine's options to what a replay needs of them. Nothing is loaded or compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jengine.config import EngineConfig
+from jengine.device_defaults import sizes
+from jengine.errors import InvalidArgument
+from jengine.execution.kv_cache import page_bytes
+from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_fit
+from jengine.execution.spec import ExecutionSpec
+from jengine.program_table import ProgramTable
+from jengine.scheduling.block_table import GroupPages
+from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.options import SchedulingOptions
+from jengine.shapes import page_buckets
+from jengine.simulation.replay import EngineShape
+from jengine.start import describe_engine, saved_costs
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A model on this machine's devices, with some options, and what steps cost with these.
+
+    Attributes:
+        spec: of the programs, the number of pages left out.
+    """
+
+    config: EngineConfig
+    spec: ExecutionSpec
+    costs: StepCosts
+
+    @classmethod
+    def of(cls, config: EngineConfig, costs_file: Path | None = None) -> Setup:
+        """
+        Args:
+            costs_file: StepCosts.to_json(); None: what engines with these options have measured here.
+
+        Raises:
+            InvalidArgument: nothing was measured, or the file cannot be read. Others: as start_engine.
+        """
+        claim_gpu_memory(config.gpu_memory_utilization)
+        config, spec = describe_engine(config)
+        if costs_file is None:
+            costs = saved_costs(config, spec)
+            if costs is None:
+                limit = "nothing has been measured with these options on this machine: start an engine with them once, or give --costs"
+                raise InvalidArgument("costs", None, limit)
+        else:
+            try:
+                costs = StepCosts.from_json(costs_file.read_bytes())
+            except (OSError, ValueError) as error:
+                raise InvalidArgument("costs", str(costs_file), f"cannot be read: {error}") from None
+        return cls(config, spec, costs)
+
+    def shape(self, **changes: Any) -> EngineShape:
+        """What a replay needs, with some options changed: those of EngineConfig that decide how steps are scheduled.
+
+        Costs of programs that were not measured are estimated from those that were.
+
+        Raises:
+            InvalidArgument: an option out of range.
+        """
+        config = dataclasses.replace(self.config, **changes)
+        chosen = sizes(config, self.spec.mesh.devices.flat[0].platform)
+        spec = dataclasses.replace(self.spec, max_slots=chosen.max_num_seqs, page_size=chosen.page_size)
+        buckets = self.spec.table.page_buckets
+        table = ProgramTable.build(
+            max_num_seqs=chosen.max_num_seqs,
+            max_num_batched_tokens=chosen.max_num_batched_tokens,
+            tile_size=config.tile_size,
+            page_buckets=buckets if len(buckets) == 1 else page_buckets(spec.table_width),
+            single_row=self.spec.table.row_buckets[0] == 1,
+        )
+        spec = dataclasses.replace(spec, table=table)
+        return EngineShape(
+            table=table,
+            costs=self.costs if self.costs.table == table else self.costs.for_table(table),
+            page_size=spec.page_size,
+            num_pages=_pages(config, spec),
+            max_num_seqs=spec.max_slots,
+            max_num_batched_tokens=chosen.max_num_batched_tokens,
+            max_model_len=spec.max_model_len,
+            groups=[GroupPages(group.window) for group in spec.groups],
+            overlap=config.overlap,
+            options={"prefix_caching": config.enable_prefix_caching, "options": SchedulingOptions.of(config)},
+        )
+
+
+def _pages(config: EngineConfig, spec: ExecutionSpec) -> int:
+    """As many as an engine would have, whose weights are on the device already."""
+    pages = pages_that_fit(config, spec)
+    if spec.mesh.devices.flat[0].platform == "cpu" or config.num_pages is not None or config.kv_cache_memory is not None:
+        return pages
+    return max(pages - device_bytes(spec.params) // page_bytes(spec.model.config, spec.page_size, spec.cache_dtype), 2)

@@ -1,0 +1,34 @@
+"""Seconds of steps, from costs that do not change meanwhile: worked out once for each program and each number of rows."""
+
+from __future__ import annotations
+
+from jengine.program_table import SamplerKey, TrunkKey
+from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.host_costs import HostSeconds
+from jengine.scheduling.work import Work
+
+
+class StepTimes:
+    """See StepCosts, whose predictions these are, on a machine as busy as usual."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._bases: dict[tuple[TrunkKey, SamplerKey], float] = {}
+        self._hosts: dict[tuple[int, int], HostSeconds] = {}
+
+    def base(self, trunk: TrunkKey, sampler: SamplerKey) -> float:
+        """Of the device, for a step without work."""
+        known = self._bases.get((trunk, sampler))
+        if known is None:
+            known = self._bases[trunk, sampler] = self._costs.trunk_seconds(trunk) + self._costs.sampler_seconds(sampler)
+        return known
+
+    def device(self, base: float, work: Work) -> float:
+        """Of the device, for a step of these programs."""
+        return base + self._costs.slopes.seconds(work)
+
+    def host(self, rows: int, tiles: int) -> HostSeconds:
+        known = self._hosts.get((rows, tiles))
+        if known is None:
+            known = self._hosts[rows, tiles] = self._costs.host_seconds(rows, tiles)
+        return known

@@ -1,0 +1,98 @@
+"""A trace: when requests come and how long they are. Columns, so that a million requests stay small."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jengine.errors import InvalidArgument
+
+OUTPUT_TOKEN = -1  # stands for every generated token: no prompt has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Requests in the order of their arrival. Optional columns are None where the file has none.
+
+    Attributes:
+        arrivals: float64, seconds from the first.
+        prompts, outputs: int64, tokens of each, at least 1.
+        prefixes: by request, ids of the first blocks of its prompt; prompts that begin with the same ids begin with the same tokens.
+        block: tokens of such a block.
+        priorities: int64; lower runs first, under policy="priority".
+        clients: by request, its client.
+        ttft_ms, tpot_ms: float64, the request's own targets, nan where it has none.
+        left_out: rows of the file without an output token, such as failed requests.
+    """
+
+    arrivals: np.ndarray
+    prompts: np.ndarray
+    outputs: np.ndarray
+    prefixes: Sequence[tuple[int, ...]] | None = None
+    block: int = 1
+    priorities: np.ndarray | None = None
+    clients: Sequence[str | None] | None = None
+    ttft_ms: np.ndarray | None = None
+    tpot_ms: np.ndarray | None = None
+    left_out: int = 0
+
+    def __len__(self) -> int:
+        return len(self.arrivals)
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last."""
+        return float(self.arrivals[-1] - self.arrivals[0]) if len(self) else 0.0
+
+    def scaled(self, rate: float) -> Trace:
+        """The same requests, arriving `rate` times as fast.
+
+        Raises:
+            InvalidArgument: rate is not above 0.
+        """
+        if not 0.0 < rate < float("inf"):
+            raise InvalidArgument("rate_scale", rate, "must be a number above 0")
+        return replace(self, arrivals=self.arrivals / rate)
+
+    def take(self, rows: np.ndarray) -> Trace:
+        """The requests at these places, which ascend."""
+        prefixes = None if self.prefixes is None else [self.prefixes[i] for i in rows]
+        clients = None if self.clients is None else [self.clients[i] for i in rows]
+        columns = ("arrivals", "prompts", "outputs", "priorities", "ttft_ms", "tpot_ms")
+        taken: dict[str, Any] = {name: None if (column := getattr(self, name)) is None else column[rows] for name in columns}
+        return replace(self, prefixes=prefixes, clients=clients, **taken)
+
+    def prompt_token_ids(self, row: int) -> list[int]:
+        """Tokens that stand for a request's prompt: equal to another's where their prefixes are equal, and nowhere else.
+
+        Blocks have ids from 0 on; what follows them are negative numbers of this request alone.
+        """
+        length, own = int(self.prompts[row]), -2 - row
+        if self.prefixes is None:
+            return [own] * length
+        size = self.block
+        known = [id for id in self.prefixes[row] for _ in range(size)] if size > 1 else [*self.prefixes[row]]
+        return known[:length] if len(known) >= length else known + [own] * (length - len(known))
+
+
+def make_trace(rows: Sequence[tuple[float, int, int]], *, left_out: int = 0, **columns: object) -> Trace:
+    """A trace of (arrival, prompt tokens, output tokens), in any order; the other columns are as long as the rows.
+
+    Raises:
+        InvalidArgument: there are no rows.
+    """
+    if not rows:
+        raise InvalidArgument("trace", "no requests", "must hold at least one request with an output")
+    table = np.array(rows, np.float64)
+    order = np.argsort(table[:, 0], kind="stable")
+    trace = Trace(
+        arrivals=table[:, 0] - table[:, 0].min(),
+        prompts=table[:, 1].astype(np.int64),
+        outputs=table[:, 2].astype(np.int64),
+        left_out=left_out,
+        **columns,  # type: ignore[arg-type]
+    )
+    return trace.take(order)

@@ -1,0 +1,128 @@
+"""Searches an engine's options for a trace, by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jengine.config import EngineConfig
+from jengine.errors import InvalidArgument, JengineError
+from jengine.request import SamplingParams
+from jengine.simulation.replay import EngineShape, replay
+from jengine.simulation.summary import Summary, Targets, summarize
+from jengine.simulation.trace import Trace
+
+Objective = Literal["goodput", "latency", "throughput"]
+Changes = dict[str, Any]
+BEYOND = 4  # times as large as what there is
+ROUNDS = 3  # over all options, at most
+LEAST_GAIN = 0.01  # a change that brings less is not worth an option
+TILES = 32, 64, 128, 256
+ROWS = 8, 16, 32, 64, 128, 256, 512
+TOKENS = 128, 256, 512, 1024, 2048, 4096, 8192, 16384
+PAGES = 16, 32, 64, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """
+    Attributes:
+        changes: options that differ from those tried first; empty where these were the best.
+        before, after: what the trace would get with the first ones, and with these.
+        tried: how many sets of options were simulated.
+    """
+
+    changes: Changes
+    before: Summary
+    after: Summary
+    tried: int
+
+
+class Search:
+    """One option after the other is set to the best of its values, until none of them brings anything.
+
+    Args:
+        shape_of: what an engine is like with some options changed; raises JengineError where that cannot be.
+        values: of each option, in the order in which they are tried.
+        objective: goodput: share of requests in target, then latency; latency: the mean time until a request has ended; throughput:
+            output tokens a second until all have.
+        tried: called after each simulation.
+    """
+
+    def __init__(
+        self,
+        shape_of: Callable[[Changes], EngineShape],
+        values: dict[str, tuple[Any, ...]],
+        trace: Trace,
+        targets: Targets,
+        *,
+        objective: Objective,
+        params: SamplingParams | None = None,
+        tried: Callable[[], object] = lambda: None,
+    ) -> None:
+        if objective == "goodput" and not targets.given(trace):
+            raise InvalidArgument("objective", objective, "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's")
+        self._shape_of, self._values, self._trace, self._targets = shape_of, values, trace, targets
+        self._objective, self._params, self._tried = objective, params, tried
+        self._known: dict[str, Summary | None] = {}  # by changes
+
+    def run(self) -> Tuned:
+        """
+        Raises:
+            JengineError: the first options are refused.
+        """
+        before = best = self._simulated({})
+        changes: Changes = {}
+        for _ in range(ROUNDS):
+            start = dict(changes)
+            for name, values in self._values.items():
+                for candidate in self._candidates(changes, name, values):
+                    found = self._summary(candidate)
+                    if found is not None and self._better(found, best):
+                        best, changes = found, candidate
+            if changes == start:
+                break
+        return Tuned(changes, before, best, 1 + sum(one is not None for one in self._known.values()))
+
+    def _candidates(self, changes: Changes, name: str, values: tuple[Any, ...]) -> Iterator[Changes]:
+        for value in values:
+            if changes.get(name) != value:
+                yield {**changes, name: value}
+
+    def _summary(self, changes: Changes) -> Summary | None:
+        """None where an engine refuses these options."""
+        key = repr(sorted(changes.items()))
+        if key not in self._known:
+            try:
+                self._known[key] = self._simulated(changes)
+            except JengineError:
+                self._known[key] = None
+        return self._known[key]
+
+    def _simulated(self, changes: Changes) -> Summary:
+        outcome = replay(self._shape_of(changes), self._trace, params=self._params)
+        self._tried()
+        return summarize(outcome, self._trace, self._targets)
+
+    def _better(self, one: Summary, other: Summary) -> bool:
+        """By more than LEAST_GAIN. More answers come first: an engine that refuses long requests is fast with the others."""
+        if one.unanswered != other.unanswered:
+            return one.unanswered < other.unanswered
+        if self._objective == "throughput":
+            return one.output_tokens_per_second > other.output_tokens_per_second * (1 + LEAST_GAIN)
+        if self._objective == "goodput":
+            assert one.in_target is not None and other.in_target is not None
+            if abs(one.in_target - other.in_target) > LEAST_GAIN * other.in_target:
+                return one.in_target > other.in_target
+        return one.mean_total < other.mean_total * (1 - LEAST_GAIN)
+
+
+def values(config: EngineConfig, shape: EngineShape, targets: bool) -> dict[str, tuple[Any, ...]]:
+    """What is tried of each option. Programs much larger than those of `shape` are left out: nobody knows what they cost."""
+    rows = tuple(rows for rows in ROWS if rows <= BEYOND * shape.max_num_seqs)
+    tokens = tuple(tokens for tokens in TOKENS if tokens <= BEYOND * shape.max_num_batched_tokens)
+    tried = {"max_num_batched_tokens": tokens, "max_num_seqs": rows, "tile_size": TILES, "page_size": PAGES}
+    if config.batching != "continuous":
+        return tried
+    return {**tried, "strategy": ("throughput", "memory", *(("latency",) if targets else ()))}

@@ -1,0 +1,80 @@
+"""What was accepted is in time, where costs are what was predicted."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.virtual_engine import VirtualEngine
+from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
+from jengine.request import Request, SamplingParams
+from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.options import SchedulingOptions
+from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.work import NO_WORK, Work
+
+TILE, PAGE, MODEL_LEN, SEQS = 8, 4, 96, 12
+TABLE = ProgramTable.build(max_num_seqs=SEQS, max_num_batched_tokens=SEQS + 8 * TILE, tile_size=TILE)
+
+
+class Linear(StepCosts):
+    """Costs that grow with rows, tiles and contexts, each at a rate drawn for it: in milliseconds, as the targets."""
+
+    def __init__(self, step: float, row: float, tile: float, context: float) -> None:
+        super().__init__(TABLE)
+        self.rates = step, row, tile, context
+
+    def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK) -> float:
+        step, row, tile, context = self.rates
+        return 1e-3 * (step + row * trunk.rows + tile * trunk.tiles + context * (work.context + work.attended))
+
+
+def serve(costs, requests, lengths, options, num_pages=400, ahead=1, budget=SEQS + 8 * TILE):
+    engine = VirtualEngine(costs, ahead, lengths)
+    scheduler = Scheduler(
+        TABLE,
+        page_size=PAGE,
+        num_pages=num_pages,
+        max_num_seqs=SEQS,
+        max_num_batched_tokens=budget,
+        max_model_len=MODEL_LEN,
+        costs=costs,
+        clock=engine.clock,
+        options=SchedulingOptions(**options),
+    )
+    engine.run(scheduler, requests)
+    return engine, scheduler
+
+
+@st.composite
+def workloads(draw):
+    requests, lengths, at = [], {}, 0.0
+    for i in range(draw(st.integers(1, 30))):
+        at += draw(st.floats(0.0, 0.2)) * draw(st.sampled_from([0, 1, 1, 5]))
+        prompt, output = draw(st.integers(1, 60)), draw(st.integers(1, 30))
+        ttft, tpot = draw(st.sampled_from([None, 20.0, 100.0, 500.0])), draw(st.sampled_from([None, None, 2.0, 8.0, 30.0]))
+        params = SamplingParams(temperature=0.0, max_tokens=output)
+        tokens = [100 + i, *range(1, prompt)]
+        requests.append(Request(request_id=str(i), prompt_token_ids=tokens, params=params, arrival=at, ttft_ms=ttft, tpot_ms=tpot))
+        if draw(st.booleans()):
+            lengths[str(i)] = draw(st.integers(1, output))
+    return requests, lengths
+
+
+@settings(max_examples=120)
+@given(
+    work=workloads(),
+    costs=st.builds(Linear, st.floats(0.1, 10), st.floats(0, 0.5), st.floats(0.1, 20), st.floats(0, 0.01)),
+    ahead=st.sampled_from([0, 1]),
+    num_pages=st.sampled_from([60, 400]),
+    targets=st.sampled_from([{}, {"ttft_ms": 300.0, "tpot_ms": 15.0}]),
+)
+def test_with_exact_costs_no_accepted_request_misses_its_target(work, costs, ahead, num_pages, targets):
+    requests, lengths = work
+    options = {"strategy": "latency", "on_late": "reject", **targets}
+    engine, scheduler = serve(costs, requests, lengths, options, num_pages, ahead)
+    assert scheduler.goodput.missed == 0, "an accepted request missed its target"
+    assert scheduler.num_preemptions == 0
+    rejected = [sequence for sequence in engine.sequences if sequence.stop_reason == "rejected"]
+    assert len(rejected) == scheduler.goodput.rejected and all(s.has_target and not s.output_token_ids for s in rejected)
+    assert all(sequence.finish_reason in ("stop", "length") for sequence in engine.sequences if sequence not in rejected)

@@ -1,0 +1,67 @@
+"""Small engines and traces to simulate."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from jengine.program_table import ProgramTable
+from jengine.scheduling.block_table import GroupPages
+from jengine.scheduling.costs import Slopes, StepCosts
+from jengine.scheduling.options import SchedulingOptions
+from jengine.simulation.replay import EngineShape
+from jengine.simulation.trace import Trace, make_trace
+
+
+def make_costs(table: ProgramTable, base: float = 1e-3, token: float = 1e-5, host: float = 2e-4) -> StepCosts:
+    """Linear in a step's tokens, padding included; the host needs the same time before and after a step."""
+    costs = StepCosts(
+        table,
+        trunks={key: base + token * table.tokens(key) for key in table.trunks()},
+        samplers={key: 1e-6 * key.rows for key in table.samplers()},
+        slopes=Slopes(context=1e-7, longest=1e-8, attended=1e-8),
+    )
+    for _ in range(100):
+        costs.observe_plan(1, 0, host)
+        costs.observe_collect(1, 0, host)
+    return costs
+
+
+def make_shape(
+    *,
+    max_num_seqs: int = 4,
+    tiles: int = 4,
+    tile_size: int = 8,
+    page_size: int = 4,
+    num_pages: int = 200,
+    max_model_len: int = 128,
+    page_buckets: tuple[int, ...] = (0,),
+    groups: Sequence[GroupPages] = (GroupPages(),),
+    overlap: bool = True,
+    prefix_caching: bool = True,
+    **options: Any,
+) -> EngineShape:
+    tokens = max_num_seqs + tiles * tile_size
+    table = ProgramTable.build(max_num_seqs=max_num_seqs, max_num_batched_tokens=tokens, tile_size=tile_size, page_buckets=page_buckets)
+    return EngineShape(
+        table=table,
+        costs=make_costs(table),
+        page_size=page_size,
+        num_pages=num_pages,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=tokens,
+        max_model_len=max_model_len,
+        groups=groups,
+        overlap=overlap,
+        options={"prefix_caching": prefix_caching, "options": SchedulingOptions(**options)},
+    )
+
+
+def poisson(seed: int, requests: int, rate: float, prompt: tuple[int, int] = (1, 60), output: tuple[int, int] = (1, 60)) -> Trace:
+    """Requests that come at random, so many a second, with evenly drawn lengths."""
+    draw, now, rows = random.Random(seed), 0.0, []
+    for _ in range(requests):
+        now += draw.expovariate(rate)
+        rows.append((now, draw.randint(*prompt), draw.randint(*output)))
+    return make_trace(rows)
