@@ -123,8 +123,8 @@ class Clock(ExitStack):
         return spent
 
 
-def make_engine(sequences: int, tokens: int) -> Engine:
-    """An engine of the demo model's shape, without weights, with room for `sequences` of `tokens` each."""
+def make_engine(sequences: int, tokens: int, **more: Any) -> Engine:
+    """An engine of the demo model's shape, without weights, with room for `sequences` of `tokens` each; `more` is its scheduler's."""
     budget = sequences + 512
     model = replace(read_config(resolve("demo")), max_position=tokens)
     spec = ExecutionSpec(
@@ -136,7 +136,7 @@ def make_engine(sequences: int, tokens: int) -> Engine:
         page_size=PAGE_SIZE,
         num_pages=1 + sequences * -(-tokens // PAGE_SIZE),
     )
-    options = {"prefix_caching": True}
+    options = {"prefix_caching": True, **more}
     known = inspect.signature(Scheduler).parameters  # older checkouts lack some
     scheduler = Scheduler(
         spec.table,

@@ -1,9 +1,10 @@
 """Batching modes, strategies and targets: the real scheduler on a virtual clock, and the engine itself.
 
-    python -m benchmarks.scheduling [--real batching|latency|memory] [--costs FILE] [--quick]
+    python -m benchmarks.scheduling [--real [batching] [latency] [memory]] [--host] [--costs FILE] [--quick]
 
 On the virtual clock steps take what the cost model of the 134M shape on this machine says, so that thousands of requests and a sweep of
-fixed settings take seconds; FILE has costs that were saved before. `--real` runs one part, with fewer requests, on the engine.
+fixed settings take seconds; FILE has costs that were saved before. `--real` runs parts, with fewer requests, on the engine; `--host`
+measures what strategies cost the host.
 
 batching  output tokens/s of a backlog, and latency at 70 % of continuous batching's rate; beside the least time in which any
           schedule could do the same work by these costs
@@ -26,10 +27,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import linprog
 
+from benchmarks.host_cost import Clock, make_engine
 from benchmarks.machine import RESULTS, made_model, save
 from benchmarks.virtual_engine import VirtualEngine
 from jengine.config import EngineConfig
 from jengine.engine import Engine
+from jengine.execution.batch import BatchLayout
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.goodput import in_time
@@ -43,8 +46,15 @@ PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens, drawn evenly
 SEQS, TILE, PAGE, TILES = 32, 64, 16, 8
 BUDGET, MODEL_LEN = SEQS + TILES * TILE, PROMPT[1] + OUTPUT[1]
 FULL_POOL = 1 + SEQS * MODEL_LEN // PAGE
+TPOT = {"tight": 1.2, "loose": 1.5}  # targets, in times of a full step of rows
 LOADS = (0.5, 0.8, 1.1)  # of the rate that continuous batching can serve
 GOAL = 0.95  # of the bound
+ARMS: dict[str, dict[str, Any]] = {
+    "throughput": {},
+    "latency, serve": {"strategy": "latency"},
+    "latency, reject": {"strategy": "latency", "on_late": "reject"},
+    "auto": {"strategy": "auto"},
+}
 
 
 class Asked(NamedTuple):
@@ -172,34 +182,36 @@ def batching(costs: StepCosts, count: int) -> dict[str, Any]:
 
 
 def latency(costs: StepCosts, count: int) -> dict[str, Any]:
-    targets = targets_of(costs)
     capacity = count / replay(costs, workload(count)).seconds
-    results: dict[str, Any] = {"targets": targets, "capacity_requests_per_second": round(capacity, 3)}
-    for load in LOADS:
-        work = workload(count, load * capacity, seed=1)
-        fixed = {
-            f"{tiles} tiles, {seqs} sequences": round(replay(costs, work, seqs=seqs, tiles=tiles, **targets).in_target, 4)
-            for tiles in (1, 2, 4, 8)
-            for seqs in (8, 16, 24, 32)
-        }
-        best = max(fixed, key=lambda name: fixed[name])
-        arms = {"throughput": {}, "serve": {"strategy": "latency"}, "reject": {"strategy": "latency", "on_late": "reject"}}
-        got = {name: replay(costs, work, **targets, **options) for name, options in arms.items()}
-        results[f"load {load}"] = {
-            "best_fixed": {"setting": best, "in_target": fixed[best]},
-            **{name: {"in_target": round(one.in_target, 4), "rejected": one.rejected, **percentiles(one)} for name, one in got.items()},
-            "auto": {"in_target": round(replay(costs, work, strategy="auto", **targets).in_target, 4)},
-            "decisions": got["serve"].decisions,
-            "fixed": fixed,
-        }
+    results: dict[str, Any] = {"capacity_requests_per_second": round(capacity, 3)}
+    for name, slower in TPOT.items():
+        targets = targets_of(costs, slower)
+        results[name] = {"targets": targets, **{f"load {load}": _at_load(costs, count, load * capacity, load, targets) for load in LOADS}}
     return results
 
 
-def targets_of(costs: StepCosts) -> dict[str, float]:
-    """A token in one and a half times what a full step of rows takes, the first in three times what the longest prompt takes alone."""
-    rows = costs.seconds(costs.table.trunk(SEQS, 0), work=Work(SEQS * (PROMPT[1] + OUTPUT[1]) // 2, MODEL_LEN))
+def _at_load(costs: StepCosts, count: int, rate: float, load: float, targets: dict[str, float]) -> dict[str, Any]:
+    work = workload(count, rate, seed=1)
+    fixed = {
+        f"{tiles} tiles, {seqs} sequences": round(replay(costs, work, seqs=seqs, tiles=tiles, **targets).in_target, 4)
+        for tiles in (1, 2, 4, 8)
+        for seqs in (8, 16, 24, 32)
+    }
+    best = max(fixed, key=lambda name: fixed[name])
+    got = {name: replay(costs, work, **targets, **options) for name, options in ARMS.items()}
+    return {
+        "best_fixed": {"setting": best, "in_target": fixed[best]},
+        **{name: {"in_target": round(one.in_target, 4), "rejected": one.rejected, **percentiles(one)} for name, one in got.items()},
+        "decisions": got["latency, serve"].decisions,
+        "fixed": fixed,
+    }
+
+
+def targets_of(costs: StepCosts, slower: float) -> dict[str, float]:
+    """A token in so many times what a full step of rows takes, the first in three times what the longest prompt takes alone."""
+    rows = costs.seconds(costs.table.trunk(SEQS, 0), work=Work(SEQS * MODEL_LEN // 2, MODEL_LEN))
     prompt = costs.seconds(costs.table.trunk(SEQS, TILES), work=Work(attended=pairs(0, PROMPT[1])))
-    return {"ttft_ms": round(3e3 * prompt, 1), "tpot_ms": round(1.5e3 * rows, 1)}
+    return {"ttft_ms": round(3e3 * prompt, 1), "tpot_ms": round(1e3 * slower * rows, 1)}
 
 
 def memory(costs: StepCosts, count: int) -> dict[str, Any]:
@@ -286,23 +298,14 @@ def real_batching(engine: Engine, count: int) -> dict[str, Any]:
 
 def real_latency(engine: Engine, count: int) -> dict[str, Any]:
     costs = engine.scheduler.costs
-    targets = targets_of(costs)
+    targets = targets_of(costs, TPOT["tight"])
     capacity = 200 / replay(costs, workload(200)).seconds
     work = workload(count, LOADS[1] * capacity, seed=1)
-    arms: dict[str, dict[str, Any]] = {
-        "throughput": {},
-        "serve": {"strategy": "latency"},
-        "reject": {"strategy": "latency", "on_late": "reject"},
-    }
     results: dict[str, Any] = {"requests": count, "load": LOADS[1], "targets": targets}
-    for name, options in arms.items():
-        got, predicted = run_engine(engine, work, **targets, **options), replay(costs, work, **targets, **options)
-        results[name] = {
-            "in_target": round(got.in_target, 3),
-            "predicted": round(predicted.in_target, 3),
-            "rejected": got.rejected,
-            **percentiles(got),
-        }
+    for name in ("throughput", "latency, serve", "latency, reject"):
+        predicted, got = replay(costs, work, **targets, **ARMS[name]), run_engine(engine, work, **targets, **ARMS[name])
+        shares = {"in_target": round(got.in_target, 3), "predicted": round(predicted.in_target, 3), "rejected": got.rejected}
+        results[name] = {**shares, **percentiles(got)}
     return results
 
 
@@ -314,27 +317,60 @@ def real_memory(engine: Engine, count: int) -> dict[str, Any]:
     return {"requests": count, "pages": pool - 1, **results}
 
 
+def host(sequences: int = 256, rounds: int = 12, block: int = 40) -> dict[str, Any]:
+    """Microseconds of schedule, pack and collect with each strategy, all sequences decoding towards targets: blocks of steps in turn."""
+    targets = {"ttft_ms": 1e6, "tpot_ms": 1e6}
+    options = {"throughput": {}, **{name: {"strategy": name, **targets} for name in ("latency", "memory", "auto")}}
+    length = 4 * sequences + block * rounds + 100
+    engines = {name: make_engine(sequences, 64 + length, options=SchedulingOptions(**some)) for name, some in options.items()}
+    took: dict[str, list[float]] = {name: [] for name in engines}
+    for engine in engines.values():
+        for i in range(sequences):
+            params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+            engine.add(Request(request_id=str(i), prompt_token_ids=[2 + i, *range(2, 40)], params=params, arrival=time.monotonic()))
+        while len(engine.step()) < sequences:
+            pass
+    with Clock() as clock:
+        for owner, method in ((Scheduler, "schedule"), (BatchLayout, "pack"), (Engine, "_collect")):
+            clock.wrap(owner, method, "host")
+        for _ in range(rounds):
+            for name, engine in engines.items():
+                clock.take()
+                spent = []
+                for _ in range(block):
+                    engine.step()
+                    spent.append(1e6 * clock.take()["host"])
+                took[name].append(statistics.median(spent))
+    medians = {name: statistics.median(blocks) for name, blocks in took.items()}
+    ratios = {name: statistics.median(a / b for a, b in zip(took[name], took["throughput"], strict=True)) for name in took}
+    rounded = {name: {"microseconds": round(medians[name]), "ratio": round(ratios[name], 3)} for name in took}
+    return {"sequences": sequences, "goal": 1.3, **rounded}
+
+
 VIRTUAL: dict[str, Callable[[StepCosts, int], dict[str, Any]]] = {"batching": batching, "latency": latency, "memory": memory}
 REAL: dict[str, tuple[Callable[[Engine, int], dict[str, Any]], int]] = {
-    "batching": (real_batching, 48),
-    "latency": (real_latency, 48),
+    "batching": (real_batching, 64),
+    "latency": (real_latency, 64),
     "memory": (real_memory, 48),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--real", choices=REAL, help="run this part on the engine")
+    parser.add_argument("--real", nargs="*", choices=REAL, help="these parts on the engine; by default all")
+    parser.add_argument("--host", action="store_true", help="what strategies cost the host")
     parser.add_argument("--requests", type=int)
     parser.add_argument("--costs", type=Path, help="costs that were saved, instead of this machine's")
     parser.add_argument("--quick", action="store_true", help="the demo model, few requests, nothing saved")
     options = parser.parse_args()
-    if options.real:
-        part, count = REAL[options.real]
+    result: dict[str, Any] = {"host": host(rounds=2 if options.quick else 12)} if options.host else {}
+    if options.real is not None:
         with started(options.quick) as engine:
             run_engine(engine, workload(4))  # the first steps of a process are slower
-            result = {f"real_{options.real}": part(engine, options.requests or (8 if options.quick else count))}
-    else:
+            for name in options.real or REAL:
+                part, count = REAL[name]
+                result[f"real_{name}"] = part(engine, options.requests or (8 if options.quick else count))
+    elif not options.host:
         if options.costs is None:
             with started(options.quick) as engine:
                 costs = engine.scheduler.costs

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 EPSILON = 1e-9  # seconds, for sums of floats
@@ -56,14 +56,21 @@ class Outlook(NamedTuple):
 
     Attributes:
         decode: seconds of a step without prompts.
-        mixed: seconds of a step with so many tiles.
+        mixed: seconds of a step with so many tiles, which attend to so many (query, key) pairs.
         streams: those that were promised anything.
+        attended: pairs of the prompts' first 0, 1, 2 ... tiles together.
     """
 
     decode: float
-    mixed: Callable[[int], float]
+    mixed: Callable[[int, int], float]
     streams: Sequence[Stream]
     prompts: Sequence[Prompt]
+    attended: Sequence[int]
+
+    def steps(self, tiles: int) -> list[float]:
+        """Seconds of each of the steps in which the prompts are computed, with this many tiles each, the last with what is left."""
+        marks = [*range(0, len(self.attended) - 1, tiles), len(self.attended) - 1]
+        return [self.mixed(end - begin, self.attended[end] - self.attended[begin]) for begin, end in pairwise(marks)]
 
     @property
     def targets(self) -> bool:
@@ -104,7 +111,7 @@ def best_way(outlook: Outlook, buckets: Sequence[int]) -> Way:
 
 def _pace(outlook: Outlook, tiles: int) -> Way | None:
     """Each step of tiles when no stream's next token is late for it. None: streams lose more than they gain."""
-    decode, tpot, mixed = outlook.decode, outlook.tpot, outlook.mixed(tiles)
+    decode, tpot, mixed = outlook.decode, outlook.tpot, max(outlook.steps(tiles))
     first, regain = _steps(mixed - outlook.slack, tpot - decode), _steps(mixed - tpot, tpot - decode)
     if first is None or regain is None:
         return None
@@ -119,10 +126,7 @@ def _pace(outlook: Outlook, tiles: int) -> Way | None:
 
 def _burst(outlook: Outlook, tiles: int) -> Way:
     """All prompts first."""
-    total = sum([prompt.tiles for prompt in outlook.prompts])
-    whole, rest = divmod(total, tiles)
-    steps = [outlook.mixed(tiles)] * whole + ([outlook.mixed(rest)] if rest else [])
-    ends = [0.0, *accumulate(steps)]
+    ends = [0.0, *accumulate(outlook.steps(tiles))]
     late = sum([not _bears(stream, ends, outlook.decode) for stream in outlook.streams])
     total = 0
     for prompt in outlook.prompts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from itertools import islice, takewhile
+from itertools import accumulate, islice, takewhile
 
 from jengine.program_table import VARIANTS
 from jengine.ready_programs import ReadyPrograms
@@ -21,7 +21,7 @@ from jengine.scheduling.sequence import Order, Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.scheduling.sequences import Sequences
 from jengine.scheduling.timeline import Timeline
-from jengine.scheduling.work import Work, rows_work
+from jengine.scheduling.work import Work, pairs, rows_work
 
 REJECTED = "rejected"  # the stop_reason of a request whose targets cannot be met
 
@@ -143,13 +143,16 @@ class Targets(Sequences):
         context, longest = rows_work([length - 1 for length in lengths], self.sequence.windows)
         tokens, rank = max(lengths, default=1), max([sequence.variant_rank for sequence in everyone], default=0)
 
-        def mixed(tiles: int) -> float:
-            return self._seconds(len(everyone), tiles, Work(context, longest, tiles * size * tokens), tokens, rank)
+        def mixed(tiles: int, attended: int) -> float:
+            return self._seconds(len(everyone), tiles, Work(context, longest, attended), tokens, rank)
 
-        prompts = [self._prompt(sequence, start) for sequence in everyone if sequence.state is not State.DECODING]
+        coming = [sequence for sequence in everyone if sequence.state is not State.DECODING]
+        spans = [(at, min(at + size, len(s.tokens))) for s in coming for at in range(s.num_computed, len(s.tokens), size)]
+        attended = [0, *accumulate([pairs(at, end - at, self.sequence.windows) for at, end in spans])]
         going = [Stream(s.due - start, s.tpot, self._length(s, s.rest)) for s in streams if s.tpot < math.inf and not s.late]
         least = self._seconds(len(streams), 0, Work(), 1)
-        return Outlook(mixed(0), mixed, [stream for stream in going if _can_be_met(stream, least)], prompts)
+        streams_in_time = [stream for stream in going if _can_be_met(stream, least)]
+        return Outlook(mixed(0, 0), mixed, streams_in_time, [self._prompt(s, start) for s in coming], attended)
 
     def _prompt(self, sequence: Sequence, start: float) -> Prompt:
         tiles = -(-(len(sequence.tokens) - sequence.num_computed) // self.sequence.tile_size)
