@@ -363,23 +363,28 @@ def main() -> None:
     parser.add_argument("--costs", type=Path, help="costs that were saved, instead of this machine's")
     parser.add_argument("--quick", action="store_true", help="the demo model, few requests, nothing saved")
     options = parser.parse_args()
-    result: dict[str, Any] = {"host": host(rounds=2 if options.quick else 12)} if options.host else {}
+    if options.host:
+        note({"host": host(rounds=2 if options.quick else 12)}, options.quick)
     if options.real is not None:
         with started(options.quick) as engine:
             run_engine(engine, workload(4))  # the first steps of a process are slower
             for name in options.real or REAL:
                 part, count = REAL[name]
-                result[f"real_{name}"] = part(engine, options.requests or (8 if options.quick else count))
+                note({f"real_{name}": part(engine, options.requests or (8 if options.quick else count))}, options.quick)
     elif not options.host:
         if options.costs is None:
             with started(options.quick) as engine:
                 costs = engine.scheduler.costs
         else:
             costs = StepCosts.from_json(options.costs.read_bytes())
-        count = options.requests or (40 if options.quick else 600)
-        result = {name: run(costs, count) for name, run in VIRTUAL.items()}
+        for name, run in VIRTUAL.items():
+            note({name: run(costs, options.requests or (40 if options.quick else 600))}, options.quick)
+
+
+def note(result: dict[str, Any], quick: bool) -> None:
+    """Shows a part's result, and saves it beside those of other parts."""
     json.dump(result, sys.stdout, indent=1)
-    if not options.quick:
+    if not quick:
         file = RESULTS / "scheduling.json"
         before = json.loads(file.read_text()) if file.exists() else {}
         before.pop("machine", None)

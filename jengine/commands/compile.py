@@ -14,7 +14,8 @@ from jengine.commands.terminal import note
 
 # These do not enter programs, or are what is written here.
 SKIPS = (
-    "model", "tokenizer", "enable_prefix_caching", "policy", "overlap", "seed", "programs", "cache_max_size",
+    "model", "tokenizer", "enable_prefix_caching", "policy", "priority_ageing", "strategy", "ttft_ms", "tpot_ms", "on_late", "batching",
+    "batch_wait_ms", "overlap", "seed", "programs", "cache_max_size",
     "record_trace", "coordinator", "num_processes", "process_id",
 )  # fmt: skip
 GIB, MIB = 1 << 30, 1 << 20

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import msgspec
 
 from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, TrunkKey
-from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.drift import Drift
 from jengine.scheduling.host_costs import HostCosts, HostSeconds
 from jengine.scheduling.work import NO_WORK, Work
@@ -184,27 +183,6 @@ class StepCosts:
         costs.samplers = {key: saved.samplers[str(key)] for key in saved.table.samplers() if str(key) in saved.samplers}
         costs._drift.spread, costs.host = saved.spread, saved.host
         return costs
-
-    def best_tiles(self, table: ProgramTable | ReadyPrograms, *, rows: int, pending: int, pages: int, work: Work = NO_WORK) -> int:
-        """How many of `pending` tiles (at least 1) to run beside `rows` decode rows.
-
-        The bucket with the most useful tokens a second wins, the larger of equals. Useful are the rows
-        and the tiles that fill the bucket; padding is not: with 5 tiles pending, 4 in a bucket of 4 may
-        beat 5 in a bucket of 8. At least one tile always runs, so prompts never starve.
-
-        Args:
-            work: of the rows and all pending tiles; the attention of fewer tiles is taken to be their share.
-        """
-        best_tiles, best_rate = 0, 0.0
-        for bucket in table.tile_buckets:
-            tiles = min(bucket, pending)
-            some = work._replace(attended=work.attended * tiles // pending)
-            rate = (rows + tiles * table.tile_size) / self.seconds(table.trunk(rows, bucket, pages), work=some)
-            if rate >= best_rate:
-                best_tiles, best_rate = tiles, rate
-            if bucket >= pending:
-                break
-        return best_tiles
 
     # --- learning -----------------------------------------------------------------------------------
 

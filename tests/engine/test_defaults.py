@@ -98,6 +98,15 @@ def test_priorities(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm.generate([TEXT] * 2, priority=[3, -1], use_tqdm=False)
     llm.generate([TEXT] * 2, priority=2, use_tqdm=False)
     assert [request.priority for request in queued] == [3, -1, 2, 2]
+    queued.clear()
+    llm.generate([TEXT] * 2, ttft_ms=[5e5, None], tpot_ms=4e5, client="anna", use_tqdm=False)
+    assert [(request.ttft_ms, request.tpot_ms, request.client) for request in queued] == [(5e5, 4e5, "anna"), (None, 4e5, "anna")]
+    met = llm.stats["targets"]["met"]
+    assert met >= 2 and llm.stats["targets"]["missed"] == 0
+    for level, field in (({"ttft_ms": 0.0}, "ttft_ms"), ({"tpot_ms": "1"}, "tpot_ms"), ({"client": "x" * 257}, "client")):
+        with pytest.raises(InvalidArgument) as refused:
+            llm.generate(TEXT, **level, use_tqdm=False)  # type: ignore[arg-type]
+        assert refused.value.field == field
     for priority, limit in (([1], "must be one, or as many as prompts"), (1.5, "must be a whole number")):
         with pytest.raises(InvalidArgument, match=limit) as refused:
             llm.generate([TEXT] * 2, priority=priority, use_tqdm=False)  # type: ignore[arg-type]

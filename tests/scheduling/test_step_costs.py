@@ -186,38 +186,3 @@ def test_host_seconds_grow_with_rows_and_forget_pauses(base, row):
     assert costs.host_seconds(16).plan == pytest.approx(base + row * 16, rel=0.2)
     assert costs.host_seconds(32).plan > costs.host_seconds(1).plan
     assert costs.host_seconds(16).collect == StepCosts(TABLE).host_seconds(16).collect
-
-
-# --- tiles ------------------------------------------------------------------------------------------
-
-
-@given(rows=st.integers(0, 32), pending=st.integers(1, 8), scale=st.lists(st.floats(0.01, 100.0), min_size=8, max_size=8))
-def test_no_other_number_of_tiles_carries_more_tokens_a_second(rows, pending, scale):
-    keys = [TrunkKey(r, t) for r in (8, 32) for t in TABLE.tile_buckets]
-    costs = StepCosts(TABLE, trunks=dict(zip(keys, scale, strict=True)))
-
-    def rate(tiles):
-        return (rows + tiles * 64) / costs.seconds(TABLE.trunk(rows, tiles))
-
-    chosen = costs.best_tiles(TABLE, rows=rows, pending=pending, pages=0)
-    assert 1 <= chosen <= pending
-    assert rate(chosen) == pytest.approx(max(rate(tiles) for tiles in range(1, pending + 1)))
-
-
-def test_before_measurement_a_nearly_empty_bucket_is_not_worth_it():
-    costs = StepCosts(TABLE)
-    assert costs.best_tiles(TABLE, rows=0, pending=5, pages=0) == 4
-    assert costs.best_tiles(TABLE, rows=0, pending=8, pages=0) == 8
-
-
-def test_of_equal_rates_the_larger_bucket_wins():
-    trunks = {TrunkKey(8, 1): 1.0, TrunkKey(8, 2): 2.0, TrunkKey(8, 4): 5.0}
-    costs = StepCosts(TABLE, trunks=trunks, samplers={key: 0.0 for key in TABLE.samplers()})
-    assert costs.best_tiles(TABLE, rows=0, pending=4, pages=0) == 2
-
-
-def test_rows_with_long_contexts_make_padding_cheap():
-    """They cost as much in each step: so fewer steps, although of eight places three are empty."""
-    costs = StepCosts(TABLE)
-    assert costs.best_tiles(TABLE, rows=8, pending=5, pages=0) == 4
-    assert costs.best_tiles(TABLE, rows=8, pending=5, pages=0, work=Work(context=10**8)) == 5

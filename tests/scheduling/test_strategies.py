@@ -8,13 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jengine.program_table import ProgramTable
 from jengine.scheduling.auto_strategy import HOLD, AutoState, LoadSigns, auto
+from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.output_lengths import FEWEST, OutputLengths
 from jengine.scheduling.page_forecast import Growth, peak_pages
 from jengine.scheduling.promises import Outlook, Prompt, Stream
 from jengine.scheduling.strategies import Situation, batch_size, latency, throughput
+from jengine.scheduling.work import NO_WORK, Work
 
 BUCKETS = (1, 2, 4, 8)
+TABLE = ProgramTable(row_buckets=(8, 32), mixed_row_buckets=(8, 32), tile_buckets=BUCKETS, tile_size=64)
 
 
 def step_seconds(decode=0.030, tile=0.010):
@@ -50,6 +54,26 @@ def test_no_other_number_of_tiles_carries_more_tokens_a_second(rows, pending, sc
 
 def test_of_equal_rates_the_larger_bucket_wins():
     assert throughput(Situation(0, 4, 64, BUCKETS, lambda rows, tiles: {1: 1.0, 2: 2.0, 4: 5.0}[tiles])).tiles == 2
+
+
+def by_costs(costs, rows, pending, work=NO_WORK):
+    """By a cost model, in a table of row buckets 8 and 32."""
+
+    def seconds(rows, tiles):
+        return costs.seconds(TABLE.trunk(rows, tiles), work=work)
+
+    return throughput(Situation(rows, pending, 64, BUCKETS, seconds)).tiles
+
+
+def test_before_measurement_a_nearly_empty_bucket_is_not_worth_it():
+    assert by_costs(StepCosts(TABLE), 0, 5) == 4
+    assert by_costs(StepCosts(TABLE), 0, 8) == 8
+
+
+def test_rows_with_long_contexts_make_padding_cheap():
+    """They cost as much in each step: so fewer steps, although of eight places three are empty."""
+    assert by_costs(StepCosts(TABLE), 8, 5) == 4
+    assert by_costs(StepCosts(TABLE), 8, 5, Work(context=10**8)) == 5
 
 
 @given(wanting=st.integers(1, 100), fixed=st.floats(0.1, 10), row=st.floats(0.001, 1))

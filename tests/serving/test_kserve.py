@@ -93,12 +93,16 @@ def _raw(values: list[Any], form: str | None) -> bytes:
 
 
 def test_parameters_of_every_kind() -> None:
-    request = request_of(max_tokens=7, ignore_eos=True, temperature=0.5, stop="end", priority=3, timeout=1_500_000)
+    request = request_of(
+        max_tokens=7, ignore_eos=True, temperature=0.5, stop="end", priority=3, timeout=1_500_000, ttft_ms=900.0, tpot_ms=50
+    )
     request.inputs.add(name="stop_token_ids", datatype="INT64", shape=[2]).contents.int64_contents.extend([4, 5])
     request.parameters["seed"].uint64_param = 2**64 - 1
     more = {"logit_bias": {"5": 1.5}, "structured_outputs": {"regex": "a+"}, "min_tokens": 2}
     request.parameters["sampling_parameters"].string_param = json.dumps(more)
-    assert read_request(request)[:4] == (
+    asked = read_request(request)
+    assert (asked.ttft_ms, asked.tpot_ms) == (900.0, 50)
+    assert asked[:4] == (
         TEXT,
         SamplingParams(
             max_tokens=7,

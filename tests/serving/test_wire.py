@@ -110,6 +110,9 @@ def test_requests(each: list[SamplingParams], priority: int, salt: str | None, c
                 params=params,
                 sample_index=j,
                 priority=priority,
+                ttft_ms=None if salt is None else 20.5,
+                tpot_ms=None if salt is None else 7,
+                client=salt or "",
                 arrival=i + 0.1,
                 cache_salt=salt,
             )
