@@ -115,7 +115,7 @@ def _pace(outlook: Outlook, tiles: int) -> Way | None:
     first, regain = _steps(mixed - outlook.slack, tpot - decode), _steps(mixed - tpot, tpot - decode)
     if first is None or regain is None:
         return None
-    late = sum([not _bears(stream, (), decode) for stream in outlook.streams]) + (decode > tpot + EPSILON)
+    late = sum([not _bears(stream, (0.0,), decode) for stream in outlook.streams]) + (decode > tpot + EPSILON)
     begin, total = first * decode - regain * decode, 0
     for prompt in outlook.prompts:
         total += prompt.tiles
@@ -132,23 +132,24 @@ def _burst(outlook: Outlook, tiles: int) -> Way:
     for prompt in outlook.prompts:
         total += prompt.tiles
         done = -(-total // tiles)
-        left = [end - ends[done] for end in ends[done:]]
-        late += ends[done] > prompt.slack + EPSILON or not _bears(Stream(prompt.tpot, prompt.tpot, prompt.length), left, outlook.decode)
+        begun = Stream(prompt.tpot, prompt.tpot, prompt.length)
+        late += ends[done] > prompt.slack + EPSILON or not _bears(begun, ends, outlook.decode, done)
     return Way(tiles, True, late, ends[-1])
 
 
-def _bears(stream: Stream, ends: Sequence[float], decode: float) -> bool:
-    """Whether a stream is in time if it gets tokens at the ends of mixed steps (the first of `ends` is 0, now), then of decode steps."""
+def _bears(stream: Stream, ends: Sequence[float], decode: float, since: int = 0) -> bool:
+    """Whether a stream is in time if it gets tokens at the ends of mixed steps, the first of which begins at ends[since], then of
+    decode steps."""
     slack, tpot, length = stream
     if tpot == math.inf or length == 0:
         return True
-    steps = max(len(ends) - 1, 0)
+    begin, steps = ends[since], len(ends) - 1 - since
     if length is not None:
         seen = min(steps, length)
-        return (ends[seen] if seen else 0.0) + (length - seen) * decode <= slack + (length - 1) * tpot + EPSILON
+        return ends[since + seen] - begin + (length - seen) * decode <= slack + (length - 1) * tpot + EPSILON
     if decode > tpot + EPSILON or decode > slack + EPSILON:
         return False
-    return all([end <= slack + i * tpot + EPSILON for i, end in enumerate(ends[1:])])
+    return all(ends[since + i] - begin <= slack + (i - 1) * tpot + EPSILON for i in range(1, steps + 1))
 
 
 def _steps(missing: float, gain: float) -> int | None:

@@ -23,6 +23,7 @@ from jengine.scheduling.sequences import Sequences
 from jengine.scheduling.timeline import Timeline
 from jengine.scheduling.work import Work, pairs, rows_work
 
+JUDGED = 32  # new requests in each step, so that thousands at once hold no step up
 REJECTED = "rejected"  # the stop_reason of a request whose targets cannot be met
 
 
@@ -77,7 +78,7 @@ class Targets(Sequences):
         Args:
             start: when the next step will.
         """
-        new, self._new = self._new, []
+        new, self._new = self._new[:JUDGED], self._new[JUDGED:]
         for sequence in new:
             if sequence.state is State.WAITING and not sequence.accepted:
                 self._judge(sequence, start)

@@ -111,3 +111,12 @@ def test_priorities(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(InvalidArgument, match=limit) as refused:
             llm.generate([TEXT] * 2, priority=priority, use_tqdm=False)  # type: ignore[arg-type]
         assert refused.value.field == "priority"
+
+
+def test_the_strategy_can_be_changed(llm: LLM) -> None:
+    for strategy in ("memory", "throughput"):
+        llm.set_strategy(strategy)
+        llm.generate(TEXT, use_tqdm=False)
+        assert llm.stats["strategy"] == strategy and any(name.startswith(strategy) for name in llm.stats["decisions"])
+    with pytest.raises(InvalidArgument, match="strategy='speed': must be one of throughput, latency, memory, auto"):
+        llm.set_strategy("speed")
