@@ -42,7 +42,7 @@ def test_targets_and_the_keys_name_reach_the_engine(make_server: MakeServer, tmp
         client.chat([{"role": "user", "content": "hi"}], max_tokens=1, tpot_ms=20)
         with grpc.insecure_channel(server.address) as channel:
             GRPCInferenceServiceStub(with_key(channel, ANNA)).ModelInfer(kserve_request(max_tokens=1, ttft_ms=5.5, tpot_ms=6.5))
-        assert seen == [(250.0, None, "anna"), (None, 20.0, "anna"), (5.5, 6.5, "anna")]
+        assert seen == [(250.0, None, "key anna"), (None, 20.0, "key anna"), (5.5, 6.5, "key anna")]
         server.wait_until_idle()
 
 
@@ -50,7 +50,7 @@ def test_targets_must_be_above_zero(mock_server: MockServer) -> None:
     with mock_server.stub() as stub, grpc.insecure_channel(mock_server.address) as channel:
         for field in ("ttft_ms", "tpot_ms"):
             request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), **{field: 0.0})
-            code, message, details = refused(lambda: stub.Generate(request))  # noqa: B023 (called at once)
+            code, message, [details] = refused(lambda: stub.Generate(request))  # noqa: B023 (called at once)
             assert code is grpc.StatusCode.INVALID_ARGUMENT and details.field_violations[0].field == field
             assert "a finite number of milliseconds above 0" in message
             with pytest.raises(grpc.RpcError, match="milliseconds above 0"):

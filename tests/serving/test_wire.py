@@ -79,6 +79,7 @@ COUNT = st.integers(0, 2**40)
 UPDATES = st.builds(
     TokenUpdate, ID, TOKEN, REASONS, st.none() | TOKEN | ID, st.none() | LOGPROBS, st.integers(0, 9), st.floats(0, 1e9), COUNT
 )
+DECISIONS = st.lists(st.tuples(ID, COUNT), max_size=2).map(tuple)
 GROUPS = st.lists(ID, max_size=2).map(tuple)
 SCORES = st.builds(PromptScores, ID, TOKEN, st.lists(TOKEN), st.lists(LOGPROBS, max_size=3))
 BATCHES = st.builds(
@@ -86,7 +87,7 @@ BATCHES = st.builds(
     st.lists(UPDATES),
     st.lists(SCORES, max_size=2),
     st.lists(st.builds(Ended, ID, REASONS.filter(bool), st.none() | ID), max_size=2),
-    st.builds(Load, *[COUNT] * 9, st.lists(COUNT, max_size=2).map(tuple), GROUPS, COUNT),
+    st.builds(Load, *[COUNT] * 9, st.lists(COUNT, max_size=2).map(tuple), GROUPS, *[COUNT] * 3, ID, DECISIONS, *[COUNT] * 3),
 )
 
 
