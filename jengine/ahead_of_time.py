@@ -99,7 +99,7 @@ def memory_limit(config: EngineConfig, spec: ExecutionSpec, target: str | None) 
 def largest(spec: ExecutionSpec) -> list[TrunkKey | SamplerKey | ScoreKey]:
     """Programs of which one takes most beside its arguments."""
     table = spec.table
-    trunk = TrunkKey(table.max_rows, table.max_tiles, table.page_buckets[-1])
+    trunk = max(table.trunks(), key=lambda key: (table.tokens(key), key.pages))
     return [trunk, SamplerKey(table.sample_buckets[-1], "full"), ScoreKey(table.max_tiles)]
 
 

@@ -150,6 +150,9 @@ class EngineConfig:
         num_pages: pages of the cache, instead of a size in bytes; the null page is one of them.
         enable_prefix_caching: keep the pages of prompts and answers until they are needed elsewhere; a request whose prompt begins with
             the same tokens, and has the same cache_salt, takes them instead of computing them.
+        batch_invariant: a request's tokens and log probabilities are the same to the last bit, whatever runs beside it, and whether it is
+            preempted, found in the prefix cache or neither. A step computes all decode rows or a few prompt tiles, never both;
+            max_num_batched_tokens bounds the prompt tokens between two steps of rows. Refused with what cannot keep it.
         policy: order of waiting requests. fcfs: first come first served; priority: by their priority, see priority_ageing; fair: clients
             get equal shares by tokens, the one that has been served least comes next.
         priority_ageing: seconds of waiting that count as much as one level of priority, so that no request waits for ever; 0: a level
@@ -204,6 +207,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_pages: int | None = None
     enable_prefix_caching: bool = True
+    batch_invariant: bool = False
     policy: Policy = "fcfs"
     priority_ageing: float = 60.0
     strategy: StrategyName = "throughput"
@@ -253,7 +257,7 @@ class EngineConfig:
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidArgument("seed", self.seed, "must be a whole number")
-        for name in ("enable_prefix_caching", "overlap"):
+        for name in ("enable_prefix_caching", "batch_invariant", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -274,6 +278,8 @@ class EngineConfig:
         check_targets(self.ttft_ms, self.tpot_ms)
         if self.strategy in ("latency", "auto") and self.batching != "continuous":
             raise InvalidArgument("batching", self.batching, f"must be continuous with strategy={self.strategy}: batches wait for others")
+        if self.strategy in ("latency", "auto") and self.batch_invariant:
+            raise InvalidArgument("batch_invariant", True, f"not with strategy={self.strategy}: prompts and rows take turns")
         if self.warm_up not in ("progressive", "all"):
             raise InvalidArgument("warm_up", self.warm_up, "must be progressive or all")
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:

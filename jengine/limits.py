@@ -31,12 +31,12 @@ class Limits:
         """The same strategy.
 
         Raises:
-            InvalidArgument: there is no such strategy, or it cannot be had with the engine's batching.
+            InvalidArgument: there is no such strategy, or it cannot be had with the engine's batching, or with batch_invariant.
         """
         for known in self.strategies:
             if strategy == known:
                 return known
-        why = "" if strategy not in STRATEGIES else "; the others need batching continuous"
+        why = "" if strategy not in STRATEGIES else "; the others need batching continuous and batch_invariant off"
         raise InvalidArgument("strategy", strategy, f"must be one of {', '.join(self.strategies)}{why}")
 
     def validate(self, request: Request) -> None:

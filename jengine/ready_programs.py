@@ -32,8 +32,12 @@ class ReadyPrograms:
         self._chosen: dict[TrunkKey, TrunkKey] = {}  # by what the whole table would take
         pages = table.page_buckets[-1]
         serving = [key for key in self._trunks if key.pages == pages]
-        self.max_rows = max(key.rows for key in serving if key.tiles and TrunkKey(key.rows, 0, pages) in self._trunks)
-        self.max_tiles = max(key.tiles for key in serving if key.rows >= self.max_rows)
+        if table.batch_invariant:  # a trunk has rows or tiles
+            self.max_rows = max(key.rows for key in serving if not key.tiles)
+            self.max_tiles = max(key.tiles for key in serving if key.tiles)
+        else:
+            self.max_rows = max(key.rows for key in serving if key.tiles and TrunkKey(key.rows, 0, pages) in self._trunks)
+            self.max_tiles = max(key.tiles for key in serving if key.rows >= self.max_rows)
         self.tile_buckets = tuple(bucket for bucket in table.tile_buckets if bucket <= self.max_tiles)
 
     def _serves(self, trunk: TrunkKey, keys: set[TableKey]) -> bool:
@@ -75,12 +79,14 @@ class ReadyPrograms:
 
 
 def first_needed(table: ProgramTable) -> list[TableKey]:
-    """The smallest set that serves any request: few rows, one tile, samplers that do all."""
+    """The smallest set that serves any request: few rows, one tile, samplers that do all. A batch-invariant table has no more."""
     return _with_others(table, _first_trunks(table), VARIANTS[-1:])
 
 
 def by_use(table: ProgramTable) -> list[TableKey]:
     """All programs, those that most requests profit by first: one row, the most rows, their cheaper samplers, the most tiles."""
+    if table.batch_invariant:
+        return first_needed(table)
     least, most = table.mixed_row_buckets[0], table.mixed_row_buckets[-1]
     few, many, pages = table.tile_buckets[0], table.tile_buckets[-1], table.page_buckets[-1]
     often = [TrunkKey(table.row_buckets[0], 0, pages), TrunkKey(most, 0, pages), TrunkKey(most, few, pages)]
@@ -92,7 +98,7 @@ def by_use(table: ProgramTable) -> list[TableKey]:
 
 def _first_trunks(table: ProgramTable) -> list[TrunkKey]:
     rows, pages = table.mixed_row_buckets[0], table.page_buckets[-1]
-    return [TrunkKey(rows, 0, pages), TrunkKey(rows, table.tile_buckets[0], pages)]
+    return [TrunkKey(rows or table.row_buckets[0], 0, pages), TrunkKey(rows, table.tile_buckets[0], pages)]
 
 
 def _with_others(table: ProgramTable, trunks: Iterable[TrunkKey], variants: tuple[Variant, ...]) -> list[TableKey]:

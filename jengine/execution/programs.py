@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jengine.execution.batch_invariance import DETERMINISTIC
 from jengine.execution.cache_folders import folder_name
 from jengine.execution.kernels import prepare
 from jengine.execution.kv_cache import COPIES, Cache, make_copy
@@ -147,6 +148,9 @@ def compile_all(
         options: XLA's, for each of them.
         background: see Programs.obtain.
     """
+
+    if spec.table.batch_invariant and spec.mesh.devices.flat[0].platform == "gpu":
+        options = {**(options or {}), **DETERMINISTIC}
 
     def build(key: Key) -> Built:
         start = time.perf_counter()

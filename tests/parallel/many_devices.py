@@ -23,6 +23,7 @@ from jengine.program_table import SamplerKey
 from jengine.request import MAX_LOGPROBS, SamplingParams
 from jengine.start import start_engine
 from jengine.updates import TokenUpdate
+from tests.engine.invariance import OPTIONS, check_invariance
 from tests.engine.running import SMALL, Answer, requests_of, run
 from tests.engine.test_golden import assert_equal
 from tests.execution.specs import make_spec
@@ -103,6 +104,22 @@ def test_eight_bits_on_four_devices(quantization: str, tmp_path: Path) -> None:
     one, many = (answers(tmp_path, "qwen3_untied", devices, **options) for devices in (1, 4))
     same = [a.tokens[:3] == b.tokens[:3] for a, b in zip(one, many, strict=True)]
     assert sum(same) >= 0.8 * len(same)
+
+
+@pytest.mark.parametrize(
+    ("variant", "devices", "dtype", "count"),
+    [
+        ("llama_gqa", 2, "float32", 16),
+        pytest.param("llama_gqa", 2, "float32", 200, marks=pytest.mark.full),
+        pytest.param("llama_gqa", 2, "bfloat16", 200, marks=pytest.mark.full),
+        pytest.param("gemma2", 4, "float32", 50, marks=pytest.mark.full),
+    ],
+)
+def test_batch_invariance(variant: str, devices: int, dtype: str, count: int, tmp_path: Path) -> None:
+    """Engines on as many devices are compared: alone and in company."""
+    write_model(tmp_path, variant)
+    options = {**SMALL, **OPTIONS, "max_model_len": 192, "tensor_parallel_size": devices, "dtype": dtype}
+    check_invariance(start_engine(EngineConfig.of(str(tmp_path), options), progress=False)[0], count, seed=3)
 
 
 def collectives(program: Any) -> Counter[str]:

@@ -22,7 +22,7 @@ OTHER: dict[str, Any] = {
     "dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8",
     "max_model_len": 99, "max_num_seqs": 4,
     "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
-    "num_pages": 12, "enable_prefix_caching": False,
+    "num_pages": 12, "enable_prefix_caching": False, "batch_invariant": True,
     "policy": "priority", "overlap": False, "seed": 6, "cache_dir": "somewhere", "cache_max_size": "2GiB",
     "compile_threads": 3, "cpu_threads": 1,
     "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 1, "programs": "compiled",
