@@ -36,6 +36,7 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
         max_num_batched_tokens=chosen.max_num_batched_tokens,
         tile_size=config.tile_size,
         single_row=on_cpu and cpu_refused() is None,
+        pooling=bool(config.embeddings),
     )
     spec = ExecutionSpec(
         model=build(model, choose_dtype(config.dtype, model, device, root), max_model_len, config.quantization, mesh.devices.size),

@@ -19,6 +19,7 @@ class Span(msgspec.Struct, gc=False):
         start: position of the first token.
         tokens: their ids; None: there is one, which the step before has left in the slot, on the device.
         targets: the tokens that follow these, where their log probabilities are asked for.
+        pool: from this offset on, tokens' hidden states are summed, for an embedding; None: of none.
     """
 
     seq: int
@@ -27,6 +28,7 @@ class Span(msgspec.Struct, gc=False):
     length: int = 1
     tokens: list[int] | None = None
     targets: list[int] | None = None
+    pool: int | None = None
 
 
 class Sample(msgspec.Struct, gc=False):
