@@ -139,6 +139,8 @@ class EngineConfig:
         quantization: eight-bit weights, quantized on load, with a scale for each output channel. int8: weights alone; w8a8: activations
             too, with a scale for each row; fp8: both, as e4m3, emulated on devices older than Hopper and Ada.
         kv_cache_dtype: number format of the KV cache; int8 and fp8 (e4m3) have a scale for each token and kv head. auto is dtype.
+        embeddings: have programs for embeddings, from the start; by default where the model's folder has sentence-transformers' files
+            that say how it embeds.
         max_model_len: tokens a sequence may have, prompt and output together; by default the model's length.
         max_num_seqs: sequences running at once; by default 32 on a CPU, 256 on a GPU.
         max_num_batched_tokens: tokens a step may carry, decode rows and prompt tiles together; by default 512 on a CPU, 8192 on a GPU.
@@ -198,6 +200,7 @@ class EngineConfig:
     dtype: Dtype = "auto"
     quantization: Quantization | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    embeddings: bool | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -260,6 +263,8 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "batch_invariant", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
+        if self.embeddings is not None and not isinstance(self.embeddings, bool):
+            raise InvalidArgument("embeddings", self.embeddings, "must be True, False or None")
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise InvalidArgument("gpu_memory_utilization", self.gpu_memory_utilization, "must be in (0, 1]")
         if self.dtype not in ("auto", *DTYPES):

@@ -71,7 +71,7 @@ class Bench:
         plan = self.step(trunk, self.rows_of(trunk), SHORT, variant=key.variant)
         plan.sampler = key
         begun = self._runner.begin(plan)
-        return self._typical(self._runner.sample(begun), lambda: self._runner.sample(PendingSample(plan, None, begun.started)))
+        return self._typical(self._runner.sample(begun), lambda: self._runner.sample(PendingSample(plan, None, None, begun.started)))
 
     def slopes(self) -> Slopes:
         """From one trunk of decode rows and one of tiles, at three contexts each."""

@@ -72,6 +72,16 @@ class ScoreKey:
         return f"score[{self.tiles}t]"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class PoolKey:
+    """Hidden states of a trunk's `tiles` prompt tiles to a sum for each tile."""
+
+    tiles: int
+
+    def __str__(self) -> str:
+        return f"pool[{self.tiles}t]"
+
+
 class Tokens(Protocol):
     """Tokens of one sequence that a step computes: see step_plan.Span."""
 
@@ -108,6 +118,7 @@ class ProgramTable:
     tile_buckets: tuple[int, ...]
     tile_size: int  # tokens
     page_buckets: tuple[int, ...] = (0,)
+    pooling: bool = False  # whether there are programs for embeddings
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
 
     def __post_init__(self) -> None:
@@ -129,20 +140,22 @@ class ProgramTable:
         tile_size: int,
         page_buckets: tuple[int, ...] = (0,),
         single_row: bool = False,
+        pooling: bool = False,
     ) -> ProgramTable:
         """Powers of two up to the limits; mixed trunks for the fewest and for the most rows.
 
         Args:
             single_row: a trunk for one row alone as well.
+            pooling: programs for embeddings as well.
         """
         rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
         tiles = _powers(1, max(1, max_num_batched_tokens // tile_size))
-        return cls((1, *rows) if single_row else rows, tuple(sorted({rows[0], rows[-1]})), tiles, tile_size, page_buckets)
+        return cls((1, *rows) if single_row else rows, tuple(sorted({rows[0], rows[-1]})), tiles, tile_size, page_buckets, pooling)
 
     @classmethod
-    def build_batch_invariant(cls, *, max_num_seqs: int, tiles: int, tile_size: int) -> ProgramTable:
+    def build_batch_invariant(cls, *, max_num_seqs: int, tiles: int, tile_size: int, pooling: bool = False) -> ProgramTable:
         """One trunk for max_num_seqs decode rows, one for so many prompt tiles."""
-        return cls((max(max_num_seqs, MIN_ROWS),), BATCH_INVARIANT, (tiles,), tile_size)
+        return cls((max(max_num_seqs, MIN_ROWS),), BATCH_INVARIANT, (tiles,), tile_size, pooling=pooling)
 
     @property
     def batch_invariant(self) -> bool:
@@ -198,6 +211,13 @@ class ProgramTable:
 
     def scores(self) -> list[ScoreKey]:
         return [ScoreKey(t) for t in self.tile_buckets]
+
+    def pools(self) -> list[PoolKey]:
+        return [PoolKey(t) for t in self.tile_buckets] if self.pooling else []
+
+    def tile_programs(self, tiles: int) -> list[ScoreKey | PoolKey]:
+        """Those that take the hidden states of a trunk's tiles, for the requests that ask for it."""
+        return [ScoreKey(tiles), *([PoolKey(tiles)] if self.pooling else [])] if tiles else []
 
     def tokens(self, key: TrunkKey) -> int:
         """Length of a step's token axis, padding included."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, ScoreKey, TrunkKey, Variant
+from jengine.program_table import VARIANTS, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey, Variant
 
-TableKey = TrunkKey | SamplerKey | ScoreKey
+TableKey = TrunkKey | SamplerKey | ScoreKey | PoolKey
 
 
 class ReadyPrograms:
     """The subset of a program table that is compiled and loaded. Picks a step's programs, as ProgramTable does from the whole table.
 
-    A trunk counts once the full sampler of its samples and, where it takes prompts, the scorer of its tiles are ready: they serve
-    every request. Steps stay within `max_rows` and `max_tiles`, which grow as programs come.
+    A trunk counts once the full sampler of its samples and, where it takes prompts, the scorer and the pooler of its tiles are ready:
+    they serve every request. Steps stay within `max_rows` and `max_tiles`, which grow as programs come.
 
     Args:
         ready: keys of the table; None: all of them. There must be a trunk for prompts and one for decoding, of as many rows.
@@ -26,7 +26,7 @@ class ReadyPrograms:
 
     def __init__(self, table: ProgramTable, ready: Iterable[TableKey] | None = None) -> None:
         self.table, self.tile_size = table, table.tile_size
-        keys: set[TableKey] = {*table.trunks(), *table.samplers(), *table.scores()} if ready is None else {*ready}
+        keys: set[TableKey] = {*table.trunks(), *table.samplers(), *table.scores(), *table.pools()} if ready is None else {*ready}
         self._samplers = {key for key in keys if isinstance(key, SamplerKey)}
         self._trunks = {key for key in keys if isinstance(key, TrunkKey) and self._serves(key, keys)}
         self._chosen: dict[TrunkKey, TrunkKey] = {}  # by what the whole table would take
@@ -42,7 +42,7 @@ class ReadyPrograms:
 
     def _serves(self, trunk: TrunkKey, keys: set[TableKey]) -> bool:
         full = SamplerKey(self.table.sample_rows(trunk), VARIANTS[-1])
-        return full in keys and (not trunk.tiles or ScoreKey(trunk.tiles) in keys)
+        return full in keys and all(key in keys for key in self.table.tile_programs(trunk.tiles))
 
     def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0) -> TrunkKey:
         """The smallest that is ready and holds a step of this many rows, tiles, pages a sequence and samples."""
@@ -93,7 +93,7 @@ def by_use(table: ProgramTable) -> list[TableKey]:
     rarely = [TrunkKey(most, many, pages), TrunkKey(least, many, pages), *sorted(table.trunks(), key=table.tokens)]
     keys = _with_others(table, often, VARIANTS[-1:])
     keys += _with_others(table, [*often, *_first_trunks(table), *rarely], VARIANTS)
-    return [*dict.fromkeys([*keys, *table.samplers(), *table.scores()])]
+    return [*dict.fromkeys([*keys, *table.samplers(), *table.scores(), *table.pools()])]
 
 
 def _first_trunks(table: ProgramTable) -> list[TrunkKey]:
@@ -107,6 +107,5 @@ def _with_others(table: ProgramTable, trunks: Iterable[TrunkKey], variants: tupl
     for trunk in trunks:
         keys[trunk] = None
         keys.update(dict.fromkeys(SamplerKey(table.sample_rows(trunk), variant) for variant in variants))
-        if trunk.tiles:
-            keys[ScoreKey(trunk.tiles)] = None
+        keys.update(dict.fromkeys(table.tile_programs(trunk.tiles)))
     return [*keys]

@@ -138,4 +138,5 @@ def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> Reque
             preemptions=times.preemptions,
         ),
         num_cached_tokens=output.num_cached_tokens,
+        embedding=output.embedding,
     )

@@ -35,7 +35,10 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     if config.batch_invariant:
         tokens = min(PROMPT_TOKENS[device.platform], chosen.max_num_batched_tokens)
         table = ProgramTable.build_batch_invariant(
-            max_num_seqs=chosen.max_num_seqs, tiles=max(1, tokens // config.tile_size), tile_size=config.tile_size
+            max_num_seqs=chosen.max_num_seqs,
+            tiles=max(1, tokens // config.tile_size),
+            tile_size=config.tile_size,
+            pooling=bool(config.embeddings),
         )
     else:
         table = ProgramTable.build(
@@ -43,6 +46,7 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
             max_num_batched_tokens=chosen.max_num_batched_tokens,
             tile_size=config.tile_size,
             single_row=on_cpu and cpu_refused() is None,
+            pooling=bool(config.embeddings),
         )
     spec = ExecutionSpec(
         model=build(model, choose_dtype(config.dtype, model, device, root), max_model_len, config.quantization, mesh.devices.size),

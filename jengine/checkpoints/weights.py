@@ -15,6 +15,7 @@ from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
 from jengine.checkpoints.quantization import fitted, plain
 from jengine.checkpoints.safetensors import Tensor, read_tensors
+from jengine.config import ModelConfig
 from jengine.errors import ModelError, OutOfMemory
 from jengine.models import Model, Params, build
 from jengine.models.pieces import Piece
@@ -105,6 +106,11 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
     pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
     _check(path, tensors, pieces, model.config.tie_embeddings)
     return tensors
+
+
+def has_output_head(path: Path, config: ModelConfig) -> bool:
+    """Whether a folder has what turns hidden states into logits."""
+    return config.tie_embeddings or is_converted(path) or OUTPUT_HEAD in read_tensors(path, skipped=CONSTANTS)
 
 
 def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:

@@ -305,8 +305,9 @@ class Scheduler(Admissions):
         return min(len(self._free_slots), self.ready.max_rows - len(self._running), self._admitting)
 
     def _match(self, sequence: Sequence) -> Hit:
-        """What of it is in the cache. Log probabilities of a prompt need all of it to be computed."""
-        if sequence.request.params.prompt_logprobs is not None:
+        """What of it is in the cache. Log probabilities of a prompt, and the mean of its hidden states, need all of it to be computed."""
+        request = sequence.request
+        if request.params.prompt_logprobs is not None or (request.pooling is not None and request.pooling.needs_all):
             return NO_HIT
         question = sequence.number, self.blocks.version
         if self._last_match[0] != question:  # the first of those waiting is looked up in each step
@@ -353,8 +354,8 @@ class Scheduler(Admissions):
         if end <= start:
             return 0
         draft.enter(sequence.slot, blocks.grow(number, end))
-        targets = _targets(sequence, start, end)
-        draft.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], targets))
+        wanted = _targets(sequence, start, end), _pooled(sequence, start, end)
+        draft.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], *wanted))
         draft.work = draft.work._replace(attended=draft.work.attended + pairs(start, end - start, self.sequence.windows))
         sequence.num_computed = end
         blocks.commit(number, sequence.tokens, end)
@@ -397,3 +398,12 @@ def _targets(sequence: Sequence, start: int, end: int) -> list[int] | None:
     if request.params.prompt_logprobs is None:
         return None
     return request.prompt_token_ids[start + 1 : end + 1] or None
+
+
+def _pooled(sequence: Sequence, start: int, end: int) -> int | None:
+    """From which of the tokens at [start, end) on hidden states are summed, for an embedding."""
+    pooling = sequence.request.pooling
+    if pooling is None:
+        return None
+    first = 0 if pooling.needs_all else sequence.prompt_len - 1
+    return max(first - start, 0) if first < end else None

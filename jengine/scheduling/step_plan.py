@@ -18,8 +18,9 @@ class Span(msgspec.Struct, gc=False):
         seq: the sequence's number.
         start: position of the first token.
         tokens: their ids; None: there is one, in a decode row, which the step before has left in the slot, on the device.
-        known: of a decode row, the id of its token where that is not in the slot, since the row repeats an earlier one; else -1.
         targets: the tokens that follow these, where their log probabilities are asked for.
+        pool: from this offset on, tokens' hidden states are summed, for an embedding; None: of none.
+        known: of a decode row, the id of its token where that is not in the slot, since the row repeats an earlier one; else -1.
     """
 
     seq: int
@@ -28,6 +29,7 @@ class Span(msgspec.Struct, gc=False):
     length: int = 1
     tokens: list[int] | None = None
     targets: list[int] | None = None
+    pool: int | None = None
     known: int = -1
 
 

@@ -19,7 +19,7 @@ OTHER: dict[str, Any] = {
     "max_message_bytes": 5000, "client_chat_templates": True, "write_timeout": 1.5, "drain_seconds": 0.5, "lame_duck_seconds": 0.25,
     "watchdog_seconds": 7.5, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "api_keys": "keys", "log_level": "debug",
     "model": "some/model", "revision": "main", "tokenizer": "other", "generation_config": "vllm",
-    "dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8",
+    "dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8", "embeddings": True,
     "max_model_len": 99, "max_num_seqs": 4,
     "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
     "num_pages": 12, "enable_prefix_caching": False, "batch_invariant": True,
