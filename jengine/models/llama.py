@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jengine.config import ModelConfig
+from jengine.models.family import Family, Fields
+from jengine.models.hf_config import attention_biases, decoder, window_everywhere, windows_by_layer_types
 from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, RMSNorm, dense, embed, vocabulary
 from jengine.models.rope import rope
 
@@ -49,3 +53,29 @@ class Llama(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[N, hidden] -> float32[N, vocab]."""
         return dense(hidden, (self.embed if self.lm_head is None else self.lm_head)[...], dtype=jnp.float32)
+
+
+def read_llama(hf: Fields) -> dict[str, Any]:
+    return {**decoder(hf), **attention_biases(hf), "mlp_bias": bool(hf.get("mlp_bias", False))}
+
+
+def read_mistral(hf: Fields) -> dict[str, Any]:
+    return {**decoder(hf), **window_everywhere(hf, hf.get("sliding_window"))}
+
+
+def qwen_windows(hf: Fields) -> dict[str, Any]:
+    layers, first = int(hf["num_hidden_layers"]), int(hf.get("max_window_layers", 28))
+    window = hf.get("sliding_window", 4096)  # present in many configurations that do not use it
+    types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    return windows_by_layer_types(hf, window if hf.get("use_sliding_window") else None, types)
+
+
+def read_qwen2(hf: Fields) -> dict[str, Any]:
+    return {**decoder(hf), **qwen_windows(hf), "qkv_bias": True}
+
+
+FAMILIES = {
+    "llama": Family("Llama 2, 3, 3.1 and later", Llama, read_llama),
+    "mistral": Family("Mistral", Llama, read_mistral, {"max_position_embeddings": 131072, "sliding_window": 4096}),
+    "qwen2": Family("Qwen2, Qwen2.5", Llama, read_qwen2),
+}
