@@ -67,10 +67,10 @@ def table(found: Outcomes, platform: str) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
-def write(readme: Path, content: str) -> None:
+def write(readme: Path, content: str, begin: str = BEGIN, end: str = END) -> None:
     text = readme.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    readme.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}")
+    before, after = text.split(begin)[0], text.split(end)[1]
+    readme.write_text(f"{before}{begin}\n{content}\n{end}{after}")
 
 
 if __name__ == "__main__":
