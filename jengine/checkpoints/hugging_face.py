@@ -10,14 +10,17 @@ from typing import Any
 from jengine.config import ModelConfig
 from jengine.errors import ModelError
 from jengine.models import FAMILIES
-from jengine.models.family import Fields
+from jengine.models.family import Family, Fields
 
 UNLESS_READ: dict[str, object] = {  # the value that asks for nothing, as null does
     "_remove_final_layer_norm": False,
     "add_cross_attention": False,
+    "alibi": False,
+    "apply_residual_connection_post_layernorm": False,
     "attention_bias": False,
     "attention_multiplier": None,
     "attn_logit_softcapping": None,
+    "clip_qkv": None,
     "embedding_multiplier": 1.0,
     "final_logit_softcapping": None,
     "layer_norm_elementwise_affine": True,
@@ -25,6 +28,7 @@ UNLESS_READ: dict[str, object] = {  # the value that asks for nothing, as null d
     "logits_scaling": 1.0,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
+    "qk_layernorm": False,
     "quantization_config": None,
     "residual_multiplier": 1.0,
     "scale_attn_by_inverse_layer_idx": False,
@@ -45,7 +49,7 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
         family = str(fields["model_type"])
         if family not in FAMILIES:
             raise ModelError(f"model_type {family!r} is not supported; {', '.join(sorted(FAMILIES))} are", file=file)
-        hf = Fields({**FAMILIES[family].defaults, **fields})
+        hf = _fields(fields, FAMILIES[family])
         eos = hf.get("eos_token_id")
         config = ModelConfig(
             family=family,
@@ -66,6 +70,19 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
         if name not in hf.seen and hf.get(name) not in (None, neutral):
             raise ModelError(f"{name} is not supported", file=file)
     return config
+
+
+def _fields(fields: dict[str, Any], family: Family) -> Fields:
+    """With defaults. Of a model of several parts, those of the text model, and those of the whole that it does not have."""
+    part = family.text_part
+    if part is None:
+        return Fields({**family.defaults, **fields})
+    text = {"model_type": part.model_types[0], **fields["text_config"]}
+    model_type = text["model_type"]
+    if model_type not in part.model_types:
+        raise ModelError(f"text_config.model_type {model_type!r} is not supported; {', '.join(part.model_types)} are")
+    ends = {"eos_token_id": fields["eos_token_id"]} if fields.get("eos_token_id") is not None else {}
+    return Fields({**FAMILIES[model_type].defaults, **family.defaults, **fields, **text, **ends})
 
 
 def _check(config: ModelConfig, file: object) -> None:

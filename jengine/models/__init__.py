@@ -16,8 +16,26 @@ from flax import nnx
 
 from jengine.config import ModelConfig
 from jengine.errors import ModelError
-from jengine.models import gemma, gpt2, llama, moe, opt, phi3, qwen3
-from jengine.models.family import Decoder, Family
+from jengine.models import (
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    moe,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    qwen3,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
+from jengine.models.family import Decoder, Family, TextPart
 from jengine.models.layers import ACTIVATIONS
 from pallas_kernels.quantized import quantize
 
@@ -27,7 +45,7 @@ QUANTIZATIONS = {  # dtype of weights, and whether activations are quantized to 
     "fp8": ("float8_e4m3fn", True),
 }
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
-_FILES = (gemma, gpt2, llama, moe, opt, phi3, qwen3)
+_FILES = (falcon, gemma, glm, gpt2, gpt_neox, granite, llama, mistral, moe, olmo, opt, phi, phi3, qwen3, smollm3, stablelm, starcoder2)
 FAMILIES: dict[str, Family] = dict(sorted(item for file in _FILES for item in file.FAMILIES.items()))
 
 
@@ -40,6 +58,7 @@ class Model:
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors each parameter is made of, a tuple of pieces.Piece.
         prefix: the Decoder's.
+        text_part: the family's.
     """
 
     config: ModelConfig
@@ -49,6 +68,7 @@ class Model:
     axes: Any
     sources: Any
     prefix: str
+    text_part: TextPart | None
     graph: nnx.GraphDef[Any] = field(repr=False)
 
     def bind(self, params: Params) -> Decoder:
@@ -96,5 +116,6 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
         axes=tree(lambda p: p.get_metadata("axes")),
         sources=tree(lambda p: p.get_metadata("source")),
         prefix=module.prefix,
+        text_part=FAMILIES[config.family].text_part,
         graph=graph,
     )

@@ -42,6 +42,21 @@ class Fields(dict[str, Any]):
 
 
 @dataclass(frozen=True, slots=True)
+class TextPart:
+    """A model of several parts, such as one that sees images, of which the text model is served.
+
+    Its config.json has the text model's fields under text_config, and its checkpoint that model's tensors under language_model.
+
+    Attributes:
+        model_types: those that text_config may have; the first one if it has none.
+        skipped: names that begin with one of these are tensors of other parts.
+    """
+
+    model_types: tuple[str, ...]
+    skipped: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """What a model_type stands for.
 
@@ -51,9 +66,11 @@ class Family:
         read: from a config.json's fields to those of ModelConfig, without family, dtype and eos_token_ids. It raises
             ModelError where they ask for what is not supported, KeyError where one is missing.
         defaults: fields that config.json may leave out, where transformers fills in another value than for Llama.
+        text_part: of a model of several parts; None where the text model is all.
     """
 
     title: str
     module: Callable[[ModelConfig, jnp.dtype, int], Decoder]
     read: Callable[[Fields], dict[str, Any]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    text_part: TextPart | None = None

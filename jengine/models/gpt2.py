@@ -66,6 +66,7 @@ def read_gpt2(hf: Fields) -> dict[str, Any]:
         "head_dim": hidden // heads,
         "max_position": int(hf["n_positions"]),
         "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
+        "gated_mlp": False,
         "activation": hf.get("activation_function", "gelu_new"),
         "attention_scale": None if hf.get("scale_attn_weights", True) else 1.0,
         "tie_embeddings": bool(hf["tie_word_embeddings"]),

@@ -72,6 +72,27 @@ def rope(hf: Fields, parameters: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def rope_by_layer_types(hf: Fields, theta: float, local_theta: float) -> tuple[dict[str, Any], float]:
+    """Rotary embedding where layers with a window have their own, which is never stretched: the others' parameters, and its theta.
+
+    theta, local_theta: where the fields name none.
+    """
+    ropes = hf.get("rope_parameters") or {}
+    full, local = ropes.get("full_attention") or {}, ropes.get("sliding_attention") or {}
+    if local.get("rope_type", "default") != "default":
+        raise ModelError(f"rope scaling {local['rope_type']!r} of sliding_attention is not supported")
+    everywhere = {"rope_theta": hf.get("rope_theta") or theta, **full, **(hf.get("rope_scaling") or {})}
+    return everywhere, float(local.get("rope_theta") or local_theta)
+
+
+def partly_rotated(hf: Fields, share: float, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`decoder` of a family in which a share of each head's channels rotates; `share` where the fields name none."""
+    parameters = given_rope(hf) if parameters is None else dict(parameters)
+    share = float(parameters.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or share)
+    fields = decoder(hf, parameters)
+    return {**fields, "rotary_dim": None if share == 1.0 else int(fields["head_dim"] * share)}
+
+
 def attention_biases(hf: Fields) -> dict[str, Any]:
     """Biases of all of attention's products, or of none."""
     bias = bool(hf.get("attention_bias", False))

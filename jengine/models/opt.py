@@ -81,6 +81,7 @@ def read_opt(hf: Fields) -> dict[str, Any]:
         "max_position": int(hf.get("max_position_embeddings", 2048)),
         "norm_eps": 1e-5,
         "pre_norm": bool(hf.get("do_layer_norm_before", True)),
+        "gated_mlp": False,
         "activation": hf.get("activation_function", "relu"),
         "embedding_size": int(hf.get("word_embed_proj_dim") or hidden),
         "tie_embeddings": bool(hf["tie_word_embeddings"]),
