@@ -45,12 +45,20 @@ class ModelConfig:
     Attributes:
         max_position: tokens a sequence may have; with learned positions, the length of their table.
         rotary_dim: channels of a head that rotate; None is all of them.
-        local_rope_theta: of layers with a window, where it differs from the others'.
+        local_rope_theta: of layers with a window, where it differs from the others'; they are not stretched then.
+        unrotated_layers: those without rotary embedding.
+        query_scaling_beta: a query at position p is multiplied by 1 + beta * log(1 + p // rope_scaling.original_max_position).
         windows: for each layer, how many tokens a query sees, itself included; None is all; empty is None everywhere.
         attention_scale: multiplies scores; None is head_dim ** -0.5.
         attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap).
         norm_offset: added to the weight of every RMS norm.
         pre_norm: norms come before attention and MLP, and one at the end; else after each.
+        parallel_residual: attention and MLP of a layer read the same input, and both are added to it.
+        shared_norm: with parallel_residual, they share one norm.
+        qk_norm: queries and keys are normed, where a family's checkpoints differ in that.
+        embedding_multiplier, residual_multiplier: factors of embeddings, and of what attention and MLP add.
+        logits_scaling: divides logits.
+        gated_mlp: an MLP has three matrices, gate, up and down; else two.
         embedding_size: of tokens, projected to and from hidden_size; None is hidden_size, without projections.
         expert_layers: which layers route tokens to experts.
         expert_size: an expert's intermediate size.
@@ -71,15 +79,24 @@ class ModelConfig:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     pre_norm: bool = True
+    parallel_residual: bool = False
+    shared_norm: bool = False
+    qk_norm: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None
     local_rope_theta: float | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    query_scaling_beta: float = 0.0
     windows: tuple[int | None, ...] = ()
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     activation: str = "silu"
+    gated_mlp: bool = True
     qkv_bias: bool = False
     output_bias: bool = False  # of attention
     mlp_bias: bool = False
