@@ -138,9 +138,7 @@ def percentiles(seconds: np.ndarray) -> dict[str, float]:
 def fidelity(model: str, loads: Sequence[float] = LOADS) -> dict[str, Any]:
     """At each load what was predicted, then what was measured."""
     config, spec = describe_engine(EngineConfig.of(model, OPTIONS))
-    costs_file(cache_root(config.cache_dir), spec.fingerprint()).unlink(
-        missing_ok=True
-    )  # of a busier machine, perhaps
+    costs_file(cache_root(config.cache_dir), spec.fingerprint()).unlink(missing_ok=True)  # of a busier machine, perhaps
     engine, _ = start_engine(config, progress=False)
     laws, results = TRACES["chat"], {}
     rng = np.random.default_rng(0)

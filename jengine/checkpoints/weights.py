@@ -116,7 +116,7 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
 
 def has_output_head(path: Path, config: ModelConfig) -> bool:
     """Whether a folder has what turns hidden states into logits."""
-    return config.tie_embeddings or is_converted(path) or OUTPUT_HEAD in read_tensors(path, skipped=CONSTANTS)
+    return config.tie_embeddings or is_converted(path) or not read_tensors(path, skipped=CONSTANTS).keys().isdisjoint(OUTPUT_HEADS)
 
 
 def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
