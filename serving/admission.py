@@ -47,6 +47,17 @@ class Admission:
         self._streams[client] += 1
         call.add_done_callback(lambda _: _take(self._streams, client, 1))
 
+    def check(self, n: int, field: str = "n") -> None:
+        """
+        Raises:
+            InvalidArgument: the calling client will never have as many completions; naming the field that asks for them.
+        """
+        places, limit = self._running + self._waiting, self._client_limit()
+        if n > limit:
+            raise InvalidArgument(field, n, f"at most {limit}, since a client may have no more completions at once")
+        if n > places:
+            raise InvalidArgument(field, n, f"at most {places}, since {self._running} run and {self._waiting} wait at once")
+
     def place(self, n: int, call: Call) -> Place:
         """Places for a prompt's completions.
 
@@ -54,11 +65,8 @@ class Admission:
             Busy: too many wait already, the client has too many, or its tokens of this minute are used up.
             InvalidArgument: there will never be as many.
         """
+        self.check(n)
         places, client, limit = self._running + self._waiting, client_of(call), self._client_limit()
-        if n > limit:
-            raise InvalidArgument("n", n, f"at most {limit}, since a client may have no more completions at once")
-        if n > places:
-            raise InvalidArgument("n", n, f"at most {places}, since {self._running} run and {self._waiting} wait at once")
         bucket = self._bucket(client)
         if bucket is not None and (seconds := bucket.seconds_until_ready(time.monotonic())):
             limited = f"this client may use {bucket.per_minute} tokens a minute, and has used them; come again in {seconds:.1f} s"

@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jengine import CompletionOutput, EngineDead, Load, RequestOutput
 from jengine.serving.authentication import Authenticator, KeyInterceptor
-from jengine.serving.http_server import pages_of
 from jengine.serving.metrics import Histogram, Metrics, OutcomeInterceptor, PrometheusMetrics
+from jengine.serving.metrics_server import pages_of
 from jengine.serving.security import ApiKeys, hash_line
 
 LOAD = Load(

@@ -1,0 +1,77 @@
+"""What the services of OpenAI's API have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from openai.types import CompletionUsage
+
+from jengine import AsyncLLM, CompletionOutput, InvalidArgument
+from jengine.serving.admission import client_of
+from jengine.serving.bounds import check_priority
+from jengine.serving.errors import check_model
+from jengine.serving.http.bodies import Body, Form
+from jengine.serving.http.calls import HttpCall, json_object
+from jengine.serving.parsers.formats import AnswerFormat
+from jengine.serving.service import Service, Shared
+
+
+class HttpService(Service):
+    """A service's base.
+
+    Args:
+        most_bytes: of a body.
+        parsers: the options tool_call_parser and reasoning_parser.
+    """
+
+    def __init__(self, shared: Shared, most_bytes: int, parsers: tuple[str, str] = ("auto", "auto")) -> None:
+        super().__init__(shared)
+        self._most_bytes, self._parsers = most_bytes, parsers
+        self._format: AnswerFormat | None = None
+
+    async def _json(self, call: HttpCall) -> tuple[dict[str, Any], int]:
+        """A request's body, and its bytes."""
+        raw = await call.body(self._most_bytes)
+        return await self._text_work.run(client_of(call), len(raw), lambda: json_object(raw)), len(raw)
+
+    def _read(self, form: Form, given: dict[str, Any]) -> Body:
+        body = form.read(given)
+        check_model(body.get("model", ""), self._models)
+        check_priority(body.get("priority", 0))
+        if body.get("stream_options") is not None and not body.get("stream"):
+            raise InvalidArgument("stream_options", body.get("stream_options"), "needs stream=true")
+        return body
+
+    def _answer_format(self, llm: AsyncLLM) -> AnswerFormat:
+        """The model's: it stays the same, whichever engine runs it."""
+        if self._format is None:
+            self._format = AnswerFormat(llm.tokenizer, *self._parsers)
+        return self._format
+
+
+class StreamUsage:
+    """What a stream tells of its tokens: nothing, at its end, or in every event."""
+
+    def __init__(self, body: Body) -> None:
+        options = body.get("stream_options") or {}
+        self.final = bool(options.get("include_usage"))
+        self.always = bool(options.get("continuous_usage_stats"))
+
+    def now(self, usage: CompletionUsage) -> dict[str, Any]:
+        """For an event's fields."""
+        return {"usage": usage} if self.always else {}
+
+
+def tokens_of(outputs: Sequence[CompletionOutput]) -> int:
+    return sum(len(completion.token_ids) for completion in outputs)
+
+
+def stop_reason(completion: CompletionOutput) -> dict[str, Any]:
+    """For a choice's fields: the stop token or string, or why it was aborted."""
+    return {} if completion.stop_reason is None else {"stop_reason": completion.stop_reason}
+
+
+def present(**fields: Any) -> dict[str, Any]:
+    """Those that are not empty."""
+    return {name: value for name, value in fields.items() if value}
