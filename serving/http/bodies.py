@@ -142,10 +142,13 @@ class Form:
                 _unknown(name, value)
         if sampling.keys() & {"structured_outputs"} and not isinstance(sampling["structured_outputs"], dict):
             raise InvalidArgument("structured_outputs", sampling["structured_outputs"], "must be an object")
-        self._check({"model": "", **fields} if "model" in self._known else fields)
+        self._check({"model": "", **fields})
         return Body(fields, sampling)
 
     def _check(self, fields: dict[str, Any]) -> None:
+        options = fields.pop("stream_options", None)
+        if options is not None:
+            checked(STREAM_OPTIONS, options, "stream_options")
         checked(self._adapter, fields)
 
 
@@ -177,6 +180,7 @@ def _unknown(name: str, value: Any) -> None:
     raise InvalidArgument(name[:100], value, "there is no such field")
 
 
+STREAM_OPTIONS: TypeAdapter[StreamOptions] = TypeAdapter(StreamOptions)
 TOOLS: TypeAdapter[list[ChatCompletionFunctionToolParam]] = TypeAdapter(list[ChatCompletionFunctionToolParam])
 COMMON = frozenset(("model", "stream", "stream_options", *Extras.__annotations__))
 COMPLETION = Form(CompletionBody, COMMON | {"prompt", "echo", "logprobs", "add_special_tokens"}, own=("logprobs",))

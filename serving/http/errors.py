@@ -36,7 +36,7 @@ class HttpError(NamedTuple):
     headers: dict[str, str]
 
     def body(self) -> str:
-        return f'{{"error":{self.error.model_dump_json()}}}'
+        return f'{{"error":{self.error.model_dump_json(exclude_unset=True)}}}'
 
 
 def http_error(error: Exception, retry_seconds: float) -> HttpError:

@@ -11,6 +11,7 @@ from openai.types.chat import ChatCompletion as OpenAIChatCompletion
 from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from openai.types.chat import ChatCompletionMessage as OpenAIMessage
 from openai.types.chat.chat_completion import Choice as OpenAIChoice
+from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as OpenAIChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta as OpenAIDelta
 from openai.types.completion_usage import PromptTokensDetails
@@ -63,6 +64,7 @@ class ChunkChoice(OpenAIChunkChoice):
 
     finish_reason: str | None = None  # type: ignore[assignment]
     delta: Delta
+    logprobs: ChoiceLogprobs | None = None  # type: ignore[assignment]
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 

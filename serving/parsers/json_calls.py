@@ -66,7 +66,7 @@ class JsonCall:
         self._text: list[str] = []  # of a key or value
         self._name = ""
         self._arguments: list[str] = []  # that have not been emitted
-        self._any = False  # whether there are any
+        self._any = self._had = False  # whether some have been emitted, and whether their key was there
 
     @property
     def raw(self) -> str:
@@ -92,8 +92,7 @@ class JsonCall:
         if self._state == "in key":
             self._text.append(character)
             if self._value.feed(character) == LAST:
-                self._key, self._state = _string("".join(self._text)), "colon"
-                self.failed = self._key not in (*NAMES, *ARGUMENTS, *OTHERS)
+                self._key_ended(_string("".join(self._text)))
             return True
         if self._state == "colon":
             if character == ":":
@@ -111,19 +110,31 @@ class JsonCall:
             self._value_ended()
         return found != BEFORE or self._before_key(character)
 
+    def _key_ended(self, key: str) -> None:
+        self._key, self._state = key, "colon"
+        if key not in (*NAMES, *ARGUMENTS, *OTHERS):
+            self._over()
+        elif (key in NAMES and self._name) or (key in ARGUMENTS and self._had):
+            self._key = OTHERS[0]  # the first one counts
+        self._had = self._had or key in ARGUMENTS
+
     def _before_key(self, character: str) -> bool:
         if character == '"':
             self._state, self._text, self._value = "in key", [character], Value()
             self._value.feed(character)
             return True
         if character == "}":
-            self.done, self.failed = bool(self._name), not self._name
+            self._over()
             return True
         return character.isspace() or character == "," or self._cut_off()
 
     def _cut_off(self) -> bool:
-        self.done, self.failed = bool(self._name), not self._name
+        self._over()
         return False
+
+    def _over(self) -> None:
+        """With its name known, it has been emitted as a call, or will be."""
+        self.done, self.failed = bool(self._name), not self._name
 
     def _value_ended(self) -> None:
         self._state = "key"
