@@ -67,7 +67,7 @@ def application(parts: Parts) -> Starlette:
         body = http_error(Refusal(grpc.StatusCode.NOT_FOUND, message), 0.0).body()
         return Response(body, error.status_code, error.headers, "application/json")
 
-    return Starlette(
+    app = Starlette(
         routes=[
             route("GET", "/health", health, open=True),
             route("GET", "/v1/models", texts.models),
@@ -79,3 +79,5 @@ def application(parts: Parts) -> Starlette:
         ],
         exception_handlers={404: wrong, 405: wrong},
     )
+    app.router.redirect_slashes = False
+    return app

@@ -201,7 +201,12 @@ def test_tokenize_and_detokenize(server: MockServer, plain: httpx.Client) -> Non
     text = "naïve 世界"
     ids = prompt_ids(server, text)
     told = plain.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
-    assert told == {"count": len(ids), "max_model_len": 1024, "tokens": ids, "token_strs": [server.llm.tokenizer.token_text(i) for i in ids]}
+    assert told == {
+        "count": len(ids),
+        "max_model_len": 1024,
+        "tokens": ids,
+        "token_strs": [server.llm.tokenizer.token_text(i) for i in ids],
+    }
     assert plain.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"] == ids[1:]
     rendered = server.llm.tokenizer.encode(f"<s>user: {TEXT}\n<s>assistant:", add_special_tokens=False)
     assert plain.post("/tokenize", json={"messages": HELLO}).json()["tokens"] == rendered
@@ -240,7 +245,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "at least one message"),
     ({"messages": "hello"}, "messages", "must be a list"),
     ({"messages": [{"role": "poet", "content": ""}]}, "messages[0].role", "must be one of"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content[0]", "text only"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0]",
+        "text only",
+    ),
     ({"messages": [{"role": "user", "content": "x"}] * 5000}, "messages", "at most 4096"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name", "required"),
@@ -276,11 +285,13 @@ def test_what_is_wrong_is_named(plain: httpx.Client, fields: dict[str, Any], par
         assert answer.status_code in (200, 400)
 
 
-@pytest.mark.parametrize(
-    "prompt, param",
-    [(None, "prompt"), ("", "prompt"), ([], "prompt"), ([[]], "prompt"), ([1.5], "prompt[0]"), ({"a": 1}, "prompt"), ([501], "prompt")]
-    + [([1] * 2000, "prompt"), (["a"] * 300, "prompt"), ([70, "a"], "prompt"), ([True], "prompt[0]")],
-)
+NO_PROMPTS: list[tuple[Any, str]] = [
+    (None, "prompt"), ("", "prompt"), ([], "prompt"), ([[]], "prompt"), ([1.5], "prompt[0]"), ({"a": 1}, "prompt"), ([501], "prompt"),
+    ([1] * 2000, "prompt"), (["a"] * 300, "prompt"), ([70, "a"], "prompt"), ([True], "prompt[0]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt, param", NO_PROMPTS)
 def test_prompts_that_are_none(plain: httpx.Client, prompt: Any, param: str) -> None:
     answer = plain.post("/v1/completions", json={"model": "mock", "prompt": prompt, "max_tokens": 1})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
@@ -332,6 +343,9 @@ def test_metrics_and_log_tell_of_http(make_server: MakeServer, tmp_path: Any) ->
         assert dict(server.metrics.http) == {("POST", "/v1/completions", 200): 1, ("POST", "/v1/completions", 400): 1}
         assert server.metrics.generation_tokens == 6
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert sorted((line["id"], line["status"], line["output_tokens"]) for line in lines if len(line["id"]) < 32) == [("r", "OK", 3), ("r-1", "OK", 3)]
+    assert sorted((line["id"], line["status"], line["output_tokens"]) for line in lines if len(line["id"]) < 32) == [
+        ("r", "OK", 3),
+        ("r-1", "OK", 3),
+    ]
     assert [line["status"] for line in lines].count("INVALID_ARGUMENT") == 1
     assert {line["method"] for line in lines} == {"POST /v1/completions"}

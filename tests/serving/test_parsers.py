@@ -38,7 +38,8 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("hermes", "plain < text \n\n", [Content("plain < text \n\n")]),
     (
         "hermes",
-        f'Well\n<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>\n<tool_call>{{"arguments": null, "name":"g"}}</tool_call>\n',
+        f'Well\n<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+        '<tool_call>{"arguments": null, "name":"g"}</tool_call>\n',
         [Content("Well"), Call(0, "f"), Arguments(0, ARGUMENTS), Call(1, "g"), Arguments(1, "{}")],
     ),
     ("hermes", '<tool_call>{"name":"f","arguments":{"a":1}</tool_call> x', [Call(0, "f"), Arguments(0, '{"a":1}'), Content("x")]),
@@ -113,10 +114,9 @@ def test_whole(name: str, text: str, events: list[Event]) -> None:
     assert parsed(PARSERS[name](), *text) == events, "character by character"
 
 
-FRAGMENTS = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", '{"name": "f", ', '"arguments": ', '"parameters": {}']
-    + ["[f(a=1", ")]", "{", "}", "[", "]", '"', ",", ";", "\\", " ", "\n", "f", "g", "<", "null", "x=", "'", "<|python_tag|>"]
-)
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "[f(a=1", ")]"]
+JSON = ['{"name": "f", ', '"arguments": ', '"parameters": {}', "{", "}", "[", "]", '"', ",", ";", "\\", "null"]
+FRAGMENTS = st.sampled_from([*MARKS, *JSON, " ", "\n", "f", "g", "<", "x=", "'"])
 
 
 def cut(text: str, places: list[int]) -> list[str]:
