@@ -30,11 +30,11 @@ def test_streams_share_the_event_loops_time() -> None:
     assert pace.seconds == 0
 
 
-def test_outputs_gather_in_a_pause(byte_level_folder: Path) -> None:
+def test_outputs_gather_in_a_pause(tokenizer_folder: Path) -> None:
     """Until it is over; the first and the last output do not wait."""
 
     async def run() -> None:
-        llm = AsyncLLM.over(EngineThread(MockEngine(seconds=0.002, vocab_size=501)), Tokenizer.load(byte_level_folder))
+        llm = AsyncLLM.over(EngineThread(MockEngine(seconds=0.002, vocab_size=501)), Tokenizer.load(tokenizer_folder))
         params = SamplingParams(max_tokens=300)
         async with llm, llm.submit([70, 71], params, output_kind="delta") as handle:
             first = await anext(handle)
