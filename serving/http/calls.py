@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
@@ -29,12 +30,14 @@ class HttpCall:
 
     Attributes:
         status: that was answered; 0 is none yet.
+        names: where a field of jengine's errors is in this request's body, if elsewhere.
         gone: whether the client has left before the answer's end.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope, self._receive, self._send = scope, receive, send
         self.status, self.gone, self._complete = 0, False, False
+        self.names: dict[str, str] = {}
         self._callbacks: list[Callable[[Any], None]] = []
 
     # --- as a Call --------------------------------------------------------------------------------
@@ -116,13 +119,18 @@ class HttpCall:
 
     async def _start(self, status: int, headers: dict[str, str], kind: bytes) -> None:
         self.status = status
-        raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         message: Message = {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *raw]}
         await self._send(message)
 
     async def _write(self, body: bytes, more: bool) -> None:
         self._complete = not more
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def id_headers(request_id: str) -> dict[str, str]:
+    """The request's id, where a header can hold it."""
+    return {"x-request-id": request_id} if re.fullmatch(r"[!-~]{1,200}", request_id) else {}
 
 
 def json_object(raw: bytes) -> dict[str, Any]:

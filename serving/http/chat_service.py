@@ -13,7 +13,7 @@ from jengine.serving.answers import Answer, new_id
 from jengine.serving.conversions import MAX_MESSAGES
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import CHAT
-from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.chat_request import Chat, call_id, prompt_text, reason
 from jengine.serving.http.chat_stream import ChatStream
 from jengine.serving.http.endpoint import while_connected
@@ -40,15 +40,15 @@ class ChatService(HttpService):
         request_id = request_id if isinstance(request_id, str) and request_id else new_id()
         with self._tracker.track(f"POST {PATH}", request_id, call) as tracked:
             self._admission.stream(call)
-            chat = self._chat(given)
+            chat = self._chat(call, given)
             with self._admission.place(chat.params.n, call) as tracked.place:
                 if chat.body.get("stream"):
                     await self._stream(call, chat, size, tracked)
                 else:
                     await self._whole(call, chat, size, tracked)
 
-    def _chat(self, given: dict[str, Any]) -> Chat:
-        body = self._read(CHAT, given)
+    def _chat(self, call: HttpCall, given: dict[str, Any]) -> Chat:
+        body = self._read(CHAT, given, call)
         if isinstance(body.get("messages"), list) and len(body.get("messages")) > MAX_MESSAGES:
             raise InvalidArgument("messages", f"{len(body.get('messages'))} messages", f"at most {MAX_MESSAGES}")
         llm = self._models.llm
@@ -92,7 +92,7 @@ class ChatService(HttpService):
             usage=replies.usage(output, tokens_of(output.outputs)),
             **chat.prompt_facts(output),
         )
-        await call.answer(200, replies.text_of(reply).encode("utf-8", "replace"), {"x-request-id": tracked.request_id})
+        await call.answer(200, replies.text_of(reply).encode("utf-8", "replace"), id_headers(tracked.request_id))
 
     def _choice(self, chat: Chat, completion: CompletionOutput, prompt: str) -> replies.ChatChoice:
         events = chat.shown(chat.read(completion.text, prompt))
@@ -126,7 +126,7 @@ class ChatService(HttpService):
     async def _stream(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest) -> None:
         handle = await self._queue(call, chat, size, "delta", tracked)
         with Answer(handle, tracked, self._pace) as answer:
-            await call.start_events({"x-request-id": tracked.request_id})
+            await call.start_events(id_headers(tracked.request_id))
             stream = ChatStream(call, chat, f"chatcmpl-{tracked.request_id}", handle.output)
             await stream.start()
             while not stream.finished:

@@ -15,7 +15,7 @@ from jengine import AsyncLLM, CompletionOutput, InvalidArgument, OutputKind, Req
 from jengine.serving.answers import Answer, new_id
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import COMPLETION, Body
-from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.logprobs import CompletionLogprobs, Position, TokenTexts
 from jengine.serving.http.parameters import completion_params
@@ -64,7 +64,7 @@ class CompletionService(HttpService):
         with ExitStack() as stack:
             first = stack.enter_context(self._tracker.track(f"POST {PATH}", request_id, call))
             self._admission.stream(call)
-            task = self._task(given, request_id)
+            task = self._task(call, given, request_id)
             count = len(task.prompts)
             tracked = [first]
             for index in range(1, count):
@@ -77,8 +77,8 @@ class CompletionService(HttpService):
             else:
                 await self._whole(call, task, size, tracked)
 
-    def _task(self, given: dict[str, Any], request_id: str) -> Task:
-        body = self._read(COMPLETION, given)
+    def _task(self, call: HttpCall, given: dict[str, Any], request_id: str) -> Task:
+        body = self._read(COMPLETION, given, call)
         llm = self._models.llm
         prompts = _prompts(body.get("prompt"))
         for prompt in prompts:
@@ -110,13 +110,13 @@ class CompletionService(HttpService):
                 choices += pieces.choices(output)
                 used.append(pieces.usage(output))
         reply = task.reply(choices, usage=replies.usage_sum(used))
-        await call.answer(200, reply.encode("utf-8", "replace"), {"x-request-id": tracked[0].request_id})
+        await call.answer(200, reply.encode("utf-8", "replace"), id_headers(tracked[0].request_id))
 
     async def _stream(self, call: HttpCall, task: Task, size: int, tracked: list[TrackedRequest]) -> None:
         usage = StreamUsage(task.body)
         with ExitStack() as stack:
             answers = await self._answers(call, task, size, "delta", tracked, stack)
-            await call.start_events({"x-request-id": tracked[0].request_id})
+            await call.start_events(id_headers(tracked[0].request_id))
 
             async def follow(answer: Answer, pieces: _Pieces) -> CompletionUsage:
                 while True:

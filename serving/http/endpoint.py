@@ -79,10 +79,10 @@ class Endpoint:
             with self._gate.calls.one_more(call):
                 await self._handle(call)
         except Exception as error:
-            await report(call, self._shown(error))
+            await report(call, self._shown(error, call.names))
 
-    def _shown(self, error: Exception) -> HttpError:
-        shown = http_error(error, self._gate.models.retry_seconds)
+    def _shown(self, error: Exception, names: dict[str, str]) -> HttpError:
+        shown = http_error(error, self._gate.models.retry_seconds, names)
         if shown.status == 500:  # without its message, which may quote a prompt
             log.error("%s in %s:\n%s", type(error).__name__, self._path, "".join(traceback.format_tb(error.__traceback__)))
         return shown

@@ -23,8 +23,7 @@ STATUSES = {
     StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
     StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
 }
-# Where a field of jengine's errors is in a request's body; the others are at the same place.
-PLACES = {"prompt_token_ids": "prompt", "text": "prompt"}
+PLACES = {"prompt_token_ids": "prompt"}  # where a field of jengine's errors is in every body; the others are at the same place
 QUOTE = ("prompt", "prompt_token_ids", "messages")  # never repeated in a message, which may be logged
 
 
@@ -39,14 +38,14 @@ class HttpError(NamedTuple):
         return f'{{"error":{self.error.model_dump_json(exclude_unset=True)}}}'
 
 
-def http_error(error: Exception, retry_seconds: float) -> HttpError:
-    """The client's answer for an error. Unexpected errors reveal nothing. retry_seconds: see ModelProvider."""
+def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] | None = None) -> HttpError:
+    """The client's answer for an error. Unexpected errors reveal nothing. retry_seconds: see ModelProvider; names: see HttpCall."""
     if isinstance(error, BadBody):
         return _error(error.status, "invalid_request_error", str(error))
     refused = refusal(error, retry_seconds)
     status, kind = STATUSES.get(refused.code, (500, "server_error"))
     if isinstance(error, InvalidArgument):
-        return _error(status, kind, *_named(error))
+        return _error(status, kind, *_named(error, names or {}))
     headers = {}
     if refused.retry_seconds is not None:
         headers = {"retry-after": str(math.ceil(refused.retry_seconds)), "retry-after-ms": str(math.ceil(1e3 * refused.retry_seconds))}
@@ -54,10 +53,10 @@ def http_error(error: Exception, retry_seconds: float) -> HttpError:
     return _error(status, kind, refused.message, param, code, headers)
 
 
-def _named(error: InvalidArgument) -> tuple[str, str]:
+def _named(error: InvalidArgument, names: Mapping[str, str]) -> tuple[str, str]:
     """The message, and the field as the request has it."""
     root = error.field.partition(".")[0].partition("[")[0]
-    param = PLACES.get(error.field, error.field)
+    param = names.get(root, PLACES.get(error.field, error.field))
     return (f"{param}: {error.limit}" if root in QUOTE else str(error).replace(error.field, param, 1)), param
 
 

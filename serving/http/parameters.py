@@ -48,6 +48,21 @@ def chat_params(body: Body, default: SamplingParams) -> SamplingParams:
     return _params(given, _structure(body, given), default)
 
 
+def names_of(body: Body) -> dict[str, str]:
+    """Where this body has what jengine's errors name otherwise; see HttpCall."""
+    names = {}
+    for name in (*GUIDED, "response_format"):
+        if body.get(name) is not None:
+            names["structured_outputs"] = name
+    if body.get("tool_choice") not in (None, "none", "auto"):
+        names["structured_outputs"] = "tools"
+    if body.get("max_completion_tokens") is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if body.get("top_logprobs") is not None:
+        names["logprobs"] = "top_logprobs"
+    return names
+
+
 def with_structure(params: SamplingParams, field: str, structure: StructuredOutputs) -> SamplingParams:
     """The parameters with what `field` asks for.
 

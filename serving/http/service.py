@@ -13,6 +13,7 @@ from jengine.serving.bounds import check_priority
 from jengine.serving.errors import check_model
 from jengine.serving.http.bodies import Body, Form
 from jengine.serving.http.calls import HttpCall, json_object
+from jengine.serving.http.parameters import names_of
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.service import Service, Shared
 
@@ -35,8 +36,9 @@ class HttpService(Service):
         raw = await call.body(self._most_bytes)
         return await self._text_work.run(client_of(call), len(raw), lambda: json_object(raw)), len(raw)
 
-    def _read(self, form: Form, given: dict[str, Any]) -> Body:
+    def _read(self, form: Form, given: dict[str, Any], call: HttpCall) -> Body:
         body = form.read(given)
+        call.names = names_of(body)
         check_model(body.get("model", ""), self._models)
         check_priority(body.get("priority", 0))
         if body.get("stream_options") is not None and not body.get("stream"):

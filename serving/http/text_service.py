@@ -26,12 +26,16 @@ class TextService(HttpService):
 
     async def tokenize(self, call: HttpCall) -> None:
         given, size = await self._json(call)
-        await while_connected(call, self._tokenize(call, self._read(TOKENIZE, given), size))
+        await while_connected(call, self._tokenize(call, self._read(TOKENIZE, given, call), size))
 
     async def _tokenize(self, call: HttpCall, body: Body, size: int) -> None:
         self._admission.stream(call)
         if ("prompt" in body.fields) == ("messages" in body.fields):
             raise InvalidArgument("prompt", body.get("prompt"), "exactly one of prompt and messages must be given")
+        wrong = ("add_special_tokens",) if "messages" in body.fields else OPTIONS
+        for name in wrong:
+            if name in body.fields:
+                raise InvalidArgument(name, body.get(name), "is for prompt" if "messages" in body.fields else "is for messages")
         llm = self._models.llm
         tokenizer: Tokenizer = llm.tokenizer
         if "messages" in body.fields:
@@ -48,7 +52,7 @@ class TextService(HttpService):
 
     async def detokenize(self, call: HttpCall) -> None:
         given, size = await self._json(call)
-        body = self._read(DETOKENIZE, given)
+        body = self._read(DETOKENIZE, given, call)
         self._admission.stream(call)
         tokens = body.get("tokens")
         if tokens is None:

@@ -79,6 +79,11 @@ def joined(events: list[Event]) -> list[Event]:
     return out
 
 
+def clean(text: str) -> str:
+    """Without lone surrogates, which JSON and Python can write and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def split(text: str, marker: str) -> tuple[str, bool, str]:
     """What comes before the marker, whether it is there, and what comes after; without it, the rest is what may be its beginning."""
     at = text.find(marker)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container
 
-from jengine.serving.parsers.events import Arguments, Call, Event
+from jengine.serving.parsers.events import Arguments, Call, Event, clean
 
 MORE, LAST, BEFORE = "more", "last", "before"  # a character is part of a value, its last, or comes after it
 PLAIN = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # of JSON, outside strings
@@ -222,4 +222,4 @@ def _string(text: str) -> str:
         value = json.loads(text, strict=False)
     except ValueError:
         return ""
-    return value if isinstance(value, str) else ""
+    return clean(value) if isinstance(value, str) else ""

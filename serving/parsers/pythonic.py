@@ -7,7 +7,7 @@ import json
 from collections.abc import Container
 from typing import Any
 
-from jengine.serving.parsers.events import Arguments, Call, Event, Held, joined
+from jengine.serving.parsers.events import Arguments, Call, Event, Held, clean, joined
 
 TAGS = ("<|python_start|>", "<|python_end|>")  # of Llama 4, around it
 CONSTANTS = {"true": True, "false": False, "null": None}
@@ -88,7 +88,7 @@ class Pythonic:
             return
         name, arguments = read
         self._content.call()
-        events += [Call(self._count, name), Arguments(self._count, json.dumps(arguments, ensure_ascii=False))]
+        events += [Call(self._count, name), Arguments(self._count, clean(json.dumps(arguments, ensure_ascii=False)))]
         self._count += 1
         self._buffer, self._at = self._buffer[self._at :], 0
 

@@ -214,6 +214,8 @@ def test_tokenize_and_detokenize(server: MockServer, plain: httpx.Client) -> Non
     for path, body, field in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt"),
+        ("/tokenize", {"prompt": "x", "tools": []}, "tools"),
+        ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [1] * 2000}, "tokens"),
@@ -256,7 +258,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "only one thing"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": "x"}, "structured_outputs", "must be an object"),
-    ({"guided_grammar": "start: nothing"}, "structured_outputs", "llguidance"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar", "llguidance"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}}, "response_format", "llguidance"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice", "--tool-call-parser"),
@@ -301,6 +306,12 @@ def test_another_model(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as wrong:
         client.completions.create(model="gpt", prompt=TEXT)
     assert wrong.value.code == "model_not_found" and wrong.value.param == "model"
+
+
+@pytest.mark.parametrize("request_id", ["a b", "\r\nSet-Cookie: x=y", "世界", "x" * 1000])
+def test_request_ids_that_no_header_can_hold(client: OpenAI, request_id: str) -> None:
+    answer = client.completions.create(model="mock", prompt=TEXT, max_tokens=1, extra_body={"request_id": request_id})
+    assert answer.id == f"cmpl-{request_id}" and answer._request_id is None
 
 
 def test_what_clients_always_send_is_taken(plain: httpx.Client) -> None:

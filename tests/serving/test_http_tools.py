@@ -133,7 +133,7 @@ def test_a_conversation_with_calls_and_results(client: OpenAI, server: MockServe
 def test_what_is_wrong(server: MockServer, options: dict[str, Any], param: str | None) -> None:
     answer = httpx.post(f"{server.http}/chat/completions", json=asked("x", **options), timeout=60)
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == (param or "structured_outputs"), error
+    assert answer.status_code == 400 and error["param"] == (param or "tools"), error
 
 
 def test_a_template_without_tools(tokenizer_folder: Path) -> None:

@@ -94,6 +94,8 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("deepseek_r1", "I think\n</think>\n\nok", [Reasoning("I think"), Content("ok")]),
     ("deepseek_r1", "<think>abc</think>\nok", [Reasoning("abc"), Content("ok")]),
     ("deepseek_r1", "never ends\n", [Reasoning("never ends\n")]),
+    ("hermes", '<tool_call>{"name": "f\\ud800"}</tool_call>', [Call(0, "f?"), Arguments(0, "{}")]),
+    ("pythonic", '[f(a="\\ud800")]', [Call(0, "f"), Arguments(0, '{"a": "?"}')]),
     ("named", '{"a": 1}', [Call(0, "f"), Arguments(0, '{"a": 1}')]),
     (
         "required",
