@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jengine import AsyncLLM, CompletionOutput, RequestOutput, SamplingParams
+from jengine import AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokensPrompt
 from jengine.serving.answers import new_id
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import Body
 from jengine.serving.http.logprobs import TokenTexts, chat_logprobs
 from jengine.serving.http.tool_choice import ToolChoice
-from jengine.serving.parsers.events import Event, Parser, Reasoning, joined
+from jengine.serving.parsers.events import Event, Parser, Reasoning
 from jengine.serving.parsers.formats import AnswerFormat
+from jengine.serving.parsers.thoughts import after_reasoning
 
 
 class Chat(NamedTuple):
-    """A request that has been checked."""
+    """A request that has been checked.
+
+    Attributes:
+        prompt: its text, once it has been rendered.
+        thinks: whether the model may reason before it answers; not where a grammar holds from the first token on.
+    """
 
     body: Body
     params: SamplingParams
@@ -25,20 +31,29 @@ class Chat(NamedTuple):
     created: int
     model: str
 
-    @property
-    def constrained(self) -> bool:
-        return self.params.structured_outputs is not None
+    prompt: str = ""
+    thinks: bool = True
 
-    def parser(self, prompt: str) -> Parser:
+    def rendered(self, prompt: TokensPrompt) -> Chat:
+        """With its prompt, which tells whether the model reasons first; what constrains the answer holds after that."""
+        text = prompt.get("prompt")
+        if text is None:  # by the client's own template; the end is enough
+            text = self.llm.tokenizer.decode(prompt["prompt_token_ids"][-64:], skip_special_tokens=False)
+        structure, inside = self.params.structured_outputs, self.form.reasoning(text)
+        if not isinstance(structure, StructuredOutputs):
+            return self._replace(prompt=text)
+        after = None if inside is None else after_reasoning(structure, inside)
+        if after is None:
+            return self._replace(prompt=text, thinks=False)
+        return self._replace(prompt=text, params=self.params.clone(structured_outputs=after))
+
+    def parser(self) -> Parser:
         """For one completion."""
-        return self.tools.forced_parser() or self.form.parser(prompt, self.tools.callable, self.constrained)
+        return self.form.parser(self.prompt, self.tools.callable, self.thinks, self.tools.forced_parser())
 
-    def read(self, text: str, prompt: str) -> list[Event]:
+    def read(self, text: str) -> list[Event]:
         """A whole completion."""
-        forced = self.tools.forced_parser()
-        if forced is not None:
-            return joined([*forced.push(text), *forced.finish()])
-        return self.form.read(text, prompt, self.tools.callable, self.constrained)
+        return self.form.read(text, self.prompt, self.tools.callable, self.thinks, self.tools.forced_parser())
 
     def shown(self, events: list[Event]) -> list[Event]:
         """Without what the client does not want."""
@@ -71,10 +86,3 @@ def reason(completion: CompletionOutput, called: bool) -> str | None:
 
 def call_id() -> str:
     return f"call_{new_id()}"
-
-
-def prompt_text(chat: Chat, output: RequestOutput) -> str:
-    """Its end is enough to know where the answer begins; a client's own template gives token ids only."""
-    if output.prompt is not None:
-        return output.prompt
-    return chat.llm.tokenizer.decode(output.prompt_token_ids[-64:], skip_special_tokens=False)

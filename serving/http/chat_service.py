@@ -14,7 +14,7 @@ from jengine.serving.conversions import MAX_MESSAGES
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import CHAT
 from jengine.serving.http.calls import HttpCall, id_headers
-from jengine.serving.http.chat_request import Chat, call_id, prompt_text, reason
+from jengine.serving.http.chat_request import Chat, call_id, reason
 from jengine.serving.http.chat_stream import ChatStream
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.parameters import chat_params
@@ -59,7 +59,8 @@ class ChatService(HttpService):
             params = params.clone(skip_special_tokens=False)
         return Chat(body, params, tools, form, llm, int(time.time()), self._models.info.name)
 
-    async def _queue(self, call: HttpCall, chat: Chat, size: int, kind: OutputKind, tracked: TrackedRequest) -> RequestHandle:
+    async def _queue(self, call: HttpCall, chat: Chat, size: int, kind: OutputKind, tracked: TrackedRequest) -> tuple[RequestHandle, Chat]:
+        """With its prompt."""
         body = chat.body
         options = {name: body.get(name) for name in OPTIONS if body.get(name) is not None}
         if (effort := body.get("reasoning_effort")) is not None:
@@ -74,28 +75,29 @@ class ChatService(HttpService):
             return body.get("messages"), options
 
         prompt = await self._render(chat.llm, read, body.get("chat_template"), size, call)
+        chat = chat.rendered(prompt)
         asked = Asked(chat.params, lambda: prompt, size, body.get("cache_salt"), body.get("priority", 0), body.get("timeout"))
-        return await self._submit(chat.llm, asked, kind, call, tracked.request_id)
+        return await self._submit(chat.llm, asked, kind, call, tracked.request_id), chat
 
     # --- whole ------------------------------------------------------------------------------------
 
     async def _whole(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest) -> None:
-        with Answer(await self._queue(call, chat, size, "final", tracked), tracked) as answer:
+        handle, chat = await self._queue(call, chat, size, "final", tracked)
+        with Answer(handle, tracked) as answer:
             output = await answer.next()
-        prompt = prompt_text(chat, output)
         reply = replies.ChatCompletion(
             id=f"chatcmpl-{tracked.request_id}",
             object="chat.completion",
             created=chat.created,
             model=chat.model,
-            choices=[self._choice(chat, completion, prompt) for completion in output.outputs],
+            choices=[self._choice(chat, completion) for completion in output.outputs],
             usage=replies.usage(output, tokens_of(output.outputs)),
             **chat.prompt_facts(output),
         )
         await call.answer(200, replies.text_of(reply).encode("utf-8", "replace"), id_headers(tracked.request_id))
 
-    def _choice(self, chat: Chat, completion: CompletionOutput, prompt: str) -> replies.ChatChoice:
-        events = chat.shown(chat.read(completion.text, prompt))
+    def _choice(self, chat: Chat, completion: CompletionOutput) -> replies.ChatChoice:
+        events = chat.shown(chat.read(completion.text))
         names = {event.index: event.name for event in events if isinstance(event, Call)}
         arguments = dict.fromkeys(names, "")
         for event in events:
@@ -124,7 +126,7 @@ class ChatService(HttpService):
     # --- as it comes ------------------------------------------------------------------------------
 
     async def _stream(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest) -> None:
-        handle = await self._queue(call, chat, size, "delta", tracked)
+        handle, chat = await self._queue(call, chat, size, "delta", tracked)
         with Answer(handle, tracked, self._pace) as answer:
             await call.start_events(id_headers(tracked.request_id))
             stream = ChatStream(call, chat, f"chatcmpl-{tracked.request_id}", handle.output)

@@ -9,7 +9,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCall, ChoiceD
 from jengine import CompletionOutput, RequestOutput
 from jengine.serving.http import replies
 from jengine.serving.http.calls import HttpCall
-from jengine.serving.http.chat_request import Chat, call_id, prompt_text, reason
+from jengine.serving.http.chat_request import Chat, call_id, reason
 from jengine.serving.http.service import StreamUsage, present, stop_reason, tokens_of
 from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reasoning, joined
 
@@ -19,8 +19,7 @@ class ChatStream:
 
     def __init__(self, call: HttpCall, chat: Chat, reply_id: str, output: RequestOutput) -> None:
         self._call, self._chat, self._id, self._usage = call, chat, reply_id, StreamUsage(chat.body)
-        prompt = prompt_text(chat, output)
-        self._parsers = [chat.parser(prompt) for _ in range(chat.params.n)]
+        self._parsers = [chat.parser() for _ in range(chat.params.n)]
         self._called = [False] * chat.params.n
         self._ended: set[int] = set()
         self._last, self._tokens, self.finished = output, 0, False

@@ -51,27 +51,35 @@ class AnswerFormat:
         self.tools = self._template is not None or self._tool_parser is not None
         self.shows_special_tokens = self._template is not None or found == "mistral"
 
-    def parser(self, prompt: str, tools: list[dict[str, Any]], constrained: bool) -> Parser:
+    def reasoning(self, prompt: str) -> bool | None:
+        """Whether the answer to this prompt begins within reasoning; None where there is none, or where it is not known."""
+        end = prompt.rstrip()
+        if self._template is not None or self._reasoning == "none" or end.endswith(END):
+            return None
+        return self._reasoning == "deepseek_r1" or end.endswith(START)
+
+    def parser(self, prompt: str, tools: list[dict[str, Any]], thinks: bool = True, forced: Parser | None = None) -> Parser:
         """For one completion.
 
         Args:
             prompt: its text.
             tools: those that may be called; empty is none.
-            constrained: whether a grammar holds from the first token on, so that there is no reasoning.
+            thinks: whether the model may reason; not where a grammar holds from the first token on.
+            forced: for what comes after the reasoning, where a grammar forces calls.
         """
-        if self._template is not None and not constrained:
+        if self._template is not None and thinks and forced is None:
             return ResponseTemplate(self._template, prompt, tools)
         names = {tool["function"]["name"] for tool in tools}
-        rest = self._tool_parser(names) if self._tool_parser is not None and names else PlainText()
-        if constrained or self._reasoning == "none" or prompt.rstrip().endswith(END):
-            return rest
-        return Reasons(rest, inside=self._reasoning == "deepseek_r1" or prompt.rstrip().endswith(START))
+        calls = self._tool_parser(names) if self._tool_parser is not None and names else PlainText()
+        rest = calls if forced is None else forced
+        inside = self.reasoning(prompt) if thinks else None
+        return rest if inside is None else Reasons(rest, inside)
 
-    def read(self, text: str, prompt: str, tools: list[dict[str, Any]], constrained: bool) -> list[Event]:
-        """A whole answer."""
-        if self._template is not None and not constrained:
+    def read(self, text: str, prompt: str, tools: list[dict[str, Any]], thinks: bool = True, forced: Parser | None = None) -> list[Event]:
+        """A whole answer; as `parser`."""
+        if self._template is not None and thinks and forced is None:
             return read_whole(self._template, text, prompt, tools)
-        parser = self.parser(prompt, tools, constrained)
+        parser = self.parser(prompt, tools, thinks, forced)
         return joined([*parser.push(text), *parser.finish()])
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine import Tokenizer
+from jengine import StructuredOutputs, Tokenizer
 from jengine.serving.parsers.events import Arguments, Call, Content, Event, Parser, PlainText, Reasoning, joined
 from jengine.serving.parsers.forced import CallArray, NamedCall
 from jengine.serving.parsers.formats import AnswerFormat
@@ -20,6 +21,8 @@ from jengine.serving.parsers.mistral import Mistral
 from jengine.serving.parsers.pythonic import Pythonic
 from jengine.serving.parsers.reasoning import Reasons
 from jengine.serving.parsers.response_template import ResponseTemplate, read_whole
+from jengine.serving.parsers.thoughts import after_reasoning
+from jengine.text.grammars import compile_structure
 from tests.text.conftest import byte_level, write
 
 NAMES = {"f", "g"}
@@ -177,8 +180,8 @@ def format_of(folder: Path, template: str, **options: str) -> AnswerFormat:
 )
 def test_the_chat_template_tells_the_format(tmp_path: Path, mark: str, text: str) -> None:
     form = format_of(write(byte_level(), tmp_path), f"{{# {mark} #}}{{{{ tools }}}}")
-    assert form.tools and form.read(text, "", TOOLS, False) == [Call(0, "f"), Arguments(0, "{}")]
-    assert form.read(text, "", [], False) == [Content(text)], "without tools there are no calls"
+    assert form.tools and form.read(text, "", TOOLS) == [Call(0, "f"), Arguments(0, "{}")]
+    assert form.read(text, "", []) == [Content(text)], "without tools there are no calls"
     assert form.shows_special_tokens == (mark == "[TOOL_CALLS]")
 
 
@@ -194,12 +197,45 @@ def test_reasoning_depends_on_the_prompt(tmp_path: Path) -> None:
     folder = write(byte_level(), tmp_path)
     qwen, r1 = format_of(folder, "{# </think> #}{{ enable_thinking }}"), format_of(folder, "{# </think> #}")
     text = "so\n</think>\n\nyes"
-    assert qwen.read(text, "<|assistant|>\n", [], False) == [Content(text)]
-    assert qwen.read("<think>" + text, "<|assistant|>\n", [], False) == [Reasoning("so"), Content("yes")]
-    assert qwen.read(text, "<think>\n", [], False) == r1.read(text, "", [], False) == [Reasoning("so"), Content("yes")]
-    assert r1.read("yes", "<think>\n\n</think>\n\n", [], False) == [Content("yes")], "the prompt has ended it"
-    assert r1.read("{}", "", [], True) == [Content("{}")], "a grammar leaves no room for it"
-    assert format_of(folder, "{# </think> #}", reasoning_parser="none").read(text, "", [], False) == [Content(text)]
+    assert qwen.read(text, "<|assistant|>\n", []) == [Content(text)]
+    assert qwen.read("<think>" + text, "<|assistant|>\n", []) == [Reasoning("so"), Content("yes")]
+    assert qwen.read(text, "<think>\n", []) == r1.read(text, "", []) == [Reasoning("so"), Content("yes")]
+    assert r1.read("yes", "<think>\n\n</think>\n\n", []) == [Content("yes")], "the prompt has ended it"
+    assert r1.read("{}", "", [], thinks=False) == [Content("{}")], "a grammar leaves no room for it"
+    assert format_of(folder, "{# </think> #}", reasoning_parser="none").read(text, "", []) == [Content(text)]
+
+
+def matches(what: StructuredOutputs, tokenizer: Tokenizer, text: str) -> bool:
+    matcher = compile_structure(what, tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "what, good, bad",
+    [
+        ({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}, '{"a": 1}', "{}"),
+        ({"json": '{"type": "integer"}'}, "12", '"a"'),
+        ({"regex": "a/b\\/c+"}, "a/b/cc", "a"),
+        ({"choice": ["yes", 'n"o']}, 'n"o', "maybe"),
+    ],
+)
+def test_grammars_begin_after_the_reasoning(tokenizer_folder: Path, what: dict[str, Any], good: str, bad: str) -> None:
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    inside, free = (after_reasoning(StructuredOutputs(**what), begins) for begins in (True, False))
+    assert inside is not None and free is not None
+    for text, in_it, out_of_it in (("hm { <x\n</think>\n\n", True, False), ("<think>hm</think>", True, True), ("", False, True)):
+        assert matches(inside, tokenizer, text + good) is in_it and matches(free, tokenizer, text + good) is out_of_it
+        assert not matches(inside, tokenizer, text + bad) and not matches(free, tokenizer, text + bad)
+
+
+def test_a_lark_grammar_holds_from_the_first_token() -> None:
+    assert after_reasoning(StructuredOutputs(grammar="start: /a/"), True) is None
+
+
+def test_forced_calls_after_reasoning(tmp_path: Path) -> None:
+    form = format_of(write(byte_level(), tmp_path), "{# </think> #}")
+    assert form.read('hm</think>\n{"a": 1}', "", TOOLS, True, NamedCall("f")) == [Reasoning("hm"), Call(0, "f"), Arguments(0, '{"a": 1}')]
 
 
 # --- a tokenizer's response_template --------------------------------------------------------------
@@ -239,9 +275,9 @@ def test_a_response_template_comes_with_the_tokenizer(tmp_path: Path) -> None:
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "response_template": TEMPLATE}))
     form = format_of(folder, "{{ tools }}")
-    assert form.tools and form.shows_special_tokens and form.read(ANSWER, "<|assistant|>", TOOLS, False) == FOUND
-    assert isinstance(form.parser("<|assistant|>", TOOLS, False), ResponseTemplate)
-    assert form.read("{}", "<|assistant|>", TOOLS, True) == [Content("{}")], "what a grammar has forced is no conversation's answer"
+    assert form.tools and form.shows_special_tokens and form.read(ANSWER, "<|assistant|>", TOOLS) == FOUND
+    assert isinstance(form.parser("<|assistant|>", TOOLS), ResponseTemplate)
+    assert form.read("{}", "<|assistant|>", TOOLS, thinks=False) == [Content("{}")], "what a grammar has forced is no conversation's answer"
 
 
 def test_what_a_response_template_cannot_read_is_content() -> None:
