@@ -73,7 +73,8 @@ async def http(url: str) -> Ask:
         """Counts tokens by their ids, as the other arms do."""
         asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
         body = json.dumps(asked).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        kind = "Content-Type: application/json\r\nConnection: close"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
             writer.write(head.encode() + body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 BODY_SECONDS = 60.0  # in which a request's body must have come
+DISCARD_SECONDS = 1.0  # for a body that is not wanted
 MOST_CONTAINERS = 2**17  # arrays and objects of a body; each takes a hundred bytes and more
 
 JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
@@ -30,6 +32,7 @@ class HttpCall:
 
     Attributes:
         status: that was answered; 0 is none yet.
+        unread: whether some of its body has not been read.
         names: where a field of jengine's errors is in this request's body, if elsewhere.
         gone: whether the client has left before the answer's end.
     """
@@ -37,6 +40,7 @@ class HttpCall:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope, self._receive, self._send = scope, receive, send
         self.status, self.gone, self._complete = 0, False, False
+        self.unread = True
         self.names: dict[str, str] = {}
         self._callbacks: list[Callable[[Any], None]] = []
 
@@ -75,21 +79,32 @@ class HttpCall:
         told = self.header(b"content-length") or ""
         if told.isdecimal() and (len(told) > 18 or int(told) > most):
             raise too_large
-        parts, size, more = [], 0, True
+        parts, size = [], 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                while more:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        self.gone = True
-                        raise asyncio.CancelledError
-                    parts.append(message.get("body", b""))
-                    size, more = size + len(parts[-1]), message.get("more_body", False)
+                while self.unread:
+                    parts.append(await self._part())
+                    size += len(parts[-1])
                     if size > most:
                         raise too_large
         except TimeoutError:
             raise BadBody(408, f"the body did not come within {BODY_SECONDS:g} s") from None
         return b"".join(parts)
+
+    async def discard(self) -> None:
+        """Read what comes of the body within a moment: a connection that is closed before takes the answer away with it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while self.unread:
+                    await self._part()
+
+    async def _part(self) -> bytes:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self.gone = True
+            raise asyncio.CancelledError
+        self.unread = message.get("more_body", False)
+        return bytes(message.get("body", b""))
 
     async def watch(self, task: asyncio.Task[Any]) -> None:
         """After the body has come: cancel the task when the client goes before it has its answer."""

@@ -21,8 +21,6 @@ from jengine.serving.security import current_key
 
 log = logging.getLogger("jengine.serving")
 
-UNREAD = (401, 408, 413, 429)  # may be answered before the body has been read
-
 Handler = Callable[[HttpCall], Awaitable[None]]
 
 
@@ -91,8 +89,9 @@ class Endpoint:
 async def report(call: HttpCall, shown: HttpError) -> None:
     """As the answer, or as the last event of one that has begun."""
     if not call.status:
-        unread = {"connection": "close"} if shown.status in UNREAD else {}
-        await call.answer(shown.status, shown.body().encode("utf-8", "replace"), {**shown.headers, **unread})
+        await call.discard()
+        close = {"connection": "close"} if call.unread else {}
+        await call.answer(shown.status, shown.body().encode("utf-8", "replace"), {**shown.headers, **close})
     else:
         await call.event(shown.body())
         await call.end_events()

@@ -12,7 +12,7 @@ from jengine.serving.admission import client_of
 from jengine.serving.bounds import check_priority
 from jengine.serving.errors import check_model
 from jengine.serving.http.bodies import Body, Form
-from jengine.serving.http.calls import HttpCall, json_object
+from jengine.serving.http.calls import BadBody, HttpCall, json_object
 from jengine.serving.http.parameters import names_of
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.service import Service, Shared
@@ -32,7 +32,11 @@ class HttpService(Service):
         self._format: AnswerFormat | None = None
 
     async def _json(self, call: HttpCall) -> tuple[dict[str, Any], int]:
-        """A request's body, and its bytes."""
+        """A request's body, and its bytes. Its type must be said: a web page can make a browser send anything else, without asking, to a
+        server on its user's machine."""
+        kind = (call.header(b"content-type") or "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise BadBody(415, f"content-type must be application/json, not {kind[:100] or 'missing'}")
         raw = await call.body(self._most_bytes)
         return await self._text_work.run(client_of(call), len(raw), lambda: json_object(raw)), len(raw)
 

@@ -18,6 +18,7 @@ from tests.serving.conftest import MakeServer, MockServer
 TEXT = "The quick brown fox"
 HELLO: list[Any] = [{"role": "user", "content": TEXT}]
 HTTP = {"http_port": 0}
+JSON = {"content-type": "application/json; charset=utf-8"}
 
 
 @pytest.fixture(scope="module")
@@ -334,13 +335,20 @@ def test_paths_that_there_are_not(plain: httpx.Client, path: str) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b"[" * 100_000, b'{"prompt": "\\ud800"}', b"{}" * 10])
 def test_bodies_that_are_no_json(plain: httpx.Client, body: bytes) -> None:
-    answer = plain.post("/v1/completions", content=body)
+    answer = plain.post("/v1/completions", content=body, headers=JSON)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_what_a_web_page_can_send_unasked_is_refused(plain: httpx.Client, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    answer = plain.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
 
 
 def test_bodies_of_too_many_parts(plain: httpx.Client) -> None:
     body = b'{"prompt": [' + b",".join([b"[]"] * 200_000) + b"]}"
-    answer = plain.post("/v1/completions", content=body)
+    answer = plain.post("/v1/completions", content=body, headers=JSON)
     assert answer.status_code == 400 and "at most 131072" in answer.json()["error"]["message"]
 
 

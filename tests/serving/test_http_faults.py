@@ -35,6 +35,7 @@ from tests.serving.test_generate import kinds
 ENDLESS = {"model": "mock", "prompt": [70, 71, 72], "max_tokens": 10**6}
 ENGINE: dict[str, Any] = {"seconds": 0.002, "max_model_len": 2**20, "pages": 2**24}
 KEY = "k" * 32
+TYPE = "Content-Type: application/json\r\n"
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def listens(url: httpx.URL) -> bool:
 
 def post(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     data = json.dumps(body).encode()
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\n{TYPE}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 # --- clients that leave ---------------------------------------------------------------------------
@@ -140,6 +141,7 @@ def test_a_client_that_never_reads(make_server: MakeServer, caplog: pytest.LogCa
 def test_heads_and_bodies_that_do_not_come(server: MockServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
     monkeypatch.setattr(calls, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(calls, "DISCARD_SECONDS", 0.1)
     for sent in (b"", b"POST /v1/comp"):
         with connect(server) as connection:
             connection.sendall(sent)
@@ -149,8 +151,9 @@ def test_heads_and_bodies_that_do_not_come(server: MockServer, monkeypatch: pyte
         assert b"408 Request Timeout" in received(connection)
 
 
-def test_bodies_that_are_too_large(make_server: MakeServer) -> None:
-    """Told before they are read, and however their length is said."""
+def test_bodies_that_are_too_large(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before they have come, and however their length is said."""
+    monkeypatch.setattr(calls, "DISCARD_SECONDS", 0.1)
     with make_server(server={"http_port": 0, "max_message_bytes": 2048}) as server:
         for head in (
             b"Content-Length: 100000\r\n\r\n",
@@ -158,7 +161,7 @@ def test_bodies_that_are_too_large(make_server: MakeServer) -> None:
             b"Transfer-Encoding: chunked\r\n\r\n",
         ):
             with connect(server) as connection:
-                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + head)
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + TYPE.encode() + head)
                 if b"chunked" in head:
                     connection.sendall(b"1000\r\n" + b" " * 4096 + b"\r\n")
                 answer = received(connection)
@@ -217,6 +220,15 @@ def test_keys(make_server: MakeServer, tmp_path: Path) -> None:
                 stream.cancel()
             server.wait_until_idle()
             assert "anna" in server.metrics.by_key
+
+
+def test_a_refusal_reaches_a_client_that_sends_much(make_server: MakeServer, tmp_path: Path) -> None:
+    """Though nothing of the body is wanted; and the connection goes on."""
+    file = tmp_path / "keys"
+    file.write_text(hash_line(KEY))
+    with make_server(server={"http_port": 0, "api_keys": file}) as server, httpx.Client(base_url=server.http, timeout=60) as client:
+        for _ in range(3):
+            assert client.post("/completions", json={"prompt": "x" * 3_000_000}).status_code == 401
 
 
 def test_limits_without_keys(make_server: MakeServer) -> None:
