@@ -6,28 +6,33 @@ import asyncio
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.mock_engine import MockEngine
-from jengine.serving.pace import LONGEST, Pace
+from jengine.serving.pace import CORES_SHARE, LONGEST, LOOP_SHARE, MESSAGE_SECONDS, Pace
 from tests.serving.conftest import MakeServer
 from tests.serving.test_generate import kinds
 
 
 def test_streams_share_the_event_loops_time() -> None:
-    pace = Pace()
+    pace = Pace(cores=4)
     assert pace.seconds == 0
     with ExitStack() as stack:
         stack.enter_context(pace.stream())
         alone = pace.seconds
         assert 0 < alone < 0.001
+        assert alone == pytest.approx(MESSAGE_SECONDS / (4 * CORES_SHARE))
         for _ in range(9):
             stack.enter_context(pace.stream())
-        assert abs(pace.seconds - 10 * alone) < 1e-9
+        assert pace.seconds == pytest.approx(10 * alone)
         for _ in range(10_000):
             stack.enter_context(pace.stream())
         assert pace.seconds == LONGEST
     assert pace.seconds == 0
+    with (large := Pace(cores=100)).stream():
+        assert large.seconds == pytest.approx(MESSAGE_SECONDS / LOOP_SHARE), "one event loop, however many cores"
 
 
 def test_outputs_gather_in_a_pause(tokenizer_folder: Path) -> None:
@@ -51,7 +56,7 @@ def test_outputs_gather_in_a_pause(tokenizer_folder: Path) -> None:
 
 
 def test_many_streams_get_fewer_messages(make_server: MakeServer) -> None:
-    """All their tokens, in order; a lone stream gets each by itself, but for stalls."""
+    """All their tokens, in order."""
 
     def messages(streams: int) -> float:
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70, 71, 72]), sampling_params=pb.SamplingParams(max_tokens=60))
