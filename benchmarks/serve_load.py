@@ -253,7 +253,7 @@ def compared(arms: dict[str, Callable[[], float]], repeat: int, goal: str) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parts = ("open", "ceiling", "grpc", "metrics")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="fewer than all are shown, but not saved")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="fewer than all are saved under their names")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, at each rate")
     parser.add_argument("--repeat", type=int, default=7, help="turns of each arm")
     parser.add_argument("--quick", action="store_true", help="a few seconds of each, nothing saved")
@@ -266,8 +266,9 @@ def main() -> None:
         "metrics": lambda: metrics_cost(repeat, quick),
     }
     results = {part: run[part]() for part in options.parts}
-    if not quick and len(results) == len(run):
-        save("serve_load", {"model": MODEL, "concurrency": CONCURRENCY, **results})
+    if not quick:
+        name = "_".join(("serve_load", *(results if len(results) < len(run) else ())))
+        save(name, {"model": MODEL, "concurrency": CONCURRENCY, **results})
 
 
 if __name__ == "__main__":
