@@ -13,8 +13,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jengine import InvalidArgument
-from jengine.serving.admission import Admission
-from jengine.serving.bounds import RequestBounds
 from jengine.serving.client_calls import CallInterceptor, ClientCalls
 from jengine.serving.config import ServerConfig
 from jengine.serving.errors import parser
@@ -24,12 +22,9 @@ from jengine.serving.generated.jengine.v1 import generate_pb2
 from jengine.serving.kserve_service import KserveService
 from jengine.serving.metrics import Metrics
 from jengine.serving.model_provider import ModelProvider
-from jengine.serving.pace import Pace
 from jengine.serving.request_log import RequestLog
 from jengine.serving.sandbox import Sandbox
 from jengine.serving.service import Shared
-from jengine.serving.text_work import TextWork
-from jengine.serving.tracking import RequestTracker
 
 DESCRIPTORS = (
     generate_pb2.DESCRIPTOR.services_by_name["GenerateService"],
@@ -71,13 +66,10 @@ async def build_server(
     metrics = metrics or Metrics()
     calls = ClientCalls(config, metrics)
     server = grpc.aio.server(interceptors=[*interceptors, CallInterceptor(calls)], options=_options(config, calls.limit))
-    admission = Admission(config, models)
     state = health.aio.HealthServicer()
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-    sandbox = Sandbox()
-    tracker, bounds = RequestTracker(metrics, request_log), RequestBounds.of(config)
-    shared = Shared(models, admission, tracker, bounds, sandbox, TextWork(), Pace(), config.write_timeout, config.client_chat_templates)
+    shared = Shared.of(config, models, metrics, request_log)
     services = GenerateService(shared), KserveService(shared, state)
     for service, servicer in zip(DESCRIPTORS, services, strict=True):
         _add(service, servicer, server)
@@ -88,7 +80,7 @@ async def build_server(
         port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
     except RuntimeError:
         raise InvalidArgument("port", config.port, f"cannot listen on {address}: {_why_not(config)}") from None
-    return Built(server, state, port, sandbox, shared, calls)
+    return Built(server, state, port, shared.sandbox, shared, calls)
 
 
 def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:

@@ -10,8 +10,11 @@ from jengine import MAX_CLIENT, AsyncLLM, InvalidArgument, OutputKind, PreparedP
 from jengine.serving.admission import Admission, client_of
 from jengine.serving.bounds import RequestBounds
 from jengine.serving.call import Call
+from jengine.serving.config import ServerConfig
+from jengine.serving.metrics import Metrics
 from jengine.serving.model_provider import ModelProvider
 from jengine.serving.pace import Pace
+from jengine.serving.request_log import RequestLog
 from jengine.serving.sandbox import Sandbox
 from jengine.serving.security import salted, scoped
 from jengine.serving.text_work import TextWork
@@ -39,6 +42,21 @@ class Shared(NamedTuple):
     pace: Pace
     write_timeout: float
     client_chat_templates: bool
+
+    @classmethod
+    def of(cls, config: ServerConfig, models: ModelProvider, metrics: Metrics, request_log: RequestLog | None = None) -> Shared:
+        """In the event loop that the server will run in. Close the sandbox after it has stopped."""
+        return cls(
+            models,
+            Admission(config, models),
+            RequestTracker(metrics, request_log),
+            RequestBounds.of(config),
+            Sandbox(),
+            TextWork(),
+            Pace(),
+            config.write_timeout,
+            config.client_chat_templates,
+        )
 
 
 class Asked(NamedTuple):
