@@ -10,7 +10,6 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 
 from jengine import CompletionOutput, InvalidArgument, OutputKind, RequestHandle
 from jengine.serving.answers import Answer, new_id
-from jengine.serving.conversions import MAX_MESSAGES
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import CHAT
 from jengine.serving.http.calls import HttpCall, id_headers
@@ -18,7 +17,7 @@ from jengine.serving.http.chat_request import Chat, call_id, reason
 from jengine.serving.http.chat_stream import ChatStream
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.parameters import chat_params
-from jengine.serving.http.service import HttpService, present, stop_reason, tokens_of
+from jengine.serving.http.service import HttpService, check_conversation, present, stop_reason, tokens_of
 from jengine.serving.http.tool_choice import read_tools
 from jengine.serving.parsers.events import Arguments, Call, Content, Reasoning
 from jengine.serving.service import Asked, Conversation
@@ -49,8 +48,7 @@ class ChatService(HttpService):
 
     def _chat(self, call: HttpCall, given: dict[str, Any]) -> Chat:
         body = self._read(CHAT, given, call)
-        if isinstance(body.get("messages"), list) and len(body.get("messages")) > MAX_MESSAGES:
-            raise InvalidArgument("messages", f"{len(body.get('messages'))} messages", f"at most {MAX_MESSAGES}")
+        check_conversation(body)
         llm = self._models.llm
         form = self._answer_format(llm)
         tools = read_tools(body, form)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from openai.types import CompletionUsage
 
 from jengine import AsyncLLM, CompletionOutput, InvalidArgument
 from jengine.serving.admission import client_of
 from jengine.serving.bounds import check_priority
+from jengine.serving.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
 from jengine.serving.errors import check_model
 from jengine.serving.http.bodies import Body, Form
 from jengine.serving.http.calls import BadBody, HttpCall, json_object
@@ -54,6 +56,20 @@ class HttpService(Service):
         if self._format is None:
             self._format = AnswerFormat(llm.tokenizer, *self._parsers)
         return self._format
+
+
+def check_conversation(body: Body) -> None:
+    """Before it is looked at: what takes a template long.
+
+    Raises:
+        InvalidArgument: more than MAX_MESSAGES messages, or MAX_TOOLS_BYTES of tools or of a template's variables.
+    """
+    messages = body.get("messages")
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise InvalidArgument("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
+    for name in ("tools", "chat_template_kwargs"):
+        if (size := len(msgspec.json.encode(body.get(name)))) > MAX_TOOLS_BYTES:
+            raise InvalidArgument(name, f"{size} bytes", f"at most {MAX_TOOLS_BYTES}")
 
 
 class StreamUsage:

@@ -15,7 +15,7 @@ from jengine.serving.http import replies
 from jengine.serving.http.bodies import DETOKENIZE, TOKENIZE, Body
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.endpoint import while_connected
-from jengine.serving.http.service import HttpService
+from jengine.serving.http.service import HttpService, check_conversation
 
 OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools")
 STARTED = int(time.time())
@@ -32,6 +32,7 @@ class TextService(HttpService):
         self._admission.stream(call)
         if ("prompt" in body.fields) == ("messages" in body.fields):
             raise InvalidArgument("prompt", body.get("prompt"), "exactly one of prompt and messages must be given")
+        check_conversation(body)
         wrong = ("add_special_tokens",) if "messages" in body.fields else OPTIONS
         for name in wrong:
             if name in body.fields:
