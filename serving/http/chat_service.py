@@ -39,18 +39,18 @@ class ChatService(HttpService):
         request_id = request_id if isinstance(request_id, str) and request_id else new_id()
         with self._tracker.track(f"POST {PATH}", request_id, call) as tracked:
             self._admission.stream(call)
-            chat = self._chat(call, given)
+            chat = await self._chat(call, given)
             with self._admission.place(chat.params.n, call) as tracked.place:
                 if chat.body.get("stream"):
                     await self._stream(call, chat, size, tracked)
                 else:
                     await self._whole(call, chat, size, tracked)
 
-    def _chat(self, call: HttpCall, given: dict[str, Any]) -> Chat:
+    async def _chat(self, call: HttpCall, given: dict[str, Any]) -> Chat:
         body = self._read(CHAT, given, call)
         check_conversation(body)
         llm = self._models.llm
-        form = self._answer_format(llm)
+        form = await self._answer_format(llm)
         tools = read_tools(body, form)
         params = self._bounds.params(tools.constrain(chat_params(body, llm.get_default_sampling_params())))
         if form.shows_special_tokens and tools.callable and tools.forced is None:

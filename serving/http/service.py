@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,10 +52,10 @@ class HttpService(Service):
             raise InvalidArgument("stream_options", body.get("stream_options"), "needs stream=true")
         return body
 
-    def _answer_format(self, llm: AsyncLLM) -> AnswerFormat:
-        """The model's: it stays the same, whichever engine runs it."""
+    async def _answer_format(self, llm: AsyncLLM) -> AnswerFormat:
+        """The model's: it stays the same, whichever engine runs it. The first call may import transformers, in a thread."""
         if self._format is None:
-            self._format = AnswerFormat(llm.tokenizer, *self._parsers)
+            self._format = await asyncio.to_thread(AnswerFormat, llm.tokenizer, *self._parsers)
         return self._format
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Container
 from typing import Any
 
-from jengine import Tokenizer
+from jengine import ModelError, Tokenizer
 from jengine.serving.parsers.events import Event, Parser, PlainText, joined
 from jengine.serving.parsers.hermes import Hermes
 from jengine.serving.parsers.llama import LlamaJson
@@ -99,4 +99,12 @@ def _response_template(tokenizer: Tokenizer) -> dict[str, Any] | None:
     if tokenizer.folder is None or not (file := tokenizer.folder / "tokenizer_config.json").is_file():
         return None
     template = json.loads(file.read_text(encoding="utf-8")).get("response_template")
-    return template if isinstance(template, dict) else None
+    if not isinstance(template, dict):
+        return None
+    try:
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        load_response_template(template)
+    except (ImportError, ValueError) as wrong:  # a version of transformers without it, or a template that is none
+        raise ModelError(f"response_template cannot be used: {wrong}; name the parsers (--tool-call-parser)", file=file) from None
+    return template

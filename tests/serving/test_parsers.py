@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine import StructuredOutputs, Tokenizer
+from jengine import ModelError, StructuredOutputs, Tokenizer
 from jengine.serving.parsers.events import Arguments, Call, Content, Event, Parser, PlainText, Reasoning, joined
 from jengine.serving.parsers.forced import CallArray, NamedCall
 from jengine.serving.parsers.formats import AnswerFormat
@@ -278,6 +278,15 @@ def test_a_response_template_comes_with_the_tokenizer(tmp_path: Path) -> None:
     assert form.tools and form.shows_special_tokens and form.read(ANSWER, "<|assistant|>", TOOLS) == FOUND
     assert isinstance(form.parser("<|assistant|>", TOOLS), ResponseTemplate)
     assert form.read("{}", "<|assistant|>", TOOLS, thinks=False) == [Content("{}")], "what a grammar has forced is no conversation's answer"
+
+
+def test_a_response_template_that_is_none(tmp_path: Path) -> None:
+    folder = write(byte_level(), tmp_path)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "response_template": {"fields": {}}}))
+    with pytest.raises(ModelError, match=r"response_template cannot be used: .*--tool-call-parser"):
+        format_of(folder, "")
+    assert format_of(folder, "", tool_parser="hermes").tools
 
 
 def test_what_a_response_template_cannot_read_is_content() -> None:
