@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
-from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine import AsyncLLM, CompletionOutput, EngineThread, RequestOutput, SamplingParams, Tokenizer
+from jengine.serving.answers import Answer
+from jengine.serving.metrics import Metrics
 from jengine.serving.mock_engine import MockEngine
 from jengine.serving.pace import CORES_SHARE, LONGEST, LOOP_SHARE, MESSAGE_SECONDS, Pace
-from tests.serving.conftest import MakeServer
-from tests.serving.test_generate import kinds
+from jengine.serving.tracking import TrackedRequest
 
 
 def test_streams_share_the_event_loops_time() -> None:
@@ -36,37 +36,63 @@ def test_streams_share_the_event_loops_time() -> None:
 
 
 def test_outputs_gather_in_a_pause(tokenizer_folder: Path) -> None:
-    """Until it is over; the first and the last output do not wait."""
+    """Until it is over; the last output does not wait."""
 
     async def run() -> None:
-        llm = AsyncLLM.over(EngineThread(MockEngine(seconds=0.002, vocab_size=501)), Tokenizer.load(tokenizer_folder))
-        params = SamplingParams(max_tokens=300)
-        async with llm, llm.submit([70, 71], params, output_kind="delta") as handle:
-            first = await anext(handle)
-            assert len(first.outputs[0].token_ids) <= 2
+        engine = MockEngine(seconds=0.002, vocab_size=501, max_model_len=2**20, pages=2**18)
+        llm = AsyncLLM.over(EngineThread(engine), Tokenizer.load(tokenizer_folder))
+        clock = asyncio.get_running_loop().time
+        async with llm, llm.submit([70, 71], SamplingParams(max_tokens=10**6), output_kind="delta") as handle:
+            tokens = len((await anext(handle)).outputs[0].token_ids)
             handle.pause(0.1)
+            due = clock() + 0.1
             second = await anext(handle)
-            assert len(second.outputs[0].token_ids) > 5 and not second.finished
+            assert clock() >= due - 0.001 and not second.finished
+            tokens += len(second.outputs[0].token_ids)
+            assert tokens == len(handle.output.outputs[0].token_ids), "all that there is"
             handle.pause(1000.0)
+            asyncio.get_running_loop().call_later(0.05, handle.abort)
             last = await asyncio.wait_for(anext(handle), 60)
-            assert last.finished
-            assert sum(len(output.outputs[0].token_ids) for output in (first, second, last)) == 300
+            assert last.finished and tokens + len(last.outputs[0].token_ids) == len(handle.output.outputs[0].token_ids)
 
     asyncio.run(run())
 
 
-def test_many_streams_get_fewer_messages(make_server: MakeServer) -> None:
-    """All their tokens, in order."""
+class Handle:
+    """A request's, whose outputs are there at once."""
 
-    def messages(streams: int) -> float:
-        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70, 71, 72]), sampling_params=pb.SamplingParams(max_tokens=60))
-        count = 0
-        for stream in [stub.GenerateStream(request) for _ in range(streams)]:
-            events = list(stream)
-            assert [token for event in events for token in event.delta.token_ids] == [70, 71, 72] * 20
-            count += kinds(events).count("delta")
-        return count / streams / 60
+    def __init__(self) -> None:
+        self.output = RequestOutput(request_id="", prompt=None, prompt_token_ids=[1], outputs=[CompletionOutput(token_ids=[1])])
+        self.pauses: list[float] = []
 
-    with make_server(seconds=0.004, max_num_seqs=64) as server, server.stub() as stub:
-        assert messages(64) < 0.6
-        server.wait_until_idle()
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+    async def __anext__(self) -> RequestOutput:
+        return self.output
+
+    def close(self) -> None:
+        pass
+
+
+def test_each_output_of_a_stream_is_followed_by_a_pause() -> None:
+    """As long as there are streams; a request with one output neither counts nor waits."""
+
+    async def run() -> None:
+        pace, first, second, whole = Pace(cores=2), Handle(), Handle(), Handle()
+
+        def answer(handle: Handle, pace: Pace | None) -> Answer:
+            return Answer(handle, TrackedRequest("m", "", Metrics()), pace)  # type: ignore[arg-type]
+
+        with answer(whole, None) as final, answer(first, pace) as stream:
+            await final.next()
+            await stream.next()
+            with answer(second, pace) as other:
+                await stream.next()
+                await other.next()
+            await stream.next()
+        alone = first.pauses[0]
+        assert alone > 0 and first.pauses == pytest.approx([alone, 2 * alone, alone]) and second.pauses == pytest.approx([2 * alone])
+        assert not whole.pauses and pace.seconds == 0
+
+    asyncio.run(run())
