@@ -261,7 +261,7 @@ def test_request_ids_in_use(server: MockServer) -> None:
 def test_an_engine_that_is_killed_and_a_stop(tokenizer_folder: Path) -> None:
     """Streams end with an error, new requests are put off with a time to come again, and then answered. A stop lets streams end."""
     engine = {**ENGINE, "seconds": 0.01}
-    with mock_process(tokenizer_folder, server={"http_port": 0, "drain_seconds": 0.5}, **engine) as server:
+    with mock_process(tokenizer_folder, server={"http_port": 0, "drain_seconds": 1.5}, **engine) as server:
         server.wait_until_ready()
         health = server.http.replace("/v1", "/health")
         with OpenAI(base_url=server.http, api_key="none", max_retries=0, timeout=60) as client:
