@@ -6,7 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from jengine import MAX_CLIENT, AsyncLLM, InvalidArgument, OutputKind, PreparedPrompt, RequestHandle, SamplingParams, TokensPrompt, chat_prompt
+from jengine import (
+    MAX_CLIENT,
+    AsyncLLM,
+    InvalidArgument,
+    OutputKind,
+    PreparedPrompt,
+    RequestHandle,
+    SamplingParams,
+    TokensPrompt,
+    chat_prompt,
+)
 from jengine.serving.admission import Admission, client_of
 from jengine.serving.bounds import RequestBounds
 from jengine.serving.call import Call

@@ -34,12 +34,14 @@ class StreamOptions(ChatCompletionStreamOptionsParam, total=False):
 
 
 class Extras(TypedDict, total=False):
-    """vLLM's fields, beside those of SamplingParams; `timeout` is in seconds."""
+    """vLLM's fields, beside those of SamplingParams, and jengine's targets; `timeout` is in seconds."""
 
     stream: bool
     request_id: str
     priority: int
     timeout: float
+    ttft_ms: float
+    tpot_ms: float
     cache_salt: str
     guided_json: str | dict[str, Any]
     guided_regex: str

@@ -17,7 +17,7 @@ from jengine.serving.http.chat_request import Chat, call_id, reason
 from jengine.serving.http.chat_stream import ChatStream
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.parameters import chat_params
-from jengine.serving.http.service import HttpService, check_conversation, present, stop_reason, tokens_of
+from jengine.serving.http.service import HttpService, check_conversation, level_of, present, stop_reason, tokens_of
 from jengine.serving.http.tool_choice import read_tools
 from jengine.serving.parsers.events import Arguments, Call, Content, Reasoning
 from jengine.serving.service import Asked, Conversation
@@ -74,7 +74,7 @@ class ChatService(HttpService):
 
         prompt = await self._render(chat.llm, read, body.get("chat_template"), size, call)
         chat = chat.rendered(prompt)
-        asked = Asked(chat.params, lambda: prompt, size, body.get("cache_salt"), body.get("priority", 0), body.get("timeout"))
+        asked = Asked(chat.params, lambda: prompt, size, **level_of(body))
         return await self._submit(chat.llm, asked, kind, call, tracked.request_id), chat
 
     # --- whole ------------------------------------------------------------------------------------

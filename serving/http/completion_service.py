@@ -19,7 +19,7 @@ from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.logprobs import CompletionLogprobs, Position, TokenTexts
 from jengine.serving.http.parameters import completion_params
-from jengine.serving.http.service import HttpService, StreamUsage, stop_reason, tokens_of
+from jengine.serving.http.service import HttpService, StreamUsage, level_of, stop_reason, tokens_of
 from jengine.serving.service import Asked
 from jengine.serving.tracking import TrackedRequest
 
@@ -92,10 +92,10 @@ class CompletionService(HttpService):
         self, call: HttpCall, task: Task, size: int, kind: OutputKind, tracked: list[TrackedRequest], stack: ExitStack
     ) -> list[tuple[Answer, _Pieces]]:
         """Of all prompts, queued."""
-        body, out = task.body, []
+        out = []
         for index, (prompt, one) in enumerate(zip(task.prompts, tracked, strict=True)):
             read: Callable[[], Prompt] = partial(_ids, task, prompt)
-            asked = Asked(task.params, read, size, body.get("cache_salt"), body.get("priority", 0), body.get("timeout"))
+            asked = Asked(task.params, read, size, **level_of(task.body))
             handle = await self._submit(task.llm, asked, kind, call, one.request_id)
             answer = stack.enter_context(Answer(handle, one, self._pace if kind == "delta" else None))
             out.append((answer, _Pieces(task, index * task.params.n, prompt)))

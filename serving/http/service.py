@@ -20,6 +20,8 @@ from jengine.serving.http.parameters import names_of
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.service import Service, Shared
 
+LEVEL = ("cache_salt", "priority", "timeout", "ttft_ms", "tpot_ms")
+
 
 class HttpService(Service):
     """A service's base.
@@ -57,6 +59,11 @@ class HttpService(Service):
         if self._format is None:
             self._format = await asyncio.to_thread(AnswerFormat, llm.tokenizer, *self._parsers)
         return self._format
+
+
+def level_of(body: Body) -> dict[str, Any]:
+    """Of a request, for Asked: how it is scheduled."""
+    return {name: body.fields[name] for name in LEVEL if name in body.fields}
 
 
 def check_conversation(body: Body) -> None:

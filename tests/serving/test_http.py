@@ -277,6 +277,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"no such": 1}, "no such", "no such field"),
     ({"priority": 1.5}, "priority", "integer"),
     ({"timeout": -1}, "timeout", "at least 0"),
+    ({"ttft_ms": -1.0}, "ttft_ms", ""),
     ({"cache_salt": ""}, "cache_salt", "1 to 256"),
     ({"max_tokens": 10**30}, "max_tokens", ""),
 ]
