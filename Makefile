@@ -75,6 +75,7 @@ goldens: ## record the golden tests' expected values again, under PyTorch
 	    python=$$(tools/find_python 3.11) && "$$python" -m venv --clear .venv-goldens \
 	    && .venv-goldens/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 && touch .venv-goldens/.ready; }
 	.venv-goldens/bin/python -m tests.golden.record
+	.venv-goldens/bin/python -m tests.golden.record_embeddings
 
 goldens-vllm: ## record again what vLLM answers, under vLLM for CPUs
 	@test -e .venv-vllm/.ready || { \

@@ -1,8 +1,9 @@
 """A process that asks for completions and notes when their tokens come: the load of serve_load.py.
 
-    python -m benchmarks.load_worker stub|client|library WHERE
+    python -m benchmarks.load_worker stub|client|http|library WHERE
 
 stub     bare gRPC stubs; WHERE is a server's address
+http     /v1/completions over bare sockets, which costs a client less than any HTTP library; WHERE is the URL before the path
 client   jengine.client.AsyncClient
 library  an AsyncLLM of this process; WHERE is its EngineConfig, as JSON
 
@@ -65,6 +66,31 @@ async def library(config: str) -> Ask:
     return ask
 
 
+async def http(url: str) -> Ask:
+    host, _, port = url.partition("://")[2].partition("/")[0].rpartition(":")
+
+    async def ask(prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
+        """Counts tokens by their ids, as the other arms do."""
+        asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        body = json.dumps(asked).encode()
+        kind = "Content-Type: application/json\r\nConnection: close"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            writer.write(head.encode() + body)
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise JengineError(status.decode())
+            async for line in reader:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    yield sum(len(choice["token_ids"]) for choice in event["choices"])
+        finally:
+            writer.close()
+
+    return ask
+
+
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
@@ -108,7 +134,7 @@ async def fire(ask: Ask, requests: list[Request], concurrency: int | None) -> di
 
 async def main() -> None:
     kind, where = sys.argv[1:]
-    ask = await {"stub": stub, "client": client, "library": library}[kind](where)
+    ask = await {"stub": stub, "client": client, "http": http, "library": library}[kind](where)
     while line := await asyncio.to_thread(sys.stdin.readline):
         gc.collect()
         gc.freeze()  # what earlier plans have left is looked at no more

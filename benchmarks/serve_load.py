@@ -3,9 +3,9 @@
     python -m benchmarks.serve_load [--parts open ceiling grpc metrics] [--seconds 20] [--repeat 7] [--quick]
 
 open     Poisson arrivals at shares of what a closed loop of 32 gets from the demo model: latencies, throughput and goodput by rate
-ceiling  a mock engine that costs nothing: the most tokens/s that go out one by one, and as fast as the engine gives them, and where
-         the server's event loop spends its time
-grpc     the demo model, 32 requests at once: AsyncLLM in one process against a server with bare stubs and with AsyncClient
+ceiling  a mock engine that costs nothing: tokens/s by the number of streams, and as fast as the engine gives them, how many messages
+         they go out in, and where the server's event loop spends its time
+grpc     the demo model, 32 requests at once: AsyncLLM in one process against a server with bare stubs, with AsyncClient and over HTTP
 metrics  a server of the demo model with Prometheus metrics against one without
 
 Arms that are compared take turns, and the medians of their runs are compared: what others run on the machine comes and goes.
@@ -35,9 +35,8 @@ PROMPT, OUTPUT = (16, 128), (16, 128)  # tokens, drawn evenly
 CONCURRENCY = 32
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the closed loop's requests a second
 LIMITS = {"first_token_ms": 250.0, "inter_token_ms": 50.0}  # which a good request keeps: its first token, and the mean of the others
-ONE_BY_ONE, GATHERED = 0.9, 0.8  # messages a token: tokens go out one by one, but for stalls; the server gathers what it cannot send
 STEP_SECONDS = 0.02
-STREAMS = (64, 128, 192, 256, 320, 384, 512)
+STREAMS = (8, 32, 128, 512)
 GOALS = {"grpc": 0.10, "metrics": 0.02}  # share of throughput lost, at most
 
 
@@ -132,17 +131,13 @@ def ceiling(quick: bool) -> dict[str, Any]:
         for streams in STREAMS:
             steps.append({"streams": streams, **busy(process, client, same_requests(streams, tokens), streams)})
             print(f"{streams:4} streams, a step in {1e3 * STEP_SECONDS:.0f} ms: {told_of(steps[-1])}")
-            if steps[-1]["messages_per_token"] < GATHERED:
-                break
-    best = max((step for step in steps if step["messages_per_token"] >= ONE_BY_ONE), key=lambda step: step["tokens_per_second"])
-    print(f"one by one: {best['tokens_per_second']:.0f} tokens/s")
     with profile_file() as file:
         with mock_server(STEP_SECONDS, profile=str(file)) as (_, address), worker("stub", address) as client:
             load(client, same_requests(128, tokens), 128)
         profile = top_functions(file)
     for function in profile:
         print(f"{function['share']:7.1%}{function['calls']:9}  {function['function']}")
-    return {"gathered": gathered, "one_by_one": best, "steps": steps, "profile": profile}
+    return {"gathered": gathered, "steps": steps, "profile": profile}
 
 
 def busy(server: Process, client: Process, requests: list[Any], concurrency: int) -> dict[str, Any]:
@@ -177,10 +172,12 @@ def grpc_cost(repeat: int, quick: bool) -> dict[str, Any]:
     """Throughput, and the processor time of all processes together for a token: with all cores busy the one follows the other."""
     requests = make_requests((2 if quick else 4) * CONCURRENCY)
     with ExitStack() as stack:
-        server, address = stack.enter_context(model_server(MODEL))
-        places = {"library": json.dumps(MODEL), "stub": address, "client": address}
+        server, addresses = stack.enter_context(model_server(MODEL, more={"http_port": 0}))
+        address, url = addresses.split()
+        places = {"library": json.dumps(MODEL), "stub": address, "client": address, "http": url}
         arms = {kind: stack.enter_context(worker(kind, where)) for kind, where in places.items()}
         cpu: dict[str, list[float]] = {name: [] for name in arms}
+        messages: dict[str, float] = {}  # a token
 
         def taken() -> float:
             return sum(process.cpu_seconds(children=True) for process in (server, *arms.values()))  # who has no turn takes none
@@ -188,13 +185,16 @@ def grpc_cost(repeat: int, quick: bool) -> dict[str, Any]:
         def run(name: str) -> float:
             before = taken()
             told = load(arms[name], requests, CONCURRENCY)
-            cpu[name].append(1e6 * (taken() - before) / sum(sum(record["tokens"]) for record in told["records"]))
+            tokens = sum(sum(record["tokens"]) for record in told["records"])
+            cpu[name].append(1e6 * (taken() - before) / tokens)
+            messages[name] = round(sum(len(record["times"]) for record in told["records"]) / tokens, 3)
             return tokens_a_second(told)
 
         result = compared({name: partial(run, name) for name in arms}, repeat, "grpc")
     medians = {name: round(statistics.median(took[1:])) for name, took in cpu.items()}  # without the first
     print("processor time for a token, in us: " + ", ".join(f"{name} {took}" for name, took in medians.items()))
-    return {**result, "cpu_microseconds_per_token": medians}
+    print("messages for a token: " + ", ".join(f"{name} {count}" for name, count in messages.items()))
+    return {**result, "cpu_microseconds_per_token": medians, "messages_per_token": messages}
 
 
 def metrics_cost(repeat: int, quick: bool) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def compared(arms: dict[str, Callable[[], float]], repeat: int, goal: str) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parts = ("open", "ceiling", "grpc", "metrics")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="fewer than all are shown, but not saved")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="fewer than all are saved under their names")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, at each rate")
     parser.add_argument("--repeat", type=int, default=7, help="turns of each arm")
     parser.add_argument("--quick", action="store_true", help="a few seconds of each, nothing saved")
@@ -263,8 +263,9 @@ def main() -> None:
         "metrics": lambda: metrics_cost(repeat, quick),
     }
     results = {part: run[part]() for part in options.parts}
-    if not quick and len(results) == len(run):
-        save("serve_load", {"model": MODEL, "concurrency": CONCURRENCY, **results})
+    if not quick:
+        name = "_".join(("serve_load", *(results if len(results) < len(run) else ())))
+        save(name, {"model": MODEL, "concurrency": CONCURRENCY, **results})
 
 
 if __name__ == "__main__":

@@ -71,13 +71,15 @@ class Process:
 def server(
     engine: str, options: dict[str, Any], *, metrics: bool = False, profile: str = "", more: dict[str, Any] | None = None
 ) -> Iterator[tuple[Process, str]]:
-    """One that is ready, over an engine process (see serving/engines.py), and its address; `more` are ServerConfig's options."""
+    """One that is ready, over an engine process (see serving/engines.py), and its address; with {"http_port": 0} in `more`, which are
+    ServerConfig's options, that and the URL of HTTP, with a space between."""
     config = {**WIDE, **({"metrics_port": 0} if metrics else {}), **(more or {})}
     process = Process("-c", SERVER, json.dumps([config, engine, options, profile]))
     try:
-        found = re.search(r" on (\S+);", process.line())
+        line = process.line()
+        found, http = re.search(r" on (\S+);", line), re.search(r"API on (\S+?)[;\s]", line)
         assert found is not None
-        yield process, found[1]
+        yield process, found[1] + (f" {http[1]}" if http else "")
     finally:
         process.end()
 

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from jengine.backend import Backend, EngineThread, Steps, Updates, run_engine
     from jengine.chat import chat_prompt
     from jengine.config import EngineConfig
+    from jengine.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.interrupts import uninterrupted
     from jengine.limits import Limits
     from jengine.llm import LLM
+    from jengine.pooling import Embedder, PoolingParams
     from jengine.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.request import (
         CompletionOutput,
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from jengine.text.grammars import check_structure, probe_structure
     from jengine.text.masks import make_masks
     from jengine.text.tokenizer import Tokenizer
-    from jengine.updates import Ended, Load, PromptScores, TokenLogprobs, TokenUpdate
+    from jengine.updates import Ended, Load, Pooled, PromptScores, TokenLogprobs, TokenUpdate, Update
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,6 +50,9 @@ __all__ = [
     "AsyncLLM",
     "Backend",
     "CompletionOutput",
+    "Embedder",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "Ended",
     "EngineConfig",
     "EngineDead",
@@ -61,6 +66,8 @@ __all__ = [
     "ModelError",
     "OutOfMemory",
     "OutputKind",
+    "Pooled",
+    "PoolingParams",
     "Prediction",
     "PreparedPrompt",
     "PromptScores",
@@ -68,6 +75,8 @@ __all__ = [
     "RequestHandle",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "SequenceLimits",
     "Started",
     "Steps",
@@ -79,6 +88,7 @@ __all__ = [
     "TokenUpdate",
     "Tokenizer",
     "TokensPrompt",
+    "Update",
     "Updates",
     "__version__",
     "chat_prompt",
@@ -100,9 +110,11 @@ _MODULES = {
     "jengine.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine"),
     "jengine.chat": ("chat_prompt",),
     "jengine.config": ("EngineConfig",),
+    "jengine.embeddings": ("EmbeddingOutput", "EmbeddingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
     "jengine.interrupts": ("uninterrupted",),
     "jengine.limits": ("Limits",),
+    "jengine.pooling": ("Embedder", "PoolingParams"),
     "jengine.prompts": ("PreparedPrompt", "TextPrompt", "TokensPrompt", "params_of_samples"),
     "jengine.request": (
         "CompletionOutput",
@@ -125,7 +137,7 @@ _MODULES = {
     "jengine.text.grammars": ("check_structure", "probe_structure"),
     "jengine.text.masks": ("make_masks",),
     "jengine.text.tokenizer": ("Tokenizer",),
-    "jengine.updates": ("Ended", "Load", "PromptScores", "TokenLogprobs", "TokenUpdate"),
+    "jengine.updates": ("Ended", "Load", "Pooled", "PromptScores", "TokenLogprobs", "TokenUpdate", "Update"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

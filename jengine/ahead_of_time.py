@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jengine.checkpoints import read_config, resolve
+from jengine.checkpoints import choose_embedder, read_config, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import EngineConfig
 from jengine.cpu_threads import limit_cpu_threads
@@ -75,8 +75,10 @@ def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
     Raises:
         Those of `shapes.describe`.
     """
-    root = cache_root(config.cache_dir)
-    spec = describe(config, read_config(resolve(config.model, config.revision, CONFIG_FILES)), mesh, root)
+    root, folder = cache_root(config.cache_dir), resolve(config.model, config.revision, CONFIG_FILES)
+    model = read_config(folder)
+    config = dataclasses.replace(config, embeddings=choose_embedder(config.embeddings, folder, model.hidden_size) is not None)
+    spec = describe(config, model, mesh, root)
     return with_forms(spec, product_forms(spec, root))
 
 
@@ -99,7 +101,7 @@ def memory_limit(config: EngineConfig, spec: ExecutionSpec, target: str | None) 
 def largest(spec: ExecutionSpec) -> list[TrunkKey | SamplerKey | ScoreKey]:
     """Programs of which one takes most beside its arguments."""
     table = spec.table
-    trunk = TrunkKey(table.max_rows, table.max_tiles, table.page_buckets[-1])
+    trunk = max(table.trunks(), key=lambda key: (table.tokens(key), key.pages))
     return [trunk, SamplerKey(table.sample_buckets[-1], "full"), ScoreKey(table.max_tiles)]
 
 

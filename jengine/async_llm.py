@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from jengine.async_embeddings import LONG_TEXT, AsyncEmbeddings
 from jengine.backend import Backend, EngineThread, Updates
 from jengine.chat import ChatOptions, Conversation, chat_prompt
 from jengine.config import EngineConfig
@@ -28,10 +29,8 @@ from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
 
-LONG_TEXT = 10_000  # characters from which `generate` tokenizes in a thread, where it compiles grammars, too
 
-
-class AsyncLLM:
+class AsyncLLM(AsyncEmbeddings):
     """A model that answers many requests at once, inside an asyncio event loop.
 
     The engine's loop has a thread of its own and knows tokens only; text is made in the event loop. One event loop at a

@@ -45,12 +45,20 @@ class ModelConfig:
     Attributes:
         max_position: tokens a sequence may have; with learned positions, the length of their table.
         rotary_dim: channels of a head that rotate; None is all of them.
-        local_rope_theta: of layers with a window, where it differs from the others'.
+        local_rope_theta: of layers with a window, where it differs from the others'; they are not stretched then.
+        unrotated_layers: those without rotary embedding.
+        query_scaling_beta: a query at position p is multiplied by 1 + beta * log(1 + p // rope_scaling.original_max_position).
         windows: for each layer, how many tokens a query sees, itself included; None is all; empty is None everywhere.
         attention_scale: multiplies scores; None is head_dim ** -0.5.
         attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap).
         norm_offset: added to the weight of every RMS norm.
         pre_norm: norms come before attention and MLP, and one at the end; else after each.
+        parallel_residual: attention and MLP of a layer read the same input, and both are added to it.
+        shared_norm: with parallel_residual, they share one norm.
+        qk_norm: queries and keys are normed, where a family's checkpoints differ in that.
+        embedding_multiplier, residual_multiplier: factors of embeddings, and of what attention and MLP add.
+        logits_scaling: divides logits.
+        gated_mlp: an MLP has three matrices, gate, up and down; else two.
         embedding_size: of tokens, projected to and from hidden_size; None is hidden_size, without projections.
         expert_layers: which layers route tokens to experts.
         expert_size: an expert's intermediate size.
@@ -71,15 +79,24 @@ class ModelConfig:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     pre_norm: bool = True
+    parallel_residual: bool = False
+    shared_norm: bool = False
+    qk_norm: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None
     local_rope_theta: float | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    query_scaling_beta: float = 0.0
     windows: tuple[int | None, ...] = ()
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     activation: str = "silu"
+    gated_mlp: bool = True
     qkv_bias: bool = False
     output_bias: bool = False  # of attention
     mlp_bias: bool = False
@@ -139,6 +156,8 @@ class EngineConfig:
         quantization: eight-bit weights, quantized on load, with a scale for each output channel. int8: weights alone; w8a8: activations
             too, with a scale for each row; fp8: both, as e4m3, emulated on devices older than Hopper and Ada.
         kv_cache_dtype: number format of the KV cache; int8 and fp8 (e4m3) have a scale for each token and kv head. auto is dtype.
+        embeddings: have programs for embeddings, from the start; by default where the model's folder has sentence-transformers' files
+            that say how it embeds.
         max_model_len: tokens a sequence may have, prompt and output together; by default the model's length.
         max_num_seqs: sequences running at once; by default 32 on a CPU, 256 on a GPU.
         max_num_batched_tokens: tokens a step may carry, decode rows and prompt tiles together; by default 512 on a CPU, 8192 on a GPU.
@@ -150,6 +169,9 @@ class EngineConfig:
         num_pages: pages of the cache, instead of a size in bytes; the null page is one of them.
         enable_prefix_caching: keep the pages of prompts and answers until they are needed elsewhere; a request whose prompt begins with
             the same tokens, and has the same cache_salt, takes them instead of computing them.
+        batch_invariant: a request's tokens and log probabilities are the same to the last bit, whatever runs beside it, and whether it is
+            preempted, found in the prefix cache or neither. A step computes all decode rows or a few prompt tiles, never both;
+            max_num_batched_tokens bounds the prompt tokens between two steps of rows. Refused with what cannot keep it.
         policy: order of waiting requests. fcfs: first come first served; priority: by their priority, see priority_ageing; fair: clients
             get equal shares by tokens, the one that has been served least comes next.
         priority_ageing: seconds of waiting that count as much as one level of priority, so that no request waits for ever; 0: a level
@@ -195,6 +217,7 @@ class EngineConfig:
     dtype: Dtype = "auto"
     quantization: Quantization | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    embeddings: bool | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -204,6 +227,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_pages: int | None = None
     enable_prefix_caching: bool = True
+    batch_invariant: bool = False
     policy: Policy = "fcfs"
     priority_ageing: float = 60.0
     strategy: StrategyName = "throughput"
@@ -253,9 +277,11 @@ class EngineConfig:
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidArgument("seed", self.seed, "must be a whole number")
-        for name in ("enable_prefix_caching", "overlap"):
+        for name in ("enable_prefix_caching", "batch_invariant", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
+        if self.embeddings is not None and not isinstance(self.embeddings, bool):
+            raise InvalidArgument("embeddings", self.embeddings, "must be True, False or None")
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise InvalidArgument("gpu_memory_utilization", self.gpu_memory_utilization, "must be in (0, 1]")
         if self.dtype not in ("auto", *DTYPES):
@@ -274,6 +300,8 @@ class EngineConfig:
         check_targets(self.ttft_ms, self.tpot_ms)
         if self.strategy in ("latency", "auto") and self.batching != "continuous":
             raise InvalidArgument("batching", self.batching, f"must be continuous with strategy={self.strategy}: batches wait for others")
+        if self.strategy in ("latency", "auto") and self.batch_invariant:
+            raise InvalidArgument("batch_invariant", True, f"not with strategy={self.strategy}: prompts and rows take turns")
         if self.warm_up not in ("progressive", "all"):
             raise InvalidArgument("warm_up", self.warm_up, "must be progressive or all")
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:

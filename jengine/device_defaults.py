@@ -19,6 +19,7 @@ class Sizes:
 
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # of this process
+PROMPT_TOKENS = {"cpu": 64, "gpu": 1024}  # of the one prefill program of a batch-invariant table: enough to be bound by products
 DEFAULTS = {
     "cpu": Sizes(max_num_seqs=32, max_num_batched_tokens=512, page_size=16, compile_threads=2),
     "gpu": Sizes(max_num_seqs=256, max_num_batched_tokens=8192, page_size=64, compile_threads=CORES),

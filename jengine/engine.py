@@ -24,6 +24,7 @@ from jengine.mask_thread import MASK_SECONDS, MaskThread
 from jengine.observe.compiles import compile_count
 from jengine.observe.recorder import TraceRecorder
 from jengine.observe.trace import StepTrace
+from jengine.pooling import Embedder
 from jengine.ready_programs import ReadyPrograms
 from jengine.request import FinishReason, Request
 from jengine.scheduling.expectations import Outlook
@@ -34,7 +35,7 @@ from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.targets import REJECTED
 from jengine.seeds import prompt_seed
 from jengine.step_clock import StepClock
-from jengine.updates import Ended, Load, PromptScores, TokenLogprobs, TokenUpdate, Update
+from jengine.updates import Ended, Load, Pooled, PromptScores, TokenLogprobs, TokenUpdate, Update
 
 BATCH_POLL_SECONDS = 0.005
 
@@ -82,6 +83,7 @@ class Engine:
         programs: those that become ready later; None: all of them are.
         save_costs: called once, when the engine is closed or forgotten.
         recorder: notes each request that has ended.
+        embedder: how the model embeds; None: the table has no programs for it.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class Engine:
         programs: Arrivals | None = None,
         save_costs: Callable[[], None] | None = None,
         recorder: TraceRecorder | None = None,
+        embedder: Embedder | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
+        self._embedder = embedder
         self.trace = StepTrace()
         self._seeds = random.Random(seed)
         self._in_flight: deque[tuple[int, bool, InFlight]] = deque()  # number, whether its seconds say what it costs
@@ -137,6 +141,7 @@ class Engine:
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,
             strategies=scheduler.options.strategies,
+            embedder=self._embedder,
         )
 
     @property
@@ -262,10 +267,12 @@ class Engine:
             number, counts, step = self._in_flight.popleft()
             result = self.runner.read(step)
             self.trace.add("read", number)
-            scored, now = result.scores is not None, time.perf_counter()
-            self._clock.read(step.plan, step.started, now, self.scheduler.costs, waited=result.waited, counts=counts and not scored)
+            alone, now = result.scores is None and result.pooled is None, time.perf_counter()
+            self._clock.read(step.plan, step.started, now, self.scheduler.costs, waited=result.waited, counts=counts and alone)
             if result.scores is not None:
                 updates += self._prompt_scores(step.plan, result.scores)
+            if result.pooled is not None:
+                self._pool(step.plan, result.pooled)
             updates += self._collect(step, result)
         if not self.has_work:
             self._clock.pause()
@@ -303,7 +310,7 @@ class Engine:
             for sequence in sequences:
                 self._recorder.ended(sequence)
 
-    def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate]:
+    def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate | Pooled]:
         collected = self.scheduler.collect(step.plan, result.tokens)
         if self._recorder is not None:
             self._record(*[s for _, s, _ in collected if s.finish_reason is not None])
@@ -311,10 +318,15 @@ class Engine:
         if got is None:
             return [
                 TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, None, s.num_preemptions, s.scheduled, s.num_cached)
+                if s.pooled is None
+                else _pooled(s)
                 for _, s, token in collected
             ]
-        updates = []
+        updates: list[TokenUpdate | Pooled] = []
         for row, s, token in collected:
+            if s.pooled is not None:
+                updates.append(_pooled(s))
+                continue
             count = s.request.params.logprobs
             logprobs = None if count is None else _logprobs(got, row, count)
             if s.request.mask is not None and s.finish_reason is None:
@@ -338,6 +350,21 @@ class Engine:
                 logprobs = [_logprobs(scores, i * table.tile_size + j, count) for j in range(len(targets))]
                 out.append(PromptScores(sequence.request_id, span.start + offset + 1, targets, logprobs))
         return out
+
+    def _pool(self, plan: StepPlan, pooled: np.ndarray) -> None:
+        """Add tiles' sums to those of their sequences, as far as these have not ended."""
+        for i, (number, offset, length) in enumerate(self.scheduler.table.place(plan.spans).tiles):
+            span = plan.spans[number]
+            sequence = self.scheduler.running(span.seq)
+            if span.pool is not None and span.pool < offset + length and sequence is not None and sequence.pooled is not None:
+                sequence.pooled.add(span.start + max(span.pool, offset), span.start + offset + length, pooled[i])
+
+
+def _pooled(sequence: Sequence) -> Pooled:
+    """Of a sequence that has ended with the token after its prompt."""
+    assert sequence.pooled is not None and sequence.request.pooling is not None
+    embedding = sequence.pooled.vector(sequence.request.pooling).tobytes()
+    return Pooled(sequence.request_id, embedding, sequence.num_preemptions, sequence.scheduled, sequence.num_cached)
 
 
 def _fill(words: np.ndarray, sequence: Sequence) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jengine.errors import InvalidArgument
+from jengine.pooling import Embedder, require_embedder
 from jengine.request import Request
 from jengine.scheduling.options import STRATEGIES, StrategyName
 from jengine.scheduling.sequence_limits import SequenceLimits
@@ -19,6 +20,7 @@ class Limits:
         max_num_seqs: sequences running at once.
         strategies: that may be set.
         eos_token_ids: at which a sequence ends, unless its request ignores them.
+        embedder: how the model embeds; None: there are no programs for it.
     """
 
     sequence: SequenceLimits
@@ -26,25 +28,31 @@ class Limits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     strategies: tuple[StrategyName, ...] = STRATEGIES
+    embedder: Embedder | None = None
 
     def check_strategy(self, strategy: str) -> StrategyName:
         """The same strategy.
 
         Raises:
-            InvalidArgument: there is no such strategy, or it cannot be had with the engine's batching.
+            InvalidArgument: there is no such strategy, or it cannot be had with the engine's batching, or with batch_invariant.
         """
         for known in self.strategies:
             if strategy == known:
                 return known
-        why = "" if strategy not in STRATEGIES else "; the others need batching continuous"
+        why = "" if strategy not in STRATEGIES else "; the others need batching continuous and batch_invariant off"
         raise InvalidArgument("strategy", strategy, f"must be one of {', '.join(self.strategies)}{why}")
 
     def validate(self, request: Request) -> None:
         """Checks one of a prompt's requests, which stands for all of them.
 
         Raises:
-            InvalidArgument: token ids outside the vocabulary, and as SequenceLimits.validate.
+            InvalidArgument: token ids outside the vocabulary, and as SequenceLimits.validate; an embedding that the model cannot give.
         """
+        if request.pooling is not None:
+            require_embedder(self.embedder).validate(request.pooling, len(request.prompt_token_ids))
+        elif self.embedder is not None and not self.embedder.generates:
+            limit = "nothing can be generated: this checkpoint has no output head (lm_head.weight), the model embeds only"
+            raise InvalidArgument("max_tokens", request.params.max_tokens, limit)
         self.sequence.validate(request, self.eos_token_ids)  # first: it bounds the number of ids
         vocab = self.vocab_size
         limit = f"ids must be in [0, {vocab})"

@@ -15,19 +15,21 @@ from jengine.cost_report import CostReport
 from jengine.display import counted, table_html
 from jengine.engine import Engine
 from jengine.errors import EngineDead, InvalidArgument
+from jengine.llm_embeddings import Embeddings
 from jengine.observe.progress import progress_bar
+from jengine.pooling import PoolingParams
 from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.scheduling.expectations import asked_of, expect
 from jengine.scheduling.forecast import Prediction
-from jengine.service_level import ServiceLevel
+from jengine.service_level import ServiceLevel, levels, one_each
 from jengine.shared_engine import Call, SharedEngine
 from jengine.start import start_engine
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
 
 
-class LLM:
+class LLM(Embeddings):
     """A model, loaded and compiled, ready for prompts.
 
     Any number of threads may call one LLM: their requests share batches, and each call returns when its own have ended. A
@@ -81,17 +83,10 @@ class LLM:
             EngineDead: the LLM was closed, or a step has failed, perhaps in another thread.
         """
         each = listed(prompts)
-        params = _one_each("sampling_params", sampling_params, len(each))
-        levels = _levels(len(each), priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client)
-        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, levels, strict=True)]
-        call = Call()
-        try:
-            self._shared.open(call, work)
-            with progress_bar(total=len(work), desc="generating", unit="request", show=use_tqdm) as bar:
-                self._finish(call, bar)
-        finally:
-            self._shared.close(call)
-        return call.outputs
+        params = one_each("sampling_params", sampling_params, len(each))
+        each_level = levels(len(each), priority=priority, ttft_ms=ttft_ms, tpot_ms=tpot_ms, client=client)
+        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, each_level, strict=True)]
+        return self._answers(work, "generating", use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
         """Complete one prompt, yielding the same output object, grown, after each step that gave it tokens.
@@ -161,7 +156,7 @@ class LLM:
         for length in lengths:
             check_whole("prompt_tokens", length, 1, self.max_model_len - 1)
         each: list[Prompt] = given or [[0] * length for length in lengths]
-        params = _one_each("sampling_params", sampling_params, len(each))
+        params = one_each("sampling_params", sampling_params, len(each))
         work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, strict=True)]
         scheduler = self.engine.scheduler
         asked = [asked_of(scheduler, requests[0], len(requests)) for requests in work]
@@ -277,12 +272,26 @@ class LLM:
             ("limits", f"{scheduler.max_num_seqs} sequences at once, {self.max_model_len} tokens each"),
         ]
 
-    def _requests(self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None) -> list[Request]:
+    def _answers(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
+        """Of prompts' requests, when all have ended."""
+        call = Call()
+        try:
+            self._shared.open(call, work)
+            with progress_bar(total=len(work), desc=desc, unit="request", show=show) as bar:
+                self._finish(call, bar)
+        finally:
+            self._shared.close(call)
+        return call.outputs
+
+    def _requests(
+        self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None, pooling: PoolingParams | None = None
+    ) -> list[Request]:
         """A prompt's requests, checked."""
         self._shared.check()
         params = self._default_params if params is None else params
         limits = self._shared.limits
-        requests = make_requests(self.tokenizer, prompt, params, str(next(self._ids)), max_model_len=limits.sequence.max_model_len)
+        request_id, length = str(next(self._ids)), limits.sequence.max_model_len
+        requests = make_requests(self.tokenizer, prompt, params, request_id, max_model_len=length, pooling=pooling)
         limits.validate(requests[0])
         if level is not None:
             level.apply(requests)
@@ -294,7 +303,7 @@ class LLM:
         while left:
             for output in self._shared.take(call):
                 left -= 1
-                tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                tokens += _work_of(output)
                 bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
                 bar.update()
 
@@ -311,20 +320,11 @@ class LLM:
             self._shared.close(call)
 
 
+def _work_of(output: RequestOutput) -> int:
+    """Tokens that were generated, or embedded."""
+    return sum(len(completion.token_ids) for completion in output.outputs) if output.embedding is None else len(output.prompt_token_ids)
+
+
 def _programs(load: Load) -> str:
     of = "" if load.programs_ready == load.programs else f"{load.programs_ready} of "
     return of + counted(load.programs, "program")
-
-
-def _levels(count: int, **given: Any) -> list[ServiceLevel]:
-    """One for each prompt."""
-    each = [_one_each(name, values, count) for name, values in given.items()]
-    return [ServiceLevel(**dict(zip(given, values, strict=True))) for values in zip(*each, strict=True)]
-
-
-def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
-    """One value for each prompt."""
-    values = given if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
-    if len(values) != count:
-        raise InvalidArgument(name, len(values), f"must be one, or as many as prompts ({count})")
-    return values

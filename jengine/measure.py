@@ -71,7 +71,7 @@ class Bench:
         plan = self.step(trunk, self.rows_of(trunk), SHORT, variant=key.variant)
         plan.sampler = key
         begun = self._runner.begin(plan)
-        return self._typical(self._runner.sample(begun), lambda: self._runner.sample(PendingSample(plan, None, begun.started)))
+        return self._typical(self._runner.sample(begun), lambda: self._runner.sample(PendingSample(plan, None, None, begun.started)))
 
     def slopes(self) -> Slopes:
         """From one trunk of decode rows and one of tiles, at three contexts each."""
@@ -95,7 +95,7 @@ class Bench:
     def step(self, key: TrunkKey, rows: int, context: int, *, first: int | None = None, variant: Variant = "greedy") -> StepPlan:
         """Decode rows after so many tokens, the first one after `first`; and a prompt's beginning in each tile."""
         size = self._spec.table.tile_size
-        positions = [min(at, self._limit) for at in [context if first is None else first, *[context] * (rows - 1)]]
+        positions = [min(at, self._limit) for at in [context if first is None else first, *[context] * (rows - 1)][:rows]]
         spans = [Span(slot, slot, position) for slot, position in enumerate(positions, 1)]
         length = min(size, self._limit + 1)
         spans += [Span(0, 1 + tile % self._spec.max_slots, 0, length, self._tokens(length)) for tile in range(key.tiles)]

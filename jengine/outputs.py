@@ -6,11 +6,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from jengine.request import CompletionOutput, FinishReason, Request, RequestOutput
 from jengine.text.completion import CompletionBuilder
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
-from jengine.updates import Ended, PromptScores, TokenUpdate, Update
+from jengine.updates import Ended, Pooled, PromptScores, TokenUpdate, Update
 
 
 @dataclass(slots=True)
@@ -66,6 +68,10 @@ class LiveOutputs:
                 continue
             if isinstance(update, Ended):
                 self._finish(answer, answer.builders[update.request_id], update.reason, update.stop_reason)
+            elif isinstance(update, Pooled):
+                answer.output.embedding = np.frombuffer(update.embedding, np.float32)
+                self._note(answer, update)
+                self._finish(answer, answer.builders[update.request_id], "stop", None)
             else:
                 self._grow(answer, update)
             grown.append(answer.output)
@@ -82,7 +88,8 @@ class LiveOutputs:
                 self._finish(answer, builder, "abort", why)
         return answer.output
 
-    def _grow(self, answer: _Answer, update: TokenUpdate) -> None:
+    def _note(self, answer: _Answer, update: TokenUpdate | Pooled) -> None:
+        """When things happened."""
         request_id, output = update.request_id, answer.output
         metrics, builder = output.metrics, answer.builders[request_id]
         if metrics.first_token is None:
@@ -91,6 +98,10 @@ class LiveOutputs:
             output.num_cached_tokens = update.cached
         metrics.preemptions += update.preemptions - answer.preemptions[request_id]
         answer.preemptions[request_id] = update.preemptions
+
+    def _grow(self, answer: _Answer, update: TokenUpdate) -> None:
+        self._note(answer, update)
+        request_id, builder = update.request_id, answer.builders[update.request_id]
         if update.logprobs is not None:
             builder.push_logprobs(update.token, *update.logprobs)
         reason, stop_reason = update.finish_reason, update.stop_reason
@@ -137,4 +148,4 @@ def catch_up(copy: RequestOutput, output: RequestOutput) -> None:
         mine.cumulative_logprob = completion.cumulative_logprob
         mine.finish_reason, mine.stop_reason = completion.finish_reason, completion.stop_reason
     copy.prompt_logprobs, copy.finished, copy.metrics = output.prompt_logprobs, output.finished, replace(output.metrics)
-    copy.num_cached_tokens = output.num_cached_tokens
+    copy.num_cached_tokens, copy.embedding = output.num_cached_tokens, output.embedding

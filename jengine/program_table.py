@@ -3,6 +3,9 @@
 A step's token axis is `rows + tiles * tile_size`: one token for each decoding sequence, then fixed tiles
 of prompt chunks. The table is additive: decode-only trunks for every row bucket, mixed trunks for few,
 and samplers by row count and variant. Scheduling picks from it; execution compiles it.
+
+A batch-invariant table never mixes: one trunk for decode rows, one for prompt tiles, one sampler. So a token is always computed by
+the same program, whatever runs beside it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ def sampler_variant(params: SamplingParams) -> Variant:
     return "greedy" if params.greedy else "sample"
 
 
+BATCH_INVARIANT = (0,)
 MIN_ROWS = 8  # products of fewer rows are slow paths in XLA, and tensor cores have no use for them
 
 
@@ -68,6 +72,16 @@ class ScoreKey:
         return f"score[{self.tiles}t]"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class PoolKey:
+    """Hidden states of a trunk's `tiles` prompt tiles to a sum for each tile."""
+
+    tiles: int
+
+    def __str__(self) -> str:
+        return f"pool[{self.tiles}t]"
+
+
 class Tokens(Protocol):
     """Tokens of one sequence that a step computes: see step_plan.Span."""
 
@@ -100,14 +114,18 @@ class ProgramTable:
     """Sizes, in ascending order, from which every step's programs are picked."""
 
     row_buckets: tuple[int, ...]  # decode-only trunks
-    mixed_row_buckets: tuple[int, ...]  # trunks that also take tiles
+    mixed_row_buckets: tuple[int, ...]  # trunks that also take tiles; BATCH_INVARIANT: these take no rows
     tile_buckets: tuple[int, ...]
     tile_size: int  # tokens
     page_buckets: tuple[int, ...] = (0,)
+    pooling: bool = False  # whether there are programs for embeddings
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
 
     def __post_init__(self) -> None:
-        """A step samples its decode rows and may finish a prompt in any tile."""
+        """A step samples its decode rows and may finish a prompt in any tile. It never samples more than there are sequences."""
+        if self.batch_invariant:
+            object.__setattr__(self, "sample_buckets", self.row_buckets)
+            return
         sums = {r + t for r in self.mixed_row_buckets for t in self.tile_buckets}
         over = max(sums)
         inside = {next((b for b in self.row_buckets if b >= s), over) for s in sums}
@@ -122,15 +140,32 @@ class ProgramTable:
         tile_size: int,
         page_buckets: tuple[int, ...] = (0,),
         single_row: bool = False,
+        pooling: bool = False,
     ) -> ProgramTable:
         """Powers of two up to the limits; mixed trunks for the fewest and for the most rows.
 
         Args:
             single_row: a trunk for one row alone as well.
+            pooling: programs for embeddings as well.
         """
         rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
         tiles = _powers(1, max(1, max_num_batched_tokens // tile_size))
-        return cls((1, *rows) if single_row else rows, tuple(sorted({rows[0], rows[-1]})), tiles, tile_size, page_buckets)
+        return cls((1, *rows) if single_row else rows, tuple(sorted({rows[0], rows[-1]})), tiles, tile_size, page_buckets, pooling)
+
+    @classmethod
+    def build_batch_invariant(cls, *, max_num_seqs: int, tiles: int, tile_size: int, pooling: bool = False) -> ProgramTable:
+        """One trunk for max_num_seqs decode rows, one for so many prompt tiles."""
+        return cls((max(max_num_seqs, MIN_ROWS),), BATCH_INVARIANT, (tiles,), tile_size, pooling=pooling)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a step holds rows or tiles, never both, and there is one trunk for either."""
+        return self.mixed_row_buckets == BATCH_INVARIANT
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """Those that there are samplers for. Where bits count that is one, since two programs may round differently."""
+        return VARIANTS[-1:] if self.batch_invariant else VARIANTS
 
     @property
     def max_rows(self) -> int:
@@ -159,11 +194,12 @@ class ProgramTable:
         return self.page_buckets[0] if len(self.page_buckets) == 1 else _fit(self.page_buckets, pages)
 
     def sampler(self, trunk: TrunkKey, variant: Variant) -> SamplerKey:
-        return SamplerKey(self.sample_rows(trunk), variant)
+        """The cheapest that does all that this variant does."""
+        return SamplerKey(self.sample_rows(trunk), variant if variant in self.variants else VARIANTS[-1])
 
     def sample_rows(self, trunk: TrunkKey) -> int:
         """How many hidden states a trunk hands to its sampler."""
-        return _fit(self.sample_buckets, trunk.rows + trunk.tiles)
+        return self.max_rows if self.batch_invariant else _fit(self.sample_buckets, trunk.rows + trunk.tiles)
 
     def trunks(self) -> list[TrunkKey]:
         plain = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self.page_buckets]
@@ -171,10 +207,17 @@ class ProgramTable:
         return plain + mixed
 
     def samplers(self) -> list[SamplerKey]:
-        return [SamplerKey(r, v) for r in self.sample_buckets for v in VARIANTS]
+        return [SamplerKey(r, v) for r in self.sample_buckets for v in self.variants]
 
     def scores(self) -> list[ScoreKey]:
         return [ScoreKey(t) for t in self.tile_buckets]
+
+    def pools(self) -> list[PoolKey]:
+        return [PoolKey(t) for t in self.tile_buckets] if self.pooling else []
+
+    def tile_programs(self, tiles: int) -> list[ScoreKey | PoolKey]:
+        """Those that take the hidden states of a trunk's tiles, for the requests that ask for it."""
+        return [ScoreKey(tiles), *([PoolKey(tiles)] if self.pooling else [])] if tiles else []
 
     def tokens(self, key: TrunkKey) -> int:
         """Length of a step's token axis, padding included."""

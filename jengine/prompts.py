@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
 from jengine.errors import InvalidArgument
+from jengine.pooling import PoolingParams
 from jengine.request import Request, SamplingParams, TokenMask, check_cache_salt
+from jengine.scheduling.sequence_limits import longest_prompt
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
+
+POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)  # of embeddings' requests
 
 
 class TextPrompt(TypedDict):
@@ -47,6 +51,7 @@ def make_requests(
     request_id: str,
     masks: bool = True,
     max_model_len: int | None = None,
+    pooling: PoolingParams | None = None,
 ) -> list[Request]:
     """The requests for one prompt, params.n of them; None is SamplingParams(). The first has this id, the others grow theirs from it.
 
@@ -55,11 +60,12 @@ def make_requests(
     Args:
         masks: make the token masks as well, which may take seconds; otherwise the receiver of the requests makes them.
         max_model_len: text of as many tokens or more is rejected without tokenizing it, where its length in bytes tells that.
+        pooling: ask for an embedding; there are no sampling parameters then.
 
     Raises:
         InvalidArgument: what is no prompt, or empty; what is no SamplingParams or cache_salt; text that is too long.
     """
-    params = SamplingParams() if params is None else params
+    params = POOLED if pooling is not None else SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise InvalidArgument("sampling_params", params, "must be a SamplingParams")
     given: Any = prompt
@@ -70,7 +76,7 @@ def make_requests(
         text = given if isinstance(given, str) else given["prompt"]
         if not isinstance(text, str):
             raise InvalidArgument("prompt", text, "must be text")
-        check_length(tokenizer, text, max_model_len)
+        check_length(tokenizer, text, max_model_len, pooled=pooling is not None)
         ids = tokenizer.encode(text) if text else []
     elif {"prompt_token_ids"} <= fields <= {"prompt_token_ids", "prompt"}:
         text, ids = given.get("prompt"), given["prompt_token_ids"]
@@ -95,6 +101,7 @@ def make_requests(
             mask=fresh[index],
             arrival=arrival,
             cache_salt=salt,
+            pooling=pooling,
         )
         for index in range(params.n)
     ]
@@ -105,15 +112,15 @@ def params_of_samples(params: SamplingParams) -> tuple[SamplingParams, SamplingP
     return params, params if params.prompt_logprobs is None else dataclasses.replace(params, prompt_logprobs=None)
 
 
-def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None) -> None:
-    """Raises InvalidArgument for text that has max_model_len tokens or more by its length alone."""
+def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None, *, pooled: bool = False) -> None:
+    """Raises InvalidArgument for text that has too many tokens, see longest_prompt, by its length alone."""
     per_token = tokenizer.max_token_bytes if max_model_len is not None else None
     if max_model_len is None or per_token is None or len(text) < max_model_len:
         return
     size = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
-    if (least := -(-size // per_token)) >= max_model_len:
-        limit = f"{size} bytes are at least {least} tokens; at most max_model_len - 1 = {max_model_len - 1}, so that one can be generated"
-        raise InvalidArgument("prompt", text, limit)
+    most, limit = longest_prompt(max_model_len, pooled=pooled)
+    if (least := -(-size // per_token)) > most:
+        raise InvalidArgument("prompt", text, f"{size} bytes are at least {least} tokens; {limit}")
 
 
 def _masks(tokenizer: Tokenizer, params: SamplingParams) -> Sequence[TokenMask | None]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, ScoreKey, TrunkKey, Variant
+from jengine.program_table import VARIANTS, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey, Variant
 
-TableKey = TrunkKey | SamplerKey | ScoreKey
+TableKey = TrunkKey | SamplerKey | ScoreKey | PoolKey
 
 
 class ReadyPrograms:
     """The subset of a program table that is compiled and loaded. Picks a step's programs, as ProgramTable does from the whole table.
 
-    A trunk counts once the full sampler of its samples and, where it takes prompts, the scorer of its tiles are ready: they serve
-    every request. Steps stay within `max_rows` and `max_tiles`, which grow as programs come.
+    A trunk counts once the full sampler of its samples and, where it takes prompts, the scorer and the pooler of its tiles are ready:
+    they serve every request. Steps stay within `max_rows` and `max_tiles`, which grow as programs come.
 
     Args:
         ready: keys of the table; None: all of them. There must be a trunk for prompts and one for decoding, of as many rows.
@@ -26,19 +26,23 @@ class ReadyPrograms:
 
     def __init__(self, table: ProgramTable, ready: Iterable[TableKey] | None = None) -> None:
         self.table, self.tile_size = table, table.tile_size
-        keys: set[TableKey] = {*table.trunks(), *table.samplers(), *table.scores()} if ready is None else {*ready}
+        keys: set[TableKey] = {*table.trunks(), *table.samplers(), *table.scores(), *table.pools()} if ready is None else {*ready}
         self._samplers = {key for key in keys if isinstance(key, SamplerKey)}
         self._trunks = {key for key in keys if isinstance(key, TrunkKey) and self._serves(key, keys)}
         self._chosen: dict[TrunkKey, TrunkKey] = {}  # by what the whole table would take
         pages = table.page_buckets[-1]
         serving = [key for key in self._trunks if key.pages == pages]
-        self.max_rows = max(key.rows for key in serving if key.tiles and TrunkKey(key.rows, 0, pages) in self._trunks)
-        self.max_tiles = max(key.tiles for key in serving if key.rows >= self.max_rows)
+        if table.batch_invariant:  # a trunk has rows or tiles
+            self.max_rows = max(key.rows for key in serving if not key.tiles)
+            self.max_tiles = max(key.tiles for key in serving if key.tiles)
+        else:
+            self.max_rows = max(key.rows for key in serving if key.tiles and TrunkKey(key.rows, 0, pages) in self._trunks)
+            self.max_tiles = max(key.tiles for key in serving if key.rows >= self.max_rows)
         self.tile_buckets = tuple(bucket for bucket in table.tile_buckets if bucket <= self.max_tiles)
 
     def _serves(self, trunk: TrunkKey, keys: set[TableKey]) -> bool:
         full = SamplerKey(self.table.sample_rows(trunk), VARIANTS[-1])
-        return full in keys and (not trunk.tiles or ScoreKey(trunk.tiles) in keys)
+        return full in keys and all(key in keys for key in self.table.tile_programs(trunk.tiles))
 
     def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0) -> TrunkKey:
         """The smallest that is ready and holds a step of this many rows, tiles, pages a sequence and samples."""
@@ -75,24 +79,26 @@ class ReadyPrograms:
 
 
 def first_needed(table: ProgramTable) -> list[TableKey]:
-    """The smallest set that serves any request: few rows, one tile, samplers that do all."""
+    """The smallest set that serves any request: few rows, one tile, samplers that do all. A batch-invariant table has no more."""
     return _with_others(table, _first_trunks(table), VARIANTS[-1:])
 
 
 def by_use(table: ProgramTable) -> list[TableKey]:
     """All programs, those that most requests profit by first: one row, the most rows, their cheaper samplers, the most tiles."""
+    if table.batch_invariant:
+        return first_needed(table)
     least, most = table.mixed_row_buckets[0], table.mixed_row_buckets[-1]
     few, many, pages = table.tile_buckets[0], table.tile_buckets[-1], table.page_buckets[-1]
     often = [TrunkKey(table.row_buckets[0], 0, pages), TrunkKey(most, 0, pages), TrunkKey(most, few, pages)]
     rarely = [TrunkKey(most, many, pages), TrunkKey(least, many, pages), *sorted(table.trunks(), key=table.tokens)]
     keys = _with_others(table, often, VARIANTS[-1:])
     keys += _with_others(table, [*often, *_first_trunks(table), *rarely], VARIANTS)
-    return [*dict.fromkeys([*keys, *table.samplers(), *table.scores()])]
+    return [*dict.fromkeys([*keys, *table.samplers(), *table.scores(), *table.pools()])]
 
 
 def _first_trunks(table: ProgramTable) -> list[TrunkKey]:
     rows, pages = table.mixed_row_buckets[0], table.page_buckets[-1]
-    return [TrunkKey(rows, 0, pages), TrunkKey(rows, table.tile_buckets[0], pages)]
+    return [TrunkKey(rows or table.row_buckets[0], 0, pages), TrunkKey(rows, table.tile_buckets[0], pages)]
 
 
 def _with_others(table: ProgramTable, trunks: Iterable[TrunkKey], variants: tuple[Variant, ...]) -> list[TableKey]:
@@ -101,6 +107,5 @@ def _with_others(table: ProgramTable, trunks: Iterable[TrunkKey], variants: tupl
     for trunk in trunks:
         keys[trunk] = None
         keys.update(dict.fromkeys(SamplerKey(table.sample_rows(trunk), variant) for variant in variants))
-        if trunk.tiles:
-            keys[ScoreKey(trunk.tiles)] = None
+        keys.update(dict.fromkeys(table.tile_programs(trunk.tiles)))
     return [*keys]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from jengine.checks import check_number, check_whole
 from jengine.display import answer_html, counted, short
 from jengine.errors import InvalidArgument
+from jengine.pooling import PoolingParams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -302,6 +303,7 @@ class Request:
 
     Attributes:
         cache_salt: requests share cached pages only with requests of an equal salt; None equals None.
+        pooling: it asks for an embedding; its sampling parameters are POOLED then.
     """
 
     request_id: str
@@ -316,6 +318,7 @@ class Request:
     ttft_ms: float | None = None  # targets; None: the engine's
     tpot_ms: float | None = None
     client: str = ""  # whose share of the engine it takes, under policy="fair"
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +368,7 @@ class RequestOutput:
 
     Attributes:
         num_cached_tokens: prompt tokens that the first completion took from the prefix cache; None until the first token has come.
+        embedding: of a request that asked for one, float32 [dimensions], once it has finished; its completion stays empty.
     """
 
     request_id: str
@@ -375,6 +379,7 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int | None = None
+    embedding: np.ndarray | None = None
 
     def __repr__(self) -> str:
         prompt = f"prompt={short(self.prompt)}, {counted(len(self.prompt_token_ids), 'prompt token')}"

@@ -42,6 +42,8 @@ class RequestHandle:
         self._grown = asyncio.Event()
         self._error: BaseException | None = None
         self._closed = False
+        self._due = 0.0  # when the next output may come, in the event loop's time; see pause
+        self._pause: asyncio.TimerHandle | None = None
         self.timer: asyncio.TimerHandle | None = None  # cancelled when the handle is closed
 
     @property
@@ -59,15 +61,30 @@ class RequestHandle:
     def close(self) -> None:
         """Abort the request if it has not finished, and forget it. May be called again."""
         self._closed = True
-        if self.timer is not None:
-            self.timer.cancel()
+        for timer in (self.timer, self._pause):
+            if timer is not None:
+                timer.cancel()
         self._end(None)
         self._forget(self)
 
+    def pause(self, seconds: float) -> None:
+        """From now on, the next output comes no earlier than this, unless it is the last: what comes meanwhile gathers in it."""
+        self._due = asyncio.get_running_loop().time() + seconds
+
     def grow(self) -> None:
         """The output has grown."""
-        if self.output.finished or self._kind != "final":
+        if self.output.finished:
             self._grown.set()
+        elif self._kind != "final" and self._pause is None:
+            loop = asyncio.get_running_loop()
+            if loop.time() >= self._due:
+                self._grown.set()
+            else:
+                self._pause = loop.call_at(self._due, self._pause_over)
+
+    def _pause_over(self) -> None:
+        self._pause = None
+        self._grown.set()
 
     def fail(self, error: BaseException) -> None:
         """The engine has failed: no more will come."""
@@ -138,4 +155,5 @@ def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> Reque
             preemptions=times.preemptions,
         ),
         num_cached_tokens=output.num_cached_tokens,
+        embedding=output.embedding,
     )

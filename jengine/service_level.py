@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jengine.checks import check_targets
 from jengine.errors import InvalidArgument
@@ -42,3 +43,21 @@ class ServiceLevel:
         for request in requests:
             request.priority, request.client = self.priority, self.client
             request.ttft_ms, request.tpot_ms = self.ttft_ms, self.tpot_ms
+
+
+def levels(count: int, **given: Any) -> list[ServiceLevel]:
+    """One for each prompt, of values that are one for all or one each.
+
+    Raises:
+        InvalidArgument: another number of values.
+    """
+    each = [one_each(name, values, count) for name, values in given.items()]
+    return [ServiceLevel(**dict(zip(given, values, strict=True))) for values in zip(*each, strict=True)]
+
+
+def one_each(name: str, given: Any, count: int) -> Sequence[Any]:
+    """One value for each prompt. Raises as `levels`."""
+    values = given if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
+    if len(values) != count:
+        raise InvalidArgument(name, len(values), f"must be one, or as many as prompts ({count})")
+    return values

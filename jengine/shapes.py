@@ -9,8 +9,9 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from jengine.config import EngineConfig, ModelConfig
-from jengine.device_defaults import sizes
+from jengine.device_defaults import PROMPT_TOKENS, sizes
 from jengine.errors import InvalidArgument
+from jengine.execution.batch_invariance import check_batch_invariant
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
@@ -31,12 +32,22 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     check_formats(config, device)
     max_model_len = _max_model_len(config, model)
     chosen = sizes(config, device.platform)
-    table = ProgramTable.build(
-        max_num_seqs=chosen.max_num_seqs,
-        max_num_batched_tokens=chosen.max_num_batched_tokens,
-        tile_size=config.tile_size,
-        single_row=on_cpu and cpu_refused() is None,
-    )
+    if config.batch_invariant:
+        tokens = min(PROMPT_TOKENS[device.platform], chosen.max_num_batched_tokens)
+        table = ProgramTable.build_batch_invariant(
+            max_num_seqs=chosen.max_num_seqs,
+            tiles=max(1, tokens // config.tile_size),
+            tile_size=config.tile_size,
+            pooling=bool(config.embeddings),
+        )
+    else:
+        table = ProgramTable.build(
+            max_num_seqs=chosen.max_num_seqs,
+            max_num_batched_tokens=chosen.max_num_batched_tokens,
+            tile_size=config.tile_size,
+            single_row=on_cpu and cpu_refused() is None,
+            pooling=bool(config.embeddings),
+        )
     spec = ExecutionSpec(
         model=build(model, choose_dtype(config.dtype, model, device, root), max_model_len, config.quantization, mesh.devices.size),
         mesh=mesh,
@@ -47,9 +58,12 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
         num_pages=0,
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
     )
+    if config.batch_invariant:
+        check_batch_invariant(spec, config.num_processes)
     if on_cpu or kernels_refused(spec) is None:
         return spec
-    return dataclasses.replace(spec, table=dataclasses.replace(table, page_buckets=page_buckets(spec.table_width)))
+    pages = page_buckets(spec.table_width)[-1:] if config.batch_invariant else page_buckets(spec.table_width)
+    return dataclasses.replace(spec, table=dataclasses.replace(table, page_buckets=pages))
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

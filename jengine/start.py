@@ -13,7 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jengine.checkpoints import load, read_config, read_sampling_defaults, resolve
+from jengine.checkpoints import (
+    Reranker,
+    choose_embedder,
+    has_output_head,
+    load,
+    read_config,
+    read_reranker,
+    read_sampling_defaults,
+    resolve,
+)
 from jengine.config import EngineConfig, ModelConfig
 from jengine.cpu_threads import limit_cpu_threads
 from jengine.device_defaults import sizes
@@ -33,6 +42,7 @@ from jengine.observe.compiles import compile_count
 from jengine.observe.recorder import TraceRecorder
 from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
 from jengine.parallel.mesh import make_mesh
+from jengine.pooling import Embedder
 from jengine.precision import choose_dtype
 from jengine.ready_programs import ReadyPrograms
 from jengine.request import SamplingParams
@@ -54,6 +64,8 @@ class Started:
         tokenizer_folder: where its tokenizer is.
         tokenizer: None where that folder has none.
         default_sampling_params: of requests that bring none.
+        embedder: how the model embeds; None: it has no programs for that.
+        reranker: how it scores pairs of texts, where its folder says.
         dtype: of weights, activations and cache, where they are not quantized.
         devices: how many of which kind.
         programs: of the table. With warm_up="progressive" fewer than these have been compiled or loaded so far.
@@ -66,6 +78,8 @@ class Started:
     tokenizer_folder: Path
     tokenizer: Tokenizer | None = None
     default_sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    embedder: Embedder | None = None
+    reranker: Reranker | None = None
     dtype: str = ""
     devices: str = ""
     programs: int = 0
@@ -132,6 +146,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         programs=coming,
         save_costs=partial(saved.update, costs),
         recorder=None if config.record_trace is None else TraceRecorder(config.record_trace),
+        embedder=started.embedder,
     )
     return engine, started
 
@@ -206,9 +221,10 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     config = config if given is None else given.complete(config)
     if config.generation_config == "auto":
         started.default_sampling_params = read_sampling_defaults(started.folder)
+    started.reranker = read_reranker(started.folder)
     claim_gpu_memory(config.gpu_memory_utilization)
     root, limit = process_root(config), cache_limit(config.cache_max_size)
-    config, shapes = _describe(config, started.folder, link, given)
+    config, started.embedder, shapes = _describe(config, started.folder, link, given)
     mesh = shapes.mesh
     started.devices = f"{mesh.devices.size} {mesh.devices.flat[0].device_kind}"
     started.kernels = dict(shapes.product_forms)
@@ -238,14 +254,21 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     return worker, started
 
 
-def _describe(config: EngineConfig, folder: Path, link: Link, given: PrebuiltPrograms | None) -> tuple[EngineConfig, ExecutionSpec]:
-    """The options with a dtype, and all that programs depend on but for the number of pages."""
+def _describe(
+    config: EngineConfig, folder: Path, link: Link, given: PrebuiltPrograms | None
+) -> tuple[EngineConfig, Embedder | None, ExecutionSpec]:
+    """The options with a dtype, how the model embeds, and all that programs depend on but for the number of pages."""
     model, mesh, root = read_config(folder), make_mesh(config.tensor_parallel_size), process_root(config)
+    embedder = choose_embedder(config.embeddings, folder, model.hidden_size)
+    if embedder is not None and not has_output_head(folder, model):
+        embedder = dataclasses.replace(embedder, generates=False)
+        model = dataclasses.replace(model, tie_embeddings=True)  # what embeddings' requests sample is not used
+    config = dataclasses.replace(config, embeddings=embedder is not None)
     dtype: Any = link.agree(str(jnp.dtype(choose_dtype(config.dtype, model, mesh.local_devices[0], root))), _first)
     config = dataclasses.replace(config, dtype=dtype)
     shapes = describe(config, model, mesh, root)
     forms = dict(link.agree(product_forms(shapes, root) if given is None else given.product_forms, _first))
-    return config, with_forms(shapes, forms)
+    return config, embedder, with_forms(shapes, forms)
 
 
 def describe_engine(config: EngineConfig) -> tuple[EngineConfig, ExecutionSpec]:
@@ -256,7 +279,8 @@ def describe_engine(config: EngineConfig) -> tuple[EngineConfig, ExecutionSpec]:
     limit_cpu_threads(config.cpu_threads)
     given = None if config.programs is None else PrebuiltPrograms(Path(config.programs))
     config = config if given is None else given.complete(config)
-    return _describe(config, resolve(config.model, config.revision), SingleProcess(), given)
+    config, _, spec = _describe(config, resolve(config.model, config.revision), SingleProcess(), given)
+    return config, spec
 
 
 def saved_costs(config: EngineConfig, spec: ExecutionSpec) -> StepCosts | None:

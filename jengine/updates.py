@@ -46,6 +46,16 @@ class PromptScores(NamedTuple):
     logprobs: list[TokenLogprobs]
 
 
+class Pooled(NamedTuple):
+    """A request's embedding, with which it ends: float32 numbers in the machine's byte order. The other fields as TokenUpdate's."""
+
+    request_id: str
+    embedding: bytes
+    preemptions: int = 0
+    scheduled: float = 0.0
+    cached: int = 0
+
+
 class Ended(NamedTuple):
     """A request that has ended without a further token, and why."""
 
@@ -54,7 +64,7 @@ class Ended(NamedTuple):
     stop_reason: str | None
 
 
-Update = TokenUpdate | PromptScores | Ended
+Update = TokenUpdate | PromptScores | Pooled | Ended
 
 
 class Load(NamedTuple):

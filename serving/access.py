@@ -9,9 +9,10 @@ from pathlib import Path
 import grpc
 
 from jengine import InvalidArgument
+from jengine.serving.authentication import Authenticator, KeyInterceptor
 from jengine.serving.config import ServerConfig
 from jengine.serving.metrics import Metrics
-from jengine.serving.security import ApiKeys, KeyInterceptor
+from jengine.serving.security import ApiKeys
 from jengine.serving.tls import Tls, warn_of_access, warn_of_plaintext
 
 log = logging.getLogger("jengine.serving")
@@ -21,48 +22,51 @@ class Access:
     """A server's.
 
     Attributes:
-        credentials: for its port; None without TLS.
-        interceptors: that let calls through.
+        tls: None without TLS.
+        authenticator: None without API keys.
+        credentials: for gRPC's port; None without TLS.
+        interceptors: that let gRPC's calls through.
 
     Raises:
         InvalidArgument: a file cannot be used.
     """
 
     def __init__(self, config: ServerConfig, metrics: Metrics) -> None:
-        self._tls = None if config.tls_cert is None else Tls(config)
+        self.tls = None if config.tls_cert is None else Tls(config)
         self._keys_file = config.api_keys
-        self._keys = None if config.api_keys is None else KeyInterceptor(_load(config.api_keys), metrics)
-        self.credentials: grpc.ServerCredentials | None = None if self._tls is None else self._tls.credentials
-        self.interceptors: list[grpc.aio.ServerInterceptor] = [] if self._keys is None else [self._keys]
+        self.authenticator = None if config.api_keys is None else Authenticator(_load(config.api_keys), metrics)
+        self.credentials: grpc.ServerCredentials | None = None if self.tls is None else self.tls.credentials
+        keys = self.authenticator
+        self.interceptors: list[grpc.aio.ServerInterceptor] = [] if keys is None else [KeyInterceptor(keys)]
         warn_of_plaintext(config)
         metrics.certificate_expiry = self.certificate_expiry
 
     @property
     def reloads(self) -> bool:
         """Whether there is anything to reload."""
-        return self._tls is not None or self._keys is not None
+        return self.tls is not None or self.authenticator is not None
 
     def certificate_expiry(self) -> float | None:
         """When the server's certificate expires, in seconds since 1970; None without TLS."""
-        return None if self._tls is None else self._tls.files.expires.timestamp()
+        return None if self.tls is None else self.tls.files.expires.timestamp()
 
     def reload(self) -> None:
         """Read the files again. New connections get the new certificates, new calls need the new keys; what is open goes on. Files that
         cannot be used change nothing: the log says why."""
-        if self._tls is not None:
+        if self.tls is not None:
             _try(self._reload_certificates)
-        if self._keys is not None:
+        if self.authenticator is not None:
             _try(self._reload_keys)
 
     def _reload_certificates(self) -> None:
-        assert self._tls is not None
-        self._tls.reload()
-        log.info("reloaded certificates, valid until %s UTC", f"{self._tls.files.expires:%Y-%m-%d %H:%M}")
+        assert self.tls is not None
+        self.tls.reload()
+        log.info("reloaded certificates, valid until %s UTC", f"{self.tls.files.expires:%Y-%m-%d %H:%M}")
 
     def _reload_keys(self) -> None:
-        assert self._keys is not None and self._keys_file is not None
-        self._keys.keys = _load(self._keys_file)
-        log.info("reloaded %d API keys", len(self._keys.keys))
+        assert self.authenticator is not None and self._keys_file is not None
+        self.authenticator.keys = _load(self._keys_file)
+        log.info("reloaded %d API keys", len(self.authenticator.keys))
 
 
 def _load(path: str | Path) -> ApiKeys:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-import grpc
-
 from jengine import InvalidArgument
+from jengine.serving.call import Call
 from jengine.serving.config import ServerConfig
 from jengine.serving.model_provider import ModelProvider
 from jengine.serving.overload import Busy
@@ -36,30 +35,38 @@ class Admission:
     def _running(self) -> int:
         return self._models.info.limits.max_num_seqs
 
-    def stream(self, context: grpc.aio.ServicerContext) -> None:
+    def stream(self, call: Call) -> None:
         """Count one more stream of this client until it is over, which is when its last message has gone.
 
         Raises:
             Busy: it has too many.
         """
-        client, limit = client_of(context), self._client_limit()
+        client, limit = client_of(call), self._client_limit()
         if self._streams.get(client, 0) >= limit:
             raise Busy(f"this client has {limit} streams; it may have no more at once", self._retry_seconds(), "client_streams")
         self._streams[client] += 1
-        context.add_done_callback(lambda _: _take(self._streams, client, 1))
+        call.add_done_callback(lambda _: _take(self._streams, client, 1))
 
-    def place(self, n: int, context: grpc.aio.ServicerContext) -> Place:
+    def check(self, n: int, field: str = "n") -> None:
+        """
+        Raises:
+            InvalidArgument: the calling client will never have as many completions; naming the field that asks for them.
+        """
+        places, limit = self._running + self._waiting, self._client_limit()
+        if n > limit:
+            raise InvalidArgument(field, n, f"at most {limit}, since a client may have no more completions at once")
+        if n > places:
+            raise InvalidArgument(field, n, f"at most {places}, since {self._running} run and {self._waiting} wait at once")
+
+    def place(self, n: int, call: Call) -> Place:
         """Places for a prompt's completions.
 
         Raises:
             Busy: too many wait already, the client has too many, or its tokens of this minute are used up.
             InvalidArgument: there will never be as many.
         """
-        places, client, limit = self._running + self._waiting, client_of(context), self._client_limit()
-        if n > limit:
-            raise InvalidArgument("n", n, f"at most {limit}, since a client may have no more completions at once")
-        if n > places:
-            raise InvalidArgument("n", n, f"at most {places}, since {self._running} run and {self._waiting} wait at once")
+        self.check(n)
+        places, client, limit = self._running + self._waiting, client_of(call), self._client_limit()
         bucket = self._bucket(client)
         if bucket is not None and (seconds := bucket.seconds_until_ready(time.monotonic())):
             limited = f"this client may use {bucket.per_minute} tokens a minute, and has used them; come again in {seconds:.1f} s"
@@ -137,7 +144,7 @@ def _take(counts: Counter[str], client: str, n: int) -> None:
         del counts[client]
 
 
-def client_of(context: grpc.aio.ServicerContext) -> str:
+def client_of(call: Call) -> str:
     """The name of the client's key, or else its address without the port."""
     key = current_key.get()
-    return f"key {key.name}" if key is not None else str(context.peer()).rpartition(":")[0]
+    return f"key {key.name}" if key is not None else str(call.peer()).rpartition(":")[0]

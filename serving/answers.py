@@ -1,4 +1,4 @@
-"""What both services do with a request: queue it, take its outputs, write them to a client who may not read."""
+"""What all services do with a request: queue it, take its outputs, write them to a client who may not read."""
 
 from __future__ import annotations
 
@@ -6,27 +6,36 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from jengine import RequestHandle, RequestOutput
 from jengine.serving.admission import Place
 from jengine.serving.overload import SlowReader
+from jengine.serving.pace import Pace
 from jengine.serving.tracking import TrackedRequest
 
 log = logging.getLogger("jengine.serving")
 
 
 class Answer:
-    """The outputs of a request that has been queued, tracked. Left, the request has ended, or is aborted."""
+    """The outputs of a request that has been queued, tracked. Left, the request has ended, or is aborted.
 
-    def __init__(self, handle: RequestHandle, request: TrackedRequest) -> None:
-        self._handle, self._request = handle, request
+    Args:
+        pace: of streams; None for a request that gets one output.
+    """
+
+    def __init__(self, handle: RequestHandle, request: TrackedRequest, pace: Pace | None = None) -> None:
+        self._handle, self._request, self._pace = handle, request, pace
+        self._counted: AbstractContextManager[None] = nullcontext() if pace is None else pace.stream()
         request.queued(handle.output)
 
     def __enter__(self) -> Answer:
+        self._counted.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._counted.__exit__(None, None, None)
         self._handle.close()
         self._request.over()
 
@@ -39,6 +48,8 @@ class Answer:
         output = await anext(self._handle)
         output.request_id = self._request.request_id
         self._request.tokens(output)
+        if self._pace is not None:
+            self._handle.pause(self._pace.seconds)
         return output
 
 

@@ -8,22 +8,26 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
+from jengine import InvalidArgument
 from jengine.serving.access import Access
 from jengine.serving.config import PREFIX, ServerConfig
 from jengine.serving.engine_process import EXIT_SECONDS, QUIT_SECONDS, EngineProcess
-from jengine.serving.http_server import HttpServer, pages_of
 from jengine.serving.metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
+from jengine.serving.metrics_server import MetricsServer, pages_of
 from jengine.serving.request_log import RequestLog
 from jengine.serving.server import SERVICES, Built, build_server
 from jengine.serving.service_links import service_links
 from jengine.serving.signals import stop_signal
 from jengine.serving.supervisor import OnEnd, Supervisor
+
+if TYPE_CHECKING:
+    from jengine.serving.http.front import HttpFront
 
 FLUSH_SECONDS = 1.0  # for last messages, after the last request has ended
 
@@ -68,6 +72,7 @@ class ServerApp:
         self._engine: EngineProcess
         self._built: Built
         self._supervisor = Supervisor(name, self._make, on_state=self._changed)
+        self._front: HttpFront | None = None
         self._showing: set[asyncio.Task[None]] = set()
 
     async def live(self) -> None:
@@ -93,16 +98,37 @@ class ServerApp:
                 stack.callback(request_log.close)
             stack.push_async_callback(asyncio.to_thread, self._built.sandbox.close)
             stack.push_async_callback(self._built.server.stop, None)
+            front = self._front = await self._http(metrics, access)
+            if front is not None:
+                stack.push_async_callback(front.close)
             exporter = None
             if isinstance(metrics, PrometheusMetrics):
                 assert config.metrics_port is not None
-                exporter = HttpServer(pages_of(metrics, self._why_not_ready))
+                exporter = MetricsServer(pages_of(metrics, self._why_not_ready))
                 await exporter.start(config.host, config.metrics_port)
                 stack.push_async_callback(exporter.close)
             await self._built.server.start()
             await self._serve(exporter)
 
-    async def _serve(self, exporter: HttpServer | None) -> None:
+    async def _http(self, metrics: Metrics, access: Access) -> HttpFront | None:
+        """OpenAI's API, listening, where it is asked for."""
+        config = self._config
+        if config.http_port is None:
+            return None
+        try:
+            from jengine.serving.http.app import Parts, application
+            from jengine.serving.http.front import HttpFront
+        except ModuleNotFoundError as missing:
+            raise InvalidArgument("http_port", config.http_port, f"needs pip install 'jengine[http]': {missing}") from None
+        parts = Parts(config, self._built.shared, self._built.calls, access.authenticator, metrics, self._why_not_ready)
+        front = HttpFront(application(parts), config)
+        tls = access.tls
+        await front.start(None if tls is None else tls.files.context)
+        if tls is not None:
+            self.reloads.append(lambda: self._background(front.reload(tls.files.context)))
+        return front
+
+    async def _serve(self, exporter: MetricsServer | None) -> None:
         """Until a signal comes, and everything has ended."""
         stop = stop_signal(self._reload)
         starting = asyncio.create_task(self._supervisor.start())
@@ -140,8 +166,13 @@ class ServerApp:
         seconds = self._config.drain_seconds
         log.info("stopping: requests in flight have %g s", seconds)
         stopping = asyncio.create_task(self._built.server.stop(seconds + 2 * FLUSH_SECONDS))  # accepts nothing from now on
+        if self._front is not None:
+            self._front.drain()
         await self._supervisor.close(seconds)
-        await asyncio.wait([stopping], timeout=FLUSH_SECONDS)
+        ending: list[asyncio.Future[Any]] = [stopping]
+        if self._front is not None:
+            ending.append(asyncio.create_task(self._front.close(FLUSH_SECONDS)))
+        await asyncio.wait(ending, timeout=FLUSH_SECONDS)
         await self._built.server.stop(None)  # who still watches health, or does not read
         await stopping
         log.info("stopped")
@@ -159,11 +190,14 @@ class ServerApp:
 
     def _changed(self, serving: bool) -> None:
         """The model answers, or does so no more."""
-        task = asyncio.get_running_loop().create_task(self._show_health())
-        self._showing.add(task)
-        task.add_done_callback(self._showing.discard)
+        self._background(self._show_health())
         if serving and self._ready:
             log.info("the model answers again")
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._showing.add(task)
+        task.add_done_callback(self._showing.discard)
 
     async def _show_health(self) -> None:
         status = HealthCheckResponse.SERVING if self._supervisor.serving else HealthCheckResponse.NOT_SERVING
@@ -178,7 +212,7 @@ class ServerApp:
             return None
         return "the engine has ended; another one is starting" if self._ready else "starting: the engine is not ready yet"
 
-    def _say_ready(self, exporter: HttpServer | None) -> None:
+    def _say_ready(self, exporter: MetricsServer | None) -> None:
         """One line, the only one on stdout."""
         self._ready = True
         config, info, engine = self._config, self._supervisor.info, self._engine.info
@@ -192,6 +226,9 @@ class ServerApp:
         load = self._supervisor.load
         if load.programs_ready < load.programs:
             parts[-1] += f", {load.programs - load.programs_ready} to follow"
+        if self._front is not None:
+            scheme = "http" if config.tls_cert is None else "https"
+            parts.append(f"OpenAI's API on {scheme}://{host}:{self._front.port}/v1")
         if exporter is not None:
             parts.append(f"metrics on http://{host}:{exporter.port}/metrics")
         print(f"jengine: serving {info.name} on {host}:{self._built.port}; {'; '.join(parts)}", flush=True)

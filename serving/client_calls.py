@@ -1,4 +1,4 @@
-"""Bounds the calls that one client may have at once, of whatever method: also of those that admission control does not see."""
+"""Bounds the calls that one client may have at once, of whatever method and protocol: also of those that admission control does not see."""
 
 from __future__ import annotations
 
@@ -11,22 +11,56 @@ from typing import Any
 import grpc
 
 from jengine.serving.admission import client_of
-from jengine.serving.errors import busy, status_metadata
+from jengine.serving.call import Call
+from jengine.serving.config import ServerConfig
+from jengine.serving.errors import refusal, status_metadata
 from jengine.serving.metrics import Metrics
+from jengine.serving.overload import Busy
 from jengine.serving.security import current_key
 
 RETRY_SECONDS = 1.0
 
 
-class ClientCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
-    """Rejects a client's calls with RESOURCE_EXHAUSTED while it has `limit` others: watched health, aborts, questions, requests.
+class ClientCalls:
+    """Counts calls by client. A key that may have more streams than `limit` may have as many calls.
 
-    A key that may have more streams than that may have as many calls.
+    Attributes:
+        limit: calls that a client may have at once.
     """
 
-    def __init__(self, limit: int, metrics: Metrics) -> None:
-        self._limit, self._metrics = limit, metrics
+    def __init__(self, config: ServerConfig, metrics: Metrics) -> None:
+        self.limit, self._metrics = max(config.max_calls_per_client, config.max_streams_per_client), metrics
         self._calls: Counter[str] = Counter()  # by client
+
+    def one_more(self, call: Call) -> AbstractContextManager[None]:
+        """Counts the call within what is returned.
+
+        Raises:
+            Busy: the client has as many as it may have.
+        """
+        client, key = client_of(call), current_key.get()
+        limit = self.limit if key is None or key.max_streams is None else max(self.limit, key.max_streams)
+        if self._calls.get(client, 0) >= limit:
+            self._metrics.rejected("client_calls")
+            raise Busy(f"this client has {limit} calls; it may have no more at once", RETRY_SECONDS)
+        return self._counting(client)
+
+    @contextmanager
+    def _counting(self, client: str) -> Iterator[None]:
+        self._calls[client] += 1
+        try:
+            yield
+        finally:
+            self._calls[client] -= 1
+            if not self._calls[client]:
+                del self._calls[client]
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
+    """Counts gRPC's calls; rejects those of a client that has too many with RESOURCE_EXHAUSTED."""
+
+    def __init__(self, calls: ClientCalls) -> None:
+        self._calls = calls
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], call: grpc.HandlerCallDetails
@@ -51,21 +85,10 @@ class ClientCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc shi
         return stream if isasyncgenfunction(behavior) else answer if iscoroutinefunction(behavior) else behavior
 
     async def _one_more(self, context: grpc.aio.ServicerContext) -> AbstractContextManager[None]:
-        """Counts it within what is returned; aborts the call where there are too many."""
-        client, key = client_of(context), current_key.get()
-        limit = self._limit if key is None or key.max_streams is None else max(self._limit, key.max_streams)
-        if self._calls.get(client, 0) >= limit:
-            self._metrics.rejected("client_calls")
-            refused = busy(f"this client has {limit} calls; it may have no more at once", RETRY_SECONDS)
-            await context.abort(refused.code, refused.message, status_metadata(refused))
-        return self._counting(client)
-
-    @contextmanager
-    def _counting(self, client: str) -> Iterator[None]:
-        self._calls[client] += 1
+        """Aborts the call where there are too many."""
         try:
-            yield
-        finally:
-            self._calls[client] -= 1
-            if not self._calls[client]:
-                del self._calls[client]
+            return self._calls.one_more(context)
+        except Busy as busy:
+            refused = refusal(busy)
+            await context.abort(refused.code, refused.message, status_metadata(refused))
+            raise

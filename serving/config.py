@@ -17,6 +17,8 @@ from jengine.serving.service_links import is_service_link
 
 PREFIX = "JENGINE_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic")
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,11 @@ class ServerConfig:
         port: for gRPC; 0 takes a free one.
         metrics_port: for plain HTTP on the same address, without keys or TLS: /metrics for Prometheus, /healthz and /readyz for probes;
             0 takes a free one. By default there is none.
+        http_port: for OpenAI's API over HTTP on the same address, with the same keys, TLS and limits (needs jengine[http]); 0 takes a free
+            one. By default there is none.
+        tool_call_parser: the format of the model's tool calls, for HTTP; auto finds it by the chat template or the tokenizer's
+            response_template.
+        reasoning_parser: of the reasoning before its answers, for HTTP; auto as for tool_call_parser.
         served_model_name: name that clients see and may ask for; by default the model's.
         max_waiting: requests that may wait beside the running ones; more are refused with RESOURCE_EXHAUSTED.
         max_streams_per_client: completions that one client (the name of an API key, or else an address) may have at once; a request
@@ -58,6 +65,9 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 50051
     metrics_port: int | None = None
+    http_port: int | None = None
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"] = "auto"
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = "auto"
     served_model_name: str | None = None
     max_waiting: int = 256
     max_streams_per_client: int = 256
@@ -79,8 +89,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _whole("port", self.port, 0, 65535)
-        if self.metrics_port is not None:
-            _whole("metrics_port", self.metrics_port, 0, 65535)
+        for name in ("metrics_port", "http_port"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, 65535)
         _whole("max_waiting", self.max_waiting, 0, None)
         _whole("max_streams_per_client", self.max_streams_per_client, 1, None)
         _whole("max_calls_per_client", self.max_calls_per_client, 1, None)
@@ -113,8 +124,11 @@ class ServerConfig:
             raise InvalidArgument(name, None, "tls_cert and tls_key go together")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise InvalidArgument("tls_client_ca", self.tls_client_ca, "needs tls_cert and tls_key")
-        if self.log_level not in LOG_LEVELS:
-            raise InvalidArgument("log_level", self.log_level, f"must be {', '.join(LOG_LEVELS)}")
+        for name, choices in (("log_level", LOG_LEVELS), ("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            if getattr(self, name) not in choices:
+                raise InvalidArgument(name, getattr(self, name), f"must be {', '.join(choices)}")
+            if name != "log_level" and getattr(self, name) != "auto" and self.http_port is None:
+                raise InvalidArgument(name, getattr(self, name), "needs http_port")
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:

@@ -39,25 +39,37 @@ PATHS = {
 
 
 class Refusal(Exception):
-    """Why a request is not answered, as a gRPC status.
+    """Why a request is not answered, as a gRPC status; HTTP has another form for it (http/errors.py).
 
     Attributes:
         cause: for logs and metrics: one word of a few; by default the code's name.
+        field: of the request, where it is to blame.
+        retry_seconds: after which another attempt is worth it.
+        resource: what is not there, or there already: its kind and name.
     """
 
-    def __init__(self, code: grpc.StatusCode, message: str, *details: Any, cause: str = "") -> None:
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        cause: str = "",
+        field: str | None = None,
+        retry_seconds: float | None = None,
+        resource: tuple[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.code, self.message, self.details = code, message[:LONGEST_MESSAGE], details
-        self.cause = cause or code.name.lower()
+        self.code, self.message, self.cause = code, message[:LONGEST_MESSAGE], cause or code.name.lower()
+        self.field, self.retry_seconds, self.resource = field, retry_seconds, resource
 
 
 def busy(message: str, retry_seconds: float, cause: str = "") -> Refusal:
     """There is too much to do; come again in this time."""
-    return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message, _retry(retry_seconds), cause=cause)
+    return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message, cause=cause, retry_seconds=retry_seconds)
 
 
 def not_found(kind: str, name: str, message: str) -> Refusal:
-    return Refusal(grpc.StatusCode.NOT_FOUND, message, ResourceInfo(resource_type=kind, resource_name=name[:LONGEST_MESSAGE]))
+    return Refusal(grpc.StatusCode.NOT_FOUND, message, resource=(kind, name[:LONGEST_MESSAGE]))
 
 
 def parser(kind: type[Message]) -> Callable[[bytes], Message | bytes]:
@@ -101,7 +113,7 @@ def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal
     if isinstance(error, ModelError):
         return Refusal(grpc.StatusCode.FAILED_PRECONDITION, error.reason)
     if isinstance(error, EngineDead):
-        return Refusal(grpc.StatusCode.UNAVAILABLE, "the engine is not running; come again", _retry(retry_seconds))
+        return Refusal(grpc.StatusCode.UNAVAILABLE, "the engine is not running; come again", retry_seconds=retry_seconds)
     if isinstance(error, Busy):
         return busy(str(error), error.retry_seconds, error.cause)
     if isinstance(error, SlowReader):
@@ -111,10 +123,11 @@ def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal
 
 def status_metadata(refused: Refusal) -> tuple[tuple[str, bytes], ...]:
     """The trailing metadata that carry a refusal's details."""
-    if not refused.details:
+    details = _details(refused)
+    if not details:
         return ()
     status = Status(code=refused.code.value[0], message=refused.message)
-    for detail in refused.details:
+    for detail in details:
         packed = AnyProto()
         packed.Pack(detail)
         status.details.append(packed)
@@ -148,12 +161,20 @@ def _invalid(error: InvalidArgument) -> Refusal:
     quotes = root in ("prompt", "prompt_token_ids", "messages")  # a client knows its own prompt, and whoever logs statuses need not
     message = f"{path}: {error.limit}" if quotes else str(error).replace(error.field, path, 1)
     if path == "request_id":
-        return Refusal(grpc.StatusCode.ALREADY_EXISTS, message, ResourceInfo(resource_type="request", resource_name=str(error.value)[:99]))
-    violation = BadRequest.FieldViolation(field=path, description=message[:LONGEST_MESSAGE])
-    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message, BadRequest(field_violations=[violation]))
+        return Refusal(grpc.StatusCode.ALREADY_EXISTS, message, resource=("request", str(error.value)[:99]))
+    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message, field=path)
 
 
-def _retry(seconds: float) -> RetryInfo:
-    delay = Duration()
-    delay.FromNanoseconds(int(seconds * 1e9))
-    return RetryInfo(retry_delay=delay)
+def _details(refused: Refusal) -> list[Message]:
+    details: list[Message] = []
+    if refused.field is not None:
+        violation = BadRequest.FieldViolation(field=refused.field, description=refused.message)
+        details.append(BadRequest(field_violations=[violation]))
+    if refused.resource is not None:
+        kind, name = refused.resource
+        details.append(ResourceInfo(resource_type=kind, resource_name=name))
+    if refused.retry_seconds is not None:
+        delay = Duration()
+        delay.FromNanoseconds(int(refused.retry_seconds * 1e9))
+        details.append(RetryInfo(retry_delay=delay))
+    return details

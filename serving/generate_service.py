@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 
 import grpc
 
-from jengine import MAX_CLIENT, AsyncLLM, InvalidArgument, OutputKind, PreparedPrompt, RequestHandle, SamplingParams, __version__
+from jengine import AsyncLLM, OutputKind, RequestHandle, SamplingParams, TokensPrompt, __version__
 from jengine.serving import conversions
 from jengine.serving.admission import client_of
 from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
@@ -15,8 +16,8 @@ from jengine.serving.bounds import check_admin, check_priority, sees_all_clients
 from jengine.serving.errors import check_model, reported
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
-from jengine.serving.security import salted, scoped
-from jengine.serving.service import Service, Shared
+from jengine.serving.security import scoped
+from jengine.serving.service import Asked, Conversation, Service
 from jengine.serving.tracking import TrackedRequest
 
 log = logging.getLogger("jengine.serving")
@@ -25,15 +26,7 @@ Prompted = pb.GenerateRequest | pb.ChatRequest
 
 
 class GenerateService(Service, GenerateServiceServicer):
-    """jengine's own service.
-
-    Args:
-        client_chat_templates: whether clients may send chat templates of their own.
-    """
-
-    def __init__(self, shared: Shared, client_chat_templates: bool) -> None:
-        super().__init__(shared)
-        self._client_chat_templates = client_chat_templates
+    """jengine's own service."""
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -50,15 +43,15 @@ class GenerateService(Service, GenerateServiceServicer):
     async def _whole(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> pb.GenerateResponse:
         llm, params = self._let_in(request, context)
         with self._admission.place(params.n, context) as tracked.place:
-            handle = await self._submit(llm, request, params, "final", context, tracked)
+            handle = await self._queue(llm, request, params, "final", context, tracked)
             with Answer(handle, tracked) as answer:
                 return await conversions.response(await answer.next(), self._models.info.name)
 
     async def _streamed(self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest) -> None:
         llm, params = self._let_in(request, context)
         with self._admission.place(params.n, context) as tracked.place:
-            handle = await self._submit(llm, request, params, "delta", context, tracked)
-            with Answer(handle, tracked) as answer:
+            handle = await self._queue(llm, request, params, "delta", context, tracked)
+            with Answer(handle, tracked, self._pace) as answer:
                 write = PatientWriter(context.write, context.peer, self._write_timeout, partial(give_up, handle, tracked.place)).write
                 await write(conversions.started(tracked.request_id, self._models.info.name))
                 output = await answer.next()
@@ -85,7 +78,7 @@ class GenerateService(Service, GenerateServiceServicer):
         check_priority(request.priority)
         return llm, params
 
-    async def _submit(
+    async def _queue(
         self,
         llm: AsyncLLM,
         request: Prompted,
@@ -95,53 +88,28 @@ class GenerateService(Service, GenerateServiceServicer):
         tracked: TrackedRequest,
     ) -> RequestHandle:
         """Check and queue a request."""
-        client = client_of(context)
-        prepared = await self._prepare(llm, request, params, client)
-        timeout = self._bounds.timeout(request.timeout_seconds if request.HasField("timeout_seconds") else None)
-        request_id = scoped(tracked.request_id)
-        try:
-            return llm.submit(
-                prepared,
-                request_id=request_id,
-                priority=request.priority,
-                ttft_ms=request.ttft_ms if request.HasField("ttft_ms") else None,
-                tpot_ms=request.tpot_ms if request.HasField("tpot_ms") else None,
-                client=client[:MAX_CLIENT],
-                timeout=timeout,
-                output_kind=kind,
-            )
-        except InvalidArgument as wrong:
-            raise wrong if wrong.field != "request_id" else InvalidArgument(wrong.field, tracked.request_id, wrong.limit) from None
-
-    async def _prepare(self, llm: AsyncLLM, request: Prompted, params: SamplingParams, client: str) -> PreparedPrompt:
-        """What takes long in a request happens in threads, what may go wrong in processes of the sandbox."""
-        salt = salted(request.cache_salt if request.HasField("cache_salt") else None)  # here: threads do not know the key
-        await self._sandbox.check(client, params.structured_outputs, llm.tokenizer)
-        work = partial(self._text_work.run, client, request.ByteSize())
-        if isinstance(request, pb.ChatRequest) and request.options.HasField("chat_template"):
-            if not self._client_chat_templates:
-                template = request.options.chat_template
-                raise InvalidArgument("chat_template", template, "this server takes no templates from its clients")
-            messages, chat = await work(lambda: (conversions.to_messages(request.messages), conversions.to_options(request.options)))
-            ids = await self._sandbox.render(client, messages, chat, llm.tokenizer)
-            return await work(partial(llm.prepare, {"prompt_token_ids": ids, "cache_salt": salt}, params))
-        return await work(partial(self._prepare_here, llm, request, params, salt))
-
-    def _prepare_here(self, llm: AsyncLLM, request: Prompted, params: SamplingParams, salt: str | None) -> PreparedPrompt:
-        """In any thread."""
+        prompt: Callable[[], str | list[int] | TokensPrompt] = partial(self._prompt_of, request)
         if isinstance(request, pb.ChatRequest):
-            options = conversions.to_options(request.options)
-            return llm.prepare_chat(conversions.to_messages(request.messages), params, cache_salt=salt, **options)
-        if request.WhichOneof("prompt") == "token_ids":
-            self._check_ids("prompt_token_ids", len(request.token_ids.ids))
-            return llm.prepare({"prompt_token_ids": list(request.token_ids.ids), "cache_salt": salt}, params)
-        return llm.prepare({"prompt": request.text, "cache_salt": salt}, params)
+            template = request.options.chat_template if request.options.HasField("chat_template") else None
+            rendered = await self._render(llm, partial(_conversation_of, request), template, request.ByteSize(), context)
+            prompt = lambda: rendered  # noqa: E731
+        asked = Asked(
+            params,
+            prompt,
+            request.ByteSize(),
+            request.cache_salt if request.HasField("cache_salt") else None,
+            request.priority,
+            request.timeout_seconds if request.HasField("timeout_seconds") else None,
+            request.ttft_ms if request.HasField("ttft_ms") else None,
+            request.tpot_ms if request.HasField("tpot_ms") else None,
+        )
+        return await self._submit(llm, asked, kind, context, tracked.request_id)
 
-    def _check_ids(self, field: str, count: int) -> None:
-        """Before they are copied."""
-        most = self._models.info.limits.sequence.max_model_len
-        if count > most:
-            raise InvalidArgument(field, f"{count} ids", f"at most max_model_len = {most}")
+    def _prompt_of(self, request: pb.GenerateRequest) -> str | list[int]:
+        if request.WhichOneof("prompt") != "token_ids":
+            return str(request.text)
+        self._check_ids("prompt_token_ids", len(request.token_ids.ids))
+        return list(request.token_ids.ids)
 
     # --- the rest ---------------------------------------------------------------------------------
 
@@ -218,3 +186,7 @@ class GenerateService(Service, GenerateServiceServicer):
 def _method(request: Prompted, stream: str) -> str:
     """The RPC's name: Chat and Generate have one handler."""
     return ("Chat" if isinstance(request, pb.ChatRequest) else "Generate") + stream
+
+
+def _conversation_of(request: pb.ChatRequest) -> Conversation:
+    return conversions.to_messages(request.messages), conversions.to_options(request.options)

@@ -12,17 +12,16 @@ import grpc
 from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from jengine import MAX_CLIENT, AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, TextPrompt, __version__
-from jengine.serving.admission import client_of
+from jengine import AsyncLLM, JengineError, OutputKind, RequestHandle, RequestOutput, __version__
+from jengine.serving import tensors
 from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
 from jengine.serving.bounds import check_priority
 from jengine.serving.errors import Refusal, check_model, checked, not_found, refusal, reported
 from jengine.serving.generated.inference import grpc_service_pb2 as pb
 from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceServicer
 from jengine.serving.overload import Busy, SlowReader
-from jengine.serving.security import salted, scoped
-from jengine.serving.service import Service, Shared
-from jengine.serving.tensors import OUTPUTS, Asked, read_request, write_texts
+from jengine.serving.service import Asked, Service, Shared
+from jengine.serving.tensors import OUTPUTS, read_request, write_texts
 from jengine.serving.tracking import TrackedRequest
 
 VERSION = "1"
@@ -77,7 +76,7 @@ class KserveService(Service, GRPCInferenceServiceServicer):
             llm = self._models.llm
             with (
                 self._admission.place(asked.params.n, context) as tracked.place,
-                Answer(await self._submit(llm, asked, "final", context), tracked) as answer,
+                Answer(await self._queue(llm, asked, "final", context), tracked) as answer,
             ):
                 output = await answer.next()
                 return self._response(request, output, sum(len(completion.token_ids) for completion in output.outputs))
@@ -112,8 +111,8 @@ class KserveService(Service, GRPCInferenceServiceServicer):
     ) -> None:
         asked, llm = self._read(request), self._models.llm
         with self._admission.place(asked.params.n, context) as tracked.place:
-            handle = await self._submit(llm, asked, "delta", context)
-            with Answer(handle, tracked) as answer, stream.freeing(handle.request_id, partial(give_up, handle, tracked.place)):
+            handle = await self._queue(llm, asked, "delta", context)
+            with Answer(handle, tracked, self._pace) as answer, stream.freeing(handle.request_id, partial(give_up, handle, tracked.place)):
                 ended, tokens = False, 0
                 while not ended:
                     output = await answer.next()
@@ -121,25 +120,13 @@ class KserveService(Service, GRPCInferenceServiceServicer):
                     if ended or any(completion.text for completion in output.outputs):
                         await stream.write(infer_response=self._response(request, output, tokens))
 
-    async def _submit(self, llm: AsyncLLM, asked: Asked, kind: OutputKind, context: grpc.aio.ServicerContext) -> RequestHandle:
+    async def _queue(self, llm: AsyncLLM, read: tensors.Asked, kind: OutputKind, context: grpc.aio.ServicerContext) -> RequestHandle:
         """Check and queue a request."""
-        client = client_of(context)
-        prompt: TextPrompt = {"prompt": asked.text, "cache_salt": salted(asked.cache_salt)}
-        await self._sandbox.check(client, asked.params.structured_outputs, llm.tokenizer)
-        prepared = await self._text_work.run(client, asked.bytes, partial(llm.prepare, prompt, asked.params))
-        timeout = self._bounds.timeout(asked.timeout)
-        return llm.submit(
-            prepared,
-            request_id=scoped(new_id()),
-            priority=asked.priority,
-            ttft_ms=asked.ttft_ms,
-            tpot_ms=asked.tpot_ms,
-            client=client[:MAX_CLIENT],
-            timeout=timeout,
-            output_kind=kind,
-        )
+        more = read.cache_salt, read.priority, read.timeout, read.ttft_ms, read.tpot_ms
+        asked = Asked(read.params, lambda: read.text, read.bytes, *more)
+        return await self._submit(llm, asked, kind, context, new_id())
 
-    def _read(self, request: pb.ModelInferRequest) -> Asked:
+    def _read(self, request: pb.ModelInferRequest) -> tensors.Asked:
         checked(request)
         self._check_model(request.model_name, request.model_version)
         asked = read_request(request, self._models.llm.get_default_sampling_params())

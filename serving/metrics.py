@@ -80,6 +80,9 @@ class Metrics:
     def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
         """An RPC (`/package.Service/Method`) has ended; of those that no service has, only the number is kept, under `unknown`."""
 
+    def http_ended(self, method: str, path: str, status: int) -> None:
+        """An HTTP request for one of the server's paths has ended; 0 where the client went before it had an answer."""
+
     def rejected(self, cause: str, key: str = "") -> None:
         """A call was refused before it was queued. `cause` is one of a few words, `key` a known key's name."""
 
@@ -103,6 +106,7 @@ class PrometheusMetrics(Metrics, Collector):
     def __init__(self, model: str, load: Callable[[], Load], restarts: Callable[[], int]) -> None:
         self.model, self.load, self.restarts = model, load, restarts
         self.rpcs: Counter[tuple[str, str]] = Counter()  # by method and status
+        self.http: Counter[tuple[str, str, int]] = Counter()  # HTTP requests by method, path and status
         self.finished: Counter[str] = Counter()  # completions by why they ended
         self.prompt_tokens = self.cached_prompt_tokens = self.generation_tokens = 0
         self.first_token, self.inter_token, self.end_to_end = Histogram(), Histogram(), Histogram()
@@ -115,6 +119,9 @@ class PrometheusMetrics(Metrics, Collector):
 
     def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
         self.rpcs[method, code.name] += 1
+
+    def http_ended(self, method: str, path: str, status: int) -> None:
+        self.http[method, path, status] += 1
 
     def rejected(self, cause: str, key: str = "") -> None:
         self.rejections[cause, key] += 1
@@ -144,6 +151,10 @@ class PrometheusMetrics(Metrics, Collector):
             service, _, name = method.strip("/").rpartition("/")
             rpcs.add_metric((service, name, code), count)
         yield rpcs
+        http = CounterMetricFamily("http_requests", "HTTP requests by outcome", labels=("method", "handler", "status"))
+        for (verb, path, answered), count in list(self.http.items()):
+            http.add_metric((verb, path, str(answered or "")), count)
+        yield http
         rejections = CounterMetricFamily(
             PREFIX + "request_rejections", "Calls refused before they were queued", labels=("model_name", "cause", "api_key")
         )

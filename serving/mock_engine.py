@@ -7,7 +7,9 @@ import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from jengine import Limits, Load, PromptScores, Request, SequenceLimits, StrategyName, TokenLogprobs, TokenUpdate
+import numpy as np
+
+from jengine import Embedder, Limits, Load, Pooled, PromptScores, Request, SequenceLimits, StrategyName, TokenLogprobs, TokenUpdate, Update
 
 PROGRAMS = 41  # as if there were any
 LOOKED_UP = 4096  # tokens of a prompt: enough to test, and no work to speak of for prompts of millions
@@ -29,9 +31,10 @@ class MockEngine:
     As a real engine it runs at most `max_num_seqs` requests, each step giving a token to each of them, and each owns cache pages for
     all of its tokens from its beginning to its end. It knows no sampling parameters but those that end a request, and log
     probabilities, which are made up. Of a prompt that begins like one before it, with an equal salt, the whole pages count as cached,
-    up to LOOKED_UP tokens.
+    up to LOOKED_UP tokens. An embedding counts the prompt's tokens by their ids' remainders.
 
     Args:
+        embedding_size: numbers of an embedding; 0: it does not embed.
         seconds: that a step takes.
         fail_at: the step that raises, from 0.
     """
@@ -47,9 +50,16 @@ class MockEngine:
         eos_token_ids: tuple[int, ...] = (),
         seconds: float = 0.0,
         fail_at: int | None = None,
+        embedding_size: int = 0,
     ) -> None:
         room = SequenceLimits(max_model_len=max_model_len, page_size=page_size, pages=pages)
-        self.limits = Limits(sequence=room, max_num_seqs=max_num_seqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        self.limits = Limits(
+            sequence=room,
+            max_num_seqs=max_num_seqs,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            embedder=Embedder(size=embedding_size) if embedding_size else None,
+        )
         self.seconds, self.fail_at, self.steps = seconds, fail_at, 0
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[str, _Sequence] = {}
@@ -110,25 +120,25 @@ class MockEngine:
     def close(self) -> None:
         pass
 
-    def step(self) -> list[TokenUpdate | PromptScores]:
+    def step(self) -> list[Update]:
         if self.steps == self.fail_at:
             raise FloatingPointError("the mock engine fails as it was told to")
         self.steps += 1
         if self.seconds:
             time.sleep(self.seconds)
-        updates: list[TokenUpdate | PromptScores] = self._admit()
+        updates: list[Update] = self._admit()
         ended = []
         for request_id, sequence in self._running.items():
-            update = self._next(request_id, sequence)
+            update = self._next(request_id, sequence) if sequence.request.pooling is None else self._embedding(request_id, sequence)
             updates.append(update)
-            if update.finish_reason is not None:
+            if isinstance(update, Pooled) or update.finish_reason is not None:
                 ended.append(request_id)
         for request_id in ended:
             self._free_pages += self._running.pop(request_id).pages
         return updates
 
-    def _admit(self) -> list[TokenUpdate | PromptScores]:
-        scores: list[TokenUpdate | PromptScores] = []
+    def _admit(self) -> list[Update]:
+        scores: list[Update] = []
         while self._waiting and len(self._running) < self.limits.max_num_seqs and self._waiting[0].pages <= self._free_pages:
             sequence = self._waiting.popleft()
             request = sequence.request
@@ -156,6 +166,15 @@ class MockEngine:
             reason = "length"
         logprobs = None if params.logprobs is None else _logprobs(token, params.logprobs)
         return TokenUpdate(request_id, token, reason, stop_reason, logprobs, 0, sequence.scheduled, sequence.cached)  # type: ignore[arg-type]
+
+    def _embedding(self, request_id: str, sequence: _Sequence) -> Pooled:
+        params, size = sequence.request.pooling, self.limits.embedder.size if self.limits.embedder else 0
+        assert params is not None
+        ids = np.array(sequence.request.prompt_token_ids)
+        counts = np.bincount(ids % size, minlength=size).astype(np.float32)[: params.dimensions]
+        if params.normalize:
+            counts /= max(float(np.linalg.norm(counts)), 1.0)
+        return Pooled(request_id, counts.tobytes(), 0, sequence.scheduled, sequence.cached)
 
 
 class _Prefixes:
@@ -185,7 +204,7 @@ class _Prefixes:
         while len(self.known) > self._pages:
             self.known.popitem(last=False)
             self.evictions += 1
-        if request.params.prompt_logprobs is not None:
+        if request.params.prompt_logprobs is not None or (request.pooling is not None and request.pooling.needs_all):
             return 0
         cached = min(found, (len(prompt) - 1) // size * size)
         self.queries, self.hits = self.queries + len(prompt), self.hits + cached

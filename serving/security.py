@@ -1,4 +1,4 @@
-"""Who may call: API keys, known by their hashes. `python -m jengine.serving.security NAME` prints a line of a keys file."""
+"""API keys, known by their hashes, and what belongs to a key. `python -m jengine.serving.security NAME` prints a line of a keys file."""
 
 from __future__ import annotations
 
@@ -6,25 +6,15 @@ import argparse
 import getpass
 import hashlib
 import hmac
-import logging
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from jengine import InvalidArgument, check_cache_salt
-from jengine.serving.metrics import Metrics
-from jengine.serving.sparse_log import SparseLog
 
 MIN_KEY_LENGTH = 20
-OPEN_SERVICES = ("/grpc.health.v1.Health/",)  # what an orchestrator asks before it knows any key
-
-log = logging.getLogger("jengine.serving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,61 +172,6 @@ def hash_line(key: str, *words: str) -> str:
     except ValueError as error:
         raise InvalidArgument("key", " ".join(words), str(error)) from None
     return " ".join([hashlib.sha256(key.encode()).hexdigest(), *filter(None, words)])
-
-
-# --- calls --------------------------------------------------------------------------------------------
-
-
-class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
-    """Lets no call pass without a known key in its `authorization: Bearer KEY` metadata, but for health checks.
-
-    Attributes:
-        keys: may be replaced at any time; calls that have begun go on.
-    """
-
-    def __init__(self, keys: ApiKeys, metrics: Metrics | None = None) -> None:
-        self.keys, self._metrics = keys, metrics or Metrics()
-        self._rejections, self._raw = SparseLog(log.warning), SparseLog(log.error)
-        self._reject_missing = self._rejecter("missing_key", "an API key is needed, as metadata: authorization: Bearer KEY")
-        self._reject_wrong = self._rejecter("wrong_key", "the API key is not known")
-
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], call: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler:
-        handler = await continuation(call)
-        if handler is None or call.method.startswith(OPEN_SERVICES):
-            return handler  # of methods that do not exist gRPC says so: which ones do is no secret
-        presented = _bearer(call.invocation_metadata)
-        if presented is None:
-            return self._reject_missing
-        key = self.keys.find(presented)
-        if key is None:
-            if (raw := self.keys.stored_raw(presented)) is not None:
-                self._raw(
-                    "the line of %r in the keys file is the key itself, not its hash: replace both, since the file shows it "
-                    "(python -m jengine.serving.security NAME)",
-                    raw.name,
-                )
-            return self._reject_wrong
-        current_key.set(key)
-        return handler
-
-    def _rejecter(self, cause: str, message: str) -> grpc.RpcMethodHandler:
-        async def reject(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            self._metrics.rejected(cause)
-            self._rejections("rejected a call from %s: %s", context.peer(), message)
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
-
-        # As a streaming method, whatever was called: it answers before it has read, or parsed, any message.
-        return grpc.stream_stream_rpc_method_handler(reject)
-
-
-def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    for name, value in metadata:
-        if name == "authorization" and isinstance(value, str):
-            scheme, _, key = value.partition(" ")
-            return key.strip() if scheme.lower() == "bearer" else None
-    return None
 
 
 def main() -> int:

@@ -13,9 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jengine import InvalidArgument
-from jengine.serving.admission import Admission
-from jengine.serving.bounds import RequestBounds
-from jengine.serving.client_calls import ClientCalls
+from jengine.serving.client_calls import CallInterceptor, ClientCalls
 from jengine.serving.config import ServerConfig
 from jengine.serving.errors import parser
 from jengine.serving.generate_service import GenerateService
@@ -27,8 +25,6 @@ from jengine.serving.model_provider import ModelProvider
 from jengine.serving.request_log import RequestLog
 from jengine.serving.sandbox import Sandbox
 from jengine.serving.service import Shared
-from jengine.serving.text_work import TextWork
-from jengine.serving.tracking import RequestTracker
 
 DESCRIPTORS = (
     generate_pb2.DESCRIPTOR.services_by_name["GenerateService"],
@@ -39,12 +35,18 @@ SERVICES = tuple(service.full_name for service in DESCRIPTORS)
 
 class Built(NamedTuple):
     """A server that has not been started; its health says NOT_SERVING until somebody sets it, for "" and each of SERVICES. Close the
-    sandbox after it has stopped."""
+    sandbox after it has stopped.
+
+    Attributes:
+        shared, calls: for services of another protocol beside it.
+    """
 
     server: grpc.aio.Server
     health: health.aio.HealthServicer
     port: int
     sandbox: Sandbox
+    shared: Shared
+    calls: ClientCalls
 
 
 async def build_server(
@@ -62,16 +64,13 @@ async def build_server(
         InvalidArgument: the address cannot be had.
     """
     metrics = metrics or Metrics()
-    calls = max(config.max_calls_per_client, config.max_streams_per_client)
-    server = grpc.aio.server(interceptors=[*interceptors, ClientCalls(calls, metrics)], options=_options(config, calls))
-    admission = Admission(config, models)
+    calls = ClientCalls(config, metrics)
+    server = grpc.aio.server(interceptors=[*interceptors, CallInterceptor(calls)], options=_options(config, calls.limit))
     state = health.aio.HealthServicer()
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-    sandbox = Sandbox()
-    tracker, bounds = RequestTracker(metrics, request_log), RequestBounds.of(config)
-    shared = Shared(models, admission, tracker, bounds, sandbox, TextWork(), config.write_timeout)
-    services = GenerateService(shared, config.client_chat_templates), KserveService(shared, state)
+    shared = Shared.of(config, models, metrics, request_log)
+    services = GenerateService(shared), KserveService(shared, state)
     for service, servicer in zip(DESCRIPTORS, services, strict=True):
         _add(service, servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
@@ -81,7 +80,7 @@ async def build_server(
         port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
     except RuntimeError:
         raise InvalidArgument("port", config.port, f"cannot listen on {address}: {_why_not(config)}") from None
-    return Built(server, state, port, sandbox)
+    return Built(server, state, port, shared.sandbox, shared, calls)
 
 
 def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:

@@ -22,7 +22,7 @@ log = logging.getLogger("jengine.serving")
 
 
 class TlsFiles(NamedTuple):
-    """What the files hold, for gRPC.
+    """What the files hold, for gRPC and for HTTP.
 
     Attributes:
         expires: when the first certificate of the chain does.
@@ -30,6 +30,7 @@ class TlsFiles(NamedTuple):
 
     configuration: grpc.ServerCertificateConfiguration
     expires: datetime.datetime
+    context: ssl.SSLContext
 
 
 class Tls:
@@ -79,8 +80,12 @@ def read(config: ServerConfig) -> TlsFiles:
     if ca is not None and config.tls_client_ca is not None:
         _check_dates("tls_client_ca", config.tls_client_ca, ca, any)  # the others still let clients in
     warn_of_access("tls_key", config.tls_key, 0o027)
+    if config.tls_client_ca is not None:
+        context.load_verify_locations(config.tls_client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols(["http/1.1"])
     pairs = [(key, cert)]
-    return TlsFiles(grpc.ssl_server_certificate_configuration(pairs, ca), expires)
+    return TlsFiles(grpc.ssl_server_certificate_configuration(pairs, ca), expires, context)
 
 
 def _check_dates(field: str, path: str | Path, pem: bytes, needed: Callable[[Iterable[bool]], bool]) -> datetime.datetime:

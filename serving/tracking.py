@@ -13,6 +13,7 @@ import grpc
 
 from jengine import RequestOutput
 from jengine.serving.admission import Place
+from jengine.serving.call import Call
 from jengine.serving.errors import Refusal, refusal
 from jengine.serving.metrics import Metrics, RequestWatch
 from jengine.serving.request_log import RequestLog
@@ -96,7 +97,7 @@ class RequestTracker:
         self._metrics, self._request_log = metrics, request_log
 
     @contextmanager
-    def track(self, method: str, request_id: str, context: grpc.aio.ServicerContext) -> Iterator[TrackedRequest]:
+    def track(self, method: str, request_id: str, call: Call) -> Iterator[TrackedRequest]:
         """A request is answered within this; what is raised is how it failed."""
         request = TrackedRequest(method, request_id, self._metrics)
         refused: Refusal | None = None
@@ -104,7 +105,7 @@ class RequestTracker:
         try:
             yield request
         except (asyncio.CancelledError, grpc.aio.BaseError):
-            left = context.time_remaining()
+            left = call.time_remaining()
             status = "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
             raise
         except Exception as error:

@@ -21,6 +21,8 @@ from jengine import (
     Load,
     ModelError,
     OutOfMemory,
+    Pooled,
+    PoolingParams,
     PromptScores,
     Request,
     SamplingParams,
@@ -78,6 +80,7 @@ class Add(Message):
     Attributes:
         params: of all of them, as a JSON object: msgpack ends at 64 bits, and max_tokens may be any number.
         arrival: seconds, monotonic: one clock for all processes of a machine.
+        pooling: they ask for an embedding.
     """
 
     prompt_token_ids: list[int]
@@ -89,6 +92,7 @@ class Add(Message):
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     client: str = ""
+    pooling: PoolingParams | None = None
 
 
 class End(Message):
@@ -145,6 +149,7 @@ class Batch(Message):
 
     tokens: list[TokenUpdate]
     scores: list[PromptScores]
+    pooled: list[Pooled]
     ended: list[Ended]
     load: Load
 
@@ -251,7 +256,7 @@ def add_order(requests: tuple[Request, ...]) -> Add:
     samples = [Sample(request.request_id, request.sample_index) for request in requests]
     priority = max(-(2**63), min(first.priority, 2**63 - 1))  # what msgpack holds
     level = priority, first.arrival, first.cache_salt, first.ttft_ms, first.tpot_ms, first.client
-    return Add(first.prompt_token_ids, _params_text(first.params), samples, *level)
+    return Add(first.prompt_token_ids, _params_text(first.params), samples, *level, first.pooling)
 
 
 def has_masks(order: Add) -> bool:
@@ -285,6 +290,7 @@ def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
             ttft_ms=order.ttft_ms,
             tpot_ms=order.tpot_ms,
             client=order.client,
+            pooling=order.pooling,
         )
         for i, sample in enumerate(order.samples)
     ]

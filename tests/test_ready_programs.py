@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, ScoreKey, TrunkKey
-from jengine.ready_programs import ReadyPrograms, by_use, first_needed
+from jengine.program_table import VARIANTS, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
+from jengine.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 
 tables = st.builds(
     ProgramTable.build,
@@ -16,18 +16,19 @@ tables = st.builds(
     tile_size=st.sampled_from([4, 16]),
     page_buckets=st.sampled_from([(0,), (2, 8, 64)]),
     single_row=st.booleans(),
+    pooling=st.booleans(),
 )
 
 
-def every(table: ProgramTable) -> list[TrunkKey | SamplerKey | ScoreKey]:
-    return [*table.trunks(), *table.samplers(), *table.scores()]
+def every(table: ProgramTable) -> list[TableKey]:
+    return [*table.trunks(), *table.samplers(), *table.scores(), *table.pools()]
 
 
 @given(table=tables)
 def test_the_order_holds_every_program_once(table: ProgramTable) -> None:
     order, first = by_use(table), first_needed(table)
     assert sorted(map(str, order)) == sorted(map(str, every(table)))
-    assert {*first} < {*order} and len(first) <= 5
+    assert {*first} < {*order} and len(first) <= 5 + table.pooling
 
 
 @given(table=tables, data=st.data())
@@ -45,6 +46,7 @@ def test_whatever_is_ready_serves_every_step_within_its_limits(table: ProgramTab
         assert sampler in ready.samplers() and sampler.rows == table.sample_rows(trunk)
         assert VARIANTS.index(sampler.variant) >= VARIANTS.index(variant)
     assert not trunk.tiles or ScoreKey(trunk.tiles) in ready.scores()
+    assert not trunk.tiles or not table.pooling or PoolKey(trunk.tiles) in {*first_needed(table), *more}
 
 
 @given(table=tables, data=st.data())
@@ -77,3 +79,11 @@ def test_a_trunk_without_its_full_sampler_does_not_count() -> None:
     assert ready.max_rows == 32 and ready.trunk(9, 0) == TrunkKey(32, 0) and ready.sampler(TrunkKey(32, 0), "greedy").variant == "full"
     with pytest.raises(ValueError, match="empty"):
         ReadyPrograms(table, first[:2])
+
+
+def test_a_trunk_without_its_pooler_does_not_count() -> None:
+    table = ProgramTable.build(max_num_seqs=32, max_num_batched_tokens=512, tile_size=64, pooling=True)
+    first = first_needed(table)
+    assert first[-2:] == [ScoreKey(1), PoolKey(1)]
+    assert ReadyPrograms(table, [*first, TrunkKey(8, 2), ScoreKey(2), SamplerKey(16, "full")]).max_tiles == 1
+    assert ReadyPrograms(table, [*first, TrunkKey(8, 2), ScoreKey(2), SamplerKey(16, "full"), PoolKey(2)]).max_tiles == 2

@@ -23,19 +23,6 @@ from jengine.models import FAMILIES  # noqa: E402
 from tests.golden.variants import VARIANTS  # noqa: E402
 
 BEGIN, END = "<!-- support matrix: begin -->", "<!-- support matrix: end -->"
-NAMES = {
-    "gemma2": "Gemma 2",
-    "gemma3_text": "Gemma 3 (text)",
-    "gpt2": "GPT-2",
-    "llama": "Llama 2, 3, 3.1 and later",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "opt": "OPT",
-    "phi3": "Phi-3, Phi-3.5, Phi-4 mini",
-    "qwen2": "Qwen2, Qwen2.5",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3-MoE",
-}
 TESTS = {
     "test_logits_match_transformers": "logits",
     "test_greedy_tokens_and_logprobs": "engine",
@@ -76,14 +63,14 @@ def table(found: Outcomes, platform: str) -> str:
         return f"passed ({counts[True]})" if not counts[False] else f"**failed** ({counts[False]} of {counts.total()})"
 
     head = ["Family", "`model_type`", *(f"{PLATFORMS[where]}: {kind}" for where, kind in columns)]
-    rows = [[NAMES[family], f"`{family}`", *(cell(family, *column) for column in columns)] for family in FAMILIES]
+    rows = [[family.title, f"`{name}`", *(cell(name, *column) for column in columns)] for name, family in FAMILIES.items()]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
-def write(readme: Path, content: str) -> None:
+def write(readme: Path, content: str, begin: str = BEGIN, end: str = END) -> None:
     text = readme.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    readme.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}")
+    before, after = text.split(begin)[0], text.split(end)[1]
+    readme.write_text(f"{before}{begin}\n{content}\n{end}{after}")
 
 
 if __name__ == "__main__":

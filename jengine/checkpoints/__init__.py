@@ -2,6 +2,17 @@
 
 from jengine.checkpoints.conversion import convert
 from jengine.checkpoints.folder import read_config, read_sampling_defaults, resolve
-from jengine.checkpoints.weights import load
+from jengine.checkpoints.sentence_transformers import Reranker, choose_embedder, read_reranker
+from jengine.checkpoints.weights import has_output_head, load
 
-__all__ = ["convert", "load", "read_config", "read_sampling_defaults", "resolve"]
+__all__ = [
+    "Reranker",
+    "choose_embedder",
+    "convert",
+    "has_output_head",
+    "load",
+    "read_config",
+    "read_reranker",
+    "read_sampling_defaults",
+    "resolve",
+]

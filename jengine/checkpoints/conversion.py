@@ -17,7 +17,7 @@ import numpy as np
 
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, holds_orbax, is_converted, write_config
-from jengine.checkpoints.folder import read_config, resolve
+from jengine.checkpoints.folder import IN_FOLDERS, read_config, resolve
 from jengine.checkpoints.safetensors import Tensor
 from jengine.checkpoints.weights import assemble, read
 from jengine.config import DTYPES, Dtype
@@ -25,7 +25,7 @@ from jengine.errors import InvalidArgument, ModelError
 from jengine.models import Model, build
 from jengine.observe.progress import progress_bar
 
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt", *IN_FOLDERS)
 
 
 def convert(model: str, out: str | Path, *, revision: str | None = None, dtype: Dtype = "auto", progress: bool = True) -> Path:

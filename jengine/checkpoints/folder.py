@@ -19,8 +19,8 @@ SAMPLING_DEFAULTS = {  # by their names in generation_config.json; those that vL
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
-TEMPLATES = "additional_chat_templates/*.jinja"
-CONFIG_FILES = ["config.json", "generation_config.json", converted.MARK]  # without weights
+IN_FOLDERS = ["additional_chat_templates/*.jinja", "*_Pooling/config.json", "*_LogitScore/config.json"]
+CONFIG_FILES = ["config.json", "generation_config.json", "modules.json", "sentence_bert_config.json", converted.MARK]  # without weights
 
 
 def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILES) -> Path:
@@ -50,7 +50,7 @@ def _download(model: str, revision: str | None, files: list[str]) -> Path:
     try:
         folder = fetch(files, "*/*")
         if files is HUB_FILES:
-            fetch([TEMPLATES])  # patterns cannot except one folder
+            fetch(IN_FOLDERS)  # patterns cannot except one folder
         return folder
     except Exception as error:  # the network's and the hub's failures share no base class
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,20 @@ from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
 from jengine.checkpoints.quantization import fitted, plain
 from jengine.checkpoints.safetensors import Tensor, read_tensors
+from jengine.config import ModelConfig
 from jengine.errors import ModelError, OutOfMemory
 from jengine.models import Model, Params, build
+from jengine.models.family import TextPart
 from jengine.models.pieces import Piece
 from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import with_shardings
 from pallas_kernels.quantized import Quantized, is_quantized
 
 ALIGNMENT = 64  # bytes; what a CPU device asks of memory that it takes over without a copy
-OUTPUT_HEAD = "lm_head.weight"
-# Stored by older checkpoints, perhaps in dtypes that weights do not have: frequencies, and GPT-2's masks.
-CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
+# Stored by older checkpoints, perhaps in dtypes that weights do not have: frequencies, and masks of GPT-2 and GPT-NeoX.
+CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+log = logging.getLogger("jengine")
 
 
 def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
@@ -101,10 +105,18 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
     Raises:
         ModelError: as load does.
     """
-    tensors = _named(read_tensors(path, skipped=CONSTANTS), model.prefix)
+    tensors = read_tensors(path, skipped=CONSTANTS)
+    if model.text_part is not None:
+        tensors = _of_text(tensors, model.text_part)
+    tensors = _named(tensors, model.prefix)
     pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
     _check(path, tensors, pieces, model.config.tie_embeddings)
     return tensors
+
+
+def has_output_head(path: Path, config: ModelConfig) -> bool:
+    """Whether a folder has what turns hidden states into logits."""
+    return config.tie_embeddings or is_converted(path) or not read_tensors(path, skipped=CONSTANTS).keys().isdisjoint(OUTPUT_HEADS)
 
 
 def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
@@ -137,7 +149,17 @@ def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Names with the prefix that checkpoints of the bare decoder lack."""
     if any(name.startswith(prefix) for name in tensors):
         return tensors
-    return {name if name == OUTPUT_HEAD else prefix + name: tensor for name, tensor in tensors.items()}
+    return {name if name in OUTPUT_HEADS else prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def _of_text(tensors: dict[str, Tensor], part: TextPart) -> dict[str, Tensor]:
+    """The text model's tensors, named as in its own checkpoints."""
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    mine = {name: tensor for name, tensor in bare.items() if not name.startswith(part.skipped)}
+    if len(mine) < len(bare):
+        parts = ", ".join(name.removesuffix(".") for name in part.skipped)
+        log.warning("%d tensors of %s are not loaded: the model takes text alone", len(bare) - len(mine), parts)
+    return {name.removeprefix("language_model.").removeprefix("model."): tensor for name, tensor in mine.items()}
 
 
 def _check(path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bool) -> None:
@@ -147,6 +169,6 @@ def _check(path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bo
         file, array = tensors[piece.name]
         if array.shape != piece.shape:
             raise ModelError(f"has shape {list(array.shape)}; the configuration asks for {list(piece.shape)}", file=file, tensor=piece.name)
-    harmless = {OUTPUT_HEAD} if tied else set()
+    harmless = set(OUTPUT_HEADS) if tied else set()
     for name in sorted(tensors.keys() - {piece.name for piece in wanted} - harmless):
         raise ModelError("is not part of this model", file=tensors[name].file, tensor=name)

@@ -29,7 +29,10 @@ class TokenAxis:
         tiles, tile_size = batch.tile_tokens.shape
         within = jnp.arange(tile_size)
         tile_positions = batch.tile_positions[:, None] + within
-        self.tokens = jnp.concatenate([last_token[batch.row_slots], batch.tile_tokens.reshape(-1)])
+        rows = last_token[batch.row_slots]
+        if batch.row_tokens.shape[0]:
+            rows = jnp.where(batch.row_tokens < 0, rows, batch.row_tokens)
+        self.tokens = jnp.concatenate([rows, batch.tile_tokens.reshape(-1)])
         self.positions = jnp.concatenate([batch.row_positions, tile_positions.reshape(-1)])
         self.owner = jnp.concatenate([batch.row_slots, jnp.repeat(batch.tile_slots, tile_size, total_repeat_length=tiles * tile_size)])
         self.real = jnp.concatenate([batch.row_slots > 0, (within < batch.tile_lengths[:, None]).reshape(-1)])
@@ -57,7 +60,9 @@ class PagedAttention:
             q = q if rotation is None else rotate(q, rotation)
             kv = dispatch.kv_write(*kv, k, v, pages, offsets, rotation=rotation, device=device)
             how = {**options, "pages": key.pages, "device": device}
-            out = [dispatch.paged_attention_decode(q[: key.rows], *kv, row_tables, row_lengths, **how)]
+            out = []
+            if key.rows:
+                out.append(dispatch.paged_attention_decode(q[: key.rows], *kv, row_tables, row_lengths, **how))
             if key.tiles:
                 tiles = q[key.rows :].reshape(key.tiles, -1, *q.shape[1:])
                 got = dispatch.paged_attention_prefill(tiles, *kv, tile_tables, batch.tile_positions, batch.tile_lengths, **how)

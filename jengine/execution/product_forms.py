@@ -33,9 +33,11 @@ def product_forms(spec: ExecutionSpec, root: Path) -> dict[str, str]:
     kinds = sorted({kind_of(weight) for weight in weights})
     config = spec.model.config
     shape = 2 * config.intermediate_size, config.hidden_size  # of the largest product of a layer
-    file = root / "products" / (hashlib.sha256(json.dumps([*_facts(), shape]).encode()).hexdigest()[:24] + ".json")
+    by_place = not spec.table.batch_invariant
+    facts = [*_facts(), shape, *([] if by_place else ["batch_invariant"])]
+    file = root / "products" / (hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24] + ".json")
     kept = _kept(file)
-    forms = choice.forms(str(spec.model.dtype), kinds, shape, kept)
+    forms = choice.forms(str(spec.model.dtype), kinds, shape, kept, by_place=by_place)
     if any(key not in kept for key in forms):
         with contextlib.suppress(OSError):  # the programs cannot be saved either, and that is warned of
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jengine.execution.batch_invariance import DETERMINISTIC
 from jengine.execution.cache_folders import folder_name
 from jengine.execution.kernels import prepare
 from jengine.execution.kv_cache import COPIES, Cache, make_copy
 from jengine.execution.logits import COUNT_CHUNK, count_tokens
 from jengine.execution.memory import ProgramMemory
+from jengine.execution.pooler import make_pooler
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.priority import lower_priority
 from jengine.execution.program_cache import Loaded, ProgramCache
@@ -29,7 +31,7 @@ from jengine.execution.trunk import make_trunk
 from jengine.observe.compiles import announced, retrieval_count
 from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import shard_mapped
-from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
+from jengine.program_table import PoolKey, SamplerKey, ScoreKey, TrunkKey
 from jengine.ready_programs import by_use, first_needed
 from pallas_kernels.products import using
 
@@ -43,7 +45,7 @@ SMALL = ALLOCATE, ALLOCATE_COUNTS, COUNT, UPDATE, COPY
 UNTUNED: CompilerOptions = {
     "xla_gpu_enable_triton_gemm": False
 }  # without a GPU to tune them on, cuBLASLt's products are faster than Triton's
-Key = TrunkKey | SamplerKey | ScoreKey | Literal["allocate", "allocate-counts", "count", "update", "copy"]
+Key = TrunkKey | SamplerKey | ScoreKey | PoolKey | Literal["allocate", "allocate-counts", "count", "update", "copy"]
 
 
 class Programs:
@@ -148,6 +150,9 @@ def compile_all(
         background: see Programs.obtain.
     """
 
+    if spec.table.batch_invariant and spec.mesh.devices.flat[0].platform == "gpu":
+        options = {**(options or {}), **DETERMINISTIC}
+
     def build(key: Key) -> Built:
         start = time.perf_counter()
         with announced() if background else nullcontext():
@@ -207,6 +212,8 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     if isinstance(key, ScoreKey):
         scorer = make_scorer(spec.model, spec.table.tile_size)
         return _lower(spec, scorer, f"score_{key.tiles}", (spec.params, *spec.to_score(key)), PartitionSpec())
+    if isinstance(key, PoolKey):
+        return _lower(spec, make_pooler(spec.table.tile_size), f"pool_{key.tiles}", spec.to_pool(key), PartitionSpec())
     if key == COPY:
         pages = jax.ShapeDtypeStruct((COPIES,), jnp.int32, sharding=everywhere)
         copy = make_copy(spec.mesh.devices.flat[0])
@@ -243,6 +250,8 @@ def file_name(key: Key) -> str:
         return f"trunk-{key.rows}-{key.tiles}-{key.pages}"
     if isinstance(key, ScoreKey):
         return f"score-{key.tiles}"
+    if isinstance(key, PoolKey):
+        return f"pool-{key.tiles}"
     return f"sampler-{key.rows}-{key.variant}" if isinstance(key, SamplerKey) else key
 
 

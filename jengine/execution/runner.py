@@ -18,7 +18,7 @@ from jengine.execution.slots import UPDATE_WORDS, pack_updates
 from jengine.execution.worker import Call, Worker, encode
 from jengine.observe.progress import progress_bar
 from jengine.parallel.link import Link, SingleProcess
-from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
+from jengine.program_table import PoolKey, SamplerKey, ScoreKey, TrunkKey
 from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.step_plan import Span, StepPlan
 
@@ -29,6 +29,7 @@ class PendingSample:
 
     plan: StepPlan
     scores: SampledLogprobs | None
+    pooled: jax.Array | None
     started: float  # time.perf_counter(), when its trunk was called
 
 
@@ -39,6 +40,7 @@ class InFlight:
     plan: StepPlan
     sampled: Sampled | SampledLogprobs
     scores: SampledLogprobs | None = None
+    pooled: jax.Array | None = None
     started: float = 0.0
 
 
@@ -50,12 +52,14 @@ class StepResult:
         tokens: those of each of the plan's samples.
         logprobs: of them, numpy arrays, where the sampler is the full one.
         scores: of the tokens that follow each tile's tokens, numpy arrays over tiles * tile_size, where a span asked for it.
+        pooled: the sum of each tile's hidden states, float32 [tiles, hidden_size], where a span asked for it.
         waited: whether they were not there yet when they were asked for.
     """
 
     tokens: list[list[int]]
     logprobs: SampledLogprobs | None = None
     scores: SampledLogprobs | None = None
+    pooled: np.ndarray | None = None
     waited: bool = False
 
 
@@ -84,23 +88,28 @@ class Runner:
         packed = layout.pack(plan)
         started = time.perf_counter()
         self._make(Call("trunk", plan.trunk, packed))
-        return PendingSample(plan, self._score(plan) if any(span.targets for span in plan.spans) else None, started)
+        scores = self._score(plan) if any(span.targets for span in plan.spans) else None
+        pooled = self._pool(plan) if any(span.pool is not None for span in plan.spans) else None
+        return PendingSample(plan, scores, pooled, started)
 
     def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
         """Start the sampler of the step that was begun last. mask: see Call."""
-        return InFlight(step.plan, self._make(Call("sample", step.plan.sampler, mask)), step.scores, step.started)
+        sampled = self._make(Call("sample", step.plan.sampler, mask))
+        return InFlight(step.plan, sampled, step.scores, step.pooled, step.started)
 
     def read(self, step: InFlight) -> StepResult:
         """Wait for a step's tokens."""
-        arrays = jax.tree.leaves((step.sampled, step.scores))
+        given = step.sampled, step.scores, step.pooled
+        arrays = jax.tree.leaves(given)
         waited = not all([array.is_ready() for array in arrays])
         self._link.wait(lambda: all(array.is_ready() for array in arrays))
         sampled: Sampled | SampledLogprobs
         scores: SampledLogprobs | None
+        pooled: np.ndarray | None
         with self._explained():
-            sampled, scores = jax.tree.map(np.asarray, (step.sampled, step.scores))
+            sampled, scores, pooled = jax.tree.map(np.asarray, given)
         tokens = sampled.tokens[: len(step.plan.samples), None].tolist()
-        return StepResult(tokens, sampled if isinstance(sampled, SampledLogprobs) else None, scores, waited)
+        return StepResult(tokens, sampled if isinstance(sampled, SampledLogprobs) else None, scores, pooled, waited)
 
     def _make(self, call: Call) -> Any:
         if not isinstance(self._link, SingleProcess):
@@ -126,6 +135,15 @@ class Runner:
         scores: SampledLogprobs = self._make(Call("score", ScoreKey(plan.trunk.tiles), targets.reshape(-1)))
         return scores
 
+    def _pool(self, plan: StepPlan) -> jax.Array:
+        ranges = np.zeros((plan.trunk.tiles, 2), np.int32)
+        for row, (number, offset, length) in zip(ranges, self.spec.table.place(plan.spans).tiles, strict=False):
+            pool = plan.spans[number].pool
+            if pool is not None and pool < offset + length:
+                row[:] = max(pool - offset, 0), length
+        pooled: jax.Array = self._make(Call("pool", PoolKey(plan.trunk.tiles), ranges))
+        return pooled
+
     def _copy(self, copies: list[tuple[int, int, int]]) -> None:
         pages = np.zeros((2, COPIES), np.int32)
         pages[:, : len(copies)] = np.array([(source, target) for _, source, target in copies], np.int32).reshape(-1, 2).T
@@ -141,7 +159,7 @@ class Runner:
         for plan in progress_bar(plans, desc="warming up", unit="program", show=progress):
             self._run(plan)
         for key in ready.scores():
-            spans = [Span(0, 0, 0, 1, [0], [0])] * key.tiles
+            spans = [Span(0, 0, 0, 1, [0], [0], 0 if self.spec.table.pooling else None)] * key.tiles
             trunk = ready.trunk(0, key.tiles)
             self._run(StepPlan(trunk, ready.sampler(trunk, "greedy"), spans))
         self._make(Call("update", None, np.zeros(UPDATE_WORDS, np.int32)))

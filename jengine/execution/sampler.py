@@ -92,10 +92,14 @@ def sample(
     if variant == "greedy":
         return argmax(logits)
     if variant == "sample":
-        greedy, mass = _masses(logits, sampling)
+        greedy, scaled = _scaled(logits, sampling)
     else:
-        greedy, mass = _changed(logits, sampling, positions, variant, counts, mask)
-    return jnp.where(sampling.temperature == 0.0, greedy, sample_from_cdf(mass, uniform(sampling, positions)))
+        greedy, scaled = _changed(logits, sampling, positions, variant, counts, mask)
+
+    def drawn() -> jax.Array:
+        return jnp.where(sampling.temperature == 0.0, greedy, sample_from_cdf(jnp.exp(scaled), uniform(sampling, positions)))
+
+    return drawn() if variant == "sample" else either(sampling.temperature > 0, drawn, lambda: greedy)
 
 
 def _changed(
@@ -106,7 +110,10 @@ def _changed(
     counts: Callable[[], jax.Array] | None,
     mask: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`_masses` of what the parameters make of logits."""
+    """`_scaled` of what the parameters make of logits.
+
+    Rows share the branches, so a branch that a row does not need may only do to it what is exact: sums and exponentials come after.
+    """
     stops = early_stops(sampling, positions)
     needed = truncating(sampling) | (stops >= 0).any(-1)
     if variant == "full":
@@ -123,16 +130,17 @@ def _changed(
         if variant == "full":
             x = if_any(biasing(sampling), lambda x: add_bias(x, sampling), x)
             x = if_any(penalizing(sampling), lambda x: penalize(x, sampling, seen()), x)
-        return _masses(x, sampling, truncated=True)
+        greedy, scaled = _scaled(x, sampling)
+        return greedy, truncate(scaled, sampling)
 
-    return either(needed, changed, lambda: _masses(logits, sampling))
+    return either(needed, changed, lambda: _scaled(logits, sampling))
 
 
-def _masses(logits: jax.Array, sampling: Sampling, *, truncated: bool = False) -> tuple[jax.Array, jax.Array]:
-    """The likeliest tokens, int32 [rows], and what all tokens' probabilities [rows, vocab] are in proportion to."""
+def _scaled(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+    """The likeliest tokens, int32 [rows], and logarithms of what all tokens' probabilities [rows, vocab] are in proportion to."""
     scaled = logits - logits.max(-1, keepdims=True)  # before the division: a small temperature cannot overflow
     scaled /= jnp.where(sampling.temperature == 0.0, 1.0, sampling.temperature)[:, None]
-    return argmax(logits), jnp.exp(truncate(scaled, sampling) if truncated else scaled)
+    return argmax(logits), scaled
 
 
 def argmax(x: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, cache_groups
 from jengine.pages import most_pages, pages_of
 from jengine.parallel.mesh import with_shardings
-from jengine.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
+from jengine.program_table import PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.products import cpu_refused
 
 
@@ -115,8 +115,15 @@ class ExecutionSpec:
 
     def to_score(self, key: ScoreKey) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         tokens = key.tiles * self.table.tile_size
-        hidden = jax.ShapeDtypeStruct((tokens, self.model.config.hidden_size), self.model.dtype, sharding=self.replicated)
-        return hidden, jax.ShapeDtypeStruct((tokens,), np.int32, sharding=self.replicated)
+        return self._tiles(key.tiles), jax.ShapeDtypeStruct((tokens,), np.int32, sharding=self.replicated)
+
+    def to_pool(self, key: PoolKey) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        return self._tiles(key.tiles), jax.ShapeDtypeStruct((key.tiles, 2), np.int32, sharding=self.replicated)
+
+    def _tiles(self, tiles: int) -> jax.ShapeDtypeStruct:
+        """Their hidden states."""
+        shape = tiles * self.table.tile_size, self.model.config.hidden_size
+        return jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self.replicated)
 
     def identity(self) -> dict[str, object]:
         """All that a saved program depends on, as plain values: equal identities, equal programs."""

@@ -1,16 +1,14 @@
 """Model families: functions of arrays that are given `attend`, with every weight declared once.
 
-A new family is a module here, named in FAMILIES by Hugging Face's model_type, and a reader of its
-configuration in checkpoints/hugging_face.py.
+A new family is a file here: its module, the reader of its config.json, and its FAMILIES, by Hugging Face's model_type.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +16,28 @@ from flax import nnx
 
 from jengine.config import ModelConfig
 from jengine.errors import ModelError
-from jengine.models.gemma import Gemma2, Gemma3
-from jengine.models.gpt2 import Gpt2
-from jengine.models.layers import ACTIVATIONS, Attend
-from jengine.models.llama import Llama
-from jengine.models.moe import Mixtral, Qwen3Moe
-from jengine.models.opt import Opt
-from jengine.models.phi3 import Phi3
-from jengine.models.qwen3 import Qwen3
+from jengine.models import (
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    moe,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    qwen3,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
+from jengine.models.family import Decoder, Family, TextPart
+from jengine.models.layers import ACTIVATIONS
 from pallas_kernels.quantized import quantize
-
-
-class Decoder(Protocol):
-    """A decoder-only transformer, on one flat token axis; an nnx.Module."""
-
-    prefix: str  # of the names of all tensors but the output head's; checkpoints of the bare decoder lack it
-
-    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        """tokens and positions int32[N] -> [N, hidden], after the final norm."""
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[N, hidden] -> float32[N, vocab], padded to a multiple of the devices; each device's own columns."""
-
 
 QUANTIZATIONS = {  # dtype of weights, and whether activations are quantized to it as well
     "int8": ("int8", False),
@@ -47,19 +45,8 @@ QUANTIZATIONS = {  # dtype of weights, and whether activations are quantized to 
     "fp8": ("float8_e4m3fn", True),
 }
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
-FAMILIES: dict[str, Callable[[ModelConfig, jnp.dtype, int], Decoder]] = {
-    "gemma2": Gemma2,
-    "gemma3_text": Gemma3,
-    "gpt2": Gpt2,
-    "llama": Llama,
-    "mistral": Llama,
-    "mixtral": Mixtral,
-    "opt": Opt,
-    "phi3": Phi3,
-    "qwen2": Llama,
-    "qwen3": Qwen3,
-    "qwen3_moe": Qwen3Moe,
-}
+_FILES = (falcon, gemma, glm, gpt2, gpt_neox, granite, llama, mistral, moe, olmo, opt, phi, phi3, qwen3, smollm3, stablelm, starcoder2)
+FAMILIES: dict[str, Family] = dict(sorted(item for file in _FILES for item in file.FAMILIES.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +58,7 @@ class Model:
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors each parameter is made of, a tuple of pieces.Piece.
         prefix: the Decoder's.
+        text_part: the family's.
     """
 
     config: ModelConfig
@@ -80,6 +68,7 @@ class Model:
     axes: Any
     sources: Any
     prefix: str
+    text_part: TextPart | None
     graph: nnx.GraphDef[Any] = field(repr=False)
 
     def bind(self, params: Params) -> Decoder:
@@ -106,7 +95,7 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
     if config.activation not in ACTIVATIONS:
         raise ModelError(f"hidden_act {config.activation!r} is not supported; {', '.join(sorted(ACTIVATIONS))} are")
     config = dataclasses.replace(config, shards=shards)
-    module = FAMILIES[config.family](config, jnp.dtype(dtype), max_model_len)
+    module = FAMILIES[config.family].module(config, jnp.dtype(dtype), max_model_len)
     graph, state = nnx.split(module)
 
     def tree(leaf: Any) -> Any:
@@ -127,5 +116,6 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
         axes=tree(lambda p: p.get_metadata("axes")),
         sources=tree(lambda p: p.get_metadata("source")),
         prefix=module.prefix,
+        text_part=FAMILIES[config.family].text_part,
         graph=graph,
     )

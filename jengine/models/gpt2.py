@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jengine.config import ModelConfig
+from jengine.models.family import Family, Fields
 from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
 from jengine.models.pieces import Part, Piece, stacked
 
@@ -50,3 +52,26 @@ class Gpt2(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         return dense(hidden, (self.embed if self.lm_head is None else self.lm_head)[...], dtype=jnp.float32)
+
+
+def read_gpt2(hf: Fields) -> dict[str, Any]:
+    heads, hidden = int(hf["n_head"]), int(hf["n_embd"])
+    return {
+        "vocab_size": int(hf["vocab_size"]),
+        "hidden_size": hidden,
+        "intermediate_size": int(hf.get("n_inner") or 4 * hidden),
+        "num_layers": int(hf["n_layer"]),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "max_position": int(hf["n_positions"]),
+        "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
+        "gated_mlp": False,
+        "activation": hf.get("activation_function", "gelu_new"),
+        "attention_scale": None if hf.get("scale_attn_weights", True) else 1.0,
+        "tie_embeddings": bool(hf["tie_word_embeddings"]),
+        **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True),
+    }
+
+
+FAMILIES = {"gpt2": Family("GPT-2", Gpt2, read_gpt2, {"tie_word_embeddings": True})}

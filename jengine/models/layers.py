@@ -24,6 +24,7 @@ Weight = jax.Array | Quantized  # [*out, in]
 Axes = tuple[str | None, ...]  # logical names, one for each axis; parallel/mesh.py says which are sharded
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_fast": jax.nn.gelu,
     "gelu_new": jax.nn.gelu,  # the one with tanh, under the name it had first
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,

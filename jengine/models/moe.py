@@ -10,6 +10,8 @@ from flax import nnx
 from jax import lax
 
 from jengine.config import ModelConfig
+from jengine.models.family import Family, Fields
+from jengine.models.hf_config import attention_biases, decoder, window_everywhere
 from jengine.models.layers import ACTIVATIONS, Block, Weight, dense, matrix, param
 from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece
@@ -111,3 +113,35 @@ class Qwen3Moe(Qwen3):
         if index not in config.expert_layers:
             return super().mlp(config, dtype, name, index)
         return Experts(config, dtype, f"{name}.mlp", ("gate_proj", "up_proj", "down_proj"))
+
+
+def read_mixtral(hf: Fields) -> dict[str, Any]:
+    fields = {**decoder(hf), **window_everywhere(hf, hf.get("sliding_window"))}
+    return {
+        **fields,
+        "expert_layers": tuple(range(fields["num_layers"])),
+        "num_experts": int(hf.get("num_local_experts") or hf.get("num_experts", 8)),
+        "experts_per_token": int(hf.get("num_experts_per_tok", 2)),
+        "expert_size": fields["intermediate_size"],
+        "normalize_experts": True,
+    }
+
+
+def read_qwen3_moe(hf: Fields) -> dict[str, Any]:
+    window = hf.get("sliding_window", 4096)
+    fields = {**decoder(hf), **attention_biases(hf), **window_everywhere(hf, window if hf.get("use_sliding_window") else None)}
+    dense, step = hf.get("mlp_only_layers") or [], int(hf.get("decoder_sparse_step", 1))
+    return {
+        **fields,
+        "expert_layers": tuple(i for i in range(fields["num_layers"]) if i not in dense and (i + 1) % step == 0),
+        "num_experts": int(hf.get("num_experts") or hf.get("num_local_experts", 128)),
+        "experts_per_token": int(hf.get("num_experts_per_tok", 8)),
+        "expert_size": int(hf.get("moe_intermediate_size", 768)),
+        "normalize_experts": bool(hf.get("norm_topk_prob", False)),
+    }
+
+
+FAMILIES = {
+    "mixtral": Family("Mixtral", Mixtral, read_mixtral, {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}),
+    "qwen3_moe": Family("Qwen3-MoE", Qwen3Moe, read_qwen3_moe),
+}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jengine.config import ModelConfig
+from jengine.models.family import Family, Fields
 from jengine.models.layers import Attend, Attention, Layer, LayerNorm, Mlp, dense, embed, lookup, param, vocabulary
 from jengine.models.pieces import Piece
 from pallas_kernels.xla import Rotation
@@ -63,3 +66,27 @@ class Opt(nnx.Module):
         if self.project_out is not None:
             hidden = dense(hidden, self.project_out[...])
         return dense(hidden, (self.embed if self.lm_head is None else self.lm_head)[...], dtype=jnp.float32)
+
+
+def read_opt(hf: Fields) -> dict[str, Any]:
+    heads, hidden = int(hf["num_attention_heads"]), int(hf["hidden_size"])
+    return {
+        "vocab_size": int(hf["vocab_size"]),
+        "hidden_size": hidden,
+        "intermediate_size": int(hf["ffn_dim"]),
+        "num_layers": int(hf["num_hidden_layers"]),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "max_position": int(hf.get("max_position_embeddings", 2048)),
+        "norm_eps": 1e-5,
+        "pre_norm": bool(hf.get("do_layer_norm_before", True)),
+        "gated_mlp": False,
+        "activation": hf.get("activation_function", "relu"),
+        "embedding_size": int(hf.get("word_embed_proj_dim") or hidden),
+        "tie_embeddings": bool(hf["tie_word_embeddings"]),
+        **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), bool(hf.get("enable_bias", True))),
+    }
+
+
+FAMILIES = {"opt": Family("OPT", Opt, read_opt, {"tie_word_embeddings": True})}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from jengine.config import ModelConfig
+from jengine.models.family import Family, Fields
+from jengine.models.hf_config import given_rope, partly_rotated, window_everywhere
 from jengine.models.layers import Attention, Block, GatedMlp
 from jengine.models.llama import Llama
 from jengine.models.pieces import Part, Piece, stacked
@@ -23,7 +26,17 @@ class Phi3Mlp(GatedMlp):
 
 
 class Phi3(Llama):
-    attention = Phi3Attention
+    attention: type[Attention] = Phi3Attention
 
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
         return Phi3Mlp(config, dtype, f"{name}.mlp")
+
+
+def read_phi3(hf: Fields) -> dict[str, Any]:
+    rope = given_rope(hf)
+    if "short_factor" in rope:  # "su" and "yarn" are earlier names of it
+        rope["rope_type"] = "longrope"
+    return {**partly_rotated(hf, 1.0, rope), **window_everywhere(hf, hf.get("sliding_window"))}
+
+
+FAMILIES = {"phi3": Family("Phi-3, Phi-3.5, Phi-4 mini", Phi3, read_phi3, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5})}

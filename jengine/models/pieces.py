@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from jengine.config import ModelConfig
 
@@ -50,6 +50,40 @@ def stacked(name: str, parts: Sequence[Part], *inputs: int, transposed: bool = F
         for part, end in zip(parts, ends, strict=True)
         for rows, place in part.places
     )
+
+
+def grouped(name: str, config: ModelConfig, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
+    """One tensor that holds, for each kv head, the rows of its queries, then of its key and of its value."""
+    dim, group = config.head_dim, config.group
+    shape = (config.num_kv_heads * (group + 2) * dim, *inputs)
+    pieces = []
+    for part, (each, first) in zip(parts, ((group, 0), (1, group), (1, group + 1)), strict=True):
+        for head, laid, row in heads(part, dim):
+            start = dim * (head // each * (group + 2) + first + head % each)
+            pieces.append(Piece(name, shape, (laid, slice(row, row + dim)), slice(start, start + dim)))
+    return tuple(pieces)
+
+
+def interleaved(part: Part, dim: int, rotary: int) -> Part:
+    """Queries or keys of a checkpoint whose channels 2 i and 2 i + 1 turn together, of the first `rotary`. Here, i and i + rotary / 2 do;
+    scores stay as they are, since queries and keys are reordered alike."""
+    places: list[tuple[slice, tuple[int | slice, ...]]] = []
+    for head, laid, row in heads(part, dim):
+        start, half = head * dim, rotary // 2
+        even, odd = slice(start, start + rotary, 2), slice(start + 1, start + rotary, 2)
+        places += [(even, (laid, slice(row, row + half))), (odd, (laid, slice(row + half, row + rotary)))]
+        if rotary < dim:
+            places.append((slice(start + rotary, start + dim), (laid, slice(row + rotary, row + dim))))
+    return Part(part.rows, tuple(places))
+
+
+def heads(part: Part, dim: int) -> Iterator[tuple[int, int, int]]:
+    """Of queries, keys or values: each head's index in the checkpoint, its laid kv head, and its first row there."""
+    for rows, place in part.places:
+        laid, where = cast(tuple[slice, slice], place)
+        across = (where.stop - where.start) // dim
+        for i in range((rows.stop - rows.start) // dim):
+            yield rows.start // dim + i, laid.start + i // across * (laid.step or 1), where.start + i % across * dim
 
 
 def qkv_parts(config: ModelConfig) -> tuple[Part, Part, Part]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from jengine.config import ModelConfig
+from jengine.models.family import Family, Fields
+from jengine.models.hf_config import attention_biases, decoder
 from jengine.models.layers import Attention, RMSNorm
-from jengine.models.llama import Llama
+from jengine.models.llama import Llama, qwen_windows
 
 
 class Qwen3Attention(Attention):
@@ -21,3 +25,10 @@ class Qwen3Attention(Attention):
 
 class Qwen3(Llama):
     attention = Qwen3Attention
+
+
+def read_qwen3(hf: Fields) -> dict[str, Any]:
+    return {**decoder(hf), **qwen_windows(hf), **attention_biases(hf)}
+
+
+FAMILIES = {"qwen3": Family("Qwen3", Qwen3, read_qwen3)}

@@ -144,7 +144,7 @@ def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> tupl
     provisional = dataclasses.replace(spec, num_pages=2)  # what programs take does not depend on it
     table = spec.table
     rows = {TrunkKey(rows, 0, table.page_buckets[-1]) for rows in (table.row_buckets[0], table.max_rows)}
-    keys: list[Key] = [*largest(spec), *sorted(rows)]
+    keys: list[Key] = [*dict.fromkeys([*largest(spec), *sorted(rows)])]
     built = [*compile_all(provisional, keys, threads=sizes(config, "gpu").compile_threads, progress=progress, options=UNTUNED)]
     return {one.key: memory_of(one.program) for one in built}, {one.key: one.seconds for one in built}
 

@@ -13,7 +13,6 @@ from jengine.config import ModelConfig
 from jengine.device_spec import DeviceSpec
 
 Resource = Literal["memory", "products", "links"]
-UNGATED = ("gpt2", "opt")  # families whose MLP has two matrices; the others' have three
 ALL_REDUCES = 2  # of a layer: after attention, and after the MLP
 
 
@@ -68,7 +67,7 @@ def attention_elements(config: ModelConfig) -> int:
 
 def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
     """Of a layer's MLP, or of its router and so many experts."""
-    matrices = 2 if config.family in UNGATED else 3
+    matrices = 3 if config.gated_mlp else 2
     if layer not in config.expert_layers:
         return matrices * config.hidden_size * config.intermediate_size
     return config.hidden_size * (config.num_experts + experts * matrices * config.expert_size)

@@ -24,12 +24,20 @@ class BlockManager:
         pools: pages of each, the null page included.
         groups: the model's cache groups.
         prefix_caching: whether pages are kept to be found again.
+        hit_grid: tokens, whole pages, of which a hit is a multiple; None: a page's.
     """
 
     def __init__(
-        self, page_size: int, pools: Sequence[int], groups: Sequence[GroupPages] = (GroupPages(),), *, prefix_caching: bool = False
+        self,
+        page_size: int,
+        pools: Sequence[int],
+        groups: Sequence[GroupPages] = (GroupPages(),),
+        *,
+        prefix_caching: bool = False,
+        hit_grid: int | None = None,
     ) -> None:
         self.page_size, self.groups, self.prefix_caching = page_size, tuple(groups), prefix_caching
+        self.hit_grid = hit_grid or page_size
         self.pools = [PagePool(pages, partial(self._forget, pool)) for pool, pages in enumerate(pools)]
         self._pool_of = [self.pools[group.pool] for group in self.groups]
         self._groups_of = Counter(group.pool for group in self.groups)
@@ -85,15 +93,19 @@ class BlockManager:
     # --- admission --------------------------------------------------------------------------------
 
     def match(self, tokens: Sequence[int], salt: str | None) -> Hit:
-        """The longest prefix that is in the cache: whole pages, and never the last token, which must be computed to get on."""
+        """The longest prefix that is in the cache: multiples of hit_grid, and never the last token, which must be computed to get on."""
         if not self.prefix_caching:
             return NO_HIT
-        chain = self._index.chain(salt, tokens, (len(tokens) - 1) // self.page_size, self._unwindowed)
+        chain, grid = (
+            self._index.chain(salt, tokens, (len(tokens) - 1) // self.page_size, self._unwindowed),
+            self.hit_grid // self.page_size,
+        )
+        del chain[len(chain) // grid * grid :]
         while chain and self._windowed:
             firsts = [self._first_seen(group, len(chain) * self.page_size) for group in range(len(self.groups))]
             for index in range(len(chain) - 1, min(firsts[group] for group in self._windowed) - 1, -1):
                 if any(not page and index >= first for page, first in zip(chain[index].pages, firsts, strict=True)):
-                    del chain[index:]  # any longer prefix needs this page too
+                    del chain[index // grid * grid :]  # any longer prefix needs this page too
                     break
             else:
                 break

@@ -112,6 +112,8 @@ def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
 
     def seconds(rows: int, tiles: int, work: Work) -> float:
         """The host's work hides behind the device's, or the other way round."""
+        if rows and tiles and scheduler.composition.apart:  # two steps
+            return seconds(rows, 0, work._replace(attended=0)) + seconds(0, tiles, Work(attended=work.attended))
         if (rows, tiles) not in known:
             trunk = ready.trunk(min(rows or (0 if tiles else 1), ready.max_rows), min(tiles, ready.max_tiles), pages)
             known[rows, tiles] = costs.seconds(trunk, ready.sampler(trunk, variant)), sum(costs.host_seconds(rows + tiles, trunk.tiles))

@@ -25,11 +25,12 @@ class SchedulingOptions:
     on_late: OnLate = "serve"
     batching: Batching = "continuous"
     batch_wait_ms: float = 50.0
+    batch_invariant: bool = False
 
     @property
     def strategies(self) -> tuple[StrategyName, ...]:
-        """That go with the batching mode: targets cannot be kept where requests wait for a batch."""
-        return STRATEGIES if self.batching == "continuous" else ("throughput", "memory")
+        """That go with the batching mode: targets cannot be kept where requests wait for a batch, nor where prompts and rows take turns."""
+        return STRATEGIES if self.batching == "continuous" and not self.batch_invariant else ("throughput", "memory")
 
     @classmethod
     def of(cls, config: object) -> SchedulingOptions:

@@ -13,6 +13,7 @@ from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.admissions import Admissions
 from jengine.scheduling.block_table import NO_HIT, GroupPages, Hit
 from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.composition import BatchInvariant, Composition
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.draft import Draft
 from jengine.scheduling.options import SchedulingOptions
@@ -61,8 +62,10 @@ class Scheduler(Admissions):
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.composition = BatchInvariant(table.tile_size, max_num_batched_tokens) if table.batch_invariant else Composition()
+        grid = self.composition.hit_grid(page_size)
         super().__init__(
-            BlockManager(page_size, [num_pages], groups, prefix_caching=prefix_caching),
+            BlockManager(page_size, [num_pages], groups, prefix_caching=prefix_caching, hit_grid=grid),
             SequenceLimits(
                 max_model_len=max_model_len,
                 page_size=page_size,
@@ -89,21 +92,29 @@ class Scheduler(Admissions):
         """The next step, or None if there is nothing to do before earlier steps are collected or requests added.
 
         Every decoding sequence gets a row. Prompts follow, in tiles: first of sequences that have begun,
-        then of those waiting. How many tiles is the strategy's decision.
+        then of those waiting. How many tiles is the strategy's decision. Where rows and tiles may not share a step, it has one of them:
+        see `composition`.
         """
-        now = self.clock()
+        now, how = self.clock(), self.composition
         self._begin_step(now)
-        draft = Draft()
-        rows, longest = self._add_rows(draft)
-        tiles, longest = self._add_tiles(draft, now, rows, longest)
+        draft, rows, tiles, longest = Draft(), list[Sequence](), 0, 0
+        if how.prompts_first:
+            tiles, longest = self._add_tiles(draft, now, self._decoding(), 0)
+        if not tiles:
+            rows, longest = self._add_rows(draft)
+            if not (rows and how.apart):
+                tiles, longest = self._add_tiles(draft, now, rows, longest)
         if not draft.spans:
             return None
+        how.note(len(rows), tiles)
         trunk = self.ready.trunk(len(rows), tiles, self.blocks.pages_of(longest), len(draft.samples))
         rank = max([sequence.variant_rank for sequence in draft.sampled], default=0)
         sampler = self.ready.sampler(trunk, VARIANTS[rank])
         for sequence in rows:
             sequence.num_computed += 1
             sequence.in_flight += 1
+        if rows and self._repeating:
+            self._repeat(draft, rows)
         self._expect(draft.sampled, len(rows), self._timeline.plan(now, self.costs.seconds(trunk, sampler, draft.work)))
         return StepPlan(
             trunk=trunk,
@@ -164,10 +175,23 @@ class Scheduler(Admissions):
         draft.work = Work(*rows_work(positions, self.sequence.windows))
         return rows, max(positions, default=-1) + 1
 
+    def _repeat(self, draft: Draft, rows: list[Sequence]) -> None:
+        """Rows that compute again what was generated before a preemption take known tokens, and sample nothing before the last of them."""
+        for span, sequence in zip(draft.spans, rows, strict=True):
+            if sequence in self._repeating:
+                span.known = sequence.tokens[span.start]
+                if span.start + 1 == len(sequence.tokens):
+                    del self._repeating[sequence]
+                else:
+                    sequence.in_flight -= 1
+        left = [i for i, sequence in enumerate(rows) if sequence not in self._repeating]
+        draft.samples, draft.sampled = [draft.samples[i] for i in left], [draft.sampled[i] for i in left]
+
     def _add_tiles(self, draft: Draft, now: float, rows: list[Sequence], longest: int) -> tuple[int, int]:
         """Prompts beside the rows, in as many tiles as the strategy decides.
 
         Args:
+            rows: those of the step, or, in a step without any, those that wait for it.
             longest: tokens of the longest sequence in the plan so far.
 
         Returns:
@@ -178,8 +202,15 @@ class Scheduler(Admissions):
         pending = self._pending(begun, (self.max_num_batched_tokens - len(rows)) // self.table.tile_size)
         if not pending.count:
             return 0, longest
-        tiles = self._prefill(draft, begun, self._decide(now, rows, draft.work, max(longest, pending.longest), pending))
-        return tiles, max([longest, *[span.start + span.length for span in draft.spans[len(rows) :]]])
+        before = len(draft.spans)
+        work = draft.work if before else Work(*rows_work([s.num_computed for s in rows], self.sequence.windows))
+        tiles = self._prefill(draft, begun, self._decide(now, rows, work, max(longest, pending.longest), pending))
+        return tiles, max([longest, *[span.start + span.length for span in draft.spans[before:]]])
+
+    def _decoding(self) -> list[Sequence]:
+        """Running sequences that need a row. One whose last token is in flight needs none, and finishes when that is collected."""
+        decoding = State.DECODING
+        return [s for s in self._running if s.state is decoding and s.num_computed < s.last_position]
 
     def _decode_rows(self, draft: Draft) -> list[Sequence]:
         """Sequences that decode in this step. Those that enter a new page get it, those whose page is shared a copy.
@@ -187,10 +218,9 @@ class Scheduler(Admissions):
         Preempts, the policy's last first, until there are pages enough. That ends, at the latest, with one
         sequence running, for which alone the pool was found large enough when it was added.
         """
-        decoding, page_size, blocks = State.DECODING, self.page_size, self.blocks
+        page_size, blocks = self.page_size, self.blocks
         while True:
-            # One whose last token is in flight stays out, and finishes when that is collected.
-            rows = [s for s in self._running if s.state is decoding and s.num_computed < s.last_position]
+            rows = self._decoding()
             growing = [s for s in rows if s.num_computed % page_size == 0]
             copying = [s for s in rows if s in self._sharing] if self._sharing else []
             if not growing and not copying:
@@ -215,7 +245,7 @@ class Scheduler(Admissions):
         """Prompt tiles that can be worked on now, `limit` at most."""
         limit, pending = min(limit, self.ready.max_tiles), PendingTiles(self.table.tile_size, self.sequence.windows)
         for sequence in begun:
-            pending.add(sequence.num_computed, len(sequence.tokens), limit)
+            pending.add(sequence.num_computed, self.composition.prefilled(sequence), limit)
         slots, taken, running = self._room, Counter[int](), len(self._running)
         for sequence in self._waiting:
             if pending.count >= limit or slots <= 0 or sequence.in_flight:
@@ -224,7 +254,7 @@ class Scheduler(Admissions):
             taken.update(self._needed(sequence, hit))
             if not self._fits(taken, running):
                 break
-            pending.add(hit.tokens, len(sequence.tokens), limit)
+            pending.add(hit.tokens, self.composition.prefilled(sequence), limit)
             slots, running = slots - 1, running + 1
         return pending
 
@@ -245,7 +275,7 @@ class Scheduler(Admissions):
             if not self._fits(self._needed(first, hit), len(self._running)):
                 break
             self._admit(draft, first)
-            self.blocks.admit(first.number, hit, len(first.tokens), first.request.cache_salt)
+            self.blocks.admit(first.number, hit, self.composition.prefilled(first), first.request.cache_salt)
             first.state, first.num_computed = State.PREFILLING, hit.tokens
             self._note_hit(first, hit.tokens)
             left -= self._cut(draft, first, left)
@@ -275,12 +305,14 @@ class Scheduler(Admissions):
         return min(len(self._free_slots), self.ready.max_rows - len(self._running), self._admitting)
 
     def _match(self, sequence: Sequence) -> Hit:
-        """What of it is in the cache. Log probabilities of a prompt need all of it to be computed."""
-        if sequence.request.params.prompt_logprobs is not None:
+        """What of it is in the cache. Log probabilities of a prompt, and the mean of its hidden states, need all of it to be computed."""
+        request = sequence.request
+        if request.params.prompt_logprobs is not None or (request.pooling is not None and request.pooling.needs_all):
             return NO_HIT
         question = sequence.number, self.blocks.version
         if self._last_match[0] != question:  # the first of those waiting is looked up in each step
-            self._last_match = question, self.blocks.match(sequence.tokens, sequence.request.cache_salt)
+            tokens, count = sequence.tokens, self.composition.prefilled(sequence)
+            self._last_match = question, self.blocks.match(tokens[:count] if count < len(tokens) else tokens, sequence.request.cache_salt)
         return self._last_match[1]
 
     def _needed(self, sequence: Sequence, hit: Hit) -> Counter[int]:
@@ -293,7 +325,7 @@ class Scheduler(Admissions):
 
     def _note_hit(self, sequence: Sequence, tokens: int) -> None:
         if self.blocks.prefix_caching:
-            self.prefix_queries += len(sequence.tokens)
+            self.prefix_queries += self.composition.prefilled(sequence)
             self.prefix_hits += tokens
         if not sequence.scheduled:
             sequence.scheduled, sequence.num_cached = self.clock(), tokens
@@ -316,13 +348,14 @@ class Scheduler(Admissions):
     def _cut(self, draft: Draft, sequence: Sequence, tiles: int) -> int:
         """Plans up to `tiles` tiles of a sequence's known tokens, as far as there are pages for them. Returns how many."""
         number, start, blocks = sequence.number, sequence.num_computed, self.blocks
+        last = self.composition.prefilled(sequence)
         blocks.pass_windows(number, start)
-        end = blocks.room(number, min(start + tiles * self.table.tile_size, len(sequence.tokens)))
+        end = self.composition.end(blocks.room(number, min(start + tiles * self.table.tile_size, last)), last)
         if end <= start:
             return 0
         draft.enter(sequence.slot, blocks.grow(number, end))
-        targets = _targets(sequence, start, end)
-        draft.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], targets))
+        wanted = _targets(sequence, start, end), _pooled(sequence, start, end)
+        draft.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], *wanted))
         draft.work = draft.work._replace(attended=draft.work.attended + pairs(start, end - start, self.sequence.windows))
         sequence.num_computed = end
         blocks.commit(number, sequence.tokens, end)
@@ -330,6 +363,9 @@ class Scheduler(Admissions):
             self._sample(draft, sequence)
             if end == sequence.prompt_len:
                 self._fork(draft, sequence)
+        elif end == last:
+            sequence.state = State.DECODING
+            self._repeating[sequence] = None
         return -(-(end - start) // self.table.tile_size)
 
     def _sample(self, draft: Draft, sequence: Sequence) -> None:
@@ -362,3 +398,12 @@ def _targets(sequence: Sequence, start: int, end: int) -> list[int] | None:
     if request.params.prompt_logprobs is None:
         return None
     return request.prompt_token_ids[start + 1 : end + 1] or None
+
+
+def _pooled(sequence: Sequence, start: int, end: int) -> int | None:
+    """From which of the tokens at [start, end) on hidden states are summed, for an embedding."""
+    pooling = sequence.request.pooling
+    if pooling is None:
+        return None
+    first = 0 if pooling.needs_all else sequence.prompt_len - 1
+    return max(first - start, 0) if first < end else None

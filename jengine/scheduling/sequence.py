@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from jengine.pooling import PooledStates
 from jengine.program_table import VARIANTS, sampler_variant
 from jengine.request import FinishReason, Request
 
@@ -55,6 +56,7 @@ class Sequence:
     late: bool = False  # its first token cannot come in time
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    pooled: PooledStates | None = None  # of an embedding's request
 
     order: Order = field(init=False)  # set as it is queued
     request_id: str = field(init=False)
@@ -65,6 +67,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.request_id, self.client = self.request.request_id, self.request.client
+        self.pooled = None if self.request.pooling is None else PooledStates()
         self.prompt_len = len(self.request.prompt_token_ids)
         self.last_position = self.max_len - 1
         self.variant_rank = VARIANTS.index("full" if self.request.mask is not None else sampler_variant(self.request.params))

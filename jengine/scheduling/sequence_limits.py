@@ -37,9 +37,9 @@ class SequenceLimits:
         params, prompt = request.params, request.prompt_token_ids
         if not prompt:
             raise InvalidArgument("prompt_token_ids", prompt, "must hold at least 1 token")
-        if len(prompt) >= self.max_model_len:
-            limit = f"{len(prompt)} tokens; at most max_model_len - 1 = {self.max_model_len - 1}, so that one can be generated"
-            raise InvalidArgument("prompt_token_ids", prompt, limit)
+        most, limit = longest_prompt(self.max_model_len, pooled=request.pooling is not None)
+        if len(prompt) > most:
+            raise InvalidArgument("prompt_token_ids", prompt, f"{len(prompt)} tokens; {limit}")
         stops = len({*params.stop_token_ids, *eos_token_ids})
         if stops > MAX_STOP_TOKEN_IDS:
             raise InvalidArgument("stop_token_ids", params.stop_token_ids, f"{stops} with end-of-sequence; at most {MAX_STOP_TOKEN_IDS}")
@@ -55,9 +55,22 @@ class SequenceLimits:
 
     def max_len(self, request: Request) -> int:
         """Tokens, prompt and output together, at which the request ends."""
+        if request.pooling is not None:
+            return len(request.prompt_token_ids) + 1  # it is sampled, and not used
         most = request.params.max_tokens
         return self.max_model_len if most is None else min(len(request.prompt_token_ids) + most, self.max_model_len)
 
     def most_pages(self, tokens: int) -> int:
         """Pages that a sequence holds at most, over all cache groups, on its way to this many tokens."""
         return sum(most_pages(tokens, window, self.page_size, self.tile_size) for window in self.windows)
+
+
+def longest_prompt(max_model_len: int, *, pooled: bool) -> tuple[int, str]:
+    """Tokens that a prompt may have, and the limit as errors name it.
+
+    Args:
+        pooled: whether it asks for an embedding.
+    """
+    if pooled:
+        return max_model_len, f"at most max_model_len = {max_model_len}"
+    return max_model_len - 1, f"at most max_model_len - 1 = {max_model_len - 1}, so that one can be generated"

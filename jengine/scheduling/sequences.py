@@ -5,6 +5,7 @@ from __future__ import annotations
 from jengine.errors import InvalidArgument
 from jengine.request import FinishReason, Request
 from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.composition import Composition
 from jengine.scheduling.fair_shares import FairQueue
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.policy import Waiting, WaitingQueue, order_of
@@ -25,6 +26,8 @@ class Sequences:
         max_num_seqs: sequences running at once; they own slots 1 to max_num_seqs, slot 0 is the null slot.
     """
 
+    composition = Composition()
+
     def __init__(self, blocks: BlockManager, sequence: SequenceLimits, *, max_num_seqs: int, options: SchedulingOptions) -> None:
         self.blocks, self.sequence, self.max_num_seqs, self.options = blocks, sequence, max_num_seqs, options
         self.num_preemptions = 0
@@ -35,6 +38,7 @@ class Sequences:
         self._waiting: Waiting = WaitingQueue() if self._fair is None else self._fair
         self._running: dict[Sequence, None] = {}
         self._sharing: dict[Sequence, None] = {}  # running; the page that they write next may be shared
+        self._repeating: dict[Sequence, None] = {}  # running; rows compute again what they had generated before they were preempted
         self._free_slots = list(range(max_num_seqs, 0, -1))
 
     @property
@@ -151,6 +155,7 @@ class Sequences:
         assert {*running, *waiting} == {*self._live.values()} == {*self._by_number.values()}, "a request is lost"
         assert len(running) + len(waiting) == len(self._live), "a request is in two places"
         assert {*self._sharing} <= {*running}, "a sequence that does not run shares a page"
+        assert {*self._repeating} <= {*running}, "a sequence that does not run repeats tokens"
 
     def _take_slot(self, sequence: Sequence) -> None:
         self._waiting.admit(sequence)
@@ -169,7 +174,8 @@ class Sequences:
     def _release(self, sequence: Sequence) -> None:
         del self._running[sequence]
         self._sharing.pop(sequence, None)
-        self.blocks.commit(sequence.number, sequence.tokens, min(sequence.num_computed, len(sequence.tokens)))
+        self._repeating.pop(sequence, None)
+        self.blocks.commit(sequence.number, sequence.tokens, min(sequence.num_computed, self.composition.prefilled(sequence)))
         self.blocks.release(sequence.number)
         self._free_slots.append(sequence.slot)
         sequence.slot = 0

@@ -17,8 +17,10 @@ class Span(msgspec.Struct, gc=False):
     Attributes:
         seq: the sequence's number.
         start: position of the first token.
-        tokens: their ids; None: there is one, which the step before has left in the slot, on the device.
+        tokens: their ids; None: there is one, in a decode row, which the step before has left in the slot, on the device.
         targets: the tokens that follow these, where their log probabilities are asked for.
+        pool: from this offset on, tokens' hidden states are summed, for an embedding; None: of none.
+        known: of a decode row, the id of its token where that is not in the slot, since the row repeats an earlier one; else -1.
     """
 
     seq: int
@@ -27,6 +29,8 @@ class Span(msgspec.Struct, gc=False):
     length: int = 1
     tokens: list[int] | None = None
     targets: list[int] | None = None
+    pool: int | None = None
+    known: int = -1
 
 
 class Sample(msgspec.Struct, gc=False):

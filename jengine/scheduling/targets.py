@@ -176,7 +176,10 @@ class Targets(Sequences):
         return [tiles for tiles in self.ready.tile_buckets if tiles <= most]
 
     def _seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
-        """What a step takes, if its longest sequence has this many tokens."""
+        """What a step takes, if its longest sequence has this many tokens; or two, where rows and tiles may not share one."""
+        if rows and tiles and self.composition.apart:
+            alone = work._replace(attended=0)
+            return self._seconds(rows, 0, alone, tokens, rank) + self._seconds(0, tiles, Work(attended=work.attended), tokens, rank)
         trunk = self.ready.trunk(max(rows, 0 if tiles else 1), tiles, self.blocks.pages_of(tokens))
         return self.costs.seconds(trunk, self.ready.sampler(trunk, VARIANTS[rank]), work)
 

@@ -43,6 +43,8 @@ class Setup:
         Raises:
             InvalidArgument: nothing was measured, or the file cannot be read. Others: as start_engine.
         """
+        if config.batch_invariant:
+            raise InvalidArgument("batch_invariant", True, "cannot be simulated yet: replays have steps of rows and prompts together")
         claim_gpu_memory(config.gpu_memory_utilization)
         config, spec = describe_engine(config)
         if costs_file is None:

@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jengine.errors import InvalidArgument, ModelError
+from jengine.text.tekken import generated_template
 
 MARK = "@end-of-the-message-to-continue@ "  # the space tells whether the template trims messages
 
@@ -86,7 +87,7 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
     """The templates of a model's folder, by name; the one that is always used is named "default".
 
     They are chat_template.jinja and additional_chat_templates/NAME.jinja, else chat_template in tokenizer_config.json,
-    which is a text or a list of {"name", "template"}.
+    which is a text or a list of {"name", "template"}. For a tekken.json alone mistral-common makes one, if it is installed.
 
     Raises:
         ModelError: one cannot be read.
@@ -102,6 +103,9 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
             found["default" if file.stem == "chat_template" else file.stem] = file.read_text(encoding="utf-8"), file
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as wrong:
         raise ModelError(f"chat_template cannot be read: {wrong!r}", file=file) from None
+    tekken = folder / "tekken.json"
+    if not found and tekken.is_file() and (source := generated_template(tekken)) is not None:
+        found["default"] = source, tekken
     return {name: ChatTemplate(source, special_tokens, file) for name, (source, file) in found.items()}
 
 

@@ -88,6 +88,16 @@ def byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
+def byte_level_characters(token: bytes) -> str:
+    """How a byte-level vocabulary writes these bytes."""
+    return "".join(_character_of_byte()[byte] for byte in token)
+
+
+@cache
+def _character_of_byte() -> dict[int, str]:
+    return {byte: character for character, byte in _byte_of_character().items()}
+
+
 @cache
 def _byte_of_character() -> dict[str, int]:
     """GPT-2's alphabet: printable Latin-1 bytes are themselves, the others take the characters from U+0100 on."""

@@ -12,6 +12,7 @@ import tokenizers
 
 from jengine.errors import InvalidArgument, ModelError
 from jengine.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_bytes
+from jengine.text.tekken import read_tekken
 from jengine.text.token_bytes import most_bytes_of_a_token
 
 if TYPE_CHECKING:
@@ -40,16 +41,16 @@ class Tokenizer:
     def load(cls, path: Path) -> Tokenizer:
         """The tokenizer of a model's folder.
 
-        Reads tokenizer.json with the tokenizers library: importing transformers costs two seconds, so only a
-        folder without that file goes through it, to be converted.
+        Reads tokenizer.json, or Mistral's tekken.json, with the tokenizers library: importing transformers costs two
+        seconds, so only a folder without either goes through it, to be converted.
 
         Raises:
             ModelError: no tokenizer there, or one that cannot be read.
         """
         file = path / "tokenizer.json"
         if not file.is_file():
-            _refuse_tekken(path)
-            return cls(*_convert(path), path)
+            tekken = path / "tekken.json"
+            return cls(*(read_tekken(tekken) if tekken.is_file() else _convert(path)), path)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as wrong:  # the library raises bare Exception
@@ -124,13 +125,6 @@ class Tokenizer:
 def holds_tokenizer(path: Path) -> bool:
     """Whether a folder has any file of a tokenizer."""
     return any((path / name).is_file() for name in FILES)
-
-
-def _refuse_tekken(path: Path) -> None:
-    """Mistral's format: what transformers makes of it lacks the special tokens and the chat template."""
-    if (path / "tekken.json").is_file() and not (path / "tokenizer.model").is_file():
-        reason = "Mistral's tekken format is not supported; take a revision with tokenizer.json, or name such a model as `tokenizer`"
-        raise ModelError(reason, file=path / "tekken.json")
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:

@@ -37,13 +37,14 @@ def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
     return ("kernel", *by_tiles, "xla")
 
 
-def forms(x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[str, str]) -> dict[str, str]:
+def forms(x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[str, str], *, by_place: bool = True) -> dict[str, str]:
     """By `form_key`, for every number of rows.
 
     Args:
         x: dtype of activations; kinds: of weights, as `products.kind_of` says.
         shape: [out, in] of the weight that is measured.
         known: of an earlier measurement.
+        by_place: forms may sum a row by its place among others, as XLA's may.
     """
     if x not in INPUTS:
         return {}
@@ -53,7 +54,8 @@ def forms(x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[s
         if kind not in (*WEIGHTS, "w8a8", "fp8 inputs"):
             continue
         for rows in (1, *(most // 2 for most in ROW_CLASSES[1:]), MANY):
-            key, able = form_key(rows, x, kind), candidates(at, x, kind, rows)
+            key = form_key(rows, x, kind)
+            able = tuple(form for form in candidates(at, x, kind, rows) if by_place or form != "xla")
             if len(able) == 1 or known.get(key) not in able:
                 found[key] = able[0] if len(able) == 1 else _fastest(able, rows, x, kind, shape)
             else:

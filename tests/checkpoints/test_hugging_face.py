@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from jengine.checkpoints.hugging_face import DEFAULTS, READERS, model_config
+from jengine.checkpoints.hugging_face import model_config
 from jengine.config import ModelConfig
 from jengine.errors import ModelError
 from jengine.models import FAMILIES
@@ -18,9 +19,8 @@ def read(variant: str, **changes: Any) -> ModelConfig:
     return model_config({name: value for name, value in {**VARIANTS[variant], **changes}.items() if value is not ...})
 
 
-def test_every_family_has_a_reader_and_a_golden_test() -> None:
-    assert set(READERS) == set(FAMILIES) == {config["model_type"] for config in VARIANTS.values()}
-    assert set(DEFAULTS) <= set(READERS)
+def test_every_family_has_a_golden_test() -> None:
+    assert set(FAMILIES) == {config["model_type"] for config in VARIANTS.values()}
 
 
 def test_unknown_family() -> None:
@@ -88,6 +88,70 @@ def test_experts() -> None:
     assert not read("qwen3_moe", norm_topk_prob=...).normalize_experts
 
 
+def test_smollm3_has_layers_without_rotation() -> None:
+    assert read("smollm3").unrotated_layers == (1,)
+    config = read("smollm3", no_rope_layers=..., num_hidden_layers=8)
+    assert (config.unrotated_layers, config.windows) == ((3, 7), ())
+    assert read("smollm3_window").windows == (None, 30, None), "only layers without rotation have windows"
+
+
+def test_olmo3_stretches_only_layers_without_a_window() -> None:
+    config = read("olmo3")
+    assert config.windows == (30, 30, 30, None)
+    assert (config.rope_theta, config.local_rope_theta) == (5e5, 5e5)
+    assert config.rope_scaling is not None and config.rope_scaling.attention_factor == 1.1
+    new = {"full_attention": {**VARIANTS["olmo3"]["rope_scaling"], "rope_theta": 5e5}, "sliding_attention": {"rope_theta": 5e5}}
+    assert read("olmo3", rope_scaling=..., rope_theta=..., rope_parameters=new) == config
+
+
+def test_granites_multipliers() -> None:
+    config = read("granite")
+    assert (config.attention_scale, config.embedding_multiplier, config.residual_multiplier, config.logits_scaling) == (0.3, 3.0, 0.6, 2.5)
+    absent = read("granite", **dict.fromkeys([f"{x}_multiplier" for x in ("attention", "embedding", "residual")], ...))
+    assert (absent.attention_scale, absent.embedding_multiplier, absent.residual_multiplier) == (1.0, 1.0, 1.0)
+
+
+def test_shares_of_a_head_that_rotate() -> None:
+    assert (read("glm4").head_dim, read("glm4").rotary_dim, read("glm4", partial_rotary_factor=...).rotary_dim) == (20, 10, 10)
+    assert (read("glm4").qkv_bias, read("glm4").output_bias) == (True, False)
+    assert read("stablelm", partial_rotary_factor=...).rotary_dim == 4
+    assert read("phi", partial_rotary_factor=0.25).rotary_dim == 4
+    assert read("gpt_neox", rotary_pct=0.5).rotary_dim == 8
+    assert read("gpt_neox_serial").rotary_dim is None
+    new = {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "rope_type": "default"}
+    config = read("gpt_neox", rope_parameters=new)
+    assert (config.rope_theta, config.rotary_dim) == (500.0, 8)
+
+
+def test_the_first_gemmas_mean_the_approximation() -> None:
+    assert read("gemma").activation == "gelu_pytorch_tanh"
+    assert read("gemma", hidden_activation="silu").activation == "silu"
+    assert read("gemma").embedding_multiplier == 8.0
+
+
+def test_falcons_layouts() -> None:
+    layouts = {name: read(f"falcon_{name}") for name in ("7b", "11b", "40b", "serial")}
+    assert {name: (c.num_kv_heads, c.parallel_residual, c.shared_norm) for name, c in layouts.items()} == {
+        "7b": (1, True, True),
+        "11b": (2, True, True),
+        "40b": (2, True, False),
+        "serial": (8, False, False),
+    }
+
+
+def test_text_models_of_models_with_images() -> None:
+    config = read("gemma3_images", eos_token_id=[1, 106])
+    assert config.eos_token_ids == (1, 106)
+    assert dataclasses.replace(config, family="gemma3_text", eos_token_ids=()) == model_config(VARIANTS["gemma3_images"]["text_config"])
+    few = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    config = model_config({"model_type": "gemma3", "text_config": few})  # as published
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262208, 8, 4, 256)
+    text = {"rope_parameters": VARIANTS["ministral3"]["rope_parameters"], **VARIANTS["ministral3"]}
+    config = read("mistral3", text_config=text, tie_word_embeddings=True)
+    assert (config.query_scaling_beta, config.tie_embeddings) == (0.4, False), "the text model's own fields come first"
+    assert read("mistral3", text_config={**VARIANTS["mistral3"]["text_config"], "sliding_window": 8}).windows == (8, 8)
+
+
 def test_opt_350m_is_the_odd_one() -> None:
     config = read("opt_350m")
     assert (config.pre_norm, config.embedding_size, config.hidden_size) == (False, 32, 64)
@@ -118,6 +182,22 @@ def test_opt_350m_is_the_odd_one() -> None:
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is not supported"),
         ("opt_125m", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is not supported"),
         ("opt_125m", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is not supported"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 layers, num_hidden_layers is 3"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope scaling 'yarn' of sliding_attention is not"),
+        ("starcoder2", {"rope_scaling": {"rope_type": "proportional"}}, "rope scaling 'proportional' is not supported"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm is not supported"),
+        ("falcon_7b", {"alibi": True}, "alibi is not supported"),
+        ("falcon_40b", {"parallel_attn": False}, "parallel_attn=False is not supported with new_decoder_architecture"),
+        ("falcon_7b", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is not supported"),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1 is not supported without a stretched"),
+        (
+            "mistral3",
+            {"text_config": {"model_type": "mistral4"}},
+            "text_config.model_type 'mistral4' is not supported",
+        ),
+        ("gemma3_images", {"text_config": ...}, "field 'text_config' is missing"),
+        ("gemma3_images", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be from 1 to 4, the experts"),
     ],
 )

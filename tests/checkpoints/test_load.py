@@ -265,3 +265,24 @@ def test_header_is_no_object(folder: Path, header: bytes) -> None:
 def test_header_entry_is_wrong(folder: Path, edit: Callable[[dict[str, Any]], object], match: str) -> None:
     rewrite_header(folder, lambda header: edit(header[Q_PROJ]))
     fails(folder, file="model.safetensors", tensor=Q_PROJ, match=match)
+
+
+@pytest.mark.parametrize(("variant", "other_parts"), [("gemma3_images", 3), ("mistral3", 2)])
+def test_text_models_leave_other_parts_and_say_so(variant: str, other_parts: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_model(tmp_path / "all", variant)
+    with caplog.at_level("WARNING", "jengine"):
+        params = loaded(tmp_path / "all")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{other_parts} tensors of vision_tower, multi_modal_projector are not loaded: the model takes text alone"
+    ]
+    text = read_config(tmp_path / "all")
+    layer = next(array for name, array in weights(variant).items() if name.endswith("model.layers.1.mlp.down_proj.weight"))
+    np.testing.assert_array_equal(params["layers"][1]["mlp"]["down"], layer)
+    assert params["embed"].shape == (text.vocab_size, text.hidden_size)
+
+
+def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, "gemma3_images")
+    save_file({**weights("gemma3_images"), "audio_tower.weight": np.ones(1, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"audio_tower\.weight.*is not part of this model"):
+        loaded(tmp_path)

@@ -34,7 +34,7 @@ def limit_pages(engine: Engine, num_pages: int) -> None:
     """Let an idle engine use fewer pages than its cache has: it preempts, with programs that are compiled already. Its cache is empty."""
     scheduler = engine.scheduler
     old = scheduler.blocks
-    scheduler.blocks = BlockManager(old.page_size, [num_pages], old.groups, prefix_caching=old.prefix_caching)
+    scheduler.blocks = BlockManager(old.page_size, [num_pages], old.groups, prefix_caching=old.prefix_caching, hit_grid=old.hit_grid)
     scheduler.sequence = dataclasses.replace(scheduler.sequence, pages=num_pages - 1)
 
 

@@ -130,6 +130,13 @@ def test_shape_of_logprobs(count: int, llm: LLM) -> None:
     assert completion.cumulative_logprob == pytest.approx(total)
 
 
+def test_a_model_without_embeddings_names_the_option(llm: LLM) -> None:
+    with pytest.raises(InvalidArgument, match="embeddings=False: must be True when the engine starts"):
+        llm.embed(TEXT)
+    with pytest.raises(InvalidArgument, match=r"model=.*: scores need an embedding model, see the option embeddings, or a reranker"):
+        llm.score(TEXT, TEXT)
+
+
 # Streams.
 
 

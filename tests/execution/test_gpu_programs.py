@@ -18,7 +18,7 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.config import EngineConfig
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.memory import temporaries_bound
-from jengine.execution.programs import lower
+from jengine.execution.programs import UNTUNED, compile_all, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.shapes import describe
@@ -63,6 +63,20 @@ def elsewhere(check: Callable[..., None], *args: Any) -> None:
     """In a process of its own: one that has compiled kernels for a compute capability compiles for no other, and says no facts."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(check, *args).result()
+
+
+def check_batch_invariant_on_hopper() -> None:
+    spec = described("h200", 2, batch_invariant=True)
+    built = {one.key: one.program.as_text() for one in compile_all(spec, [*program_keys(spec)], threads=2, progress=False, options=UNTUNED)}
+    for key in spec.table.trunks():
+        assert len(re.findall(r'custom_call_target="mosaic_gpu', built[key])) == 2 * LAYERS, "writes, and attends from rows or from tiles"
+        assert len(re.findall(r" all-reduce(?:-start)?\(", built[key])) == 2 * LAYERS + 1
+
+
+@pytest.mark.full
+def test_batch_invariant_programs_compile_without_nondeterministic_operations() -> None:
+    """XLA refuses to compile what it has no deterministic form of."""
+    elsewhere(check_batch_invariant_on_hopper)
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])

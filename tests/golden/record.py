@@ -18,10 +18,12 @@ import numpy as np
 import torch
 import transformers
 
+from tests.golden.more_variants import MORE_VARIANTS
 from tests.golden.weights import VARIANTS, max_model_len, uniform, write_model
 
 NEW_TOKENS = 24
 LENGTHS = (1, 5, 16, 17, 63, 65, 130)  # around pages of 16 and tiles of 64
+FEWER = (1, 17, 65, 130)  # of MORE_VARIANTS; EVERYWHERE then for the first alone
 EVERYWHERE = (17, 65)
 MARGIN = 1e-3  # between the two best tokens, for greedy tokens to be equal elsewhere
 
@@ -33,7 +35,9 @@ class Oracle:
         self.length = max_model_len(variant)
         with tempfile.TemporaryDirectory() as folder:
             write_model(Path(folder), variant)
-            self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            parts = "text_config" in VARIANTS[variant]
+            loader = transformers.AutoModelForImageTextToText if parts else transformers.AutoModelForCausalLM
+            self.model = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """float32[len(tokens), vocab]."""
@@ -54,13 +58,15 @@ class Oracle:
 
 def record(variant: str) -> dict[str, np.ndarray]:
     config, oracle = VARIANTS[variant], Oracle(variant)
-    lengths = [n for n in LENGTHS if n + NEW_TOKENS <= oracle.length]
+    more = variant in MORE_VARIANTS
+    lengths = [n for n in (FEWER if more else LENGTHS) if n + NEW_TOKENS <= oracle.length]
+    vocab = config.get("text_config", config)["vocab_size"]
     out: dict[str, np.ndarray] = {"config": np.array(json.dumps(config)), "lengths": np.array(lengths, np.int32)}
     margins = []
     for i, length in enumerate(lengths):
         for attempt in range(100):  # until the continuation is clear
             noise = uniform(f"{variant}/prompt/{length}/{attempt}", length)
-            prompt = [int(x) for x in (noise / np.sqrt(12.0) + 0.5) * config["vocab_size"]]
+            prompt = [int(x) for x in (noise / np.sqrt(12.0) + 0.5) * vocab]
             logits, margin = oracle.continuation(prompt)
             if margin > MARGIN:
                 break
@@ -68,7 +74,7 @@ def record(variant: str) -> dict[str, np.ndarray]:
             raise SystemExit(f"{variant}: no prompt of {length} tokens has margins above {MARGIN}")
         margins.append(margin)
         out |= {f"prompt_{i}": np.array(prompt, np.int32), f"tokens_{i}": logits.argmax(1).astype(np.int32), f"logits_{i}": logits}
-        if length in EVERYWHERE:
+        if length in EVERYWHERE[: 1 if more else None]:
             out[f"everywhere_{i}"] = oracle.logits(prompt)
     return {**out, "smallest_margin": np.array(min(margins)), "transformers": np.array(transformers.__version__)}
 

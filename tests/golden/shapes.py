@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.golden.more_shapes import fused, llama_like, with_images, with_layer_norm
+
 Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_shapes(config: dict[str, Any]) -> Shapes:
     """Every tensor of a checkpoint with this configuration."""
-    return {"gpt2": _gpt2, "opt": _opt}.get(config["model_type"], _llama)(config)
+    return MAKERS.get(config["model_type"], _llama)(config)
 
 
 def _llama(config: dict[str, Any]) -> Shapes:
@@ -98,3 +100,12 @@ def _opt(config: dict[str, Any]) -> Shapes:
 
 def _with_bias(name: str, shape: tuple[int, ...], outputs: int) -> Shapes:
     return {f"{name}.weight": shape, f"{name}.bias": (outputs,)}
+
+
+MAKERS = {
+    **{"gpt2": _gpt2, "opt": _opt},
+    **dict.fromkeys(("smollm3", "olmo2", "olmo3", "granite", "glm", "glm4", "gemma", "ministral3"), llama_like),
+    **dict.fromkeys(("starcoder2", "stablelm", "phi"), with_layer_norm),
+    **dict.fromkeys(("gpt_neox", "falcon"), fused),
+    **dict.fromkeys(("gemma3", "mistral3"), with_images),
+}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.golden.more_variants import MORE_VARIANTS
+
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -178,4 +180,5 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
     "qwen3_moe_mixed": {**_QWEN3_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False},
+    **MORE_VARIANTS,
 }

@@ -18,6 +18,7 @@ from tests.golden.weights import Golden, max_model_len, write_model
 from tests.models.test_golden import dense_causal
 
 FAMILIES = ["llama_gqa", "llama_tied", "qwen3_tied", "gemma2", "gpt2", "opt_350m", "phi3_window", "mixtral", "qwen3_moe"]
+LATER = ["olmo2", "glm4", "stablelm_parallel", "phi", "gpt_neox", "falcon_40b"]
 
 
 def logits(model: Model, params: Params, tokens: np.ndarray) -> np.ndarray:
@@ -49,7 +50,7 @@ def quantized(params: Params) -> list[Quantized]:
     return [leaf for leaf in leaves if isinstance(leaf, Quantized)]
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", [*FAMILIES, *(pytest.param(variant, marks=pytest.mark.full) for variant in LATER)])
 def test_int8_weights(variant: str, tmp_path: Path) -> None:
     mine, plain = models(tmp_path, variant, "int8")
     tokens = Golden.read(variant).cases[0].prompt

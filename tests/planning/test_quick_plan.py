@@ -29,6 +29,13 @@ def test_8b_on_an_h200(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.endswith("The whole table has 36 programs. It fits.\n")
 
 
+def test_a_batch_invariant_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(DATA / "llama-3.1-8b"), "--target=h200", "--max-model-len=8192", "--batch-invariant"]) == 0
+    assert capsys.readouterr().out.endswith("The whole table has 9 programs. It fits.\n")
+    assert cli.main(["plan", str(DATA / "llama-3.1-8b"), "--target=h200", "--tp=8", "--batch-invariant"]) == 2
+    assert "batch_invariant=True: tensor_parallel_size=8: at most 2" in capsys.readouterr().err
+
+
 def test_70b_needs_more_than_one(capsys: pytest.CaptureFixture[str]) -> None:
     model = str(DATA / "llama-3.1-70b")
     assert cli.main(["plan", model, "--target=h200", "--quiet"]) == 1

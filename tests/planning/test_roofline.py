@@ -61,8 +61,8 @@ def test_every_familys_matrices_are_counted(variant: str) -> None:
     config = model_config(VARIANTS[variant])
     model = build(config, "float32", 64)
     leaves = jax.tree_util.tree_leaves_with_path(model.params)
-    biases = [leaf for path, leaf in leaves if "bias" in jax.tree_util.keystr(path) or "position" in jax.tree_util.keystr(path)]
-    matrices = [leaf for _, leaf in leaves if len(leaf.shape) > 1 and not any(leaf is bias for bias in biases)]
+    others = [leaf for path, leaf in leaves if any(kind in jax.tree_util.keystr(path) for kind in ("bias", "norm", "position"))]
+    matrices = [leaf for _, leaf in leaves if len(leaf.shape) > 1 and not any(leaf is other for other in others)]
     assert sum(math.prod(x.shape) for x in matrices) == matrix_elements(config)
 
 

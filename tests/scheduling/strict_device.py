@@ -1,7 +1,8 @@
 """A device without a model: runs plans exactly as given and rejects every one that a real device could not run rightly.
 
 Its cache remembers what each place holds: the keys and values of a token after a certain prefix, of one cache group. Reading
-anything else, such as another sequence's page, a stale page or an unwritten place, fails at once. Its next token is a function of the seed
+anything else, such as another sequence's page, a stale page or an unwritten place, fails at once. With a batch-invariant table so does
+reading a prompt's token that a row computed, or a generated one that a tile did. Its next token is a function of the seed
 and of all tokens before it: a wrong token anywhere shows in everything that follows.
 """
 
@@ -62,7 +63,8 @@ class StrictDevice:
         sequences: by number; only their tokens and cache salt are looked at.
         hits: tokens that were not computed because the cache had them.
         copies: pages copied.
-        prefilled: prompt tokens that were computed.
+        prefilled: tokens that tiles computed.
+        repeated: tokens that rows computed again.
         ready: programs that it has.
     """
 
@@ -72,8 +74,9 @@ class StrictDevice:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.slots: dict[int, Slot] = {}
         self.sequences: dict[int, Sequence] = {}
-        self.cache: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (cache group, hash of the salt and all tokens up to it)
-        self.hits = self.copies = self.prefilled = 0
+        # (page, offset) -> (cache group, hash of the salt and all tokens up to it, whether a row computed it)
+        self.cache: dict[tuple[int, int], tuple[int, int, bool]] = {}
+        self.hits = self.copies = self.prefilled = self.repeated = 0
         self.ready = {*table.trunks(), *table.samplers(), *table.scores()}
 
     def run(self, plan: StepPlan) -> list[list[int]]:
@@ -82,6 +85,10 @@ class StrictDevice:
         self._take_updates(plan)
         for span in plan.spans[:rows]:
             last = self.slots[span.slot].last_token
+            if span.known >= 0:
+                assert self.table.batch_invariant and span.known == self.sequences[span.seq].tokens[span.start]
+                last = span.known
+                self.repeated += 1
             assert last is not None, "a decode row without a token to start from"
             self._write(span, [last], plan.trunk.pages)
         for span in plan.spans[rows:]:
@@ -116,6 +123,8 @@ class StrictDevice:
         assert rows <= plan.trunk.rows and tiles <= plan.trunk.tiles
         self._check_ready(plan, rows, tiles)
         assert rows + tiles * table.tile_size <= self.max_num_batched_tokens
+        if table.batch_invariant:
+            self._check_places(plan.spans, rows)
         slots = [span.slot for span in plan.spans]
         assert len(set(slots)) == len(slots), "a sequence twice"
         assert len({sample.slot for sample in plan.samples}) == len(plan.samples)
@@ -124,6 +133,17 @@ class StrictDevice:
         cheapest = next(v for v in variants if SamplerKey(plan.sampler.rows, v) in self.ready)
         assert plan.sampler.variant == cheapest, "a costlier sampler than needed"
         return rows
+
+    def _check_places(self, spans: List[Span], rows: int) -> None:
+        """A token's program, and its place in a tile, follow from its request alone."""
+        assert not 0 < rows < len(spans), "rows beside tiles"
+        for span in spans:
+            prompt_len, end = len(self.sequences[span.seq].request.prompt_token_ids), span.start + span.length
+            if span.tokens is None:
+                assert span.start >= prompt_len
+            else:
+                assert span.start % self.table.tile_size == 0 and end <= prompt_len
+                assert end % self.table.tile_size == 0 or end == prompt_len
 
     def _check_ready(self, plan: StepPlan, rows: int, tiles: int) -> None:
         """Only programs that are ready, and of these the smallest."""
@@ -170,7 +190,8 @@ class StrictDevice:
             at = len(slot.tokens)
             slot.tokens.append(token)
             for group, table in enumerate(slot.tables):
-                self.cache[table[at // self.page_size], at % self.page_size] = group, self._content(span, at)
+                content = group, self._content(span, at), span.tokens is None
+                self.cache[table[at // self.page_size], at % self.page_size] = content
         assert page_bucket == 0 or (len(slot.tokens) - 1) // self.page_size < page_bucket, "a program that reads too few pages"
 
     def _read(self, span: Span) -> None:
@@ -179,21 +200,29 @@ class StrictDevice:
         for group, table in enumerate(slot.tables):
             window = self.groups[group].window
             for at in range(0 if window is None else max(span.start - window + 1, 0), len(slot.tokens)):
-                found = self.cache[table[at // self.page_size], at % self.page_size]
-                assert found == (group, self._content(span, at)), "another's page, or a stale one"
+                *found, by_row = self.cache[table[at // self.page_size], at % self.page_size]
+                assert found == [group, self._content(span, at)], "another's page, or a stale one"
+                generated = at >= len(self.sequences[span.seq].request.prompt_token_ids)
+                assert by_row == generated or not self.table.batch_invariant, "computed by another program than it is alone"
 
     def _content(self, span: Span, at: int) -> int:
         return hash((self.sequences[span.seq].request.cache_salt, *self.slots[span.slot].tokens[: at + 1]))
 
 
 class Loop:
-    """The engine's loop around a scheduler and a strict device, with every promise checked after every action."""
+    """The engine's loop around a scheduler and a strict device, with every promise checked after every action.
+
+    Args:
+        invariant_tiles: of the prefill program of a batch-invariant table; 0: the table is none.
+    """
 
     def __init__(self, *, max_model_len: int, tile_size: int, page_size: int, num_pages: int, max_num_seqs: int,
                  max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,), groups: List[GroupPages] = FULL,
-                 **options: object) -> None:  # fmt: skip
+                 invariant_tiles: int = 0, **options: object) -> None:  # fmt: skip
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         table = ProgramTable.build(tile_size=tile_size, page_buckets=page_buckets, **limits)
+        if invariant_tiles:
+            table = ProgramTable.build_batch_invariant(max_num_seqs=max_num_seqs, tiles=invariant_tiles, tile_size=tile_size)
         pages = {"page_size": page_size, "num_pages": num_pages, "groups": groups}
         named = {field.name: options.pop(field.name) for field in fields(SchedulingOptions) if field.name in options}
         self.scheduler = Scheduler(table, max_model_len=max_model_len, options=SchedulingOptions(**named), **pages, **limits, **options)  # type: ignore[arg-type]

@@ -45,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.sampled_from([(None,), (None,), (5,), (None, 3), (None, 6, 6), (1, 9)]),
         prefix_caching=st.booleans(),
         few=st.booleans(),
+        invariant_tiles=st.sampled_from([0, 0, 1, 2]),
     )
     def start(
         self,
@@ -64,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows,
         prefix_caching,
         few,
+        invariant_tiles,
     ):
         pages = -(-max_model_len // page_size)  # of the longest sequence
         most = sum(most_pages(max_model_len - 1, window, page_size, tile_size) for window in windows)
@@ -84,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             groups=[GroupPages(window) for window in windows],
             prefix_caching=prefix_caching,
             costs=None if costs is None else random_costs(costs),
+            invariant_tiles=invariant_tiles,
         )
         if few:
             self.loop.begin_with_few()

@@ -20,6 +20,8 @@ from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
 from jengine.serving.access import Access
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.http.app import Parts, application
+from jengine.serving.http.front import HttpFront
 from jengine.serving.metrics import PrometheusMetrics
 from jengine.serving.mock_engine import MockEngine
 from jengine.serving.model_provider import FixedModel, ModelInfo
@@ -37,6 +39,7 @@ class MockServer:
     engine: MockEngine
     run: Callable[..., Any]  # a coroutine, in the server's event loop
     metrics: PrometheusMetrics
+    http: str = ""  # with server={"http_port": 0}: the base of OpenAI's paths
 
     @contextmanager
     def stub(self, key: str | None = None) -> Iterator[GenerateServiceStub]:
@@ -88,13 +91,20 @@ def serve_mock(
             config, FixedModel(llm, info), metrics=metrics, request_log=request_log, interceptors=access.interceptors
         )
         await built.server.start()
+        front = None
+        if config.http_port is not None:
+            parts = Parts(config, built.shared, built.calls, access.authenticator, metrics, lambda: None)
+            front = HttpFront(application(parts), config)
+            await front.start(None)
         for service in ("", *SERVICES):
             await built.health.set(service, HealthCheckResponse.SERVING)
         stop = asyncio.Event()
-        box.extend((asyncio.get_running_loop(), llm, built.port, stop))
+        box.extend((asyncio.get_running_loop(), llm, built.port, "" if front is None else f"http://127.0.0.1:{front.port}/v1", stop))
         started.set()
         await stop.wait()
         await llm.close()
+        if front is not None:
+            await front.close(1.0)
         await built.server.stop(None)
         if request_log is not None:
             request_log.close()
@@ -103,10 +113,10 @@ def serve_mock(
     thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()
     assert started.wait(10), "no server"
-    loop, llm, port, stop = box
+    loop, llm, port, http, stop = box
     try:
         yield MockServer(
-            f"127.0.0.1:{port}", llm, engine, lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(10), metrics
+            f"127.0.0.1:{port}", llm, engine, lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(10), metrics, http
         )
     finally:
         loop.call_soon_threadsafe(stop.set)

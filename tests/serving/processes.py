@@ -34,7 +34,7 @@ app.run(config, "mock", lambda on_end: EngineProcess(engine, options, on_end, co
 """
 READY = re.compile(
     r"jengine: serving (\S+) on (\S+); \d+ tokens a sequence, \d+ sequences at once; "
-    r"ready in [\d.]+ s, (\d+) programs compiled, \d+ loaded(?:; metrics on (\S+))?\n"
+    r"ready in [\d.]+ s, (\d+) programs compiled, \d+ loaded(?:; OpenAI's API on ([^\s;]+))?(?:; metrics on (\S+))?\n"
 )
 
 
@@ -42,14 +42,14 @@ class ServerProcess:
     """A server; what it writes is read as it comes.
 
     Attributes:
-        address, metrics: known from the ready line.
+        address, http, metrics: known from the ready line.
         log: stderr so far.
     """
 
     def __init__(self, command: list[str]) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JENGINE_") or name == "JENGINE_CACHE_DIR"}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        self.pid, self.log, self.address, self.metrics = self._process.pid, "", "", ""
+        self.pid, self.log, self.address, self.http, self.metrics = self._process.pid, "", "", "", ""
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -63,7 +63,7 @@ class ServerProcess:
         line = self._process.stdout.readline()
         found = READY.fullmatch(line)
         assert found, (line, self.log)
-        self.address, self.metrics = found[2], found[4]
+        self.address, self.http, self.metrics = found[2], found[4] or "", found[5]
         return found
 
     def children(self) -> list[int]:

@@ -14,15 +14,16 @@ from jengine import EngineConfig, InvalidArgument
 from jengine.serving.config import ServerConfig, resolve_config
 
 OTHER: dict[str, Any] = {
-    "host": "::1", "port": 1, "metrics_port": 2, "served_model_name": "m", "max_waiting": 3, "max_streams_per_client": 4,
+    "host": "::1", "port": 1, "metrics_port": 2, "http_port": 3, "served_model_name": "m", "max_waiting": 3, "max_streams_per_client": 4,
     "max_calls_per_client": 5, "max_tokens_limit": 6, "max_request_seconds": 7.5, "request_log": "-",
     "max_message_bytes": 5000, "client_chat_templates": True, "write_timeout": 1.5, "drain_seconds": 0.5, "lame_duck_seconds": 0.25,
+    "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
     "watchdog_seconds": 7.5, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "api_keys": "keys", "log_level": "debug",
     "model": "some/model", "revision": "main", "tokenizer": "other", "generation_config": "vllm",
-    "dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8",
+    "dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8", "embeddings": True,
     "max_model_len": 99, "max_num_seqs": 4,
     "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
-    "num_pages": 12, "enable_prefix_caching": False,
+    "num_pages": 12, "enable_prefix_caching": False, "batch_invariant": True,
     "policy": "priority", "overlap": False, "seed": 6, "cache_dir": "somewhere", "cache_max_size": "2GiB",
     "compile_threads": 3, "cpu_threads": 1,
     "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 1, "programs": "compiled",

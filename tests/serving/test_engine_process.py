@@ -14,6 +14,7 @@ import pytest
 
 from jengine import (
     AsyncLLM,
+    EmbeddingRequestOutput,
     EngineDead,
     EngineThread,
     InvalidArgument,
@@ -60,6 +61,18 @@ def test_the_tokens_are_those_of_an_engine_in_a_thread(tokenizer: Tokenizer) -> 
         got = asyncio.run(main(AsyncLLM.over(process, tokenizer)))
     assert [(o.outputs, o.prompt_logprobs) for o in got] == [(o.outputs, o.prompt_logprobs) for o in expected]
     assert {c.finish_reason for o in got for c in o.outputs} == {"stop", "length"}
+
+
+def test_embeddings_are_those_of_an_engine_in_a_thread(tokenizer: Tokenizer) -> None:
+    async def main(llm: AsyncLLM) -> list[EmbeddingRequestOutput]:
+        async with llm:
+            return await asyncio.gather(llm.embed(PROMPT), llm.embed([5, 6, 7], pooling="mean", normalize=False, dimensions=6))
+
+    expected = asyncio.run(main(AsyncLLM.over(EngineThread(MockEngine(embedding_size=8)), tokenizer)))
+    with started(embedding_size=8) as process:
+        got = asyncio.run(main(AsyncLLM.over(process, tokenizer)))
+    assert [(o.outputs, o.prompt_token_ids) for o in got] == [(o.outputs, o.prompt_token_ids) for o in expected]
+    assert got[1].outputs.embedding == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_what_is_known_when_it_has_started(tokenizer_folder: Path) -> None:

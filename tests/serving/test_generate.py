@@ -187,12 +187,8 @@ def test_get_model(mock_server: MockServer, stub: GenerateServiceStub) -> None:
 def test_get_load(make_server: MakeServer) -> None:
     with make_server(max_num_seqs=1, seconds=0.02) as server, server.stub() as stub:
         assert stub.GetLoad(pb.GetLoadRequest()) == pb.GetLoadResponse(
-            free_pages=1024,
-            pages=1024,
-            hit_pages={"full": 0},
-            programs_ready=41,
-            programs=41,
-            strategy="throughput", first_token_seconds=0.02,
+            free_pages=1024, pages=1024, hit_pages={"full": 0}, programs_ready=41, programs=41, strategy="throughput",
+            first_token_seconds=0.02,
         )  # fmt: skip
         streams = [stub.GenerateStream(pb.GenerateRequest(text=TEXT, sampling_params=pb.SamplingParams(max_tokens=500))) for _ in range(2)]
         assert kinds(next(stream) for stream in streams) == ["started", "started"]

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from jengine import CompletionOutput, EngineDead, Load, RequestOutput
-from jengine.serving.http_server import pages_of
+from jengine.serving.authentication import Authenticator, KeyInterceptor
 from jengine.serving.metrics import Histogram, Metrics, OutcomeInterceptor, PrometheusMetrics
-from jengine.serving.security import ApiKeys, KeyInterceptor, hash_line
+from jengine.serving.metrics_server import pages_of
+from jengine.serving.security import ApiKeys, hash_line
 
 LOAD = Load(
     running=3, waiting=2, free_pages=30, pages=40, preemptions=5, compiles_since_start=1, cached_pages=12, prefix_queries=900,
@@ -174,7 +175,7 @@ def test_what_a_stranger_calls_is_no_label(tmp_path: Path) -> None:
     metrics = make()
 
     async def run() -> None:
-        server = grpc.aio.server(interceptors=[OutcomeInterceptor(metrics), KeyInterceptor(ApiKeys.load(tmp_path / "keys"))])
+        server = grpc.aio.server(interceptors=[OutcomeInterceptor(metrics), KeyInterceptor(Authenticator(ApiKeys.load(tmp_path / "keys")))])
         server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler("test.Service", {"Answer": grpc.unary_unary_rpc_method_handler(_answer)})]
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jengine import AsyncLLM, EngineDead, EngineThread, InvalidArgument, SamplingParams, Tokenizer
+from jengine import AsyncLLM, EngineDead, EngineThread, InvalidArgument, JengineError, SamplingParams, Tokenizer
 from jengine.serving.mock_engine import MockEngine
 from jengine.text import stop_strings
 from tests.serving.leaks import wait_until
@@ -146,5 +146,42 @@ def test_text_that_cannot_fit_is_not_tokenized(run: Callable[..., None], monkeyp
             llm.submit("a" * (1023 * per_token))  # which might fit
         assert encoded == [1023 * per_token]
         llm.submit("é" * 100).close()
+
+    run(test)
+
+
+def test_an_embedding_that_is_aborted_is_an_error(run: Callable[..., None]) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        async with llm.submit([1], LONG):  # takes the only place
+            with pytest.raises(JengineError, match="ended without its embedding, with finish_reason 'abort': timeout"):
+                await llm.embed([5], timeout=0.0)
+            waiting = asyncio.create_task(llm.embed([5]))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        assert (await llm.embed([5, 6], normalize=False)).outputs.embedding == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+
+    run(test, embedding_size=8, max_num_seqs=1, max_model_len=100_000, pages=100_000)
+
+
+def test_embeddings_go_through_handles_too(run: Callable[..., None]) -> None:
+    """As services submit them."""
+
+    async def test(llm: AsyncLLM) -> None:
+        handle = llm.submit(llm.prepare_embedding({"prompt_token_ids": [5, 6], "cache_salt": "a"}, dimensions=6), output_kind="final")
+        (output,) = [output async for output in handle]
+        assert output.finished and output.outputs[0].finish_reason == "stop" and output.outputs[0].token_ids == []
+        assert output.embedding is not None and output.embedding.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+        with pytest.raises(InvalidArgument, match="dimensions=9: embeddings of this model have 8"):
+            llm.prepare_embedding([5], dimensions=9)
+
+    run(test, embedding_size=8)
+
+
+def test_an_engine_without_embeddings_names_the_option(run: Callable[..., None]) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        with pytest.raises(InvalidArgument, match="embeddings=False: must be True when the engine starts"):
+            await llm.embed("a")
 
     run(test)

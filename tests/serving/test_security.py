@@ -15,8 +15,9 @@ import grpc
 import pytest
 
 from jengine import InvalidArgument
+from jengine.serving.authentication import Authenticator, KeyInterceptor
 from jengine.serving.config import ServerConfig
-from jengine.serving.security import ApiKeys, Key, KeyInterceptor, current_key, hash_line
+from jengine.serving.security import ApiKeys, Key, current_key, hash_line
 from jengine.serving.tls import Tls, warn_of_plaintext
 from tests.serving.certificates import Authority
 
@@ -129,7 +130,7 @@ async def serving(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AsyncIterator[str]:
     """The address of a server whose methods answer with the name of the key that they were called with."""
-    server = grpc.aio.server(interceptors=interceptors if keys is None else [KeyInterceptor(ApiKeys.load(keys))])
+    server = grpc.aio.server(interceptors=interceptors if keys is None else [KeyInterceptor(Authenticator(ApiKeys.load(keys)))])
     unary = {"Who": grpc.unary_unary_rpc_method_handler(_who), "Whos": grpc.stream_stream_rpc_method_handler(_whos)}
     server.add_generic_rpc_handlers(
         [

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
 
 import grpc
 import pytest
+from openai import OpenAI, pydantic_function_tool
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
+from pydantic import BaseModel
 
 from jengine import LLM, SamplingParams
 from jengine.serving.client import Client, Retries, ServerError
@@ -22,16 +29,21 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[str]:
-    """The library's answers, one after the other, as below: in bfloat16 a neighbour may turn a near tie. It also compiles what the
-    server will load."""
-    llm = LLM("demo", progress=False)
+def llm() -> LLM:
+    """It also compiles what the server will load."""
+    return LLM("demo", progress=False)
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[str]:
+    """The library's answers, one after the other, as below: in bfloat16 a neighbour may turn a near tie."""
     return [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].text for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def server(expected: list[str]) -> Iterator[ServerProcess]:
-    with process([sys.executable, "-m", "jengine.cli", "serve", "demo", "--port=0", "--metrics-port=0", "--lame-duck-seconds=0"]) as server:
+    flags = ["--port=0", "--http-port=0", "--metrics-port=0", "--lame-duck-seconds=0", "--client-chat-templates"]
+    with process([sys.executable, "-m", "jengine.cli", "serve", "demo", *flags]) as server:
         assert server.wait_until_ready().group(1, 3) == ("demo", "0")
         assert "it/s" not in server.log and "%|" not in server.log, "progress bars are for terminals"
         yield server
@@ -59,12 +71,109 @@ def test_chat_is_that_without_a_server(server: ServerProcess, expected: list[str
     assert done[0].stderr.startswith("The model has no chat template: it continues the text that you begin.\n")
 
 
+@pytest.fixture(scope="module")
+def openai(server: ServerProcess) -> Iterator[OpenAI]:
+    with OpenAI(base_url=server.http, api_key="none", timeout=100) as client:
+        yield client
+
+
+def test_openais_client(openai: OpenAI, expected: list[str]) -> None:
+    greedy: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 48}
+    assert [choice.text for choice in openai.completions.create(prompt=PROMPTS[:1], **greedy).choices] == expected[:1]
+    for prompt, text in zip(PROMPTS, expected, strict=True):
+        events = openai.completions.create(prompt=prompt, stream=True, **greedy)
+        assert "".join(event.choices[0].text for event in events) == text
+
+
+# The model was trained on code alone: what it answers is its grammar's.
+CHAT: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "def weather(city):"}],
+    "max_tokens": 400,
+    "seed": 0,
+    "extra_body": {"chat_template": "{% if tools %}{% endif %}{{ messages[0].content }}"},
+}
+
+
+class Weather(BaseModel):
+    """Few texts fit, so that any model comes to an end."""
+
+    city: Literal["Köln", "Bonn"]
+    degrees: Literal[10, 20]
+    rain: bool
+
+
+def test_a_pydantic_class_over_http(openai: OpenAI) -> None:
+    answer = openai.chat.completions.parse(**CHAT, response_format=Weather).choices[0]
+    assert isinstance(answer.message.parsed, Weather) and answer.finish_reason == "stop"
+    text = openai.chat.completions.create(**CHAT, response_format={"type": "json_object"}).choices[0]
+    assert text.message.content is not None
+    assert text.finish_reason == "length" or isinstance(json.loads(text.message.content), dict)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_tool_calls_by_grammar(openai: OpenAI, choice: Any) -> None:
+    tools: list[Any] = [pydantic_function_tool(Weather, name=name) for name in ("weather", "news")]
+    whole = openai.chat.completions.create(**CHAT, tools=tools, tool_choice=choice, parallel_tool_calls=False).choices[0]
+    assert whole.finish_reason == "tool_calls" and not whole.message.content
+    [call] = whole.message.tool_calls or []
+    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    assert Weather.model_validate_json(call.function.arguments) and call.function.name in ("weather", "news")
+    arguments = ""
+    for event in openai.chat.completions.create(**CHAT, tools=tools, tool_choice=choice, parallel_tool_calls=False, stream=True):
+        for delta in event.choices[0].delta.tool_calls or []:
+            assert delta.function is not None
+            arguments += delta.function.arguments or ""
+    assert arguments == call.function.arguments
+
+
+def random_requests(count: int) -> list[tuple[list[int], int]]:
+    rng = random.Random(0)
+    return [([rng.randrange(3, 3000) for _ in range(rng.randint(1, 80))], rng.randint(1, 12)) for _ in range(count)]
+
+
+def over_http(openai: OpenAI, prompt: list[int], most: int) -> list[int]:
+    more = {"return_token_ids": True, "ignore_eos": True}
+    answer = openai.completions.create(model="demo", prompt=prompt, max_tokens=most, temperature=0, extra_body=more)
+    ids: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
+    return ids
+
+
+def greedy(most: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+
+
+def test_http_grpc_and_the_library_give_the_same_tokens(server: ServerProcess, openai: OpenAI, llm: LLM) -> None:
+    """One request after the other, as for `expected`."""
+    with Client(server.address) as client:
+        for prompt, most in random_requests(20):
+            tokens = llm.generate([prompt], greedy(most), use_tqdm=False)[0].outputs[0].token_ids
+            assert over_http(openai, prompt, most) == client.generate(prompt, greedy(most)).outputs[0].token_ids == tokens
+
+
+@pytest.mark.full
+def test_1000_requests_at_once_give_the_same_tokens() -> None:
+    """In float32, where neighbours turn nothing."""
+    requests = random_requests(1000)
+    with LLM("demo", dtype="float32", progress=False) as llm:
+        outputs = llm.generate([prompt for prompt, _ in requests], [greedy(most) for _, most in requests], use_tqdm=False)
+    expected = [output.outputs[0].token_ids for output in outputs]
+    flags = ["--port=0", "--http-port=0", "--dtype=float32", "--max-waiting=2000"]
+    with process([sys.executable, "-m", "jengine.cli", "serve", "demo", *flags]) as server, ThreadPoolExecutor(64) as threads:
+        server.wait_until_ready()
+        with Client(server.address) as client, OpenAI(base_url=server.http, api_key="none", timeout=300) as openai:
+            http = threads.map(lambda request: over_http(openai, *request), requests)
+            assert list(http) == expected
+            grpc = threads.map(lambda request: client.generate(request[0], greedy(request[1])).outputs[0].token_ids, requests)
+            assert list(grpc) == expected
+
+
 def test_killed_and_drained(server: ServerProcess, expected: list[str]) -> None:
     patient = Retries(attempts=100, seconds=100.0)  # a start takes seconds, or more on a busy machine
     with Client(server.address, retries=patient) as client, grpc.insecure_channel(server.address) as channel:
         watch = HealthWatch(channel)
         watch.wait_for("SERVING")
-        [engine] = server.children()
+        engine = min(server.children())  # the sandbox's processes came later
         stream = client.stream(PROMPTS[0], n=30, ignore_eos=True, max_tokens=900)  # seconds of work
         next(stream)
         os.kill(engine, signal.SIGKILL)

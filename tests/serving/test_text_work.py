@@ -109,11 +109,9 @@ def test_too_much_text() -> None:
 
 def test_statuses() -> None:
     full = refusal(Busy("full", 1.5, "text_work"))
-    [info] = full.details
-    assert (full.code, full.message, full.cause) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "text_work")
-    assert info.retry_delay.ToMilliseconds() == 1500
+    assert (full.code, full.message, full.cause, full.retry_seconds) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "text_work", 1.5)
     slow = refusal(SlowReader("not read"))
-    assert (slow.code, slow.cause, slow.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_reader", ()), "not to be tried again"
+    assert (slow.code, slow.cause, slow.retry_seconds) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "slow_reader", None), "not to be tried again"
 
 
 def test_errors_are_the_callers() -> None:

@@ -18,6 +18,8 @@ from jengine import (
     Load,
     ModelError,
     OutOfMemory,
+    Pooled,
+    PoolingParams,
     PromptScores,
     Request,
     SamplingParams,
@@ -86,6 +88,7 @@ BATCHES = st.builds(
     Batch,
     st.lists(UPDATES),
     st.lists(SCORES, max_size=2),
+    st.lists(st.builds(Pooled, ID, st.binary(), st.integers(0, 9), st.floats(0, 1e9), COUNT), max_size=2),
     st.lists(st.builds(Ended, ID, REASONS.filter(bool), st.none() | ID), max_size=2),
     st.builds(Load, *[COUNT] * 9, st.lists(COUNT, max_size=2).map(tuple), GROUPS, *[COUNT] * 3, ID, DECISIONS, *[COUNT] * 3),
 )
@@ -99,10 +102,19 @@ def send(messages: Sequence[Message], kind: Any, cuts: list[int]) -> list[Any]:
     return [message for start, end in itertools.pairwise(places) for message in frames.take(data[start:end])]
 
 
-@given(
-    st.lists(PARAMS, min_size=1, max_size=3), st.integers(-(10**30), 10**30), st.none() | ID, st.lists(st.integers(0, 10**6), max_size=9)
+POOLINGS = st.builds(
+    PoolingParams, pooling=st.sampled_from(("last", "mean")), normalize=st.booleans(), dimensions=st.none() | COUNT.filter(bool)
 )
-def test_requests(each: list[SamplingParams], priority: int, salt: str | None, cuts: list[int]) -> None:
+
+
+@given(
+    st.lists(PARAMS, min_size=1, max_size=3),
+    st.integers(-(10**30), 10**30),
+    st.none() | ID,
+    st.none() | POOLINGS,
+    st.lists(st.integers(0, 10**6), max_size=9),
+)
+def test_requests(each: list[SamplingParams], priority: int, salt: str | None, pooling: PoolingParams | None, cuts: list[int]) -> None:
     given = [
         [
             Request(
@@ -116,6 +128,7 @@ def test_requests(each: list[SamplingParams], priority: int, salt: str | None, c
                 client=salt or "",
                 arrival=i + 0.1,
                 cache_salt=salt,
+                pooling=pooling,
             )
         ]
         for i, params in enumerate(each)
@@ -185,7 +198,7 @@ def test_an_order_is_no_report() -> None:
     with pytest.raises(Garbled):
         send([End(Ended("a", "abort", None))], Report, [])
     with pytest.raises(Garbled):
-        Frames(Order).take(frame(Batch([], [], [], Load(0, 0, 0, 0, 0, 0))))
+        Frames(Order).take(frame(Batch([], [], [], [], Load(0, 0, 0, 0, 0, 0))))
     assert isinstance(send([Add([1], "{}", [], 0, 0.0)], Order, [])[0], Add)
 
 

@@ -34,7 +34,7 @@ SCHEDULING = st.one_of(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=200)
 @given(
     requests=st.lists(LENGTHS, min_size=1, max_size=12),
     blocks=st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=12, max_size=12),

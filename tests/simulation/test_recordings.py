@@ -12,6 +12,7 @@ import pytest
 
 from jengine.engine import Engine
 from jengine.errors import InvalidArgument
+from jengine.execution.runner import StepResult
 from jengine.observe.recorder import BLOCK, TraceRecorder
 from jengine.program_table import ProgramTable
 from jengine.request import Request, SamplingParams
@@ -29,7 +30,7 @@ class NoModel:
         return SimpleNamespace(plan=plan, started=time.perf_counter())
 
     def read(self, step: Any) -> Any:
-        return SimpleNamespace(tokens=[[7]] * len(step.plan.samples), logprobs=None, scores=None, waited=True)
+        return StepResult([[7]] * len(step.plan.samples), waited=True)
 
 
 @pytest.fixture

@@ -129,12 +129,6 @@ def test_tokens_that_cannot_be_added(tokens: Any, match: str, byte_level_folder:
         Tokenizer.load(with_tokens(byte_level_folder, tmp_path, tokens))
 
 
-def test_tekken_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tekken.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"tekken\.json: Mistral's tekken format is not supported"):
-        Tokenizer.load(tmp_path)
-
-
 @pytest.mark.parametrize("folder", ["byte_level_folder", "byte_fallback_folder"])
 @given(
     text=st.text(max_size=80) | st.lists(st.sampled_from(["<s>", "</s>", "<tool>", " The", "é", "\n"])).map("".join), special=st.booleans()

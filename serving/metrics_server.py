@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
@@ -15,6 +13,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from jengine import InvalidArgument
+from jengine.serving.listening import listen, reason
 from jengine.serving.metrics import PrometheusMetrics
 
 MOST_CONNECTIONS = 64
@@ -36,7 +35,7 @@ class Page(NamedTuple):
 Pages = Mapping[str, Callable[[str], Awaitable[Page]]]
 
 
-class HttpServer:
+class MetricsServer:
     """Serves pages by their paths, GET and HEAD, until it is closed. Belongs to the event loop that it is started in.
 
     Attributes:
@@ -52,9 +51,9 @@ class HttpServer:
     async def start(self, host: str, port: int) -> None:
         """Raises InvalidArgument where the port is taken, or the address is not this machine's."""
         try:
-            listening = _listen(host.strip("[]"), port)
+            listening = listen(host.strip("[]"), port)
         except OSError as wrong:
-            raise InvalidArgument("metrics_port", port, f"cannot listen on {host}: {_reason(wrong)}") from None
+            raise InvalidArgument("metrics_port", port, f"cannot listen on {host}: {reason(wrong)}") from None
         self._server = await asyncio.start_server(self._connected, sock=listening, limit=LONGEST_HEAD)
         self.port = listening.getsockname()[1]
 
@@ -116,18 +115,6 @@ async def _send(writer: asyncio.StreamWriter, page: Page, body: bool = True) -> 
     await writer.drain()
     with contextlib.suppress(NotImplementedError):
         writer.write_eof()
-
-
-def _reason(error: OSError) -> str:
-    """Without what Python adds about the address; of a name that is not known, the resolver's own words."""
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """On the first address of this name, as gRPC does on :: for both families."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    both = family is socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server(address[:2], family=family, dualstack_ipv6=both)
 
 
 # --- pages ------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from http import HTTPStatus
 import pytest
 
 from jengine import EngineDead, InvalidArgument, Load
-from jengine.serving import http_server
-from jengine.serving.http_server import LONGEST_HEAD, MOST_CONNECTIONS, HttpServer, Page, pages_of
+from jengine.serving import metrics_server
 from jengine.serving.metrics import PrometheusMetrics
+from jengine.serving.metrics_server import LONGEST_HEAD, MOST_CONNECTIONS, MetricsServer, Page, pages_of
 
 
 def no_engine() -> Load:
@@ -21,8 +21,8 @@ def no_engine() -> Load:
 
 
 @asynccontextmanager
-async def serving(why: str | None = None, host: str = "127.0.0.1") -> AsyncIterator[HttpServer]:
-    server = HttpServer(pages_of(PrometheusMetrics("tiny", no_engine, lambda: 0), lambda: why))
+async def serving(why: str | None = None, host: str = "127.0.0.1") -> AsyncIterator[MetricsServer]:
+    server = MetricsServer(pages_of(PrometheusMetrics("tiny", no_engine, lambda: 0), lambda: why))
     await server.start(host, 0)
     try:
         yield server
@@ -30,7 +30,7 @@ async def serving(why: str | None = None, host: str = "127.0.0.1") -> AsyncItera
         await server.close()
 
 
-async def ask(server: HttpServer, request: bytes, host: str = "127.0.0.1") -> tuple[int, bytes]:
+async def ask(server: MetricsServer, request: bytes, host: str = "127.0.0.1") -> tuple[int, bytes]:
     """The answer's status and body; 0 where there is none."""
     reader, writer = await asyncio.open_connection(host, server.port)
     try:
@@ -102,7 +102,7 @@ def test_garbage(request_: bytes, status: int) -> None:
 
 
 def test_connections_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "SECONDS", 0.5)
+    monkeypatch.setattr(metrics_server, "SECONDS", 0.5)
 
     async def run() -> None:
         async with serving() as server, AsyncExitStack() as stack:
@@ -125,7 +125,7 @@ def test_a_scrape_that_fails_is_an_answer() -> None:
         raise ValueError("a bug")
 
     async def run() -> None:
-        server = HttpServer({"/broken": broken})
+        server = MetricsServer({"/broken": broken})
         await server.start("127.0.0.1", 0)
         assert (await ask(server, get("/broken")))[0] == HTTPStatus.INTERNAL_SERVER_ERROR
         await server.close()
@@ -158,7 +158,7 @@ def test_ipv6() -> None:
 
 def test_a_taken_port_is_told() -> None:
     async def run(port: int) -> None:
-        server = HttpServer({})
+        server = MetricsServer({})
         with pytest.raises(InvalidArgument, match=rf"metrics_port={port}: cannot listen on 127.0.0.1: Address already in use$"):
             await server.start("127.0.0.1", port)
 

@@ -1,0 +1,75 @@
+"""AsyncLLM's embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any
+
+from jengine.backend import Backend
+from jengine.embeddings import EmbeddingRequestOutput
+from jengine.pooling import Pooling, require_embedder
+from jengine.prompts import PreparedPrompt, Prompt, make_requests
+from jengine.request_handle import RequestHandle
+from jengine.text.stop_strings import StopAutomaton
+from jengine.text.tokenizer import Tokenizer
+
+LONG_TEXT = 10_000  # characters from which texts are tokenized in a thread; `generate` compiles grammars there, too
+
+
+class AsyncEmbeddings(ABC):
+    """The part of AsyncLLM that embeds; a request goes the same way there, and ends with a vector."""
+
+    backend: Backend
+    tokenizer: Tokenizer
+    _ids: itertools.count[int]
+
+    @abstractmethod
+    def submit(self, prompt: Any, /, *, request_id: str | None, priority: int, timeout: float | None, output_kind: Any) -> RequestHandle:
+        """See AsyncLLM."""
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> EmbeddingRequestOutput:
+        """Embed one prompt. Cancelling this aborts the request.
+
+        Args:
+            pooling, normalize, dimensions: as for LLM.embed.
+            request_id, priority: as for `generate`.
+            timeout: seconds, after which the request is aborted.
+
+        Raises:
+            InvalidArgument: it can never be answered, or the engine has no `embeddings`. Nothing has been queued then.
+            JengineError: the request was aborted.
+            EngineDead: the engine has failed, or was closed.
+        """
+        prepare = partial(self.prepare_embedding, prompt, pooling=pooling, normalize=normalize, dimensions=dimensions)
+        long = isinstance(prompt, str) and len(prompt) >= LONG_TEXT
+        prepared = await asyncio.to_thread(prepare) if long else prepare()
+        handle = self.submit(prepared, request_id=request_id, priority=priority, timeout=timeout, output_kind="final")
+        async with handle:
+            return EmbeddingRequestOutput.of(await anext(handle))
+
+    def prepare_embedding(
+        self, prompt: Prompt, *, pooling: Pooling | None = None, normalize: bool | None = None, dimensions: int | None = None
+    ) -> PreparedPrompt:
+        """As `prepare`, to be embedded; see `embed`. The embedding is in the last output of the handle that `submit` gives.
+
+        Raises:
+            InvalidArgument: it can never be answered, or the engine has no `embeddings`.
+        """
+        params = require_embedder(self.backend.limits.embedder).params(pooling, normalize, dimensions)
+        request_id, length = f"request-{next(self._ids)}", self.backend.limits.sequence.max_model_len
+        requests = make_requests(self.tokenizer, prompt, None, request_id, max_model_len=length, pooling=params)
+        self.backend.limits.validate(requests[0])
+        return PreparedPrompt(requests, StopAutomaton(()))

@@ -1,0 +1,141 @@
+"""What sentence-transformers' files in a model's folder say: how it embeds, or how it scores pairs of texts.
+
+modules.json lists modules in order. An embedding model is a Transformer, a Pooling and perhaps a Normalize; a reranker made of a
+language model is a Transformer and a LogitScore. Each module's configuration lies in its folder.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jengine.checkpoints.folder import read_json
+from jengine.errors import ModelError
+from jengine.pooling import Embedder, Pooling
+
+MODULES = "modules.json"
+OPTIONS = "sentence_bert_config.json"  # of the first module
+PROMPTS = "config_sentence_transformers.json"
+POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
+FLAGS = {  # older files have a flag for each mode
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reranker:
+    """A language model that judges a document by its next token: the score is the probability of one token against another.
+
+    Attributes:
+        true_token_id, false_token_id: of the two tokens, such as "yes" and "no".
+        instruction: as the model's files have it; None leaves it to the chat template.
+        add_generation_prompt: of the chat template.
+    """
+
+    true_token_id: int
+    false_token_id: int
+    instruction: str | None = None
+    add_generation_prompt: bool = False
+
+
+def choose_embedder(wanted: bool | None, folder: Path, size: int) -> Embedder | None:
+    """How the model embeds; None where it shall not.
+
+    Args:
+        wanted: EngineConfig.embeddings.
+        size: the model's hidden_size.
+
+    Raises:
+        ModelError: as read_embedder.
+    """
+    if wanted is False:
+        return None
+    return read_embedder(folder, size) or (Embedder(size=size) if wanted else None)
+
+
+def read_embedder(folder: Path, size: int) -> Embedder | None:
+    """How the model embeds; None where the folder does not say.
+
+    Args:
+        size: the model's hidden_size.
+
+    Raises:
+        ModelError: a file is unreadable, or asks for what is not supported.
+    """
+    modules = _modules(folder)
+    if "Pooling" not in modules:
+        return None
+    file = folder / MODULES
+    if [*modules] not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        reason = f"{', '.join(modules)} are not Transformer, Pooling and perhaps Normalize; embeddings=False loads the model without them"
+        raise ModelError(reason, file=file)
+    options = _object(folder / OPTIONS)
+    if options.get("do_lower_case"):
+        raise ModelError("do_lower_case=true is not supported; embeddings=False loads the model without it", file=file)
+    longest = options.get("max_seq_length")
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise ModelError(f"max_seq_length={longest!r} is no number of tokens", file=file)
+    pooling = _pooling(folder / modules["Pooling"] / "config.json", size)
+    return Embedder(size=size, pooling=pooling, normalize="Normalize" in modules, max_tokens=longest)
+
+
+def read_reranker(folder: Path) -> Reranker | None:
+    """How the model scores pairs; None where the folder does not say.
+
+    Raises:
+        ModelError: a file is unreadable, or asks for what is not supported.
+    """
+    modules = _modules(folder)
+    if "LogitScore" not in modules:
+        return None
+    file = folder / modules["LogitScore"] / "config.json"
+    fields = read_json(file)
+    for name in ("true_token_id", "false_token_id"):
+        if type(fields.get(name)) is not int or fields[name] < 0:
+            reason = f"{name}={fields.get(name)!r} is no token id; scores are probabilities of one token against another"
+            raise ModelError(reason, file=file)
+    prompts = _object(folder / PROMPTS)
+    instruction = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name"))
+    template = (_object(folder / OPTIONS).get("processing_kwargs") or {}).get("chat_template") or {}
+    return Reranker(
+        true_token_id=fields["true_token_id"],
+        false_token_id=fields["false_token_id"],
+        instruction=instruction,
+        add_generation_prompt=bool(template.get("add_generation_prompt", False)),
+    )
+
+
+def _modules(folder: Path) -> dict[str, str]:
+    """The modules' kinds, in order, and their folders; none where the file is missing."""
+    file = folder / MODULES
+    if not file.exists():
+        return {}
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8"))
+        return {str(module["type"]).rsplit(".", 1)[-1]: str(module["path"]) for module in listed}
+    except (OSError, ValueError, TypeError, KeyError) as wrong:
+        raise ModelError(f"is no list of modules: {wrong!r}", file=file) from None
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """A file that may be missing."""
+    return read_json(file) if file.exists() else {}
+
+
+def _pooling(file: Path, size: int) -> Pooling:
+    fields = read_json(file)
+    given = fields.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if fields.get(flag)] or "mean"
+    modes = given if isinstance(given, list) else [given]  # of several, sentence-transformers joins the vectors
+    if len(modes) != 1 or modes[0] not in POOLINGS:
+        raise ModelError(f"pooling_mode={given!r} is not supported; one of {', '.join(POOLINGS)} is", file=file)
+    stated = fields.get("embedding_dimension", fields.get("word_embedding_dimension", size))
+    if stated != size:
+        raise ModelError(f"embedding_dimension={stated!r} is not the model's hidden_size, {size}", file=file)
+    return POOLINGS[modes[0]]

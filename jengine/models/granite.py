@@ -1,0 +1,42 @@
+"""Granite 3: Llama with factors of embeddings, scores, logits and of what layers add to the residual stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jengine.config import ModelConfig
+from jengine.models.family import Family, Fields
+from jengine.models.layers import Attend, Attention, Block, Layer
+from jengine.models.llama import Llama, read_llama
+from pallas_kernels.xla import Rotation
+
+
+class GraniteLayer(Layer):
+    def __init__(self, attention_norm: Block, attention: Attention, mlp_norm: Block, mlp: Block, multiplier: float) -> None:
+        super().__init__(attention_norm, attention, mlp_norm, mlp)
+        self.multiplier = multiplier
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        x = x + self.attention(layer, self.attention_norm(x), rotation, attend) * self.multiplier
+        return x + self.mlp(self.mlp_norm(x)) * self.multiplier
+
+
+class Granite(Llama):
+    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
+        plain = super().layer(config, dtype, name, index)
+        return GraniteLayer(plain.attention_norm, plain.attention, plain.mlp_norm, plain.mlp, config.residual_multiplier)
+
+
+def read_granite(hf: Fields) -> dict[str, Any]:
+    return {
+        **read_llama(hf),
+        "attention_scale": float(hf.get("attention_multiplier", 1.0)),
+        "embedding_multiplier": float(hf.get("embedding_multiplier", 1.0)),
+        "logits_scaling": float(hf.get("logits_scaling", 1.0)),
+        "residual_multiplier": float(hf.get("residual_multiplier", 1.0)),
+    }
+
+
+FAMILIES = {"granite": Family("Granite 3 (dense)", Granite, read_granite)}

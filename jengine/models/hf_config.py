@@ -1,0 +1,119 @@
+"""What the readers of config.json share: names and defaults of Llama's descendants, rotary embedding, windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jengine.config import RopeScaling
+from jengine.errors import ModelError
+from jengine.models.family import Fields
+
+ROPE_OPTIONS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+ROPE_FIELDS = {  # what else a stretched rope may have: read below, or without effect on what is computed
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    *("short_factor", "long_factor", "finetuned"),
+}
+ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+def decoder(hf: Fields, rope_parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Names and defaults that Llama's descendants have in common. rope_parameters: None takes those of the fields."""
+    heads = int(hf["num_attention_heads"])
+    if rope_parameters is None:
+        rope_parameters = given_rope(hf)
+    return {
+        "vocab_size": int(hf["vocab_size"]),
+        "hidden_size": int(hf["hidden_size"]),
+        "intermediate_size": int(hf["intermediate_size"]),
+        "num_layers": int(hf["num_hidden_layers"]),
+        "num_heads": heads,
+        "num_kv_heads": int(hf.get("num_key_value_heads") or heads),
+        "head_dim": int(hf.get("head_dim") or hf["hidden_size"] // heads),
+        "max_position": int(hf.get("max_position_embeddings", 2048)),
+        "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+        "activation": hf.get("hidden_act", "silu"),
+        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        **rope(hf, rope_parameters),
+    }
+
+
+def given_rope(hf: Fields) -> dict[str, Any]:
+    """The parameters of rotary embedding, under their newer name or the older one."""
+    newer, older = hf.get("rope_parameters"), hf.get("rope_scaling")
+    return dict(newer or older or {})
+
+
+def rope(hf: Fields, parameters: dict[str, Any]) -> dict[str, Any]:
+    """ModelConfig's fields of rotary embedding.
+
+    Raises:
+        ModelError: a kind or a parameter is not supported.
+    """
+    theta = float(parameters.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    if parameters.get("partial_rotary_factor") not in (None, 1.0):
+        raise ModelError("partial_rotary_factor is not supported")
+    kind: Any = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind == "default":
+        return {"rope_theta": theta}
+    if kind not in ROPE_KINDS:
+        raise ModelError(f"rope scaling {kind!r} is not supported; {', '.join(ROPE_KINDS)} are")
+    longest = int(hf.get("max_position_embeddings", 2048))
+    original = int(hf.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings") or longest)
+    given = {name: parameters[name] for name in ROPE_OPTIONS if parameters.get(name) is not None}
+    for name, value in parameters.items():
+        if value is not None and name not in ROPE_FIELDS and name not in ROPE_OPTIONS:
+            raise ModelError(f"rope scaling has {name}={value!r}, which is not supported")
+    if kind == "longrope":
+        given |= {name: tuple(float(x) for x in parameters[name]) for name in ("short_factor", "long_factor")}
+        parameters = {"factor": longest / original, **parameters}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": RopeScaling(kind=kind, factor=float(parameters["factor"]), original_max_position=original, **given),
+    }
+
+
+def rope_by_layer_types(hf: Fields, theta: float, local_theta: float) -> tuple[dict[str, Any], float]:
+    """Rotary embedding where layers with a window have their own, which is never stretched: the others' parameters, and its theta.
+
+    theta, local_theta: where the fields name none.
+    """
+    ropes = hf.get("rope_parameters") or {}
+    full, local = ropes.get("full_attention") or {}, ropes.get("sliding_attention") or {}
+    if local.get("rope_type", "default") != "default":
+        raise ModelError(f"rope scaling {local['rope_type']!r} of sliding_attention is not supported")
+    everywhere = {"rope_theta": hf.get("rope_theta") or theta, **full, **(hf.get("rope_scaling") or {})}
+    return everywhere, float(local.get("rope_theta") or local_theta)
+
+
+def partly_rotated(hf: Fields, share: float, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`decoder` of a family in which a share of each head's channels rotates; `share` where the fields name none."""
+    parameters = given_rope(hf) if parameters is None else dict(parameters)
+    share = float(parameters.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or share)
+    fields = decoder(hf, parameters)
+    return {**fields, "rotary_dim": None if share == 1.0 else int(fields["head_dim"] * share)}
+
+
+def attention_biases(hf: Fields) -> dict[str, Any]:
+    """Biases of all of attention's products, or of none."""
+    bias = bool(hf.get("attention_bias", False))
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def window_everywhere(hf: Fields, window: int | None) -> dict[str, Any]:
+    return {"windows": () if window is None else (int(window),) * int(hf["num_hidden_layers"])}
+
+
+def windows_by_layer_types(hf: Fields, window: int | None, types: list[str]) -> dict[str, Any]:
+    """Windows where the configuration's layer_types, or else `types`, have sliding_attention."""
+    types = hf.get("layer_types") or types
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ModelError(f"layer_types has {unknown.pop()!r}; full_attention and sliding_attention are supported")
+    if window is None or "sliding_attention" not in types:
+        return {}
+    return {"windows": tuple(int(window) if kind == "sliding_attention" else None for kind in types)}
+
+
+def full_attention_every(layers: int, pattern: int) -> list[str]:
+    """Layer types with full attention in every pattern-th layer."""
+    return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]

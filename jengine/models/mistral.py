@@ -1,0 +1,52 @@
+"""Mistral, and Ministral 3, whose queries grow with their position; Mistral 3 is either of them with images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jengine.errors import ModelError
+from jengine.models.family import Family, Fields, TextPart
+from jengine.models.hf_config import decoder, given_rope, window_everywhere
+from jengine.models.layers import Attend
+from jengine.models.llama import Llama
+
+
+class Ministral3(Llama):
+    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        beta, scaling = self.config.query_scaling_beta, self.config.rope_scaling
+        if not beta or scaling is None:
+            return super().hidden(tokens, positions, attend)
+        scales = (1 + beta * jnp.log(1.0 + positions // scaling.original_max_position))[:, None, None]
+
+        def scaled(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **how: Any) -> jax.Array:
+            return attend(layer, q * scales.astype(q.dtype), k, v, **how)
+
+        return super().hidden(tokens, positions, scaled)
+
+
+def read_mistral(hf: Fields) -> dict[str, Any]:
+    return {**decoder(hf), **window_everywhere(hf, hf.get("sliding_window"))}
+
+
+def read_ministral3(hf: Fields) -> dict[str, Any]:
+    rope = given_rope(hf)
+    beta = float(rope.pop("llama_4_scaling_beta"))
+    rope.pop("max_position_embeddings", None)  # the model's, once more
+    fields = decoder(hf, rope)
+    if "rope_scaling" not in fields:
+        raise ModelError(f"llama_4_scaling_beta={beta} is not supported without a stretched rope")
+    return {**fields, **window_everywhere(hf, hf.get("sliding_window")), "query_scaling_beta": beta}
+
+
+def read_mistral3(hf: Fields) -> dict[str, Any]:
+    return (read_ministral3 if hf["model_type"] == "ministral3" else read_mistral)(hf)
+
+
+FAMILIES = {
+    "ministral3": Family("Ministral 3", Ministral3, read_ministral3, {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5}),
+    "mistral": Family("Mistral", Llama, read_mistral, {"max_position_embeddings": 131072, "sliding_window": 4096}),
+    "mistral3": Family("Mistral 3 with images (its text model)", Ministral3, read_mistral3, text_part=TextPart(("mistral", "ministral3"))),
+}

@@ -1,0 +1,43 @@
+"""Other ways than `Layer`'s to add attention and MLP to the residual stream."""
+
+from __future__ import annotations
+
+import jax
+
+from jengine.models.layers import Attend, Attention, Block, Layer
+from pallas_kernels.xla import Rotation
+
+
+class SandwichLayer(Layer):
+    """Attention and MLP have their results normed as well."""
+
+    def __init__(
+        self,
+        attention_norm: Block,
+        attention: Attention,
+        attention_result_norm: Block,
+        mlp_norm: Block,
+        mlp: Block,
+        mlp_result_norm: Block,
+    ) -> None:
+        super().__init__(attention_norm, attention, mlp_norm, mlp)
+        self.attention_result_norm, self.mlp_result_norm = attention_result_norm, mlp_result_norm
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        x = x + self.attention_result_norm(self.attention(layer, self.attention_norm(x), rotation, attend))
+        return x + self.mlp_result_norm(self.mlp(self.mlp_norm(x)))
+
+
+class ResultNormLayer(Layer):
+    """Only the results of attention and MLP are normed."""
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        x = x + self.attention_norm(self.attention(layer, x, rotation, attend))
+        return x + self.mlp_norm(self.mlp(x))
+
+
+class ParallelLayer(Layer):
+    """Attention and MLP read the same input; they may share one norm."""
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        return x + self.attention(layer, self.attention_norm(x), rotation, attend) + self.mlp(self.mlp_norm(x))

@@ -1,0 +1,67 @@
+"""StableLM: Llama with LayerNorm and a partial rotation; StableLM 2 12B norms each head by itself, and adds attention and MLP at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jengine.config import ModelConfig
+from jengine.models.family import Family, Fields
+from jengine.models.hf_config import partly_rotated
+from jengine.models.layers import Attention, Layer, LayerNorm, param
+from jengine.models.llama import Llama
+from jengine.models.pieces import Piece, heads, qkv_parts
+from jengine.models.residuals import ParallelLayer
+
+
+class StableLmAttention(Attention):
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
+        super().__init__(config, dtype, name)
+        dim, parts = config.head_dim, qkv_parts(config)[:2]
+        source = (
+            Piece(f"{name}.{kind}_layernorm.norms.{head}.weight", (dim,), (laid, slice(row, row + dim)))
+            for kind, part in zip("qk", parts, strict=True)
+            for head, laid, row in heads(part, dim)
+        )
+        shape = (config.num_kv_heads_padded, (config.group_size_padded + 1) * dim)
+        self.qk_norm = param(shape, dtype, ("kv_heads", None), *source) if config.qk_norm else None
+
+    def normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.qk_norm is None:
+            return q, k
+        ends = self.config.group_size_padded * self.config.head_dim
+        weight = self.qk_norm[...].astype(jnp.float32)
+        return self._normed(q, weight[:, :ends]), self._normed(k, weight[:, ends:])
+
+    def _normed(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y -= jnp.mean(y, axis=-1, keepdims=True)
+        y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.norm_eps)
+        return (y * weight.reshape(x.shape[1:])).astype(x.dtype)
+
+
+class StableLm(Llama):
+    attention = StableLmAttention
+    norm_type = LayerNorm
+
+    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
+        if not config.parallel_residual:
+            return super().layer(config, dtype, name, index)
+        norm = LayerNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm")
+        return ParallelLayer(norm, self.attention(config, dtype, f"{name}.self_attn"), norm, self.mlp(config, dtype, name, index))
+
+
+def read_stablelm(hf: Fields) -> dict[str, Any]:
+    return {
+        **partly_rotated(hf, 0.25),
+        "norm_eps": float(hf.get("layer_norm_eps", 1e-5)),
+        "qkv_bias": bool(hf.get("use_qkv_bias", False)),
+        "qk_norm": bool(hf.get("qk_layernorm", False)),
+        "parallel_residual": bool(hf.get("use_parallel_residual", False)),
+    }
+
+
+FAMILIES = {"stablelm": Family("StableLM, StableLM 2", StableLm, read_stablelm, {"max_position_embeddings": 4096})}

@@ -1,0 +1,125 @@
+"""Prompts to vectors: what a request asks for, what a model can do, and the sum over a prompt's final hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from jengine.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Pooling = Literal["last", "mean"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How the final hidden states of a prompt's tokens become one vector.
+
+    Args:
+        pooling: last: that of the last token; mean: the mean over all tokens. With mean a request computes its whole prompt: it takes no
+            pages from the prefix cache.
+        normalize: scale the vector to length 1, after it was cut.
+        dimensions: keep only so many of its numbers, the first ones, for models trained so (Matryoshka); None keeps all.
+
+    Raises:
+        InvalidArgument: naming the field, the value and the limit.
+    """
+
+    pooling: Pooling = "last"
+    normalize: bool = True
+    dimensions: int | None = None
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether the hidden states of all tokens are needed, so that none may come from the prefix cache."""
+        return self.pooling == "mean"
+
+    def __post_init__(self) -> None:
+        if self.pooling not in get_args(Pooling):
+            raise InvalidArgument("pooling", self.pooling, f"must be one of {', '.join(get_args(Pooling))}")
+        if not isinstance(self.normalize, bool):
+            raise InvalidArgument("normalize", self.normalize, "must be True or False")
+        if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
+            raise InvalidArgument("dimensions", self.dimensions, "must be a whole number, at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedder:
+    """How a model embeds. Plain data: it may cross threads and processes.
+
+    Attributes:
+        size: numbers of an embedding.
+        pooling, normalize: of requests that leave them open.
+        max_tokens: that it was made for; None: as many as a sequence may have.
+        generates: whether it can also generate: some checkpoints come without the output head.
+    """
+
+    size: int
+    pooling: Pooling = "last"
+    normalize: bool = True
+    max_tokens: int | None = None
+    generates: bool = True
+
+    def params(self, pooling: Pooling | None, normalize: bool | None, dimensions: int | None) -> PoolingParams:
+        """A request's; None takes the model's.
+
+        Raises:
+            InvalidArgument: as PoolingParams.
+        """
+        return PoolingParams(
+            pooling=self.pooling if pooling is None else pooling,
+            normalize=self.normalize if normalize is None else normalize,
+            dimensions=dimensions,
+        )
+
+    def validate(self, params: PoolingParams, tokens: int) -> None:
+        """Checks what depends on the model.
+
+        Args:
+            tokens: of the prompt.
+
+        Raises:
+            InvalidArgument: more dimensions than an embedding has, or more tokens than the model was made for.
+        """
+        if params.dimensions is not None and params.dimensions > self.size:
+            raise InvalidArgument("dimensions", params.dimensions, f"embeddings of this model have {self.size}")
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            raise InvalidArgument("prompt_token_ids", f"{tokens} tokens", f"at most {self.max_tokens}, the model's max_seq_length")
+
+
+def require_embedder(embedder: Embedder | None) -> Embedder:
+    """
+    Raises:
+        InvalidArgument: the engine has no programs for embeddings.
+    """
+    if embedder is None:
+        limit = "must be True when the engine starts, for it to embed; only models with sentence-transformers' files embed by default"
+        raise InvalidArgument("embeddings", False, limit)
+    return embedder
+
+
+class PooledStates:
+    """The sum over consecutive tokens' hidden states, which come step by step."""
+
+    def __init__(self) -> None:
+        self._sum: np.ndarray | None = None  # float64 [hidden_size]
+        self._start = self._end = 0  # positions of its tokens
+
+    def add(self, start: int, end: int, states: np.ndarray) -> None:
+        """The sum over the tokens at [start, end), float32 [hidden_size]. It begins again where they do not follow what is there: a
+        preempted prompt is computed again."""
+        if self._sum is None or start != self._end:
+            self._sum, self._start = states.astype("float64"), start
+        else:
+            self._sum += states
+        self._end = end
+
+    def vector(self, params: PoolingParams) -> np.ndarray:
+        """The mean, cut and normalized: float32 [dimensions]."""
+        assert self._sum is not None, "a prompt ended without hidden states"
+        mean: np.ndarray = (self._sum / (self._end - self._start))[: params.dimensions]
+        if params.normalize:
+            mean /= max(float(mean @ mean) ** 0.5, 1e-12)
+        return mean.astype("float32")

@@ -1,0 +1,19 @@
+"""A call, as what is common to all protocols sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Call(Protocol):
+    """gRPC's ServicerContext is one; for HTTP see http/calls.py."""
+
+    def peer(self) -> str:
+        """The client's address in gRPC's form: "ipv4:127.0.0.1:12345", "ipv6:%5B::1%5D:12345"."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the client's deadline; None where it has none."""
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call it when the call is over, which is when its last message has gone."""

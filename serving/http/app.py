@@ -1,0 +1,83 @@
+"""The ASGI application: OpenAI's paths, and vLLM's beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import NamedTuple
+
+import grpc
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jengine.serving.authentication import Authenticator
+from jengine.serving.client_calls import ClientCalls
+from jengine.serving.config import ServerConfig
+from jengine.serving.errors import Refusal
+from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.chat_service import ChatService
+from jengine.serving.http.completion_service import CompletionService
+from jengine.serving.http.endpoint import Endpoint, Gate, Handler
+from jengine.serving.http.errors import http_error
+from jengine.serving.http.text_service import TextService
+from jengine.serving.metrics import Metrics
+from jengine.serving.service import Shared
+
+
+class Parts(NamedTuple):
+    """What the application shares with gRPC's services.
+
+    Attributes:
+        why_not_ready: None where the model answers.
+    """
+
+    config: ServerConfig
+    shared: Shared
+    calls: ClientCalls
+    authenticator: Authenticator | None
+    metrics: Metrics
+    why_not_ready: Callable[[], str | None]
+
+
+def application(parts: Parts) -> Starlette:
+    """All endpoints."""
+    config, shared = parts.config, parts.shared
+    gate = Gate(shared.models, parts.calls, parts.authenticator, parts.metrics)
+    most = config.max_message_bytes
+    chat = ChatService(shared, most, (config.tool_call_parser, config.reasoning_parser))
+    completions, texts = CompletionService(shared, most), TextService(shared, most)
+
+    async def health(call: HttpCall) -> None:
+        why = parts.why_not_ready()
+        if why is not None:
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, why, retry_seconds=shared.models.retry_seconds)
+        await call.answer(200, b"")
+
+    def route(method: str, path: str, handle: Handler, open: bool = False) -> Route:
+        return Route(path, Endpoint(gate, path, handle, open), methods=[method])
+
+    async def wrong(request: Request, error: Exception) -> Response:
+        """A path or method that there is not: what there is, is no secret."""
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase}"
+        parts.metrics.http_ended("unknown", "unknown", error.status_code)
+        body = http_error(Refusal(grpc.StatusCode.NOT_FOUND, message), 0.0).body()
+        return Response(body, error.status_code, error.headers, "application/json")
+
+    app = Starlette(
+        routes=[
+            route("GET", "/health", health, open=True),
+            route("GET", "/v1/models", texts.models),
+            route("GET", "/v1/models/{model:path}", texts.model),
+            route("POST", "/v1/chat/completions", chat.create),
+            route("POST", "/v1/completions", completions.create),
+            route("POST", "/tokenize", texts.tokenize),
+            route("POST", "/detokenize", texts.detokenize),
+        ],
+        exception_handlers={404: wrong, 405: wrong},
+    )
+    app.router.redirect_slashes = False
+    return app

@@ -1,0 +1,195 @@
+"""Requests' bodies: OpenAI's types, with vLLM's fields beside them. Everything in a body works, or is rejected by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, get_type_hints
+
+from openai.types import completion_create_params
+from openai.types.chat import (
+    ChatCompletionFunctionToolParam,
+    ChatCompletionStreamOptionsParam,
+)
+from openai.types.chat import (
+    completion_create_params as chat_create_params,
+)
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # as OpenAI's: typing's has another metaclass before Python 3.13
+
+from jengine import InvalidArgument, SamplingParams
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+# What clients send to all servers, and what changes no answer here.
+IGNORED = frozenset(
+    ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
+)
+NEUTRAL: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix": "", "verbosity": "medium"}  # what there is without them
+
+
+@with_config(STRICT)
+class StreamOptions(ChatCompletionStreamOptionsParam, total=False):
+    """`continuous_usage_stats`: usage in every event."""
+
+    continuous_usage_stats: bool
+
+
+class Extras(TypedDict, total=False):
+    """vLLM's fields, beside those of SamplingParams, and jengine's targets; `timeout` is in seconds."""
+
+    stream: bool
+    request_id: str
+    priority: int
+    timeout: float
+    ttft_ms: float
+    tpot_ms: float
+    cache_salt: str
+    guided_json: str | dict[str, Any]
+    guided_regex: str
+    guided_choice: list[str]
+    guided_grammar: str
+    return_token_ids: bool
+    return_tokens_as_token_ids: bool
+
+
+@with_config(STRICT)
+class CompletionBody(completion_create_params.CompletionCreateParamsBase, Extras, total=False):
+    """/v1/completions."""
+
+    add_special_tokens: bool
+
+
+@with_config(STRICT)
+class ChatBody(chat_create_params.CompletionCreateParamsBase, Extras, total=False):
+    """/v1/chat/completions."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template: str
+    chat_template_kwargs: dict[str, Any]
+    include_reasoning: bool
+
+
+@with_config(STRICT)
+class TokenizeBody(TypedDict, total=False):
+    """/tokenize: a text or a conversation."""
+
+    model: str
+    prompt: str
+    messages: list[Any]
+    add_special_tokens: bool
+    return_token_strs: bool
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template: str
+    chat_template_kwargs: dict[str, Any]
+    tools: list[ChatCompletionFunctionToolParam]
+
+
+@with_config(STRICT)
+class DetokenizeBody(TypedDict, total=False):
+    """/detokenize."""
+
+    model: str
+    tokens: list[int]
+
+
+class Body(NamedTuple):
+    """A body that has been checked.
+
+    Attributes:
+        fields: those that were given, but for the sampling parameters.
+        sampling: SamplingParams' fields.
+    """
+
+    fields: dict[str, Any]
+    sampling: dict[str, Any]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.fields.get(name, default)
+
+
+class Form:
+    """What an endpoint's body may have.
+
+    Args:
+        type: a TypedDict.
+        supported: its fields that work here; the others are OpenAI's, and rejected.
+        own: fields that are not SamplingParams', though they have the name of one.
+    """
+
+    def __init__(self, type: Any, supported: Iterable[str] = (), own: Iterable[str] = (), sampling: bool = True) -> None:
+        self._adapter: TypeAdapter[Any] = TypeAdapter(type)
+        self._known = frozenset(get_type_hints(type))
+        self._supported = frozenset(supported) or self._known
+        self._sampling = frozenset(SamplingParams.__dataclass_fields__).difference(own) if sampling else frozenset()
+
+    def read(self, body: Mapping[str, Any]) -> Body:
+        """A field that is null is as one that is not there.
+
+        Raises:
+            InvalidArgument: naming the field.
+        """
+        fields: dict[str, Any] = {}
+        sampling: dict[str, Any] = {}
+        for name, value in body.items():
+            if value is None or (name in IGNORED and name in self._known) or (name in NEUTRAL and NEUTRAL[name] == value):
+                continue
+            if name in self._sampling:
+                sampling[name] = value
+            elif name in self._supported:
+                fields[name] = value
+            elif name in self._known:
+                raise InvalidArgument(name, value, "this server does not support it")
+            else:
+                _unknown(name, value)
+        if sampling.keys() & {"structured_outputs"} and not isinstance(sampling["structured_outputs"], dict):
+            raise InvalidArgument("structured_outputs", sampling["structured_outputs"], "must be an object")
+        self._check({"model": "", **fields})
+        return Body(fields, sampling)
+
+    def _check(self, fields: dict[str, Any]) -> None:
+        options = fields.pop("stream_options", None)
+        if options is not None:
+            checked(STREAM_OPTIONS, options, "stream_options")
+        checked(self._adapter, fields)
+
+
+def checked(adapter: TypeAdapter[Any], value: Any, root: str = "") -> Any:
+    """
+    Raises:
+        InvalidArgument: naming the part that is wrong, below `root`.
+    """
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as wrong:
+        errors = wrong.errors(include_url=False)
+        error = max(errors, key=lambda error: len(error["loc"]))  # of a union, the kind that fits best
+        reasons = dict.fromkeys(other["msg"] for other in errors if len(other["loc"]) == len(error["loc"]))
+        path = root + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"] if _shown(part))
+        raise InvalidArgument(path.lstrip(".") or "body", error["input"], "; ".join(reasons)) from None
+    except RecursionError:
+        raise InvalidArgument(root or "body", None, "is nested too deeply") from None
+
+
+def _shown(part: int | str) -> bool:
+    """Names of types are no parts of a path."""
+    return isinstance(part, int) or not (part[:1].isupper() or "[" in part or part == "str")
+
+
+def _unknown(name: str, value: Any) -> None:
+    if name.isidentifier() and name not in SamplingParams.__dataclass_fields__:
+        SamplingParams(**{name: value})  # says what to use instead
+    raise InvalidArgument(name[:100], value, "there is no such field")
+
+
+STREAM_OPTIONS: TypeAdapter[StreamOptions] = TypeAdapter(StreamOptions)
+TOOLS: TypeAdapter[list[ChatCompletionFunctionToolParam]] = TypeAdapter(list[ChatCompletionFunctionToolParam])
+COMMON = frozenset(("model", "stream", "stream_options", *Extras.__annotations__))
+COMPLETION = Form(CompletionBody, COMMON | {"prompt", "echo", "logprobs", "add_special_tokens"}, own=("logprobs",))
+CHAT_ONLY = frozenset(
+    ("messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools", "tool_choice", "parallel_tool_calls")
+) | frozenset(
+    ("reasoning_effort", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "include_reasoning")
+)
+CHAT = Form(ChatBody, COMMON | CHAT_ONLY, own=("logprobs",))
+TOKENIZE, DETOKENIZE = Form(TokenizeBody, sampling=False), Form(DetokenizeBody, sampling=False)

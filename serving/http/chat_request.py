@@ -1,0 +1,88 @@
+"""A conversation's request, checked, and how its completions are read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jengine import AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokensPrompt
+from jengine.serving.answers import new_id
+from jengine.serving.http import replies
+from jengine.serving.http.bodies import Body
+from jengine.serving.http.logprobs import TokenTexts, chat_logprobs
+from jengine.serving.http.tool_choice import ToolChoice
+from jengine.serving.parsers.events import Event, Parser, Reasoning
+from jengine.serving.parsers.formats import AnswerFormat
+from jengine.serving.parsers.thoughts import after_reasoning
+
+
+class Chat(NamedTuple):
+    """A request that has been checked.
+
+    Attributes:
+        prompt: its text, once it has been rendered.
+        thinks: whether the model may reason before it answers; not where a grammar holds from the first token on.
+    """
+
+    body: Body
+    params: SamplingParams
+    tools: ToolChoice
+    form: AnswerFormat
+    llm: AsyncLLM
+    created: int
+    model: str
+
+    prompt: str = ""
+    thinks: bool = True
+
+    def rendered(self, prompt: TokensPrompt) -> Chat:
+        """With its prompt, which tells whether the model reasons first; what constrains the answer holds after that."""
+        text = prompt.get("prompt")
+        if text is None:  # by the client's own template; the end is enough
+            text = self.llm.tokenizer.decode(prompt["prompt_token_ids"][-64:], skip_special_tokens=False)
+        structure, inside = self.params.structured_outputs, self.form.reasoning(text)
+        if not isinstance(structure, StructuredOutputs):
+            return self._replace(prompt=text)
+        after = None if inside is None else after_reasoning(structure, inside)
+        if after is None:
+            return self._replace(prompt=text, thinks=False)
+        return self._replace(prompt=text, params=self.params.clone(structured_outputs=after))
+
+    def parser(self) -> Parser:
+        """For one completion."""
+        return self.form.parser(self.prompt, self.tools.callable, self.thinks, self.tools.forced_parser())
+
+    def read(self, text: str) -> list[Event]:
+        """A whole completion."""
+        return self.form.read(text, self.prompt, self.tools.callable, self.thinks, self.tools.forced_parser())
+
+    def shown(self, events: list[Event]) -> list[Event]:
+        """Without what the client does not want."""
+        if self.body.get("include_reasoning", True):
+            return events
+        return [event for event in events if not isinstance(event, Reasoning)]
+
+    def logprobs(self, completion: CompletionOutput) -> dict[str, Any]:
+        """For a choice's fields."""
+        if completion.logprobs is None or not completion.logprobs:
+            return {}
+        texts = TokenTexts(self.llm.tokenizer, self.body.get("return_tokens_as_token_ids", False))
+        return {"logprobs": chat_logprobs(completion.logprobs, self.body.get("top_logprobs", 0), texts)}
+
+    def ids(self, completion: CompletionOutput) -> dict[str, Any]:
+        """For a choice's fields."""
+        return {"token_ids": completion.token_ids} if self.body.get("return_token_ids") else {}
+
+    def prompt_facts(self, output: RequestOutput) -> dict[str, Any]:
+        """For an answer's fields."""
+        facts: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self.body.get("return_token_ids") else {}
+        if output.prompt_logprobs is not None:
+            facts["prompt_logprobs"] = replies.prompt_logprobs(output.prompt_logprobs)
+        return facts
+
+
+def reason(completion: CompletionOutput, called: bool) -> str | None:
+    return "tool_calls" if called and completion.finish_reason == "stop" else completion.finish_reason
+
+
+def call_id() -> str:
+    return f"call_{new_id()}"

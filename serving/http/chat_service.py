@@ -1,0 +1,134 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
+from openai.types.chat.chat_completion_message_function_tool_call import Function
+
+from jengine import CompletionOutput, InvalidArgument, OutputKind, RequestHandle
+from jengine.serving.answers import Answer, new_id
+from jengine.serving.http import replies
+from jengine.serving.http.bodies import CHAT
+from jengine.serving.http.calls import HttpCall, id_headers
+from jengine.serving.http.chat_request import Chat, call_id, reason
+from jengine.serving.http.chat_stream import ChatStream
+from jengine.serving.http.endpoint import while_connected
+from jengine.serving.http.parameters import chat_params
+from jengine.serving.http.service import HttpService, check_conversation, level_of, present, stop_reason, tokens_of
+from jengine.serving.http.tool_choice import read_tools
+from jengine.serving.parsers.events import Arguments, Call, Content, Reasoning
+from jengine.serving.service import Asked, Conversation
+from jengine.serving.tracking import TrackedRequest
+
+OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
+PATH = "/v1/chat/completions"
+
+
+class ChatService(HttpService):
+    """Answers conversations."""
+
+    async def create(self, call: HttpCall) -> None:
+        given, size = await self._json(call)
+        await while_connected(call, self._create(call, given, size))
+
+    async def _create(self, call: HttpCall, given: dict[str, Any], size: int) -> None:
+        request_id = given.get("request_id")
+        request_id = request_id if isinstance(request_id, str) and request_id else new_id()
+        with self._tracker.track(f"POST {PATH}", request_id, call) as tracked:
+            self._admission.stream(call)
+            chat = await self._chat(call, given)
+            with self._admission.place(chat.params.n, call) as tracked.place:
+                if chat.body.get("stream"):
+                    await self._stream(call, chat, size, tracked)
+                else:
+                    await self._whole(call, chat, size, tracked)
+
+    async def _chat(self, call: HttpCall, given: dict[str, Any]) -> Chat:
+        body = self._read(CHAT, given, call)
+        check_conversation(body)
+        llm = self._models.llm
+        form = await self._answer_format(llm)
+        tools = read_tools(body, form)
+        params = self._bounds.params(tools.constrain(chat_params(body, llm.get_default_sampling_params())))
+        if form.shows_special_tokens and tools.callable and tools.forced is None:
+            params = params.clone(skip_special_tokens=False)
+        return Chat(body, params, tools, form, llm, int(time.time()), self._models.info.name)
+
+    async def _queue(self, call: HttpCall, chat: Chat, size: int, kind: OutputKind, tracked: TrackedRequest) -> tuple[RequestHandle, Chat]:
+        """With its prompt."""
+        body = chat.body
+        options = {name: body.get(name) for name in OPTIONS if body.get(name) is not None}
+        if (effort := body.get("reasoning_effort")) is not None:
+            template = chat.llm.tokenizer.chat_templates.get("default")
+            if template is None or "reasoning_effort" not in template.names:
+                raise InvalidArgument("reasoning_effort", effort, "the model's chat template has no such variable")
+            options["chat_template_kwargs"] = {"reasoning_effort": effort, **options.get("chat_template_kwargs", {})}
+        if chat.tools.shown:
+            options["tools"] = chat.tools.shown
+
+        def read() -> Conversation:
+            return body.get("messages"), options
+
+        prompt = await self._render(chat.llm, read, body.get("chat_template"), size, call)
+        chat = chat.rendered(prompt)
+        asked = Asked(chat.params, lambda: prompt, size, **level_of(body))
+        return await self._submit(chat.llm, asked, kind, call, tracked.request_id), chat
+
+    # --- whole ------------------------------------------------------------------------------------
+
+    async def _whole(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest) -> None:
+        handle, chat = await self._queue(call, chat, size, "final", tracked)
+        with Answer(handle, tracked) as answer:
+            output = await answer.next()
+        reply = replies.ChatCompletion(
+            id=f"chatcmpl-{tracked.request_id}",
+            object="chat.completion",
+            created=chat.created,
+            model=chat.model,
+            choices=[self._choice(chat, completion) for completion in output.outputs],
+            usage=replies.usage(output, tokens_of(output.outputs)),
+            **chat.prompt_facts(output),
+        )
+        await call.answer(200, replies.text_of(reply).encode("utf-8", "replace"), id_headers(tracked.request_id))
+
+    def _choice(self, chat: Chat, completion: CompletionOutput) -> replies.ChatChoice:
+        events = chat.shown(chat.read(completion.text))
+        names = {event.index: event.name for event in events if isinstance(event, Call)}
+        arguments = dict.fromkeys(names, "")
+        for event in events:
+            if isinstance(event, Arguments):
+                arguments[event.index] += event.text
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        calls = [
+            ChatCompletionMessageFunctionToolCall(id=call_id(), type="function", function=Function(name=name, arguments=arguments[index]))
+            for index, name in names.items()
+            if chat.tools.parallel or not index
+        ]
+        return replies.ChatChoice(
+            index=completion.index,
+            message=replies.Message(
+                role="assistant",
+                content=content or (None if calls else ""),
+                **present(reasoning_content=reasoning, tool_calls=calls),
+            ),
+            finish_reason=reason(completion, bool(calls)),
+            **stop_reason(completion),
+            **chat.logprobs(completion),
+            **chat.ids(completion),
+        )
+
+    # --- as it comes ------------------------------------------------------------------------------
+
+    async def _stream(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest) -> None:
+        handle, chat = await self._queue(call, chat, size, "delta", tracked)
+        with Answer(handle, tracked, self._pace) as answer:
+            await call.start_events(id_headers(tracked.request_id))
+            stream = ChatStream(call, chat, f"chatcmpl-{tracked.request_id}", handle.output)
+            await stream.start()
+            while not stream.finished:
+                await stream.show(await answer.next())
+        await stream.end()

@@ -1,0 +1,87 @@
+"""A conversation's answer in events, as it comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
+
+from jengine import CompletionOutput, RequestOutput
+from jengine.serving.http import replies
+from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.chat_request import Chat, call_id, reason
+from jengine.serving.http.service import StreamUsage, present, stop_reason, tokens_of
+from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reasoning, joined
+
+
+class ChatStream:
+    """A conversation's answer in events."""
+
+    def __init__(self, call: HttpCall, chat: Chat, reply_id: str, output: RequestOutput) -> None:
+        self._call, self._chat, self._id, self._usage = call, chat, reply_id, StreamUsage(chat.body)
+        self._parsers = [chat.parser() for _ in range(chat.params.n)]
+        self._called = [False] * chat.params.n
+        self._ended: set[int] = set()
+        self._last, self._tokens, self.finished = output, 0, False
+
+    async def start(self) -> None:
+        """The role of each completion, as OpenAI does."""
+        for index in range(self._chat.params.n):
+            await self._send([replies.ChunkChoice(index=index, delta=replies.Delta(role="assistant", content=""), finish_reason=None)])
+
+    async def show(self, output: RequestOutput) -> None:
+        """What is new."""
+        facts = self._chat.prompt_facts(output) if not self._tokens else {}
+        self._last, self.finished = output, output.finished
+        self._tokens += tokens_of(output.outputs)
+        choices = [choice for completion in output.outputs if (choice := self._choice(completion)) is not None]
+        if choices or facts:
+            await self._send(choices, **facts)
+
+    def _choice(self, completion: CompletionOutput) -> replies.ChunkChoice | None:
+        index = completion.index
+        if index in self._ended:
+            return None
+        parser = self._parsers[index]
+        events = parser.push(completion.text)
+        ended = completion.finish_reason is not None
+        if ended:
+            self._ended.add(index)
+            events = joined([*events, *parser.finish()])
+        delta = self._delta(self._chat.shown(events), index)
+        more = {**self._chat.logprobs(completion), **(self._chat.ids(completion) if completion.token_ids else {})}
+        if delta is None and not ended and not more:
+            return None
+        why = reason(completion, self._called[index]) if ended else None
+        told = stop_reason(completion) if ended else {}
+        return replies.ChunkChoice(index=index, delta=delta or replies.Delta(), finish_reason=why, **told, **more)
+
+    def _delta(self, events: list[Event], index: int) -> replies.Delta | None:
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        calls = [
+            _call_delta(event) for event in events if isinstance(event, Call | Arguments) and (self._chat.tools.parallel or not event.index)
+        ]
+        self._called[index] = self._called[index] or bool(calls)
+        if not (content or reasoning or calls):
+            return None
+        return replies.Delta(**present(content=content, reasoning_content=reasoning, tool_calls=calls))
+
+    async def end(self) -> None:
+        if self._usage.final:
+            await self._send([], usage=replies.usage(self._last, self._tokens))
+        await self._call.end_events()
+
+    async def _send(self, choices: list[replies.ChunkChoice], **more: Any) -> None:
+        chat = self._chat
+        if self._usage.always:
+            more = {"usage": replies.usage(self._last, self._tokens), **more}
+        chunk = replies.Chunk(id=self._id, object="chat.completion.chunk", created=chat.created, model=chat.model, choices=choices, **more)
+        await self._call.event(replies.text_of(chunk))
+
+
+def _call_delta(event: Call | Arguments) -> ChoiceDeltaToolCall:
+    if isinstance(event, Call):
+        function = ChoiceDeltaToolCallFunction(name=event.name, arguments="")
+        return ChoiceDeltaToolCall(index=event.index, id=call_id(), type="function", function=function)
+    return ChoiceDeltaToolCall(index=event.index, function=ChoiceDeltaToolCallFunction(arguments=event.text))

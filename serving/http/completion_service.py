@@ -1,0 +1,227 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+from openai.types import CompletionUsage
+
+from jengine import AsyncLLM, CompletionOutput, InvalidArgument, OutputKind, RequestOutput, SamplingParams
+from jengine.serving.answers import Answer, new_id
+from jengine.serving.http import replies
+from jengine.serving.http.bodies import COMPLETION, Body
+from jengine.serving.http.calls import HttpCall, id_headers
+from jengine.serving.http.endpoint import while_connected
+from jengine.serving.http.logprobs import CompletionLogprobs, Position, TokenTexts
+from jengine.serving.http.parameters import completion_params
+from jengine.serving.http.service import HttpService, StreamUsage, level_of, stop_reason, tokens_of
+from jengine.serving.service import Asked
+from jengine.serving.tracking import TrackedRequest
+
+MOST_PROMPTS = 2048  # in a request
+PATH = "/v1/completions"
+Prompt = str | list[int]
+
+
+class Task(NamedTuple):
+    """A request that has been checked.
+
+    Attributes:
+        hides_output: only the prompt is shown: echo with max_tokens=0.
+    """
+
+    body: Body
+    params: SamplingParams
+    prompts: list[Prompt]
+    llm: AsyncLLM
+    reply_id: str
+    created: int
+    model: str
+    hides_output: bool
+
+    def reply(self, choices: list[replies.CompletionChoice], **more: Any) -> str:
+        reply = replies.Completion(
+            id=self.reply_id, object="text_completion", created=self.created, model=self.model, choices=choices, **more
+        )
+        return replies.text_of(reply)
+
+
+class CompletionService(HttpService):
+    """Continues texts and tokens."""
+
+    async def create(self, call: HttpCall) -> None:
+        given, size = await self._json(call)
+        await while_connected(call, self._create(call, given, size))
+
+    async def _create(self, call: HttpCall, given: dict[str, Any], size: int) -> None:
+        request_id = given.get("request_id")
+        request_id = request_id if isinstance(request_id, str) and request_id else new_id()
+        with ExitStack() as stack:
+            first = stack.enter_context(self._tracker.track(f"POST {PATH}", request_id, call))
+            self._admission.stream(call)
+            task = self._task(call, given, request_id)
+            count = len(task.prompts)
+            tracked = [first]
+            for index in range(1, count):
+                tracked.append(stack.enter_context(self._tracker.track(f"POST {PATH}", f"{request_id}-{index}", call)))
+            self._admission.check(count * task.params.n, "n" if count == 1 else "prompt")
+            for one in tracked:
+                one.place = stack.enter_context(self._admission.place(task.params.n, call))
+            if task.body.get("stream"):
+                await self._stream(call, task, size, tracked)
+            else:
+                await self._whole(call, task, size, tracked)
+
+    def _task(self, call: HttpCall, given: dict[str, Any], request_id: str) -> Task:
+        body = self._read(COMPLETION, given, call)
+        llm = self._models.llm
+        prompts = _prompts(body.get("prompt"))
+        for prompt in prompts:
+            if isinstance(prompt, list):
+                self._check_ids("prompt", len(prompt))
+        params = self._bounds.params(completion_params(body, llm.get_default_sampling_params()))
+        hides = bool(body.get("echo")) and body.sampling.get("max_tokens") == 0
+        return Task(body, params, prompts, llm, f"cmpl-{request_id}", int(time.time()), self._models.info.name, hides)
+
+    async def _answers(
+        self, call: HttpCall, task: Task, size: int, kind: OutputKind, tracked: list[TrackedRequest], stack: ExitStack
+    ) -> list[tuple[Answer, _Pieces]]:
+        """Of all prompts, queued."""
+        out = []
+        for index, (prompt, one) in enumerate(zip(task.prompts, tracked, strict=True)):
+            read: Callable[[], Prompt] = partial(_ids, task, prompt)
+            asked = Asked(task.params, read, size, **level_of(task.body))
+            handle = await self._submit(task.llm, asked, kind, call, one.request_id)
+            answer = stack.enter_context(Answer(handle, one, self._pace if kind == "delta" else None))
+            out.append((answer, _Pieces(task, index * task.params.n, prompt)))
+        return out
+
+    async def _whole(self, call: HttpCall, task: Task, size: int, tracked: list[TrackedRequest]) -> None:
+        choices: list[replies.CompletionChoice] = []
+        used: list[CompletionUsage] = []
+        with ExitStack() as stack:
+            for answer, pieces in await self._answers(call, task, size, "final", tracked, stack):
+                output = await answer.next()
+                choices += pieces.choices(output)
+                used.append(pieces.usage(output))
+        reply = task.reply(choices, usage=replies.usage_sum(used))
+        await call.answer(200, reply.encode("utf-8", "replace"), id_headers(tracked[0].request_id))
+
+    async def _stream(self, call: HttpCall, task: Task, size: int, tracked: list[TrackedRequest]) -> None:
+        usage = StreamUsage(task.body)
+        with ExitStack() as stack:
+            answers = await self._answers(call, task, size, "delta", tracked, stack)
+            await call.start_events(id_headers(tracked[0].request_id))
+
+            async def follow(answer: Answer, pieces: _Pieces) -> CompletionUsage:
+                while True:
+                    output = await answer.next()
+                    if choices := pieces.choices(output):
+                        await call.event(task.reply(choices, **usage.now(pieces.usage(output))))
+                    if output.finished:
+                        return pieces.usage(output)
+
+            if len(answers) == 1:
+                used = [await follow(*answers[0])]
+            else:
+                used = await _together([follow(*one) for one in answers])
+        if usage.final:
+            await call.event(task.reply([], usage=replies.usage_sum(used)))
+        await call.end_events()
+
+
+class _Pieces:
+    """One prompt's completions as choices, whole or piece by piece.
+
+    Args:
+        first: the index of the first choice.
+    """
+
+    def __init__(self, task: Task, first: int, prompt: Prompt) -> None:
+        self._task, self._first, self._prompt = task, first, prompt
+        texts = TokenTexts(task.llm.tokenizer, task.body.get("return_tokens_as_token_ids", False))
+        self._top = task.body.get("logprobs")
+        self._logprobs = [CompletionLogprobs(self._top or 0, texts) for _ in range(task.params.n)]
+        self._begun, self._ended, self._tokens = False, set[int](), 0
+
+    def usage(self, output: RequestOutput) -> CompletionUsage:
+        return replies.usage(output, 0 if self._task.hides_output else self._tokens)
+
+    def choices(self, output: RequestOutput) -> list[replies.CompletionChoice]:
+        """What is new in this output."""
+        self._tokens += tokens_of(output.outputs)
+        begins, self._begun = not self._begun, True
+        found = (self._choice(output, completion, begins) for completion in output.outputs)
+        return [choice for choice in found if choice is not None]
+
+    def _choice(self, output: RequestOutput, completion: CompletionOutput, begins: bool) -> replies.CompletionChoice | None:
+        body, index = self._task.body, completion.index
+        hidden = self._task.hides_output
+        text, ids = ("", []) if hidden else (completion.text, completion.token_ids)
+        positions: list[Position] = [] if hidden else [*(completion.logprobs or [])]
+        if begins and body.get("echo"):
+            text, ids = self._prompt_text(output) + text, [*output.prompt_token_ids, *ids]
+            positions = [*(output.prompt_logprobs or [None] * len(output.prompt_token_ids)), *positions]
+        ended = completion.finish_reason is not None and index not in self._ended
+        if not (text or ids or ended):
+            return None
+        more: dict[str, Any] = {}
+        if self._top is not None:
+            more["logprobs"] = self._logprobs[index].add(ids, positions)
+        if begins and output.prompt_logprobs is not None and "prompt_logprobs" in body.sampling:
+            more["prompt_logprobs"] = replies.prompt_logprobs(output.prompt_logprobs)
+        if body.get("return_token_ids"):
+            more["token_ids"] = [] if hidden else completion.token_ids
+            if begins:
+                more["prompt_token_ids"] = output.prompt_token_ids
+        if ended:
+            self._ended.add(index)
+            more |= stop_reason(completion)
+        return replies.CompletionChoice(
+            index=self._first + index, text=text, finish_reason=completion.finish_reason if ended else None, **more
+        )
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if isinstance(self._prompt, str):
+            return self._prompt
+        return self._task.llm.tokenizer.decode(output.prompt_token_ids, self._task.params.skip_special_tokens)
+
+
+def _prompts(given: Any) -> list[Prompt]:
+    """A text, token ids, or a list of either.
+
+    Raises:
+        InvalidArgument: something else.
+    """
+    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+        return [given]
+    if not isinstance(given, list) or not given:
+        raise InvalidArgument("prompt", given, "must be text, token ids, or a list of texts or of lists of token ids")
+    if len(given) > MOST_PROMPTS:
+        raise InvalidArgument("prompt", f"{len(given)} prompts", f"at most {MOST_PROMPTS}")
+    for i, prompt in enumerate(given):
+        if not isinstance(prompt, str | list):
+            raise InvalidArgument(f"prompt[{i}]", prompt, "must be text or token ids")
+    return given
+
+
+async def _together[T](work: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """The first error ends all."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _ids(task: Task, prompt: Prompt) -> Prompt:
+    """In any thread."""
+    if isinstance(prompt, str) and not task.body.get("add_special_tokens", True):
+        return task.llm.tokenizer.encode(prompt, add_special_tokens=False)
+    return prompt

@@ -1,0 +1,108 @@
+"""Every HTTP request's way: key, limits, body, handler, errors, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Awaitable, Callable
+
+import grpc
+from starlette.types import Receive, Scope, Send
+
+from jengine.serving.authentication import Authenticator, Rejection
+from jengine.serving.client_calls import ClientCalls
+from jengine.serving.errors import Refusal
+from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.errors import HttpError, http_error
+from jengine.serving.metrics import Metrics
+from jengine.serving.model_provider import ModelProvider
+from jengine.serving.security import current_key
+
+log = logging.getLogger("jengine.serving")
+
+Handler = Callable[[HttpCall], Awaitable[None]]
+
+
+class Gate:
+    """What every request passes before it is handled.
+
+    Args:
+        authenticator: None lets all pass.
+    """
+
+    def __init__(self, models: ModelProvider, calls: ClientCalls, authenticator: Authenticator | None, metrics: Metrics) -> None:
+        self.models, self.calls, self.authenticator, self.metrics = models, calls, authenticator, metrics
+
+    def check_key(self, call: HttpCall) -> None:
+        """Raises Refusal without a known key."""
+        current_key.set(None)  # a connection's next request may come in the context of the one before
+        if self.authenticator is None:
+            return
+        key = self.authenticator.key_of(call.header(b"authorization"))
+        if isinstance(key, Rejection):
+            self.authenticator.rejected(key, call.peer())
+            raise Refusal(grpc.StatusCode.UNAUTHENTICATED, key.message, cause=key.cause)
+        current_key.set(key)
+
+
+class Endpoint:
+    """An ASGI application that answers one path's requests.
+
+    Args:
+        path: for metrics.
+        open: whether no key is asked for.
+    """
+
+    def __init__(self, gate: Gate, path: str, handle: Handler, open: bool = False) -> None:
+        self._gate, self._path, self._handle, self._open = gate, path, handle, open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = HttpCall(scope, receive, send)
+        try:
+            await self._answer(call)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not call.gone or task is None:
+                raise
+            task.uncancel()
+        finally:
+            call.done()
+            self._gate.metrics.http_ended(scope["method"], self._path, call.status)
+
+    async def _answer(self, call: HttpCall) -> None:
+        try:
+            if not self._open:
+                self._gate.check_key(call)
+            with self._gate.calls.one_more(call):
+                await self._handle(call)
+        except Exception as error:
+            await report(call, self._shown(error, call.names))
+
+    def _shown(self, error: Exception, names: dict[str, str]) -> HttpError:
+        shown = http_error(error, self._gate.models.retry_seconds, names)
+        if shown.status == 500:  # without its message, which may quote a prompt
+            log.error("%s in %s:\n%s", type(error).__name__, self._path, "".join(traceback.format_tb(error.__traceback__)))
+        return shown
+
+
+async def report(call: HttpCall, shown: HttpError) -> None:
+    """As the answer, or as the last event of one that has begun."""
+    if not call.status:
+        await call.discard()
+        close = {"connection": "close"} if call.unread else {}
+        await call.answer(shown.status, shown.body().encode("utf-8", "replace"), {**shown.headers, **close})
+    else:
+        await call.event(shown.body())
+        await call.end_events()
+
+
+async def while_connected(call: HttpCall, work: Awaitable[None]) -> None:
+    """Do it, unless the client goes; then it is cancelled. From when the body has been read."""
+    task = asyncio.current_task()
+    assert task is not None
+    watcher = asyncio.get_running_loop().create_task(call.watch(task))
+    try:
+        await work
+    finally:
+        watcher.cancel()

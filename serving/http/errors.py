@@ -1,0 +1,77 @@
+"""Errors as OpenAI's clients expect them: an HTTP status and a JSON body."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from grpc import StatusCode
+from openai.types.shared import ErrorObject
+
+from jengine import InvalidArgument
+from jengine.serving.errors import Refusal, refusal
+from jengine.serving.http.calls import BadBody
+
+STATUSES = {
+    StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    StatusCode.FAILED_PRECONDITION: (400, "invalid_request_error"),
+    StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
+    StatusCode.PERMISSION_DENIED: (403, "permission_error"),
+    StatusCode.NOT_FOUND: (404, "not_found_error"),
+    StatusCode.ALREADY_EXISTS: (409, "conflict_error"),
+    StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
+}
+PLACES = {"prompt_token_ids": "prompt"}  # where a field of jengine's errors is in every body; the others are at the same place
+QUOTE = ("prompt", "prompt_token_ids", "messages")  # never repeated in a message, which may be logged
+
+
+class HttpError(NamedTuple):
+    """An answer's parts."""
+
+    status: int
+    error: ErrorObject
+    headers: dict[str, str]
+
+    def body(self) -> str:
+        return f'{{"error":{self.error.model_dump_json(exclude_unset=True)}}}'
+
+
+def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] | None = None) -> HttpError:
+    """The client's answer for an error. Unexpected errors reveal nothing. retry_seconds: see ModelProvider; names: see HttpCall."""
+    if isinstance(error, BadBody):
+        return _error(error.status, "invalid_request_error", str(error))
+    refused = refusal(error, retry_seconds)
+    status, kind = STATUSES.get(refused.code, (500, "server_error"))
+    if isinstance(error, InvalidArgument):
+        return _error(status, kind, *_named(error, names or {}))
+    headers = {}
+    if refused.retry_seconds is not None:
+        headers = {"retry-after": str(math.ceil(refused.retry_seconds)), "retry-after-ms": str(math.ceil(1e3 * refused.retry_seconds))}
+    code, param = _code(refused)
+    return _error(status, kind, refused.message, param, code, headers)
+
+
+def _named(error: InvalidArgument, names: Mapping[str, str]) -> tuple[str, str]:
+    """The message, and the field as the request has it."""
+    root = error.field.partition(".")[0].partition("[")[0]
+    param = names.get(root, PLACES.get(error.field, error.field))
+    return (f"{param}: {error.limit}" if root in QUOTE else str(error).replace(error.field, param, 1)), param
+
+
+def _code(refused: Refusal) -> tuple[str | None, str | None]:
+    """OpenAI's code, and the field at fault."""
+    if refused.resource is not None and refused.resource[0] == "model":
+        return "model_not_found", "model"
+    if refused.code is StatusCode.UNAUTHENTICATED:
+        return "invalid_api_key", None
+    if refused.code is StatusCode.RESOURCE_EXHAUSTED:
+        return "rate_limit_exceeded", None
+    return None, refused.field
+
+
+def _error(
+    status: int, kind: str, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> HttpError:
+    return HttpError(status, ErrorObject(message=message, type=kind, param=param, code=code), dict(headers or {}))

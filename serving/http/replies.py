@@ -1,0 +1,120 @@
+"""OpenAI's response types, with the fields that vLLM adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openai.types import Completion as OpenAICompletion
+from openai.types import CompletionChoice as OpenAICompletionChoice
+from openai.types import CompletionUsage, Model
+from openai.types.chat import ChatCompletion as OpenAIChatCompletion
+from openai.types.chat import ChatCompletionChunk as OpenAIChunk
+from openai.types.chat import ChatCompletionMessage as OpenAIMessage
+from openai.types.chat.chat_completion import Choice as OpenAIChoice
+from openai.types.chat.chat_completion import ChoiceLogprobs
+from openai.types.chat.chat_completion_chunk import Choice as OpenAIChunkChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta as OpenAIDelta
+from openai.types.completion_usage import PromptTokensDetails
+from pydantic import BaseModel
+
+from jengine import Logprob, RequestOutput
+
+PromptLogprobs = list[dict[int, dict[str, Any]] | None]
+
+
+class CompletionChoice(OpenAICompletionChoice):
+    """`finish_reason` may also be "abort" (with a stop_reason) or "error"."""
+
+    finish_reason: str | None = None  # type: ignore[assignment]
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(OpenAICompletion):
+    choices: list[CompletionChoice]  # type: ignore[assignment]
+
+
+class Message(OpenAIMessage):
+    reasoning_content: str | None = None
+
+
+class ChatChoice(OpenAIChoice):
+    """As CompletionChoice."""
+
+    finish_reason: str | None = None  # type: ignore[assignment]
+    message: Message
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(OpenAIChatCompletion):
+    choices: list[ChatChoice]  # type: ignore[assignment]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Delta(OpenAIDelta):
+    reasoning_content: str | None = None
+
+
+class ChunkChoice(OpenAIChunkChoice):
+    """As CompletionChoice."""
+
+    finish_reason: str | None = None  # type: ignore[assignment]
+    delta: Delta
+    logprobs: ChoiceLogprobs | None = None  # type: ignore[assignment]
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class Chunk(OpenAIChunk):
+    choices: list[ChunkChoice]  # type: ignore[assignment]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ServedModel(Model):
+    max_model_len: int
+
+
+def usage(output: RequestOutput, completion_tokens: int) -> CompletionUsage:
+    prompt = len(output.prompt_token_ids)
+    return CompletionUsage(
+        prompt_tokens=prompt,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=output.num_cached_tokens or 0),
+    )
+
+
+def usage_sum(parts: list[CompletionUsage]) -> CompletionUsage:
+    """Of several prompts."""
+    prompt, completion = sum(part.prompt_tokens for part in parts), sum(part.completion_tokens for part in parts)
+    cached = sum((part.prompt_tokens_details and part.prompt_tokens_details.cached_tokens) or 0 for part in parts)
+    return CompletionUsage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+def prompt_logprobs(positions: list[dict[int, Logprob] | None] | None) -> PromptLogprobs | None:
+    """In vLLM's form."""
+    if positions is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            token: {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.decoded_token} for token, entry in position.items()
+        }
+        for position in positions
+    ]
+
+
+def text_of(reply: BaseModel) -> str:
+    """As JSON, with what was set."""
+    return reply.model_dump_json(exclude_unset=True)

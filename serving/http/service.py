@@ -1,0 +1,107 @@
+"""What the services of OpenAI's API have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from openai.types import CompletionUsage
+
+from jengine import AsyncLLM, CompletionOutput, InvalidArgument
+from jengine.serving.admission import client_of
+from jengine.serving.bounds import check_priority
+from jengine.serving.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
+from jengine.serving.errors import check_model
+from jengine.serving.http.bodies import Body, Form
+from jengine.serving.http.calls import BadBody, HttpCall, json_object
+from jengine.serving.http.parameters import names_of
+from jengine.serving.parsers.formats import AnswerFormat
+from jengine.serving.service import Service, Shared
+
+LEVEL = ("cache_salt", "priority", "timeout", "ttft_ms", "tpot_ms")
+
+
+class HttpService(Service):
+    """A service's base.
+
+    Args:
+        most_bytes: of a body.
+        parsers: the options tool_call_parser and reasoning_parser.
+    """
+
+    def __init__(self, shared: Shared, most_bytes: int, parsers: tuple[str, str] = ("auto", "auto")) -> None:
+        super().__init__(shared)
+        self._most_bytes, self._parsers = most_bytes, parsers
+        self._format: AnswerFormat | None = None
+
+    async def _json(self, call: HttpCall) -> tuple[dict[str, Any], int]:
+        """A request's body, and its bytes. Its type must be said: a web page can make a browser send anything else, without asking, to a
+        server on its user's machine."""
+        kind = (call.header(b"content-type") or "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise BadBody(415, f"content-type must be application/json, not {kind[:100] or 'missing'}")
+        raw = await call.body(self._most_bytes)
+        return await self._text_work.run(client_of(call), len(raw), lambda: json_object(raw)), len(raw)
+
+    def _read(self, form: Form, given: dict[str, Any], call: HttpCall) -> Body:
+        body = form.read(given)
+        call.names = names_of(body)
+        check_model(body.get("model", ""), self._models)
+        check_priority(body.get("priority", 0))
+        if body.get("stream_options") is not None and not body.get("stream"):
+            raise InvalidArgument("stream_options", body.get("stream_options"), "needs stream=true")
+        return body
+
+    async def _answer_format(self, llm: AsyncLLM) -> AnswerFormat:
+        """The model's: it stays the same, whichever engine runs it. The first call may import transformers, in a thread."""
+        if self._format is None:
+            self._format = await asyncio.to_thread(AnswerFormat, llm.tokenizer, *self._parsers)
+        return self._format
+
+
+def level_of(body: Body) -> dict[str, Any]:
+    """Of a request, for Asked: how it is scheduled."""
+    return {name: body.fields[name] for name in LEVEL if name in body.fields}
+
+
+def check_conversation(body: Body) -> None:
+    """Before it is looked at: what takes a template long.
+
+    Raises:
+        InvalidArgument: more than MAX_MESSAGES messages, or MAX_TOOLS_BYTES of tools or of a template's variables.
+    """
+    messages = body.get("messages")
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise InvalidArgument("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
+    for name in ("tools", "chat_template_kwargs"):
+        if (size := len(msgspec.json.encode(body.get(name)))) > MAX_TOOLS_BYTES:
+            raise InvalidArgument(name, f"{size} bytes", f"at most {MAX_TOOLS_BYTES}")
+
+
+class StreamUsage:
+    """What a stream tells of its tokens: nothing, at its end, or in every event."""
+
+    def __init__(self, body: Body) -> None:
+        options = body.get("stream_options") or {}
+        self.final = bool(options.get("include_usage"))
+        self.always = bool(options.get("continuous_usage_stats"))
+
+    def now(self, usage: CompletionUsage) -> dict[str, Any]:
+        """For an event's fields."""
+        return {"usage": usage} if self.always else {}
+
+
+def tokens_of(outputs: Sequence[CompletionOutput]) -> int:
+    return sum(len(completion.token_ids) for completion in outputs)
+
+
+def stop_reason(completion: CompletionOutput) -> dict[str, Any]:
+    """For a choice's fields: the stop token or string, or why it was aborted."""
+    return {} if completion.stop_reason is None else {"stop_reason": completion.stop_reason}
+
+
+def present(**fields: Any) -> dict[str, Any]:
+    """Those that are not empty."""
+    return {name: value for name, value in fields.items() if value}

@@ -1,0 +1,79 @@
+"""/tokenize, /detokenize and /v1/models."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from openai.pagination import SyncPage
+
+from jengine import InvalidArgument, Tokenizer
+from jengine.serving.admission import client_of
+from jengine.serving.errors import check_model
+from jengine.serving.http import replies
+from jengine.serving.http.bodies import DETOKENIZE, TOKENIZE, Body
+from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.endpoint import while_connected
+from jengine.serving.http.service import HttpService, check_conversation
+
+OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools")
+STARTED = int(time.time())
+
+
+class TextService(HttpService):
+    """What needs no engine's time."""
+
+    async def tokenize(self, call: HttpCall) -> None:
+        given, size = await self._json(call)
+        await while_connected(call, self._tokenize(call, self._read(TOKENIZE, given, call), size))
+
+    async def _tokenize(self, call: HttpCall, body: Body, size: int) -> None:
+        self._admission.stream(call)
+        if ("prompt" in body.fields) == ("messages" in body.fields):
+            raise InvalidArgument("prompt", body.get("prompt"), "exactly one of prompt and messages must be given")
+        check_conversation(body)
+        wrong = ("add_special_tokens",) if "messages" in body.fields else OPTIONS
+        for name in wrong:
+            if name in body.fields:
+                raise InvalidArgument(name, body.get(name), "is for prompt" if "messages" in body.fields else "is for messages")
+        llm = self._models.llm
+        tokenizer: Tokenizer = llm.tokenizer
+        if "messages" in body.fields:
+            options = {name: body.get(name) for name in OPTIONS if name in body.fields}
+            prompt = await self._render(llm, lambda: (body.get("messages"), options), body.get("chat_template"), size, call)
+            ids = prompt["prompt_token_ids"]
+        else:
+            text, special = body.get("prompt"), body.get("add_special_tokens", True)
+            ids = await self._text_work.run(client_of(call), size, lambda: tokenizer.encode(text, special))
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids}
+        if body.get("return_token_strs"):
+            answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
+        await call.answer(200, msgspec.json.encode(answer))
+
+    async def detokenize(self, call: HttpCall) -> None:
+        given, size = await self._json(call)
+        body = self._read(DETOKENIZE, given, call)
+        self._admission.stream(call)
+        tokens = body.get("tokens")
+        if tokens is None:
+            raise InvalidArgument("tokens", None, "must be given")
+        self._check_ids("tokens", len(tokens))
+        if any(not 0 <= token < 2**32 for token in tokens):
+            raise InvalidArgument("tokens", tokens, "ids must be in [0, 4294967296)")
+        tokenizer = self._models.llm.tokenizer
+        text = await self._text_work.run(client_of(call), size, lambda: tokenizer.decode_unlocked(tokens, False))
+        await call.answer(200, msgspec.json.encode({"prompt": text}))
+
+    async def models(self, call: HttpCall) -> None:
+        page = SyncPage[replies.ServedModel](data=[self._model()], object="list")
+        await call.answer(200, replies.text_of(page).encode())
+
+    async def model(self, call: HttpCall) -> None:
+        check_model(call.scope["path_params"]["model"], self._models)
+        await call.answer(200, replies.text_of(self._model()).encode())
+
+    def _model(self) -> replies.ServedModel:
+        return replies.ServedModel(
+            id=self._models.info.name, created=STARTED, object="model", owned_by="jengine", max_model_len=self._max_model_len
+        )

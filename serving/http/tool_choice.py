@@ -1,0 +1,93 @@
+"""Which tools a request lets the model call, and how."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jengine import InvalidArgument, SamplingParams, StructuredOutputs
+from jengine.serving.http.bodies import TOOLS, Body, checked
+from jengine.serving.http.parameters import with_structure
+from jengine.serving.parsers.events import Parser
+from jengine.serving.parsers.forced import CallArray, NamedCall
+from jengine.serving.parsers.formats import AnswerFormat
+
+
+class ToolChoice(NamedTuple):
+    """A request's.
+
+    Attributes:
+        shown: the tools that the chat template shows.
+        callable: those that the answer is searched for; with "none" there are none.
+        forced: "required", a tool's name, or nothing.
+        parallel: whether there may be several calls.
+    """
+
+    shown: list[dict[str, Any]]
+    callable: list[dict[str, Any]]
+    forced: str | None
+    parallel: bool
+
+    def constrain(self, params: SamplingParams) -> SamplingParams:
+        """The parameters under which the model writes nothing else than calls, where that is asked for.
+
+        Raises:
+            InvalidArgument: something else constrains the output as well.
+        """
+        if self.forced is None:
+            return params
+        if self.forced != "required":
+            [tool] = [tool for tool in self.shown if tool["function"]["name"] == self.forced]
+            return with_structure(params, "tool_choice", StructuredOutputs(json=_schema(tool)))
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool["function"]["name"]}, "parameters": _schema(tool)},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for tool in self.shown
+        ]
+        array = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **({} if self.parallel else {"maxItems": 1})}
+        return with_structure(params, "tool_choice", StructuredOutputs(json=array))
+
+    def forced_parser(self) -> Parser | None:
+        """For what `constrain` lets the model write."""
+        if self.forced is None:
+            return None
+        return CallArray() if self.forced == "required" else NamedCall(self.forced)
+
+
+def read_tools(body: Body, form: AnswerFormat) -> ToolChoice:
+    """
+    Raises:
+        InvalidArgument: naming the field.
+    """
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidArgument("tool_choice", choice, "needs tools")
+        return ToolChoice([], [], None, True)
+    checked(TOOLS, tools, "tools")
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise InvalidArgument("tools", names, "two tools have the same name")
+    parallel = body.get("parallel_tool_calls", True)
+    if choice == "none":
+        return ToolChoice(tools, [], None, parallel)
+    if choice in (None, "auto"):
+        if not form.tools:
+            limit = "the format of this model's tool calls is not known; use required, none or a tool's name (or --tool-call-parser)"
+            raise InvalidArgument("tool_choice", choice, limit)
+        return ToolChoice(tools, tools, None, parallel)
+    if choice == "required":
+        return ToolChoice(tools, tools, choice, parallel)
+    if choice.get("type") != "function":
+        raise InvalidArgument("tool_choice.type", choice.get("type"), "must be function")
+    name = choice["function"]["name"]
+    if name not in names:
+        raise InvalidArgument("tool_choice.function.name", name, f"is none of tools: {', '.join(names)[:200]}")
+    return ToolChoice(tools, tools, name, parallel)
+
+
+def _schema(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool["function"].get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}

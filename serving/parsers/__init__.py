@@ -1,0 +1,1 @@
+"""Models' texts made into answers: tool calls and reasoning, as they come."""

@@ -1,0 +1,36 @@
+"""Calls that a grammar has forced: the answer is JSON, whatever the model's own format."""
+
+from __future__ import annotations
+
+from jengine.serving.parsers.events import Arguments, Call, Event, joined
+from jengine.serving.parsers.json_calls import CallList
+
+
+class NamedCall:
+    """The whole text is the arguments of one tool."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._begun = name, False
+
+    def push(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        start: list[Event] = [] if self._begun else [Call(0, self._name)]
+        self._begun = True
+        return [*start, Arguments(0, text)]
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+class CallArray:
+    """The text is a JSON array of calls."""
+
+    def __init__(self) -> None:
+        self._calls = CallList()
+
+    def push(self, text: str) -> list[Event]:
+        return joined(self._calls.feed(text)[1])
+
+    def finish(self) -> list[Event]:
+        return []

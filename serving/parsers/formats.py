@@ -1,0 +1,110 @@
+"""How a model writes tool calls and reasoning: by options, by the tokenizer's response_template, or by its chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container
+from typing import Any
+
+from jengine import ModelError, Tokenizer
+from jengine.serving.parsers.events import Event, Parser, PlainText, joined
+from jengine.serving.parsers.hermes import Hermes
+from jengine.serving.parsers.llama import LlamaJson
+from jengine.serving.parsers.mistral import Mistral
+from jengine.serving.parsers.pythonic import Pythonic
+from jengine.serving.parsers.reasoning import END, START, Reasons
+from jengine.serving.parsers.response_template import ResponseTemplate, read_whole
+
+TOOL_PARSERS: dict[str, Callable[[Container[str]], Parser]] = {
+    "hermes": lambda names: Hermes(),
+    "llama3_json": LlamaJson,
+    "mistral": lambda names: Mistral(),
+    "pythonic": Pythonic,
+}
+MARKS = (  # of chat templates; the first that is found decides
+    ("[TOOL_CALLS]", "mistral"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters": dictionary', "llama3_json"),
+    ("<tool_call>", "hermes"),
+)
+OTHER_MARKS = ("<function=",)  # of formats that no parser here reads, though they have one of the marks
+
+
+class AnswerFormat:
+    """A model's.
+
+    Args:
+        tool_parser, reasoning_parser: as ServerConfig has them.
+
+    Attributes:
+        tools: whether tool calls can be found in what the model writes.
+        shows_special_tokens: whether they are special tokens, which are left out of texts otherwise.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+        sources = " ".join(template.source for template in tokenizer.chat_templates.values())
+        self._template = _response_template(tokenizer) if (tool_parser, reasoning_parser) == ("auto", "auto") else None
+        found = _tool_parser(sources) if tool_parser == "auto" else tool_parser
+        self._tool_parser = TOOL_PARSERS.get(found or "none")
+        self._reasoning = _reasoning_parser(sources) if reasoning_parser == "auto" else reasoning_parser
+        self.tools = self._template is not None or self._tool_parser is not None
+        self.shows_special_tokens = self._template is not None or found == "mistral"
+
+    def reasoning(self, prompt: str) -> bool | None:
+        """Whether the answer to this prompt begins within reasoning; None where there is none, or where it is not known."""
+        end = prompt.rstrip()
+        if self._template is not None or self._reasoning == "none" or end.endswith(END):
+            return None
+        return self._reasoning == "deepseek_r1" or end.endswith(START)
+
+    def parser(self, prompt: str, tools: list[dict[str, Any]], thinks: bool = True, forced: Parser | None = None) -> Parser:
+        """For one completion.
+
+        Args:
+            prompt: its text.
+            tools: those that may be called; empty is none.
+            thinks: whether the model may reason; not where a grammar holds from the first token on.
+            forced: for what comes after the reasoning, where a grammar forces calls.
+        """
+        if self._template is not None and thinks and forced is None:
+            return ResponseTemplate(self._template, prompt, tools)
+        names = {tool["function"]["name"] for tool in tools}
+        calls = self._tool_parser(names) if self._tool_parser is not None and names else PlainText()
+        rest = calls if forced is None else forced
+        inside = self.reasoning(prompt) if thinks else None
+        return rest if inside is None else Reasons(rest, inside)
+
+    def read(self, text: str, prompt: str, tools: list[dict[str, Any]], thinks: bool = True, forced: Parser | None = None) -> list[Event]:
+        """A whole answer; as `parser`."""
+        if self._template is not None and thinks and forced is None:
+            return read_whole(self._template, text, prompt, tools)
+        parser = self.parser(prompt, tools, thinks, forced)
+        return joined([*parser.push(text), *parser.finish()])
+
+
+def _tool_parser(source: str) -> str | None:
+    if any(mark in source for mark in OTHER_MARKS):
+        return None
+    return next((name for mark, name in MARKS if mark in source), None)
+
+
+def _reasoning_parser(source: str) -> str:
+    if END not in source:
+        return "none"
+    return "qwen3" if "enable_thinking" in source else "deepseek_r1"
+
+
+def _response_template(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    if tokenizer.folder is None or not (file := tokenizer.folder / "tokenizer_config.json").is_file():
+        return None
+    template = json.loads(file.read_text(encoding="utf-8")).get("response_template")
+    if not isinstance(template, dict):
+        return None
+    try:
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        load_response_template(template)
+    except (ImportError, ValueError) as wrong:  # a version of transformers without it, or a template that is none
+        raise ModelError(f"response_template cannot be used: {wrong}; name the parsers (--tool-call-parser)", file=file) from None
+    return template

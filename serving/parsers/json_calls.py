@@ -1,0 +1,225 @@
+"""Tool calls written as JSON objects, read character by character, so that arguments go out as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container
+
+from jengine.serving.parsers.events import Arguments, Call, Event, clean
+
+MORE, LAST, BEFORE = "more", "last", "before"  # a character is part of a value, its last, or comes after it
+PLAIN = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # of JSON, outside strings
+SCALAR = PLAIN - frozenset(" \t\r\n,:")
+NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
+OTHERS = ("id", "type")  # that a call may have
+
+
+class Value:
+    """Finds the end of a JSON value. Brackets are counted, not matched."""
+
+    def __init__(self) -> None:
+        self._depth, self._string, self._escape = 0, False, False
+
+    def feed(self, character: str) -> str:
+        """MORE, LAST or BEFORE."""
+        if self._string:
+            if self._escape:
+                self._escape = False
+            elif character == "\\":
+                self._escape = True
+            elif character == '"':
+                self._string = False
+                return MORE if self._depth else LAST
+            return MORE
+        if character == '"':
+            self._string = True
+            return MORE
+        if character in "{[":
+            self._depth += 1
+            return MORE
+        if character in "}]":
+            if not self._depth:
+                return BEFORE
+            self._depth -= 1
+            return MORE if self._depth else LAST
+        return MORE if character in (PLAIN if self._depth else SCALAR) else BEFORE
+
+
+class JsonCall:
+    """Reads `{"name": "f", "arguments": {...}}`.
+
+    Args:
+        index: of the call.
+        names: that are known; a call of another is none. None is any.
+
+    Attributes:
+        begun: its name is known, and has been emitted.
+        done: its end has been read, or it has been cut off by what no JSON object has.
+        failed: it is no call; nothing was emitted then.
+    """
+
+    def __init__(self, index: int, names: Container[str] | None = None) -> None:
+        self.begun = self.done = self.failed = False
+        self._index, self._names = index, names
+        self._state, self._key, self._value = "open", "", Value()
+        self._raw: list[str] = []  # what has been read, until the call begins
+        self._text: list[str] = []  # of a key or value
+        self._name = ""
+        self._arguments: list[str] = []  # that have not been emitted
+        self._any = self._had = False  # whether some have been emitted, and whether their key was there
+
+    @property
+    def raw(self) -> str:
+        """What a call that has not begun has read."""
+        return "".join(self._raw)
+
+    def feed(self, text: str) -> tuple[int, list[Event]]:
+        """How many characters it has read, up to its end, and what they gave."""
+        for at, character in enumerate(text):
+            if self.failed or self.done or not self._read(character):
+                return at, self._news()
+            if not self.begun:
+                self._raw.append(character)
+        return len(text), self._news()
+
+    def _read(self, character: str) -> bool:
+        """Whether the character was part of it."""
+        if self._state == "open":
+            self._state = "key"
+            return True
+        if self._state == "key":
+            return self._before_key(character)
+        if self._state == "in key":
+            self._text.append(character)
+            if self._value.feed(character) == LAST:
+                self._key_ended(_string("".join(self._text)))
+            return True
+        if self._state == "colon":
+            if character == ":":
+                self._state, self._text, self._value = "value", [], Value()
+                return True
+            return character.isspace() or self._cut_off()
+        if not self._text and character.isspace():
+            return True
+        found = self._value.feed(character)
+        if found != BEFORE:
+            self._text.append(character)
+            if self._key in ARGUMENTS and self._text[0] in "{[":
+                self._arguments.append(character)
+        if found != MORE:
+            self._value_ended()
+        return found != BEFORE or self._before_key(character)
+
+    def _key_ended(self, key: str) -> None:
+        self._key, self._state = key, "colon"
+        if key not in (*NAMES, *ARGUMENTS, *OTHERS):
+            self._over()
+        elif (key in NAMES and self._name) or (key in ARGUMENTS and self._had):
+            self._key = OTHERS[0]  # the first one counts
+        self._had = self._had or key in ARGUMENTS
+
+    def _before_key(self, character: str) -> bool:
+        if character == '"':
+            self._state, self._text, self._value = "in key", [character], Value()
+            self._value.feed(character)
+            return True
+        if character == "}":
+            self._over()
+            return True
+        return character.isspace() or character == "," or self._cut_off()
+
+    def _cut_off(self) -> bool:
+        self._over()
+        return False
+
+    def _over(self) -> None:
+        """With its name known, it has been emitted as a call, or will be."""
+        self.done, self.failed = bool(self._name), not self._name
+
+    def _value_ended(self) -> None:
+        self._state = "key"
+        text = "".join(self._text)
+        if self._key in NAMES:
+            self._name = _string(text)
+            self.failed = not self._name or (self._names is not None and self._name not in self._names)
+        elif self._key in ARGUMENTS and text[:1] not in ("{", "["):
+            self._arguments = [_string(text)] if text[:1] == '"' else [] if text == "null" else [text]  # some write JSON as text
+
+    def _news(self) -> list[Event]:
+        if self.failed or not self._name:
+            return []
+        events: list[Event] = [] if self.begun else [Call(self._index, self._name)]
+        self.begun = True
+        more, self._arguments = "".join(self._arguments), []
+        self._any = self._any or bool(more)
+        if self.done and not self._any:
+            more = "{}"
+        return [*events, Arguments(self._index, more)] if more else events
+
+
+class CallList:
+    """Reads calls one after the other, in a JSON array or with one of the characters of `between` between two.
+
+    Args:
+        first: the index of the first call.
+
+    Attributes:
+        count: calls that have begun.
+        done: the array has ended, or something has come that does not belong there: it is not read.
+        raw: of a call that was none: what was read.
+    """
+
+    def __init__(self, first: int = 0, names: Container[str] | None = None, between: str = ",", array: bool = True) -> None:
+        self.count, self.done, self.raw = 0, False, ""
+        self._first, self._names, self._between, self._array = first, names, between, array
+        self._opened = not array
+        self._call: JsonCall | None = None
+
+    def feed(self, text: str) -> tuple[int, list[Event]]:
+        """How many characters it has read, and what they gave."""
+        events: list[Event] = []
+        at = 0
+        while at < len(text) and not self.done:
+            if self._call is None:
+                at += self._before_call(text[at])
+            else:
+                at += self._read(self._call, text[at:], events)
+        return at, events
+
+    def _before_call(self, character: str) -> int:
+        """Characters read: one or none."""
+        if character == "{" and self._opened:
+            self._call = JsonCall(self._first + self.count, self._names)
+            return 0
+        if character == "[" and not self._opened:
+            self._opened = True
+        elif character == "]" and self._array and self._opened:
+            self.done = True
+        elif not (character.isspace() or (self.count and character in self._between)):
+            self.done = True
+            return 0
+        return 1
+
+    def _read(self, call: JsonCall, text: str, events: list[Event]) -> int:
+        was = call.begun
+        read, news = call.feed(text)
+        events += news
+        self.count += call.begun and not was
+        if call.failed:
+            self.raw, self.done = call.raw, True
+        if call.failed or call.done:
+            self._call = None
+        return read
+
+    def finish(self) -> str:
+        """The text has ended: what was read of a call that has not begun."""
+        return self.raw if self._call is None or self._call.begun else self._call.raw
+
+
+def _string(text: str) -> str:
+    """Of a JSON string's text; empty where it is none."""
+    try:
+        value = json.loads(text, strict=False)
+    except ValueError:
+        return ""
+    return clean(value) if isinstance(value, str) else ""

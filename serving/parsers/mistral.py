@@ -1,0 +1,96 @@
+"""Mistral's formats: `[TOOL_CALLS]` and then a JSON array of calls, or, in newer models, `name{...}` or `name[ARGS]{...}` for each."""
+
+from __future__ import annotations
+
+from jengine.serving.parsers.events import Arguments, Call, Event, Held, joined, split
+from jengine.serving.parsers.json_calls import BEFORE, LAST, CallList, Value
+
+START, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+class Mistral:
+    """What is no call after the marker is content, marker included."""
+
+    def __init__(self) -> None:
+        self._content, self._buffer, self._count = Held(), "", 0
+        self._called = False  # a marker was read, but not what follows
+        self._list: CallList | None = None
+        self._arguments: Value | None = None  # of a named call
+
+    def push(self, text: str) -> list[Event]:
+        self._buffer += text
+        events: list[Event] = []
+        while self._buffer and self._step(events):
+            pass
+        return joined(events)
+
+    def _step(self, events: list[Event]) -> bool:
+        """Whether there may be more to do."""
+        if self._list is not None:
+            return self._in_list(self._list, events)
+        if self._arguments is not None:
+            return self._in_arguments(self._arguments, events)
+        if self._called:
+            return self._after_marker(events)
+        text, self._called, self._buffer = split(self._buffer, START)
+        events += self._content.text(text)
+        return self._called
+
+    def _after_marker(self, events: list[Event]) -> bool:
+        body = self._buffer.lstrip()
+        if not body:
+            return False
+        if body[0] == "[":
+            self._list = CallList(self._count)
+            return True
+        name, found, _ = split(body, "{")
+        if not found:
+            return False
+        self._called = False
+        name = name.partition(ARGS)[0].partition(ID)[0].strip()
+        if not name or any(character.isspace() for character in name):
+            events += self._content.text(START)
+            return True
+        self._content.call()
+        events.append(Call(self._count, name))
+        self._arguments, self._buffer = Value(), body[body.index("{") :]
+        return True
+
+    def _in_list(self, calls: CallList, events: list[Event]) -> bool:
+        before = calls.count
+        read, news = calls.feed(self._buffer)
+        self._buffer = self._buffer[read:]
+        events += news
+        if calls.count > before:
+            self._content.call()
+        if calls.done:
+            self._list, self._called, self._count = None, False, self._count + calls.count
+            if not calls.count:
+                events += self._content.text(START + "[" + calls.raw)
+            elif calls.raw:
+                events += self._content.text(calls.raw)
+        return bool(self._buffer)
+
+    def _in_arguments(self, value: Value, events: list[Event]) -> bool:
+        for at, character in enumerate(self._buffer):
+            found = value.feed(character)
+            if found in (LAST, BEFORE):
+                end = at + (found == LAST)
+                events.append(Arguments(self._count, self._buffer[:end]))
+                self._buffer, self._arguments, self._count = self._buffer[end:], None, self._count + 1
+                return True
+        events.append(Arguments(self._count, self._buffer))
+        self._buffer = ""
+        return False
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        if self._list is not None:
+            raw = self._list.finish()
+            if not self._list.count:
+                events += self._content.text(START + "[" + raw)
+            elif raw:
+                events += self._content.text(raw)
+        elif self._arguments is None and (self._called or self._buffer):
+            events += self._content.text((START if self._called else "") + self._buffer)
+        return joined([*events, *self._content.finish()])

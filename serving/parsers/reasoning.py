@@ -1,0 +1,69 @@
+"""Reasoning before the answer: `<think>...</think>`, as Qwen3 and DeepSeek-R1 write it."""
+
+from __future__ import annotations
+
+from jengine.serving.parsers.events import Event, Parser, Reasoning, joined, split
+
+START, END = "<think>", "</think>"
+
+
+class Reasons:
+    """Takes what the model thinks out of the text, and leaves the rest to another parser. Line ends around it are dropped.
+
+    Args:
+        inside: the text begins within the reasoning: the prompt has its opening tag, or the model writes none.
+    """
+
+    def __init__(self, rest: Parser, inside: bool) -> None:
+        self._rest, self._inside = rest, inside
+        self._buffer, self._state = "", "before"
+
+    def push(self, text: str) -> list[Event]:
+        if self._state == "after":
+            return self._after(text)
+        self._buffer += text
+        events: list[Event] = []
+        if self._state == "before":
+            body = self._buffer.lstrip()
+            if START.startswith(body) and body != START:  # nothing, or its beginning
+                return []
+            if body.startswith(START):
+                self._state, self._buffer = "open", body[len(START) :]
+            elif self._inside:
+                self._state = "open"
+            else:
+                self._state, text, self._buffer = "content", self._buffer, ""
+                return self._rest.push(text)
+        if self._state == "content":
+            text, self._buffer = self._buffer, ""
+            return self._rest.push(text)
+        if self._state == "open":  # before the first character that is shown
+            self._buffer = self._buffer.lstrip("\r\n")
+            self._state = "in" if self._buffer else "open"
+        text, found, self._buffer = split(self._buffer, END)
+        shown = text.rstrip("\r\n")
+        if shown:
+            events.append(Reasoning(shown))
+        if found:
+            text, self._buffer, self._state = self._buffer, "", "after"
+            return joined([*events, *self._after(text)])
+        self._buffer = text[len(shown) :] + self._buffer
+        return events
+
+    def _after(self, text: str) -> list[Event]:
+        """The answer, without the line ends before it."""
+        if self._state == "after":
+            text = text.lstrip("\r\n")
+            if not text:
+                return []
+            self._state = "content"
+        return self._rest.push(text)
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        if self._state == "before" and self._buffer:
+            events = [Reasoning(self._buffer)] if self._inside else self._rest.push(self._buffer)
+        elif self._buffer:
+            events = [Reasoning(self._buffer)]
+        self._buffer = ""
+        return joined([*events, *self._rest.finish()])

@@ -1,0 +1,86 @@
+"""Answers read by the `response_template` that a tokenizer brings (transformers 5)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reasoning, clean, joined
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+
+class ResponseTemplate:
+    """A parser around transformers' own.
+
+    Args:
+        template: of tokenizer_config.json.
+        prompt: the conversation, which may hold the answer's beginning.
+        tools: as in the request; arguments get the types that they declare.
+    """
+
+    def __init__(self, template: dict[str, Any], prompt: str, tools: list[dict[str, Any]]) -> None:
+        from transformers.utils.chat_parsing import ResponseParser  # takes a second to import
+
+        self._parser = ResponseParser(template, prefix=prompt, tools=[*tools])
+        self._count, self._open = 0, ""  # of the region that is open, what was not emitted
+        self._failed = False
+
+    def push(self, text: str) -> list[Event]:
+        if self._failed:
+            return [Content(text)] if text else []
+        return self._guarded(lambda: self._parser.feed(text), text)
+
+    def finish(self) -> list[Event]:
+        return [] if self._failed else self._guarded(lambda: self._parser.finalize()[1], "")
+
+    def _guarded(self, work: Any, text: str) -> list[Event]:
+        """What the template cannot read is content."""
+        try:
+            return joined([event for region in work() for event in self._events(region)])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            self._failed = True
+            rest = self._open + text
+            return [Content(rest)] if rest else []
+
+    def _events(self, region: dict[str, Any]) -> list[Event]:
+        field, kind = region["field"], region["type"]
+        if field in ("content", *THOUGHTS):
+            if kind != "region_chunk" or not region["text"]:
+                return []
+            return [Content(region["text"]) if field == "content" else Reasoning(region["text"])]
+        if field != "tool_calls":
+            return []
+        if kind == "region_chunk":
+            self._open += region["text"]
+        if kind != "region_close":
+            return []
+        self._open = ""
+        events = call_events(region["value"], self._count)
+        self._count += len(events) // 2
+        return events
+
+
+def read_whole(template: dict[str, Any], text: str, prompt: str, tools: list[dict[str, Any]]) -> list[Event]:
+    """A whole answer."""
+    from transformers.utils.chat_parsing import parse_response
+
+    try:
+        message = parse_response(text, template, prefix=prompt, tools=[*tools])
+        thought = next((message[name] for name in THOUGHTS if message.get(name)), "")
+        content = message.get("content") or ""
+        events: list[Event] = [*([Reasoning(thought)] if thought else []), *([Content(content)] if content else [])]
+        return [*events, *call_events(message.get("tool_calls") or [], 0)]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return [Content(text)] if text else []
+
+
+def call_events(value: Any, first: int) -> list[Event]:
+    """Two for each call. Raises KeyError or TypeError for what is no call."""
+    events: list[Event] = []
+    for index, call in enumerate(value if isinstance(value, list) else [value], first):
+        function = call.get("function", call)
+        arguments = function.get("arguments") or {}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        events += [Call(index, clean(function["name"])), Arguments(index, clean(text))]
+    return events

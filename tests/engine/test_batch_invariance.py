@@ -1,0 +1,64 @@
+"""With batch_invariant=True, a request's tokens and log probabilities are equal to the last bit whatever runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jengine import InvalidArgument
+from jengine.engine import Engine
+from tests.engine.invariance import OPTIONS, Observed, check_invariance, differences, preempted, random_work
+
+FULL = [
+    ("llama_gqa", {"dtype": "float32"}),
+    ("llama_gqa", {"dtype": "bfloat16"}),
+    ("llama_gqa", {"dtype": "bfloat16", "quantization": "w8a8", "kv_cache_dtype": "int8"}),
+    ("llama_gqa", {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8"}),
+    ("gemma2", {"dtype": "float32"}),
+    ("gemma3", {"dtype": "bfloat16"}),
+    ("qwen3_moe", {"dtype": "float32"}),
+    ("mixtral", {"dtype": "bfloat16"}),
+    ("gpt2", {"dtype": "float32"}),
+    ("llama_gqa", {"dtype": "float32", "tile_size": 64}),
+    ("llama_gqa", {"dtype": "bfloat16", "tile_size": 24}),
+]
+
+
+def test_whatever_runs_beside_it(make_engine: Callable[..., Engine]) -> None:
+    """tests/parallel does it in float32, on two devices."""
+    check_invariance(make_engine(dtype="bfloat16", **OPTIONS), 30)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("variant", "options"), FULL)
+def test_two_hundred_requests(variant: str, options: dict[str, Any], make_engine: Callable[..., Engine]) -> None:
+    check_invariance(make_engine(variant, **{**OPTIONS, **options}), 200, seed=1)
+
+
+def test_where_a_resumed_sequence_is_prefilled_bits_differ(make_engine: Callable[..., Engine]) -> None:
+    """The same programs, one rule less: tiles compute what rows had generated. So the tests above can fail."""
+    engine = make_engine(dtype="bfloat16", **OPTIONS)
+    engine.scheduler.composition.prefilled = lambda sequence: len(sequence.tokens)  # type: ignore[method-assign]
+    observed, work = Observed(engine), random_work(30, vocab=96, seed=0)
+    alone = [answer for one in work for answer in observed.answers([one])]
+    assert differences(preempted(observed, work), alone) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_it_bits_differ(dtype: str, make_engine: Callable[..., Engine]) -> None:
+    """Of some dtype at least: on many a processor products do not depend on the number of rows, whatever is asked for."""
+    observed, work = Observed(make_engine(dtype=dtype, **{**OPTIONS, "batch_invariant": False})), random_work(30, vocab=96, seed=0)
+    alone = [answer for one in work for answer in observed.answers([one])]
+    together = [observed.answers(work, at_once=32), preempted(observed, work), observed.answers(work, at_once=7, warm=True)]
+    assert dtype == "float32" or sum(differences(answers, alone) for answers in together) > 0
+
+
+def test_what_cannot_keep_it_is_refused(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match=r"batch_invariant.*dtype=float16"):
+        make_engine(dtype="float16", **OPTIONS)
+    monkeypatch.setattr("jengine.execution.batch_invariance.cpu_refused", lambda: "llvmlite is not installed")
+    with pytest.raises(InvalidArgument, match=r"batch_invariant.*llvmlite is not installed"):
+        make_engine(**OPTIONS)

@@ -1,0 +1,151 @@
+"""HTTP requests at random: each gets an answer or a reason, none an internal error, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from jengine.serving.http.bodies import CHAT, COMPLETION, DETOKENIZE, IGNORED, NEUTRAL, TOKENIZE
+from tests.serving.conftest import MockServer, serve_mock
+from tests.serving.test_fuzz import REALS, TEXTS, WHOLE
+from tests.serving.test_http_tools import CALL, ECHO, WEATHER
+from tests.text.conftest import byte_level, write
+
+FORMS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/tokenize": TOKENIZE, "/detokenize": DETOKENIZE}
+STATUSES = {200, 400, 404, 405, 409, 413, 415, 429}
+NAMES = (
+    "role",
+    "content",
+    "type",
+    "function",
+    "name",
+    "parameters",
+    "arguments",
+    "tool_calls",
+    "text",
+    "json_schema",
+    "schema",
+    "regex",
+    "json",
+)
+WORDS = [*TEXTS, CALL, "assistant", "function", "json_schema", "json_object", "required", "auto", "none", "low", "\ud800"]
+LIKELY: dict[str, list[Any]] = {
+    "prompt": ["The quick brown fox", [70, 71], ["a", "b"], [[70], [71, 72]], ""],
+    "messages": [
+        [{"role": "user", "content": CALL}],
+        [{"role": "assistant", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "y"}]}],
+    ],
+    "tools": [[WEATHER], []],
+    "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "weather"}}],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}],
+    "structured_outputs": [{"regex": "a+"}, {"choice": ["a", "b"]}, {"json": {}}, {"grammar": "start: /a/"}],
+    "stream": [True, False],
+    "stream_options": [{"include_usage": True}, {"continuous_usage_stats": True}],
+    "logprobs": [True, 3, 0],
+    "top_logprobs": [0, 5],
+    "max_tokens": [0, 1, 20],
+    "n": [1, 2, 5],
+    "temperature": [0, 1.0],
+    "tokens": [[1, 2], [70]],
+    "model": ["mock", "", "gpt"],
+    "request_id": ["a", ""],
+    "timeout": [0, 0.01, 10],
+}
+
+
+def value(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.randrange(7 if depth < 3 else 5)
+    if kind == 5:
+        return [value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    if kind == 6:
+        return {rng.choice([*NAMES, rng.choice(TEXTS)]): value(rng, depth + 1) for _ in range(rng.randrange(4))}
+    return [rng.choice(WORDS), rng.choice(REALS), rng.choice(WHOLE), None, rng.random() < 0.5][kind]
+
+
+def body_of(path: str, rng: random.Random) -> bytes:
+    form = FORMS[path]
+    names = [*sorted(form._known | form._sampling), *IGNORED, *NEUTRAL, "nothing", "guided_decoding", *rng.sample(TEXTS, 2)]
+    likely = [name for name in LIKELY if name in names]
+    body = {name: rng.choice(LIKELY[name]) for name in rng.sample(likely, rng.randrange(min(len(likely), 4)))}
+    for name in rng.sample(names, rng.choice([0, 0, 1, 2, 8])):
+        body[name] = value(rng)
+    if rng.random() < 0.85:
+        for name in ("prompt", "messages", "tokens"):
+            if name in form._known and (name != "messages" or "prompt" not in form._known):
+                body.setdefault(name, LIKELY[name][0])
+        body.setdefault("max_tokens", 5) if form in (CHAT, COMPLETION) else None
+    raw = json.dumps(body).encode()
+    if rng.random() < 0.1:
+        spoiled = bytearray(raw)
+        spoiled[rng.randrange(len(spoiled))] ^= 1 << rng.randrange(8)
+        raw = bytes(spoiled)
+    return raw
+
+
+async def ask(client: httpx.AsyncClient, rng: random.Random, seen: Counter[tuple[str, int]]) -> None:
+    path = rng.choice(sorted(FORMS))
+    method = "POST" if rng.random() < 0.97 else rng.choice(["GET", "PUT", "OPTIONS", "HEAD", "X"])
+    shown = path if rng.random() < 0.97 else path + rng.choice(["/", "?a=%ff", "//", "/%00", "/../v1/models"])
+    raw = body_of(path, rng)
+    async with client.stream(
+        method, shown, content=raw, headers={"content-type": "application/json" if rng.random() < 0.97 else "x"}
+    ) as answer:
+        leaves = rng.random() < 0.03
+        text = "" if leaves else (await answer.aread()).decode()
+    assert answer.status_code in STATUSES, (answer.status_code, text, method, shown, raw[:500])
+    if not leaves and method == "POST" and answer.status_code >= 400:
+        assert json.loads(text)["error"]["message"], text
+    if not leaves and answer.headers["content-type"].startswith("text/event-stream"):
+        assert text.endswith("data: [DONE]\n\n"), text[-300:]
+        assert "internal server error" not in text, (text, raw)
+        seen["stream", answer.status_code] += 1
+    seen[path, answer.status_code] += 1
+
+
+def fuzz(server: MockServer, seed: int, requests: int) -> Counter[tuple[str, int]]:
+    """What came of this many requests."""
+    seen: Counter[tuple[str, int]] = Counter()
+    rng = random.Random(seed)
+
+    async def worker(client: httpx.AsyncClient, own: random.Random) -> None:
+        for _ in range(requests // 10):
+            await ask(client, own, seen)
+
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=server.http.removesuffix("/v1"), timeout=120) as client:
+            await asyncio.gather(*[worker(client, random.Random(rng.random())) for _ in range(10)])
+            server.wait_until_idle()
+            answer = await client.post("/v1/completions", json={"prompt": "still here"})
+            assert answer.json()["usage"]["completion_tokens"] == 16
+
+    asyncio.run(main())
+    for path in FORMS:
+        assert seen[path, 200] and seen[path, 400], seen
+    assert seen["stream", 200], seen
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = write(byte_level(), tmp_path_factory.mktemp("fuzz"))
+    (folder / "chat_template.jinja").write_text(ECHO)
+    return folder
+
+
+@pytest.mark.parametrize("seed, requests", [(0, 300), *(pytest.param(seed, 2000, marks=pytest.mark.full) for seed in range(1, 6))])
+def test_requests_at_random(folder: Path, seed: int, requests: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The long ones are 10,000 together."""
+    with serve_mock(folder, server={"http_port": 0}) as server:
+        fuzz(server, seed, requests)
+    wrong = [
+        record for record in caplog.records if record.levelno >= logging.ERROR and record.name.startswith(("jengine", "uvicorn", "asyncio"))
+    ]
+    assert not wrong, wrong

@@ -1,0 +1,143 @@
+"""Tool calls and reasoning through OpenAI's client. The mock engine answers with its prompt, so messages tell what the model says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.serving.conftest import MockServer, serve_mock
+from tests.text.conftest import byte_level, write
+
+# The model's own words alone; the comment tells the format.
+ECHO = "{# <tool_call> </think> #}{% if enable_thinking or tools %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+END = "<END>"
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MockServer]:
+    folder: Path = write(byte_level(), tmp_path_factory.mktemp("echo"))
+    (folder / "chat_template.jinja").write_text(ECHO)
+    with serve_mock(folder, server={"http_port": 0}) as server:
+        yield server
+        server.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def client(server: MockServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=server.http, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def asked(says: str, **options: Any) -> dict[str, Any]:
+    """A request whose answer is this."""
+    messages = [{"role": "user", "content": says + END}]
+    return {"model": "mock", "messages": messages, "stop": [END], "max_tokens": 500, "tools": [WEATHER], **options}
+
+
+def whole(client: OpenAI, says: str, **options: Any) -> tuple[Any, str]:
+    [choice] = client.chat.completions.create(**asked(says, **options)).choices
+    return choice.message, choice.finish_reason
+
+
+def streamed(client: OpenAI, says: str, **options: Any) -> tuple[str, str, list[dict[str, Any]], str | None]:
+    """Content, reasoning, calls, and why it ended."""
+    content = reasoning = ""
+    calls: list[dict[str, Any]] = []
+    reason = None
+    for event in client.chat.completions.create(**asked(says, **options), stream=True):
+        [choice] = event.choices
+        reason = choice.finish_reason or reason
+        content += choice.delta.content or ""
+        reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+        for call in choice.delta.tool_calls or []:
+            if call.id:
+                assert call.index == len(calls) and call.type == "function"
+                calls.append({"id": call.id, "name": call.function.name, "arguments": ""})
+            calls[call.index]["arguments"] += call.function.arguments or ""
+    return content, reasoning, calls, reason
+
+
+def test_a_call(client: OpenAI) -> None:
+    message, reason = whole(client, "Let me see.\n" + CALL)
+    [call] = message.tool_calls
+    assert (message.content, reason, call.type, call.function.name) == ("Let me see.", "tool_calls", "function", "weather")
+    assert json.loads(call.function.arguments) == {"city": "Köln"} and call.id.startswith("call_")
+    content, _, [streamed_call], reason = streamed(client, "Let me see.\n" + CALL)
+    assert (content, reason, streamed_call["name"]) == ("Let me see.", "tool_calls", "weather")
+    assert streamed_call["arguments"] == call.function.arguments and streamed_call["id"] != call.id
+
+
+def test_several_calls(client: OpenAI) -> None:
+    message, _ = whole(client, CALL + CALL)
+    assert message.content is None and [call.function.name for call in message.tool_calls] == ["weather"] * 2
+    assert len({call.id for call in message.tool_calls}) == 2 and len(streamed(client, CALL + CALL)[2]) == 2
+    assert len(whole(client, CALL + CALL, parallel_tool_calls=False)[0].tool_calls) == 1
+    assert len(streamed(client, CALL + CALL, parallel_tool_calls=False)[2]) == 1
+
+
+def test_no_call(client: OpenAI) -> None:
+    for options in ({"tool_choice": "none"}, {"tools": None}):
+        message, reason = whole(client, CALL, **options)
+        assert (message.content, message.tool_calls, reason) == (CALL, None, "stop")
+        assert streamed(client, CALL, **options) == (CALL, "", [], "stop")
+    assert whole(client, "Nice weather.") == (whole(client, "Nice weather.", tools=None)[0], "stop")
+
+
+def test_reasoning(client: OpenAI) -> None:
+    says = "<think>\nHm, the weather.\n</think>\n\nIt rains.\n" + CALL
+    message, reason = whole(client, says)
+    assert (message.reasoning_content, message.content, reason) == ("Hm, the weather.", "It rains.", "tool_calls")
+    content, reasoning, [call], _ = streamed(client, says)
+    assert (content, reasoning, call["name"]) == ("It rains.", "Hm, the weather.", "weather")
+    hidden, _ = whole(client, says, extra_body={"include_reasoning": False})
+    assert not hasattr(hidden, "reasoning_content") and hidden.content == "It rains."
+    assert streamed(client, says, extra_body={"include_reasoning": False})[1] == ""
+
+
+def test_a_cut_off_call(client: OpenAI) -> None:
+    """Ended by max_tokens: what there is of it, and why there is no more."""
+    message, reason = whole(client, CALL, max_tokens=40)
+    [call] = message.tool_calls
+    assert reason == "length" and '{"city": "Köln"}'.startswith(call.function.arguments)
+
+
+def test_a_conversation_with_calls_and_results(client: OpenAI, server: MockServer) -> None:
+    message, _ = whole(client, CALL)
+    history = [message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}]
+    history[0]["content"] = ""
+    answer = client.chat.completions.create(model="mock", messages=[*history, *asked("It rains.")["messages"]], stop=[END], max_tokens=100)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == "rainIt rains."
+
+
+@pytest.mark.parametrize(
+    "options, param",
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "news"}}}, "tool_choice.function.name"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}], "tool_choice": "required"}, None),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].function"),
+    ],
+)
+def test_what_is_wrong(server: MockServer, options: dict[str, Any], param: str | None) -> None:
+    answer = httpx.post(f"{server.http}/chat/completions", json=asked("x", **options), timeout=60)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == (param or "tools"), error
+
+
+def test_a_template_without_tools(tokenizer_folder: Path) -> None:
+    options = {"http_port": 0, "tool_call_parser": "hermes"}
+    with serve_mock(tokenizer_folder, server=options) as server:
+        answer = httpx.post(f"{server.http}/chat/completions", json=asked("x"), timeout=60)
+        assert answer.status_code == 400 and "the model's chat template shows no tools" in answer.json()["error"]["message"]

@@ -1,0 +1,98 @@
+"""Under load tokens gather in fewer messages, and nothing is late at a stream's beginning or end."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from jengine import AsyncLLM, CompletionOutput, EngineThread, RequestOutput, SamplingParams, Tokenizer
+from jengine.serving.answers import Answer
+from jengine.serving.metrics import Metrics
+from jengine.serving.mock_engine import MockEngine
+from jengine.serving.pace import CORES_SHARE, LONGEST, LOOP_SHARE, MESSAGE_SECONDS, Pace
+from jengine.serving.tracking import TrackedRequest
+
+
+def test_streams_share_the_event_loops_time() -> None:
+    pace = Pace(cores=4)
+    assert pace.seconds == 0
+    with ExitStack() as stack:
+        stack.enter_context(pace.stream())
+        alone = pace.seconds
+        assert 0 < alone < 0.001
+        assert alone == pytest.approx(MESSAGE_SECONDS / (4 * CORES_SHARE))
+        for _ in range(9):
+            stack.enter_context(pace.stream())
+        assert pace.seconds == pytest.approx(10 * alone)
+        for _ in range(10_000):
+            stack.enter_context(pace.stream())
+        assert pace.seconds == LONGEST
+    assert pace.seconds == 0
+    with (large := Pace(cores=100)).stream():
+        assert large.seconds == pytest.approx(MESSAGE_SECONDS / LOOP_SHARE), "one event loop, however many cores"
+
+
+def test_outputs_gather_in_a_pause(tokenizer_folder: Path) -> None:
+    """Until it is over; the last output does not wait."""
+
+    async def run() -> None:
+        engine = MockEngine(seconds=0.002, vocab_size=501, max_model_len=2**20, pages=2**18)
+        llm = AsyncLLM.over(EngineThread(engine), Tokenizer.load(tokenizer_folder))
+        clock = asyncio.get_running_loop().time
+        async with llm, llm.submit([70, 71], SamplingParams(max_tokens=10**6), output_kind="delta") as handle:
+            tokens = len((await anext(handle)).outputs[0].token_ids)
+            handle.pause(0.1)
+            due = clock() + 0.1
+            second = await anext(handle)
+            assert clock() >= due - 0.001 and not second.finished
+            tokens += len(second.outputs[0].token_ids)
+            assert tokens == len(handle.output.outputs[0].token_ids), "all that there is"
+            handle.pause(1000.0)
+            asyncio.get_running_loop().call_later(0.05, handle.abort)
+            last = await asyncio.wait_for(anext(handle), 60)
+            assert last.finished and tokens + len(last.outputs[0].token_ids) == len(handle.output.outputs[0].token_ids)
+
+    asyncio.run(run())
+
+
+class Handle:
+    """A request's, whose outputs are there at once."""
+
+    def __init__(self) -> None:
+        self.output = RequestOutput(request_id="", prompt=None, prompt_token_ids=[1], outputs=[CompletionOutput(token_ids=[1])])
+        self.pauses: list[float] = []
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+    async def __anext__(self) -> RequestOutput:
+        return self.output
+
+    def close(self) -> None:
+        pass
+
+
+def test_each_output_of_a_stream_is_followed_by_a_pause() -> None:
+    """As long as there are streams; a request with one output neither counts nor waits."""
+
+    async def run() -> None:
+        pace, first, second, whole = Pace(cores=2), Handle(), Handle(), Handle()
+
+        def answer(handle: Handle, pace: Pace | None) -> Answer:
+            return Answer(handle, TrackedRequest("m", "", Metrics()), pace)  # type: ignore[arg-type]
+
+        with answer(whole, None) as final, answer(first, pace) as stream:
+            await final.next()
+            await stream.next()
+            with answer(second, pace) as other:
+                await stream.next()
+                await other.next()
+            await stream.next()
+        alone = first.pauses[0]
+        assert alone > 0 and first.pauses == pytest.approx([alone, 2 * alone, alone]) and second.pauses == pytest.approx([2 * alone])
+        assert not whole.pauses and pace.seconds == 0
+
+    asyncio.run(run())

@@ -1,0 +1,297 @@
+"""Tool calls and reasoning in models' texts, whole and cut anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jengine import ModelError, StructuredOutputs, Tokenizer
+from jengine.serving.parsers.events import Arguments, Call, Content, Event, Parser, PlainText, Reasoning, joined
+from jengine.serving.parsers.forced import CallArray, NamedCall
+from jengine.serving.parsers.formats import AnswerFormat
+from jengine.serving.parsers.hermes import Hermes
+from jengine.serving.parsers.llama import LlamaJson
+from jengine.serving.parsers.mistral import Mistral
+from jengine.serving.parsers.pythonic import Pythonic
+from jengine.serving.parsers.reasoning import Reasons
+from jengine.serving.parsers.response_template import ResponseTemplate, read_whole
+from jengine.serving.parsers.thoughts import after_reasoning
+from jengine.text.grammars import compile_structure
+from tests.text.conftest import byte_level, write
+
+NAMES = {"f", "g"}
+PARSERS: dict[str, Callable[[], Parser]] = {
+    "hermes": Hermes,
+    "llama3_json": lambda: LlamaJson(NAMES),
+    "mistral": Mistral,
+    "pythonic": lambda: Pythonic(NAMES),
+    "qwen3": lambda: Reasons(Hermes(), inside=False),
+    "deepseek_r1": lambda: Reasons(PlainText(), inside=True),
+    "named": lambda: NamedCall("f"),
+    "required": CallArray,
+}
+ARGUMENTS = '{"a": [1, {"b": "}]\\" </tool_call>"}], "c": null}'
+CASES: list[tuple[str, str, list[Event]]] = [
+    ("hermes", "plain < text \n\n", [Content("plain < text \n\n")]),
+    (
+        "hermes",
+        f'Well\n<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
+        '<tool_call>{"arguments": null, "name":"g"}</tool_call>\n',
+        [Content("Well"), Call(0, "f"), Arguments(0, ARGUMENTS), Call(1, "g"), Arguments(1, "{}")],
+    ),
+    ("hermes", '<tool_call>{"name":"f","arguments":{"a":1}</tool_call> x', [Call(0, "f"), Arguments(0, '{"a":1}'), Content("x")]),
+    ("hermes", '<tool_call>{"name":"f","arguments":"{\\"a\\":1}"}', [Call(0, "f"), Arguments(0, '{"a":1}')]),
+    ("hermes", '<tool_call>{"name":"f","arguments":{"a', [Call(0, "f"), Arguments(0, '{"a')]),
+    ("hermes", 'a <tool_call>nope {"name": "f"}</tool_call> b', [Content('a <tool_call>nope {"name": "f"}</tool_call> b')]),
+    ("hermes", '<tool_call> {"answer": 4}</tool_call>', [Content('<tool_call> {"answer": 4}</tool_call>')]),
+    ("hermes", "x <tool_call>  ", [Content("x <tool_call>  ")]),
+    (
+        "llama3_json",
+        '{"name": "f", "parameters": {"x": [1,2]}}; {"type": "function", "name":"g","parameters":{}}',
+        [Call(0, "f"), Arguments(0, '{"x": [1,2]}'), Call(1, "g"), Arguments(1, "{}")],
+    ),
+    ("llama3_json", '<|python_tag|>{"name":"f","parameters":{"x":1}}', [Call(0, "f"), Arguments(0, '{"x":1}')]),
+    ("llama3_json", '{"name":"f"} and text', [Call(0, "f"), Arguments(0, "{}"), Content("and text")]),
+    ("llama3_json", ' {"answer": 4}', [Content(' {"answer": 4}')]),
+    ("llama3_json", '{"name": "other", "parameters": {}}', [Content('{"name": "other", "parameters": {}}')]),
+    ("llama3_json", " hello ", [Content(" hello ")]),
+    ("llama3_json", '{"name": "f', [Content('{"name": "f')]),
+    (
+        "mistral",
+        'Well [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        [Content("Well"), Call(0, "f"), Arguments(0, '{"a": 1}'), Call(1, "g"), Arguments(1, "{}")],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f{"a": "}"}[TOOL_CALLS]g[CALL_ID]123[ARGS]{} tail',
+        [Call(0, "f"), Arguments(0, '{"a": "}"}'), Call(1, "g"), Arguments(1, "{}"), Content("tail")],
+    ),
+    ("mistral", "a [TOOL_CALLS] x y z{", [Content("a [TOOL_CALLS] x y z{")]),
+    ("mistral", "[TOOL_CALLS][1,2]", [Content("[TOOL_CALLS][1,2]")]),
+    ("mistral", "[TOOL", [Content("[TOOL")]),
+    (
+        "pythonic",
+        '[f(a=1, b="x)]", c={"k": [true, None]}), g()]',
+        [Call(0, "f"), Arguments(0, '{"a": 1, "b": "x)]", "c": {"k": [true, null]}}'), Call(1, "g"), Arguments(1, "{}")],
+    ),
+    ("pythonic", "[1, 2, 3]", [Content("[1, 2, 3]")]),
+    ("pythonic", "[link](http://x)", [Content("[link](http://x)")]),
+    ("pythonic", "[f(1)]", [Content("[f(1)]")]),
+    ("pythonic", "[h(a=1)]", [Content("[h(a=1)]")]),
+    ("pythonic", "[f(a=", [Content("[f(a=")]),
+    ("pythonic", "[f(a=" + "(" * 5000 + ")" * 5000 + ")]", [Content("[f(a=" + "(" * 5000 + ")" * 5000 + ")]")]),
+    (
+        "qwen3",
+        '<think>\nI <tool\n\n</think>\n\nhello <tool_call>{"name":"f"}</tool_call>',
+        [Reasoning("I <tool"), Content("hello"), Call(0, "f"), Arguments(0, "{}")],
+    ),
+    ("qwen3", "no thoughts </think>", [Content("no thoughts </think>")]),
+    ("qwen3", "<thi", [Content("<thi")]),
+    ("qwen3", "<think></think>x", [Content("x")]),
+    ("deepseek_r1", "I think\n</think>\n\nok", [Reasoning("I think"), Content("ok")]),
+    ("deepseek_r1", "<think>abc</think>\nok", [Reasoning("abc"), Content("ok")]),
+    ("deepseek_r1", "never ends\n", [Reasoning("never ends\n")]),
+    ("hermes", '<tool_call>{"name": "f\\ud800"}</tool_call>', [Call(0, "f?"), Arguments(0, "{}")]),
+    ("pythonic", '[f(a="\\ud800")]', [Call(0, "f"), Arguments(0, '{"a": "?"}')]),
+    ("named", '{"a": 1}', [Call(0, "f"), Arguments(0, '{"a": 1}')]),
+    (
+        "required",
+        '[{"name": "f", "parameters": {"a": 1}}, {"name":"g","parameters":{}}]',
+        [Call(0, "f"), Arguments(0, '{"a": 1}'), Call(1, "g"), Arguments(1, "{}")],
+    ),
+]
+
+
+def parsed(parser: Parser, *pieces: str) -> list[Event]:
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return joined([*events, *parser.finish()])
+
+
+@pytest.mark.parametrize("name, text, events", CASES)
+def test_whole(name: str, text: str, events: list[Event]) -> None:
+    assert parsed(PARSERS[name](), text) == events
+    assert parsed(PARSERS[name](), *text) == events, "character by character"
+
+
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "[f(a=1", ")]"]
+JSON = ['{"name": "f", ', '"arguments": ', '"parameters": {}', "{", "}", "[", "]", '"', ",", ";", "\\", "null"]
+FRAGMENTS = st.sampled_from([*MARKS, *JSON, " ", "\n", "f", "g", "<", "x=", "'"])
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    at = sorted({min(place, len(text)) for place in places})
+    return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+@given(st.sampled_from(sorted(PARSERS)), st.lists(FRAGMENTS, max_size=12).map("".join), st.lists(st.integers(0, 60), max_size=12))
+def test_cuts_change_nothing(name: str, text: str, places: list[int]) -> None:
+    assert parsed(PARSERS[name](), *cut(text, places)) == parsed(PARSERS[name](), text)
+
+
+@given(st.sampled_from(CASES), st.lists(st.integers(0, 150), max_size=12))
+def test_cuts_of_what_models_write_change_nothing(case: tuple[str, str, list[Event]], places: list[int]) -> None:
+    name, text, events = case
+    assert parsed(PARSERS[name](), *cut(text, places)) == events
+
+
+@given(st.sampled_from(["hermes", "llama3_json", "mistral", "pythonic"]), st.lists(FRAGMENTS, max_size=8).map("".join))
+def test_no_text_is_lost_where_there_is_no_call(name: str, text: str) -> None:
+    events = parsed(PARSERS[name](), text)
+    if not any(isinstance(event, Call) for event in events):
+        assert events == ([Content(text)] if text else [])
+
+
+def test_arguments_come_before_their_end() -> None:
+    parser = Hermes()
+    parser.push('<tool_call>{"name": "f", "arguments": ')
+    assert parser.push('{"city": "Bo') == [Arguments(0, '{"city": "Bo')]
+
+
+def test_long_arguments_take_linear_time() -> None:
+    """A string that is built anew with each character would take minutes."""
+    text = json.dumps({"a": "x" * 2_000_000})
+    assert parsed(Hermes(), f'<tool_call>{{"name": "f", "arguments": {text}}}</tool_call>') == [Call(0, "f"), Arguments(0, text)]
+
+
+# --- which parser ---------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}}]
+
+
+def format_of(folder: Path, template: str, **options: str) -> AnswerFormat:
+    (folder / "chat_template.jinja").write_text(template)
+    return AnswerFormat(Tokenizer.load(folder), **options)
+
+
+@pytest.mark.parametrize(
+    "mark, text",
+    [
+        ("<tool_call>", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+        ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "f", "arguments": {}}]'),
+        ('Respond in the format {"name": function name, "parameters": dictionary of', '{"name": "f", "parameters": {}}'),
+        ("[func_name1(params_name1=", "[f()]"),
+    ],
+)
+def test_the_chat_template_tells_the_format(tmp_path: Path, mark: str, text: str) -> None:
+    form = format_of(write(byte_level(), tmp_path), f"{{# {mark} #}}{{{{ tools }}}}")
+    assert form.tools and form.read(text, "", TOOLS) == [Call(0, "f"), Arguments(0, "{}")]
+    assert form.read(text, "", []) == [Content(text)], "without tools there are no calls"
+    assert form.shows_special_tokens == (mark == "[TOOL_CALLS]")
+
+
+def test_what_the_chat_template_does_not_tell(tmp_path: Path) -> None:
+    folder = write(byte_level(), tmp_path)
+    assert not format_of(folder, "{{ tools }}").tools
+    assert not format_of(folder, "{# <tool_call><function= #}{{ tools }}").tools, "Qwen3-Coder's is another format"
+    assert format_of(folder, "{{ tools }}", tool_parser="hermes").tools
+    assert not format_of(folder, "{# <tool_call> #}{{ tools }}", tool_parser="none").tools
+
+
+def test_reasoning_depends_on_the_prompt(tmp_path: Path) -> None:
+    folder = write(byte_level(), tmp_path)
+    qwen, r1 = format_of(folder, "{# </think> #}{{ enable_thinking }}"), format_of(folder, "{# </think> #}")
+    text = "so\n</think>\n\nyes"
+    assert qwen.read(text, "<|assistant|>\n", []) == [Content(text)]
+    assert qwen.read("<think>" + text, "<|assistant|>\n", []) == [Reasoning("so"), Content("yes")]
+    assert qwen.read(text, "<think>\n", []) == r1.read(text, "", []) == [Reasoning("so"), Content("yes")]
+    assert r1.read("yes", "<think>\n\n</think>\n\n", []) == [Content("yes")], "the prompt has ended it"
+    assert r1.read("{}", "", [], thinks=False) == [Content("{}")], "a grammar leaves no room for it"
+    assert format_of(folder, "{# </think> #}", reasoning_parser="none").read(text, "", []) == [Content(text)]
+
+
+def matches(what: StructuredOutputs, tokenizer: Tokenizer, text: str) -> bool:
+    matcher = compile_structure(what, tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "what, good, bad",
+    [
+        ({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}, '{"a": 1}', "{}"),
+        ({"json": '{"type": "integer"}'}, "12", '"a"'),
+        ({"regex": "a/b\\/c+"}, "a/b/cc", "a"),
+        ({"choice": ["yes", 'n"o']}, 'n"o', "maybe"),
+    ],
+)
+def test_grammars_begin_after_the_reasoning(tokenizer_folder: Path, what: dict[str, Any], good: str, bad: str) -> None:
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    inside, free = (after_reasoning(StructuredOutputs(**what), begins) for begins in (True, False))
+    assert inside is not None and free is not None
+    for text, in_it, out_of_it in (("hm { <x\n</think>\n\n", True, False), ("<think>hm</think>", True, True), ("", False, True)):
+        assert matches(inside, tokenizer, text + good) is in_it and matches(free, tokenizer, text + good) is out_of_it
+        assert not matches(inside, tokenizer, text + bad) and not matches(free, tokenizer, text + bad)
+
+
+def test_a_lark_grammar_holds_from_the_first_token() -> None:
+    assert after_reasoning(StructuredOutputs(grammar="start: /a/"), True) is None
+
+
+def test_forced_calls_after_reasoning(tmp_path: Path) -> None:
+    form = format_of(write(byte_level(), tmp_path), "{# </think> #}")
+    assert form.read('hm</think>\n{"a": 1}', "", TOOLS, True, NamedCall("f")) == [Reasoning("hm"), Call(0, "f"), Arguments(0, '{"a": 1}')]
+
+
+# --- a tokenizer's response_template --------------------------------------------------------------
+
+TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "thinking": {"open": "<t>", "close": "</t>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"<call (?P<name>\w+)>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"content": "text"},
+    },
+}
+ANSWER = "<t>hm</t>Well<call f><n>3</n></call><call g><n>3</n></call>"
+FOUND = [Reasoning("hm"), Content("Well"), Call(0, "f"), Arguments(0, '{"n": 3}'), Call(1, "g"), Arguments(1, '{"n": "3"}')]
+
+
+def test_a_response_template_reads_whole_answers_with_types() -> None:
+    assert read_whole(TEMPLATE, ANSWER, "<|assistant|>", TOOLS) == FOUND
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_response_template_reads_streams(size: int) -> None:
+    pieces = [ANSWER[at : at + size] for at in range(0, len(ANSWER), size)]
+    assert parsed(ResponseTemplate(TEMPLATE, "<|assistant|>", TOOLS), *pieces) == FOUND
+
+
+def test_a_response_template_comes_with_the_tokenizer(tmp_path: Path) -> None:
+    folder = write(byte_level(), tmp_path)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "response_template": TEMPLATE}))
+    form = format_of(folder, "{{ tools }}")
+    assert form.tools and form.shows_special_tokens and form.read(ANSWER, "<|assistant|>", TOOLS) == FOUND
+    assert isinstance(form.parser("<|assistant|>", TOOLS), ResponseTemplate)
+    assert form.read("{}", "<|assistant|>", TOOLS, thinks=False) == [Content("{}")], "what a grammar has forced is no conversation's answer"
+
+
+def test_a_response_template_that_is_none(tmp_path: Path) -> None:
+    folder = write(byte_level(), tmp_path)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "response_template": {"fields": {}}}))
+    with pytest.raises(ModelError, match=r"response_template cannot be used: .*--tool-call-parser"):
+        format_of(folder, "")
+    assert format_of(folder, "", tool_parser="hermes").tools
+
+
+def test_what_a_response_template_cannot_read_is_content() -> None:
+    json_calls = {**TEMPLATE, "fields": {**TEMPLATE["fields"], "tool_calls": {"open": "<c>", "close": "</c>", "content": "json"}}}  # type: ignore[dict-item]
+    for pieces in (["<c>{broken</c>"], ["<c>", "{broken", "</c>"]):
+        [content] = parsed(ResponseTemplate(json_calls, "<|assistant|>", TOOLS), *pieces)
+        assert isinstance(content, Content) and "{broken" in content.text
+    assert read_whole(json_calls, "<c>{broken</c>", "<|assistant|>", TOOLS) == [Content("<c>{broken</c>")]

@@ -1,0 +1,32 @@
+"""README's share of popular checkpoints is what the survey and the families give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from popular_checkpoints import BEGIN, END, SURVEY, judged, sentence, share
+
+
+def group(*model_types: str, downloads: float = 1, **fields: Any) -> dict[str, Any]:
+    return {"name": "", "model_types": model_types, "format": "safetensors", "downloads": downloads, **fields}
+
+
+def test_readme_has_the_share() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert readme.split(BEGIN)[1].split(END)[0].strip() == sentence(json.loads(SURVEY.read_text()))
+
+
+def test_reasons() -> None:
+    groups = judged({"groups": [group("llama", "unheard_of"), group("llama", quantized=True), group("opt", format="bin")]})
+    assert [list(found.reasons.values()) for found in groups] == [
+        [None, "the family is not supported"],
+        ["quantized checkpoints are not read"],
+        ["bin files are not read"],
+    ]
+
+
+def test_share_is_a_range_where_a_group_loads_in_part() -> None:
+    survey = {"groups": [group("llama", downloads=5), group("llama", "unheard_of", downloads=3), group("unheard_of", downloads=2)]}
+    assert share(judged(survey)) == (50, 80)

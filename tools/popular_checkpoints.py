@@ -1,0 +1,74 @@
+"""Say which popular checkpoints load, and why the others do not, and write their share of downloads into README.md.
+
+    python tools/popular_checkpoints.py
+
+Reads tests/data/popular_checkpoints.json. Its survey counts downloads by group, so the share is a range: from the groups
+that load whole, to those that load in part.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support_matrix import write
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from jengine.models import FAMILIES  # noqa: E402
+
+SURVEY = ROOT / "tests" / "data" / "popular_checkpoints.json"
+BEGIN, END = "<!-- popular checkpoints: begin -->", "<!-- popular checkpoints: end -->"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Of the survey: its downloads, and the reason why each model_type does not load; None where it does."""
+
+    name: str
+    downloads: float
+    reasons: dict[str, str | None]
+
+
+def judged(survey: dict[str, Any]) -> list[Group]:
+    return [Group(group["name"], group["downloads"], {t: _reason(t, group) for t in group["model_types"]}) for group in survey["groups"]]
+
+
+def _reason(model_type: str, group: dict[str, Any]) -> str | None:
+    if model_type not in FAMILIES:
+        return "the family is not supported"
+    if group["format"] != "safetensors":
+        return f"{group['format']} files are not read"
+    return "quantized checkpoints are not read" if group.get("quantized") else None
+
+
+def share(groups: list[Group]) -> tuple[int, int]:
+    """Per cent of all downloads: of groups that load whole, and of those that load at least in part."""
+    total = sum(group.downloads for group in groups)
+    whole = sum(group.downloads for group in groups if not any(group.reasons.values()))
+    part = sum(group.downloads for group in groups if not all(group.reasons.values()))
+    return round(100 * whole / total), round(100 * part / total)
+
+
+def sentence(survey: dict[str, Any]) -> str:
+    """README's."""
+    low, high = share(judged(survey))
+    return (
+        f"Of {survey['checkpoints']} popular checkpoints ({survey['source']}, {survey['surveyed']}), those that load have between\n"
+        f"{low} and {high} % of the downloads; `tools/popular_checkpoints.py` lists them, and why the others do not load."
+    )
+
+
+if __name__ == "__main__":
+    survey = json.loads(SURVEY.read_text())
+    for group in judged(survey):
+        print(f"{group.name}: {group.downloads:g} {survey['unit']}")
+        for model_type, reason in group.reasons.items():
+            print(f"    {model_type}: {reason or 'loads'}")
+    text = sentence(survey)
+    print(f"\n{text}")
+    write(ROOT / "README.md", text, BEGIN, END)
