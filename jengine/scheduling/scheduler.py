@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from itertools import chain, islice
 
 from jengine.program_table import VARIANTS, ProgramTable
-from jengine.ready_programs import ReadyPrograms
-from jengine.scheduling.admissions import Admissions
-from jengine.scheduling.block_table import NO_HIT, GroupPages, Hit
+from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.composition import BatchInvariant, Composition
 from jengine.scheduling.costs import StepCosts
@@ -19,16 +16,17 @@ from jengine.scheduling.draft import Draft
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.pending import PendingTiles
 from jengine.scheduling.policy import victim
+from jengine.scheduling.prompt_tiles import PromptTiles
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
-from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
+from jengine.scheduling.step_plan import Sample, Span, StepPlan
 from jengine.scheduling.strategies import Situation, latency, throughput
-from jengine.scheduling.work import Work, pairs, rows_work
+from jengine.scheduling.work import Work, rows_work
 
 DEFAULTS = SchedulingOptions()
 
 
-class Scheduler(Admissions):
+class Scheduler(PromptTiles):
     """Plans steps, one program of the table each, and takes in the tokens they sampled.
 
     Plans run on the device in the order in which they were made, each once, and each is collected once, in that order.
@@ -62,8 +60,8 @@ class Scheduler(Admissions):
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.composition = BatchInvariant(table.tile_size, max_num_batched_tokens) if table.batch_invariant else Composition()
-        grid = self.composition.hit_grid(page_size)
+        composition = BatchInvariant(table.tile_size, max_num_batched_tokens) if table.batch_invariant else Composition()
+        grid = composition.hit_grid(page_size)
         super().__init__(
             BlockManager(page_size, [num_pages], groups, prefix_caching=prefix_caching, hit_grid=grid),
             SequenceLimits(
@@ -73,20 +71,17 @@ class Scheduler(Admissions):
                 windows=tuple(group.window for group in groups),
                 tile_size=table.tile_size,
             ),
-            ready=ReadyPrograms(table),
+            table=table,
+            composition=composition,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             costs=StepCosts(table) if costs is None else costs,
             clock=clock,
             options=options,
         )
-        self.table = table
         self.page_size = page_size
-        self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
-        self._admitting = 0  # waiting sequences that the strategy lets run in this step
         self._rows: list[Sequence] = []  # of the last step
         self._row_samples: list[Sample] = []  # theirs
-        self._last_match = (-1, 0), NO_HIT  # (sequence, version of the index), what was found
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to do before earlier steps are collected or requests added.
@@ -241,46 +236,6 @@ class Scheduler(Admissions):
             del self._sharing[sequence]
         return rows
 
-    def _pending(self, begun: list[Sequence], limit: int) -> PendingTiles:
-        """Prompt tiles that can be worked on now, `limit` at most."""
-        limit, pending = min(limit, self.ready.max_tiles), PendingTiles(self.table.tile_size, self.sequence.windows)
-        for sequence in begun:
-            pending.add(sequence.num_computed, self.composition.prefilled(sequence), limit)
-        slots, taken, running = self._room, Counter[int](), len(self._running)
-        for sequence in self._waiting:
-            if pending.count >= limit or slots <= 0 or sequence.in_flight:
-                break
-            hit = self._match(sequence)
-            taken.update(self._needed(sequence, hit))
-            if not self._fits(taken, running):
-                break
-            pending.add(hit.tokens, self.composition.prefilled(sequence), limit)
-            slots, running = slots - 1, running + 1
-        return pending
-
-    def _prefill(self, draft: Draft, begun: list[Sequence], budget: int) -> int:
-        """Cuts prompts into a plan, `budget` tiles at most: each to its end before the next one's turn. Returns how many tiles.
-
-        So where several prompts begin alike, the first computes what the others then find.
-        """
-        left = budget
-        for sequence in begun:
-            left -= self._cut(draft, sequence, left)
-        while left > 0 and self._room > 0 and all(s.state is not State.PREFILLING for s in self._running):
-            first = self._waiting.first
-            # A preempted sequence with tokens in flight is not known in full yet; those behind it wait.
-            if first is None or first.in_flight:
-                break
-            hit = self._match(first)
-            if not self._fits(self._needed(first, hit), len(self._running)):
-                break
-            self._admit(draft, first)
-            self.blocks.admit(first.number, hit, self.composition.prefilled(first), first.request.cache_salt)
-            first.state, first.num_computed = State.PREFILLING, hit.tokens
-            self._note_hit(first, hit.tokens)
-            left -= self._cut(draft, first, left)
-        return budget - left
-
     def _decide(self, now: float, rows: list[Sequence], work: Work, tokens: int, pending: PendingTiles) -> int:
         """How many of the pending tiles to run beside the decode rows, by the strategy.
 
@@ -298,112 +253,3 @@ class Scheduler(Admissions):
         self.decision = throughput(situation) if outlook is None else latency(situation)
         self.decisions[f"{self.strategy}: {self.decision.reason}"] += 1
         return self.decision.tiles
-
-    @property
-    def _room(self) -> int:
-        """How many more sequences may run in this step: they need slots, and rows of a program that is ready."""
-        return min(len(self._free_slots), self.ready.max_rows - len(self._running), self._admitting)
-
-    def _match(self, sequence: Sequence) -> Hit:
-        """What of it is in the cache. Log probabilities of a prompt, and the mean of its hidden states, need all of it to be computed."""
-        request = sequence.request
-        if request.params.prompt_logprobs is not None or (request.pooling is not None and request.pooling.needs_all):
-            return NO_HIT
-        question = sequence.number, self.blocks.version
-        if self._last_match[0] != question:  # the first of those waiting is looked up in each step
-            tokens, count = sequence.tokens, self.composition.prefilled(sequence)
-            self._last_match = question, self.blocks.match(tokens[:count] if count < len(tokens) else tokens, sequence.request.cache_salt)
-        return self._last_match[1]
-
-    def _needed(self, sequence: Sequence, hit: Hit) -> Counter[int]:
-        """Pages by pool that admitting a sequence takes: those of its known tokens, so that a prefill does not stop half-way."""
-        return self.blocks.needed(hit, len(sequence.tokens), self.table.tile_size)
-
-    def _fits(self, wanted: Counter[int], running: int) -> bool:
-        """Whether there are these pages, and one for each running sequence, so that none is soon preempted."""
-        return self.blocks.available(wanted + self.blocks.new_pages(running))
-
-    def _note_hit(self, sequence: Sequence, tokens: int) -> None:
-        if self.blocks.prefix_caching:
-            self.prefix_queries += self.composition.prefilled(sequence)
-            self.prefix_hits += tokens
-        if not sequence.scheduled:
-            sequence.scheduled, sequence.num_cached = self.clock(), tokens
-
-    def _admit(self, draft: Draft, sequence: Sequence) -> None:
-        self._take_slot(sequence)
-        self._admitting -= 1
-        draft.resets.append(
-            SlotReset(
-                slot=sequence.slot,
-                params=sequence.request.params,
-                seed=sequence.seed,
-                sample_index=sequence.request.sample_index,
-                prompt_len=sequence.prompt_len,
-                stop_token_ids=sequence.suppressed_token_ids,
-                counted=list(sequence.tokens) if sequence.request.params.penalizes else None,
-            )
-        )
-
-    def _cut(self, draft: Draft, sequence: Sequence, tiles: int) -> int:
-        """Plans up to `tiles` tiles of a sequence's known tokens, as far as there are pages for them. Returns how many."""
-        number, start, blocks = sequence.number, sequence.num_computed, self.blocks
-        last = self.composition.prefilled(sequence)
-        blocks.pass_windows(number, start)
-        end = self.composition.end(blocks.room(number, min(start + tiles * self.table.tile_size, last)), last)
-        if end <= start:
-            return 0
-        draft.enter(sequence.slot, blocks.grow(number, end))
-        wanted = _targets(sequence, start, end), _pooled(sequence, start, end)
-        draft.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], *wanted))
-        draft.work = draft.work._replace(attended=draft.work.attended + pairs(start, end - start, self.sequence.windows))
-        sequence.num_computed = end
-        blocks.commit(number, sequence.tokens, end)
-        if end == len(sequence.tokens):
-            self._sample(draft, sequence)
-            if end == sequence.prompt_len:
-                self._fork(draft, sequence)
-        elif end == last:
-            sequence.state = State.DECODING
-            self._repeating[sequence] = None
-        return -(-(end - start) // self.table.tile_size)
-
-    def _sample(self, draft: Draft, sequence: Sequence) -> None:
-        """A sequence, of which all known tokens are planned, gets the token after the last span."""
-        draft.samples.append(Sample(len(draft.spans) - 1, draft.spans[-1].length - 1, sequence.number, sequence.slot))
-        draft.sampled.append(sequence)
-        sequence.state = State.DECODING
-        sequence.in_flight += 1
-
-    def _fork(self, draft: Draft, parent: Sequence) -> None:
-        """Prompt's other samples, which wait behind the first one, share what it has computed."""
-        blocks, partial = self.blocks, parent.prompt_len % self.page_size > 0
-        while self._room > 0 and self._fits(Counter(), len(self._running) + 1):
-            child = self._waiting.first
-            if child is None or child.family != parent.family or child.in_flight or len(child.tokens) > child.prompt_len:
-                return
-            self._admit(draft, child)
-            blocks.fork(parent.number, child.number)
-            draft.enter(child.slot, blocks.grow(child.number, child.prompt_len))
-            child.num_computed = child.prompt_len
-            self._note_hit(child, child.prompt_len)
-            self._sample(draft, child)
-            if partial:
-                self._sharing[parent] = self._sharing[child] = None
-
-
-def _targets(sequence: Sequence, start: int, end: int) -> list[int] | None:
-    """The prompt's tokens that follow positions [start, end), where their log probabilities are asked for."""
-    request = sequence.request
-    if request.params.prompt_logprobs is None:
-        return None
-    return request.prompt_token_ids[start + 1 : end + 1] or None
-
-
-def _pooled(sequence: Sequence, start: int, end: int) -> int | None:
-    """From which of the tokens at [start, end) on hidden states are summed, for an embedding."""
-    pooling = sequence.request.pooling
-    if pooling is None:
-        return None
-    first = 0 if pooling.needs_all else sequence.prompt_len - 1
-    return max(first - start, 0) if first < end else None
