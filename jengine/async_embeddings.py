@@ -27,7 +27,7 @@ class AsyncEmbeddings(ABC):
     _ids: itertools.count[int]
 
     @abstractmethod
-    def submit(self, prompt: Any, /, *, request_id: str | None, priority: int, timeout: float | None, output_kind: Any) -> RequestHandle:
+    def submit(self, prompt: Any, /, *, request_id: Any, priority: int, client: str, timeout: Any, output_kind: Any) -> RequestHandle:
         """See AsyncLLM."""
 
     async def embed(
@@ -39,13 +39,14 @@ class AsyncEmbeddings(ABC):
         dimensions: int | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        client: str = "",
         timeout: float | None = None,
     ) -> EmbeddingRequestOutput:
         """Embed one prompt. Cancelling this aborts the request.
 
         Args:
             pooling, normalize, dimensions: as for LLM.embed.
-            request_id, priority: as for `generate`.
+            request_id, priority, client: as for `generate`.
             timeout: seconds, after which the request is aborted.
 
         Raises:
@@ -56,7 +57,7 @@ class AsyncEmbeddings(ABC):
         prepare = partial(self.prepare_embedding, prompt, pooling=pooling, normalize=normalize, dimensions=dimensions)
         long = isinstance(prompt, str) and len(prompt) >= LONG_TEXT
         prepared = await asyncio.to_thread(prepare) if long else prepare()
-        handle = self.submit(prepared, request_id=request_id, priority=priority, timeout=timeout, output_kind="final")
+        handle = self.submit(prepared, request_id=request_id, priority=priority, client=client, timeout=timeout, output_kind="final")
         async with handle:
             return EmbeddingRequestOutput.of(await anext(handle))
 

@@ -75,6 +75,7 @@ class Asked(NamedTuple):
     Attributes:
         prompt: called once; in a thread where the request is long.
         bytes: of the request.
+        embedding: arguments of AsyncLLM.prepare_embedding; it asks for that then, and for no tokens.
     """
 
     params: SamplingParams
@@ -85,6 +86,7 @@ class Asked(NamedTuple):
     timeout: float | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    embedding: dict[str, Any] | None = None
 
 
 class Service:
@@ -107,12 +109,11 @@ class Service:
         await self._sandbox.check(client, params.structured_outputs, llm.tokenizer)
 
         def prepare() -> PreparedPrompt:
-            prompt = asked.prompt()
-            if isinstance(prompt, dict):
-                return llm.prepare({**prompt, "cache_salt": salt}, params)
-            if isinstance(prompt, str):
-                return llm.prepare({"prompt": prompt, "cache_salt": salt}, params)
-            return llm.prepare({"prompt_token_ids": prompt, "cache_salt": salt}, params)
+            given: Any = asked.prompt()
+            if not isinstance(given, dict):
+                given = {"prompt" if isinstance(given, str) else "prompt_token_ids": given}
+            prompt: Any = {**given, "cache_salt": salt}
+            return llm.prepare(prompt, params) if asked.embedding is None else llm.prepare_embedding(prompt, **asked.embedding)
 
         prepared = await self._text_work.run(client, asked.bytes, prepare)
         timeout = self._bounds.timeout(asked.timeout)

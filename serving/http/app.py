@@ -20,6 +20,7 @@ from jengine.serving.errors import Refusal
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_service import ChatService
 from jengine.serving.http.completion_service import CompletionService
+from jengine.serving.http.embedding_service import EmbeddingService
 from jengine.serving.http.endpoint import Endpoint, Gate, Handler
 from jengine.serving.http.errors import http_error
 from jengine.serving.http.text_service import TextService
@@ -74,6 +75,7 @@ def application(parts: Parts) -> Starlette:
             route("GET", "/v1/models/{model:path}", texts.model),
             route("POST", "/v1/chat/completions", chat.create),
             route("POST", "/v1/completions", completions.create),
+            route("POST", "/v1/embeddings", EmbeddingService(shared, most).create),
             route("POST", "/tokenize", texts.tokenize),
             route("POST", "/detokenize", texts.detokenize),
         ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, get_type_hints
 
-from openai.types import completion_create_params
+from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import (
     ChatCompletionFunctionToolParam,
     ChatCompletionStreamOptionsParam,
@@ -67,6 +67,19 @@ class ChatBody(chat_create_params.CompletionCreateParamsBase, Extras, total=Fals
     chat_template: str
     chat_template_kwargs: dict[str, Any]
     include_reasoning: bool
+
+
+@with_config(STRICT)
+class EmbeddingBody(embedding_create_params.EmbeddingCreateParams, total=False):
+    """/v1/embeddings, with fields of PoolingParams."""
+
+    request_id: str
+    priority: int
+    timeout: float
+    cache_salt: str
+    add_special_tokens: bool
+    pooling: str
+    normalize: bool
 
 
 @with_config(STRICT)
@@ -192,4 +205,5 @@ CHAT_ONLY = frozenset(
     ("reasoning_effort", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "include_reasoning")
 )
 CHAT = Form(ChatBody, COMMON | CHAT_ONLY, own=("logprobs",))
+EMBEDDING = Form(EmbeddingBody, sampling=False)
 TOKENIZE, DETOKENIZE = Form(TokenizeBody, sampling=False), Form(DetokenizeBody, sampling=False)

@@ -80,7 +80,7 @@ class CompletionService(HttpService):
     def _task(self, call: HttpCall, given: dict[str, Any], request_id: str) -> Task:
         body = self._read(COMPLETION, given, call)
         llm = self._models.llm
-        prompts = _prompts(body.get("prompt"))
+        prompts = listed("prompt", body.get("prompt"))
         for prompt in prompts:
             if isinstance(prompt, list):
                 self._check_ids("prompt", len(prompt))
@@ -192,8 +192,8 @@ class _Pieces:
         return self._task.llm.tokenizer.decode(output.prompt_token_ids, self._task.params.skip_special_tokens)
 
 
-def _prompts(given: Any) -> list[Prompt]:
-    """A text, token ids, or a list of either.
+def listed(name: str, given: Any) -> list[Prompt]:
+    """A text, token ids, or a list of either, in the field of this name.
 
     Raises:
         InvalidArgument: something else.
@@ -201,12 +201,12 @@ def _prompts(given: Any) -> list[Prompt]:
     if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
         return [given]
     if not isinstance(given, list) or not given:
-        raise InvalidArgument("prompt", given, "must be text, token ids, or a list of texts or of lists of token ids")
+        raise InvalidArgument(name, given, "must be text, token ids, or a list of texts or of lists of token ids")
     if len(given) > MOST_PROMPTS:
-        raise InvalidArgument("prompt", f"{len(given)} prompts", f"at most {MOST_PROMPTS}")
+        raise InvalidArgument(name, f"{len(given)} prompts", f"at most {MOST_PROMPTS}")
     for i, prompt in enumerate(given):
         if not isinstance(prompt, str | list):
-            raise InvalidArgument(f"prompt[{i}]", prompt, "must be text or token ids")
+            raise InvalidArgument(f"{name}[{i}]", prompt, "must be text or token ids")
     return given
 
 

@@ -21,6 +21,7 @@ STATUSES = {
     StatusCode.NOT_FOUND: (404, "not_found_error"),
     StatusCode.ALREADY_EXISTS: (409, "conflict_error"),
     StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
     StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
 }
 PLACES = {"prompt_token_ids": "prompt"}  # where a field of jengine's errors is in every body; the others are at the same place

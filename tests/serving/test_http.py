@@ -329,7 +329,7 @@ def test_every_sampling_parameter_is_a_field() -> None:
         assert form._sampling | {"logprobs"} == set(SamplingParams.__dataclass_fields__)
 
 
-@pytest.mark.parametrize("path", ["/nowhere", "/v1/embeddings", "/v1/chat"])
+@pytest.mark.parametrize("path", ["/nowhere", "/v1/embedding", "/v1/chat"])
 def test_paths_that_there_are_not(plain: httpx.Client, path: str) -> None:
     answer = plain.post(path, json={})
     assert answer.status_code == 404 and path in answer.json()["error"]["message"]
