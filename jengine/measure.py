@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-from jengine.execution.runner import InFlight, PendingSample, Runner
+from jengine.execution.runner import InFlight, Runner
 from jengine.observe.progress import progress_bar
 from jengine.program_table import VARIANTS, SamplerKey, TrunkKey, Variant
 from jengine.ready_programs import ReadyPrograms
@@ -71,7 +71,7 @@ class Bench:
         plan = self.step(trunk, self.rows_of(trunk), SHORT, variant=key.variant)
         plan.sampler = key
         begun = self._runner.begin(plan)
-        return self._typical(self._runner.sample(begun), lambda: self._runner.sample(PendingSample(plan, None, None, begun.started)))
+        return self._typical(self._runner.sample(begun), lambda: self._runner.sample(begun))
 
     def slopes(self) -> Slopes:
         """From one trunk of decode rows and one of tiles, at three contexts each."""

@@ -62,7 +62,7 @@ class ExactRunner:
         attended = sum(pairs(span.start, span.length, self._windows) for span in prompts)
         assert plan.work == Work(*rows_work([span.start for span in rows], self._windows), attended)
         self._run(self.costs.trunk_seconds(plan.trunk) + self.costs.slopes.seconds(plan.work))
-        return PendingSample(plan, None, self.now)
+        return PendingSample(plan, scores=None, pooled=None, started=self.now)
 
     def sample(self, step: PendingSample) -> InFlight:
         self.steps += 1

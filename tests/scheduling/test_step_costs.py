@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, TrunkKey
@@ -96,6 +96,7 @@ def test_costs_that_were_wrong_are_refined():
     assert median(run(costs, machine, 500)) < min(1.5 * SPREAD, before / 3)
 
 
+@settings(max_examples=30)
 @given(seed=st.integers(0, 99), slow=st.sampled_from([0.5, 1.5, 3.0]), length=st.integers(30, 300))
 def test_a_slow_time_passes_without_a_trace(seed, slow, length):
     machine = Machine(seed)
