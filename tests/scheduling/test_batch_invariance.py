@@ -16,6 +16,8 @@ from jengine.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from jengine.ready_programs import ReadyPrograms, by_use, first_needed
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.composition import BatchInvariant
+from jengine.scheduling.expectations import Asked, expect
+from jengine.scheduling.work import Work
 from tests.scheduling.strict_device import Loop
 
 NO_END = {"ignore_eos": True}
@@ -82,6 +84,17 @@ def test_prompts_come_first_and_rows_have_their_turn():
         one.add([first, *PROMPT, *PROMPT], max_tokens=2, **NO_END)
     taken = [kind for kind, _ in zip(kinds(one), range(30), strict=False)]
     assert taken[:30] == (["tiles"] * 4 + ["rows"]) * 6, "24 tiles of three prompts"
+
+
+def test_what_is_expected_counts_prompts_and_rows_as_steps_of_their_own():
+    one = loop()
+    one.add(PROMPT, max_tokens=20, **NO_END)
+    one.step(ahead=0)
+    (alone,) = expect(loop().scheduler, [Asked(len(PROMPT), 20)])
+    (beside,) = expect(one.scheduler, [Asked(len(PROMPT), 20)])
+    tiles, rows = (one.scheduler._seconds(*size, Work(), 1) for size in ((0, 1), (1, 0)))
+    assert one.scheduler._seconds(1, 1, Work(), 1) == pytest.approx(tiles + rows)
+    assert 4 * tiles <= alone.first_token < beside.first_token < beside.last_token
 
 
 def test_a_tile_that_exceeds_the_budget_alone_still_runs():
