@@ -35,6 +35,8 @@ NOT_HERE = frozenset(  # options of a server of its own
     ("host", "port", "metrics_port", "http_port", "tls_cert", "tls_key", "tls_client_ca", "api_keys", "request_log", "write_timeout")
 ) | frozenset(("lame_duck_seconds", "drain_seconds", "watchdog_seconds", "log_level"))
 
+GONE = "the replica has gone; come again"
+
 log = logging.getLogger("ray.serve")
 
 
@@ -128,30 +130,29 @@ class Engine:
         self._llm = self._make_llm(config)
         self._api: EmbeddedApi | None = None
 
-    async def answer(self, method: str, path: str, headers: dict[str, str], body: bytes, key: str = "") -> AsyncGenerator[Any]:
+    async def answer(
+        self, method: str, path: str, headers: dict[str, str], body: bytes, client: tuple[str, int], key: str = ""
+    ) -> AsyncGenerator[Any]:
         """First the status and headers, then pieces of the body. `key` is the router's."""
         if self._api is None:  # here is the event loop
             self._api = EmbeddedApi(self._llm, self._config.model, self._config.server_config())
-        messages: asyncio.Queue[Message | None] = asyncio.Queue(1)  # a slow reader holds its own answer up
+        messages: asyncio.Queue[Message] = asyncio.Queue(1)  # a slow reader holds its own answer up
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
             return waiting.pop() if waiting else await asyncio.get_running_loop().create_future()
 
-        async def work(api: EmbeddedApi) -> None:
-            try:
-                await api(http_scope(method, path, headers), receive, messages.put)
-            finally:
-                await messages.put(None)
-
-        task = asyncio.get_running_loop().create_task(work(self._api))
+        task = asyncio.ensure_future(self._api(http_scope(method, path, headers, client), receive, messages.put))
         try:
-            while (message := await messages.get()) is not None:
+            more = True
+            while more:
+                message = await messages.get()
                 if message["type"] == "http.response.start":
                     yield message["status"], {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}
-                elif message["body"]:
+                    continue
+                if message["body"]:
                     yield message["body"]
-            await task
+                more = message.get("more_body", False)
         finally:
             task.cancel()
 
@@ -175,15 +176,18 @@ class Front:
         self._engines, self._most = engines.options(method_name="answer", stream=True), most_bytes
 
     async def __call__(self, request: Request) -> Response:
-        body = b""
+        parts, size = [], 0
         async for part in request.stream():
-            body += part
-            if len(body) > self._most:
+            parts.append(part)
+            size += len(part)
+            if size > self._most:
                 message = f"the body is too large: at most {self._most} bytes (max_message_bytes)"
                 return _error(413, "invalid_request_error", message)
+        body, client = b"".join(parts), request.client
         headers = {name: value for name, value in request.headers.items() if name in ("content-type", "accept")}
+        origin = ("unknown", 0) if client is None else (client.host, client.port)
         for attempt in range(ATTEMPTS):
-            stream = self._engines.remote(request.method, request.url.path, headers, body, key=_key(body))
+            stream = self._engines.remote(request.method, request.url.path, headers, body, origin, key=_key(body))
             try:
                 status, head = await anext(aiter(stream))
             except (RayActorError, TaskCancelledError) as gone:
@@ -191,14 +195,19 @@ class Front:
                 await asyncio.sleep(0.1 * attempt)
                 continue
             if status != 503 or attempt == ATTEMPTS - 1:  # by 503 its engine has failed: it will be replaced
-                return StreamingResponse(_rest(stream), status, head)
+                return StreamingResponse(_rest(stream, head), status, head)
             await asyncio.sleep(0.1 * attempt)
-        return _error(503, "service_unavailable_error", "no replica could answer; come again")
+        return _error(503, "service_unavailable_error", GONE)
 
 
-async def _rest(stream: Any) -> AsyncIterator[bytes]:
-    async for part in stream:
-        yield part
+async def _rest(stream: Any, head: dict[str, str]) -> AsyncIterator[bytes]:
+    try:
+        async for part in stream:
+            yield part
+    except RayActorError:
+        if not head.get("content-type", "").startswith("text/event-stream"):
+            raise
+        yield b"data: " + _error(503, "service_unavailable_error", GONE).body + b"\n\ndata: [DONE]\n\n"
 
 
 def _key(body: bytes) -> str:
