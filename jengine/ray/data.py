@@ -202,9 +202,10 @@ def _with_columns(batch: pa.Table, answers: list[Row], errors: bool) -> pa.Table
     }
     empty: Row = {"prompt": "", "generated_text": "", "num_input_tokens": 0, "num_generated_tokens": 0, "generated_tokens": []}
     for name, kind in kinds.items():
-        if name == "prompt" and name in batch.column_names:
-            continue
-        column = pa.array([answer.get(name, empty.get(name)) for answer in answers], kind)
+        values = [answer.get(name, empty.get(name)) for answer in answers]
+        if name == "prompt" and name in batch.column_names:  # a row's own
+            values = [given if given is not None else value for given, value in zip(batch.column(name).to_pylist(), values, strict=True)]
+        column = pa.array(values, kind)
         place = batch.schema.get_field_index(name)
         batch = batch.append_column(name, column) if place < 0 else batch.set_column(place, name, column)
     return batch
