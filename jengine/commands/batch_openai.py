@@ -39,7 +39,7 @@ OPENAI = Form(
     start=json.dumps({"id": ID})[:-2].encode(),
     key=_key,
     error=_error,
-    tokens=lambda record: record["response"]["body"].get("usage", {}).get("completion_tokens", 0),
+    tokens=lambda record: (record["response"]["body"].get("usage") or {}).get("completion_tokens", 0),
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jengine import AsyncLLM, InvalidArgument, Tokenizer
+from jengine import AsyncLLM, Tokenizer
 from tests.on_ray.conftest import wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("cluster"), pytest.mark.filterwarnings("ignore")]  # ray's warnings
@@ -106,11 +106,3 @@ def test_a_model(pids: Path) -> None:
     some = sorted(rows, key=lambda row: row["id"])[:50]
     expected = LLM("demo", progress=False, **options).generate([row["prompt"] for row in some], SamplingParams(**PARAMS), use_tqdm=False)  # type: ignore[arg-type]
     assert [list(row["generated_tokens"]) for row in some] == [list(one.outputs[0].token_ids) for one in expected]
-
-
-def test_what_cannot_be() -> None:
-    from jengine.ray.data import ProcessorConfig
-
-    for options in ({"concurrency": 0}, {"concurrency": (3, 2)}, {"batch_size": 0}, {"max_concurrent_batches": 0}):
-        with pytest.raises(InvalidArgument, match=next(iter(options))):
-            ProcessorConfig(model_source="mock", **options)  # type: ignore[arg-type]
