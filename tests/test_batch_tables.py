@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from jengine import Tokenizer, cli
-from jengine.commands import batch_tables
+from jengine.commands import batch_tables, table_files
 from tests.batch_mocks import make_tokenizer, start, use_mock
 
 FLAGS = ("--max-tokens=4", "--temperature=0", "--quiet")
@@ -60,7 +60,7 @@ def test_rows_of_every_kind(
     model: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use_mock(monkeypatch)
-    monkeypatch.setattr(batch_tables, "ROWS", 2)  # rows in memory: there are several batches
+    monkeypatch.setattr(table_files, "ROWS", 2)  # rows in memory: there are several batches
     rows = [
         {"key": "a", "prompt": 'quick, "brown"\nfox', "sampling_params": ""},
         {"key": "b", "prompt": "two", "sampling_params": '{"max_tokens": 2}'},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import json
 import os
 from array import array
@@ -14,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from jengine import InvalidArgument, JengineError
 from jengine.commands.batch_files import STDOUT, Answers, Output
 from jengine.commands.batch_lines import OWN, PROMPTS, Answer, Line, Record, answer_line, read_again, request
+from jengine.commands.table_files import batches_of, reading, rows_of, schema_of, writer_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from jengine import AsyncLLM
 
-ROWS = 1024  # in memory at a time
-BLOCK = 2**24  # bytes of a CSV file that are read at a time; a row must fit
 SAMPLING = "sampling_params"  # a column of parameters, for each row
 JOURNAL, JOINING = ".journal", ".joining"  # beside the output, until it is there
 
@@ -267,70 +265,3 @@ def _record_of(number: int, answer: dict[str, Any]) -> Record:
         "finish_reason": answer["finish_reason"],
     }
     return {"line": number, "prompt_tokens": int(answer["num_input_tokens"]), "outputs": [output]}
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def reading(path: Path, field: str = "input") -> Iterator[None]:
-    """Raises InvalidArgument for a table that cannot be read."""
-    import pyarrow as pa
-
-    try:
-        yield
-    except (pa.ArrowException, UnicodeDecodeError) as wrong:
-        raise InvalidArgument(field, str(path), f"cannot be read: {wrong}") from None
-    except OSError as wrong:
-        raise InvalidArgument(field, str(path), f"cannot be read: {wrong.strerror or wrong}") from None
-
-
-def schema_of(path: Path, kind: str) -> pa.Schema:
-    """Its columns; those of CSV are text."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    if kind == "parquet":
-        return parquet.read_schema(path)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        names = next(csv.reader(file), [])
-    return pa.schema([(name, pa.string()) for name in names])
-
-
-def batches_of(path: Path, kind: str, schema: pa.Schema, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """At most ROWS at a time."""
-    from pyarrow import csv as tables
-    from pyarrow import parquet
-
-    if kind == "parquet":
-        with parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(ROWS, columns=columns)
-        return
-    reader = tables.open_csv(
-        path,
-        read_options=tables.ReadOptions(block_size=BLOCK),
-        parse_options=tables.ParseOptions(newlines_in_values=True),
-        convert_options=tables.ConvertOptions(column_types=schema),
-    )
-    with reader:
-        for batch in reader:
-            yield from (batch.slice(start, ROWS) for start in range(0, batch.num_rows, ROWS))
-
-
-def rows_of(path: Path, kind: str, schema: pa.Schema) -> int:
-    from pyarrow import parquet
-
-    if kind == "parquet":
-        return int(parquet.read_metadata(path).num_rows)
-    return sum(batch.num_rows for batch in batches_of(path, kind, schema))
-
-
-def writer_of(path: Path, kind: str, schema: pa.Schema) -> contextlib.AbstractContextManager[Any]:
-    """With a method write_batch."""
-    from pyarrow import csv as tables
-    from pyarrow import parquet
-
-    writer: contextlib.AbstractContextManager[Any] = (
-        parquet.ParquetWriter(path, schema) if kind == "parquet" else tables.CSVWriter(str(path), schema)
-    )
-    return writer
