@@ -88,17 +88,6 @@ class AsyncLLM(AsyncEmbeddings):
         report: CostReport = engine.costs()
         return report
 
-    @property
-    def usable(self) -> bool:
-        """Whether it takes requests: the engine has not failed, and was not closed."""
-        return self._dead is None and not self._closing
-
-    @property
-    def unfinished_tokens(self) -> int:
-        """Tokens of all requests that have not ended: prompts, and what was generated so far."""
-        handles = self._handles.values()
-        return sum(len(one.output.prompt_token_ids) + sum(len(made.token_ids) for made in one.output.outputs) for one in handles)
-
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of requests that bring none: what the model's generation_config.json recommends, unless generation_config is "vllm"."""
         return self._default_params

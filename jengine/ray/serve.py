@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
-from jengine import AsyncLLM, InvalidArgument
+from jengine import AsyncLLM, InvalidArgument, SamplingParams
 from jengine.ray.routing import PrefixRouter, prefix_key
 from jengine.ray.scaling import QUEUED_TOKENS
 from jengine.serving.config import ServerConfig
@@ -157,12 +157,12 @@ class Engine:
             task.cancel()
 
     async def check_health(self) -> None:
-        """Raises where the engine has failed: Serve then replaces this replica."""
-        if not self._llm.usable:
-            raise RuntimeError("the engine has failed")
+        """Raises EngineDead where the engine has failed: Serve then replaces this replica."""
+        async with self._llm.submit({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1)):
+            pass  # leaving aborts it
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        return {QUEUED_TOKENS: float(self._llm.unfinished_tokens)}
+        return {QUEUED_TOKENS: 0.0 if self._api is None else float(self._api.unfinished_tokens)}
 
 
 def _make_llm(config: ServeConfig) -> AsyncLLM:

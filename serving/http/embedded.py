@@ -66,6 +66,11 @@ class EmbeddedApi:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start["headers"]}
         return Reply(start["status"], headers, b"".join(part.get("body", b"") for part in parts))
 
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of all requests that are being answered: prompts, and what was generated so far."""
+        return self._shared.tracker.unfinished_tokens
+
     def close(self) -> None:
         """End its worker processes."""
         self._shared.sandbox.close()

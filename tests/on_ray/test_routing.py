@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,3 +75,29 @@ def test_options() -> None:
     with pytest.raises(InvalidArgument, match="replicas='1': there is no such option"):
         app({"replicas": "1"})
     assert app({"model": "demo", "max_replicas": "3", "engine_kwargs": '{"dtype": "float32"}'}) is not None
+
+
+def test_health(model: Path) -> None:
+    """A replica whose engine has failed says so."""
+    from jengine import AsyncLLM, EngineDead, EngineThread, Tokenizer
+    from jengine.ray.serve import Engine, ServeConfig
+    from jengine.serving.mock_engine import MockEngine
+
+    def make(_: object) -> AsyncLLM:
+        return AsyncLLM.over(EngineThread(MockEngine(vocab_size=501, fail_at=60, seconds=0.002)), Tokenizer.load(model))
+
+    async def main() -> None:
+        engine = Engine(ServeConfig(model="mock"), make)
+        body, head, client = b'{"prompt": [1, 2], "max_tokens": 20}', {"content-type": "application/json"}, ("10.0.0.1", 5)
+        await engine.check_health()
+        assert await engine.record_autoscaling_stats() == {QUEUED_TOKENS: 0.0}
+        (status, _), *rest = [part async for part in engine.answer("POST", "/v1/completions", head, body, client)]
+        assert status == 200 and b"text" in b"".join(rest)
+        for _ in range(3):
+            statuses = [part[0] async for part in engine.answer("POST", "/v1/completions", head, body, client) if isinstance(part, tuple)]
+        assert statuses == [503]
+        with pytest.raises(EngineDead):
+            await engine.check_health()
+        engine._api.close()  # type: ignore[union-attr]
+
+    asyncio.run(main())

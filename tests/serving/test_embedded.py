@@ -43,20 +43,20 @@ def test_whole_answers(tokenizer_folder: Path) -> None:
     within(tokenizer_folder, work)
 
 
-def test_what_an_engine_has_to_do(tokenizer_folder: Path) -> None:
-    """Tokens of requests that have not ended; and that it takes no more once it has failed."""
+def test_tokens_of_unfinished_requests(tokenizer_folder: Path) -> None:
+    """Also of one that fails."""
 
     async def work(llm: AsyncLLM, api: EmbeddedApi) -> None:
-        assert llm.unfinished_tokens == 0 and llm.usable
+        assert api.unfinished_tokens == 0
         first = asyncio.ensure_future(api.post("/v1/completions", b'{"prompt": [1, 2, 3], "max_tokens": 30}'))
-        while not llm.unfinished_tokens:
+        while not api.unfinished_tokens:
             await asyncio.sleep(0)
-        assert llm.unfinished_tokens == 3
-        while llm.unfinished_tokens == 3:
+        assert api.unfinished_tokens == 3
+        while api.unfinished_tokens == 3:
             await asyncio.sleep(0.001)
-        assert 3 < llm.unfinished_tokens <= 33 and llm.usable
-        assert (await first).status == 200 and llm.unfinished_tokens == 0
+        assert 3 < api.unfinished_tokens <= 33
+        assert (await first).status == 200 and api.unfinished_tokens == 0
         assert (await api.post("/v1/completions", b'{"prompt": [1, 2, 3], "max_tokens": 30}')).status == 503  # the 40th step fails
-        assert not llm.usable
+        assert api.unfinished_tokens == 0
 
     within(tokenizer_folder, work, seconds=0.002, fail_at=40)
