@@ -95,6 +95,12 @@ class RequestTracker:
 
     def __init__(self, metrics: Metrics, request_log: RequestLog | None) -> None:
         self._metrics, self._request_log = metrics, request_log
+        self._unfinished: set[TrackedRequest] = set()
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of all requests that are being answered: prompts, and what was generated so far."""
+        return sum(request.prompt_tokens + request.output_tokens for request in self._unfinished)
 
     @contextmanager
     def track(self, method: str, request_id: str, call: Call) -> Iterator[TrackedRequest]:
@@ -102,6 +108,7 @@ class RequestTracker:
         request = TrackedRequest(method, request_id, self._metrics)
         refused: Refusal | None = None
         status = "OK"
+        self._unfinished.add(request)
         try:
             yield request
         except (asyncio.CancelledError, grpc.aio.BaseError):
@@ -113,6 +120,7 @@ class RequestTracker:
             status = refused.code.name
             raise
         finally:
+            self._unfinished.discard(request)
             if refused is not None and request.output is None:
                 self._metrics.rejected(refused.cause, request.key)
             self._metrics.request_over(request.key, status, request.prompt_tokens, request.output_tokens)

@@ -19,7 +19,7 @@ import pytest
 
 import jengine
 from jengine import LLM, EngineDead, InvalidArgument, JengineError, SamplingParams, cli
-from jengine.commands import batch
+from jengine.commands import batch, batch_order
 from jengine.commands.batch_files import Answers
 from jengine.request import CompletionOutput, RequestOutput
 from tests.engine.running import SMALL
@@ -248,18 +248,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
 def test_few_requests_are_in_memory_at_a_time(stand_in: type[StandIn], files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     files[0].write_text("".join(json.dumps({"prompt": str(number)}) + "\n" for number in range(500)))
     read, ahead = 0, []
-    lines = batch.read_lines
+    lines = batch.numbered
 
-    def counted(*arguments: Any) -> Any:
+    def counted(path: Path) -> Any:
         nonlocal read
-        for line in lines(*arguments):
+        for line in lines(path):
             read += 1
-            ahead.append(read - files[1].read_bytes().count(b"\n"))
+            ahead.append(read - files[1].read_bytes().count(b"\n") if files[1].exists() else 0)
             yield line
 
-    monkeypatch.setattr(batch, "read_lines", counted)
+    monkeypatch.setattr(batch, "numbered", counted)
+    monkeypatch.setattr(batch_order, "WINDOW", 16)
     assert cli.main(command("demo", files, "--quiet")) == 0
-    assert len(records(files[1])) == 500 and stand_in.most == 8 and max(ahead) <= 9
+    assert len(records(files[1])) == 500 and stand_in.most == 8 and max(ahead) <= 16 + 9
 
 
 def test_failed_lines_are_answered_again_on_request(

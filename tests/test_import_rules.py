@@ -19,9 +19,11 @@ FOLDERS = {"jengine": "jengine", "pallas_kernels": "pallas_kernels", "serving": 
 SERVING = "jengine.serving"
 GENERATED = ROOT / "serving" / "generated"
 MAX_LINES = 400
-COMMANDS = ("jengine.cli", "jengine.commands")  # users of the library, as others are, that come with it
-SERVE, CHAT = "jengine.commands.serve", "jengine.commands.chat"  # and these two of the network
+COMMANDS = ("jengine.cli", "jengine.commands", "jengine.ray")  # users of the library, as others are, that come with it
+SERVE, CHAT = "jengine.commands.serve", "jengine.commands.chat"  # and these of the network
+BATCH = "jengine.commands.batch_openai"  # answers requests as the service does
 FLAGS = "jengine.commands.flags"  # takes the engine's options from where the server's come from
+RAY = "jengine.ray.serve"  # the service's application, elsewhere
 CLIENT = "jengine.client"  # the network's client, under a name for users
 OPEN_TO_ALL = {"jengine", "jengine.__version__"}  # other public names are asked of the module that has them, not of the front door
 SETUP = "jengine.simulation.setup"  # from an engine's options; what it makes is plain data
@@ -82,7 +84,11 @@ def broken_rules(imports: list[Import]) -> list[str]:
             or inside(what, "serving")  # a second copy of every class: its name is jengine.serving
             or (inside(who, "pallas_kernels") and inside(what, "jengine"))
             or (inside(who, SERVING) and inside(what, "jengine") and not inside(what, SERVING) and what not in public)
-            or (not inside(who, SERVING) and inside(what, SERVING) and not (who == CLIENT or (who in (SERVE, CHAT, FLAGS) and found.lazy)))
+            or (
+                not inside(who, SERVING)
+                and inside(what, SERVING)
+                and not (who in (CLIENT, RAY) or (who in (SERVE, CHAT, BATCH, FLAGS) and found.lazy))
+            )
             or (inside(who, "jengine") and not inside(who, SERVING, *COMMANDS) and who != "jengine" and what in public - OPEN_TO_ALL)
         )
         if forbidden:

@@ -1,32 +1,45 @@
-"""`jengine generate MODEL --input FILE --output FILE`: many requests, one answer a line, resumed where it stopped."""
+"""`jengine generate MODEL --input FILE --output FILE`: many requests, one answer a line or row, resumed where it stopped."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import itertools
 import sys
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jengine import InvalidArgument, ModelError, RequestOutput
-from jengine.commands.batch_files import STDOUT, Answers, Line, Output, Stdout, count_lines, read_lines
-from jengine.commands.flags import engine_fields, sampling_fields
+from jengine import InvalidArgument, SamplingParams
+from jengine.commands.batch_files import Output
+from jengine.commands.batch_lines import Form, JsonLines, Line, Record, Source, numbered, read_again
+from jengine.commands.batch_openai import OpenAiBatch, is_batch_line
+from jengine.commands.batch_order import ordered
+from jengine.commands.batch_tables import Table
+from jengine.commands.flags import engine_fields, given_fields, sampling_fields
 from jengine.display import counted
 from jengine.observe.progress import progress_bar
 
 if TYPE_CHECKING:
     from jengine import AsyncLLM
 
+FORMATS = ("auto", "jsonl", "openai", "parquet", "csv")
 FORMAT = """\
-a line of --input is a JSON object:
+--input has one of these forms; --output has the same one:
+
+jsonl: a line is a JSON object:
   {"prompt": TEXT} or {"prompt_token_ids": [...]} or {"messages": [{"role": "user", "content": TEXT}, ...]},
   with "id" (or "custom_id"), if wanted, and any sampling parameter by its name, such as "max_tokens".
-a line of --output is its answer; order is that of completion:
+  Its answer is a line too, in order of completion:
   {"line": N, "id": ID, "prompt_tokens": N, "outputs": [{"text": TEXT, "token_ids": [...], "finish_reason": ...}]}
   or, for a line that cannot be answered, {"line": N, "id": ID, "error": REASON}.
+openai: OpenAI's batch files, with all that `jengine serve --http-port` takes; answers in order of completion:
+  {"custom_id": ID, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": ...}}
+parquet, csv: a column prompt, prompt_token_ids or messages (or --prompt-column; lists are JSON in CSV) and, if wanted, one of
+  sampling_params (JSON or a struct). All columns are copied, in the rows' order, and generated_text, generated_tokens,
+  num_input_tokens, num_generated_tokens, finish_reason and error added. Until all rows are answered, answers are in OUTPUT.journal.
+
+Requests are answered in another order than the file's: of each few thousand, those that begin alike together, long ones first.
 Run again with the same files after an interruption: lines that have an answer are skipped. A line is identified by its
 id, else by its number. The exit code is 1 if any line has failed; --retry-errors answers these lines again.
 """
@@ -35,17 +48,18 @@ id, else by its number. The exit code is 1 if any line has failed; --retry-error
 class _Tally:
     """What has been done so far, and its progress bar."""
 
-    def __init__(self, total: int | None, before: int, quiet: bool) -> None:
+    def __init__(self, form: Form, total: int | None, before: int, quiet: bool) -> None:
+        self._form = form
         self.start, self.answered, self.failed, self.tokens = time.monotonic(), 0, 0, 0
         self.bar = progress_bar(total=total, initial=before, desc="answering", unit="line", show=not quiet, mininterval=0.5)
 
-    def count(self, line: Line, record: dict[str, Any]) -> None:
-        if "error" in record:
+    def count(self, line: Line, record: Record) -> None:
+        if (error := self._form.error(record)) is not None:
             self.failed += 1
-            self.bar.write(f"jengine: line {line.number}: {record['error']}", file=sys.stderr)
+            self.bar.write(f"jengine: line {line.number}: {error}", file=sys.stderr)
         else:
             self.answered += 1
-            self.tokens += sum(len(output["token_ids"]) for output in record["outputs"])
+            self.tokens += self._form.tokens(record)
         self.bar.set_postfix_str(f"{self.rate:.0f} tokens/s", refresh=False)
         self.bar.update()
 
@@ -56,24 +70,28 @@ class _Tally:
 
 def run(options: argparse.Namespace) -> int:
     """Answer every line of options.input that options.output has no answer to. Returns 1 if a line failed, now or before; else 0."""
-    defaults, engine_options = sampling_fields(options), engine_fields(options)
+    engine_options = engine_fields(options)
     if options.input.exists() and options.output.exists() and options.input.samefile(options.output):
         raise InvalidArgument("output", str(options.output), "must be another file than --input")
-    if options.retry_errors and options.output == STDOUT:
-        raise InvalidArgument("retry_errors", True, "needs --output FILE, which holds the errors")
-    total = count_lines(options.input)
-    with _output(options) as answers:
-        open_lines = (line for line in read_lines(options.input, defaults) if line.key not in answers.done)
+    source = _source(options)
+    total = source.count()
+    with source.output(options.output) as answers:
+        if options.retry_errors:
+            answers.forget_errors()
+        open_lines = (line for line in source.lines() if line.key not in answers.done)
         first = next(open_lines, None)
         if first is None:
+            answers.finish()
             failed = f", {answers.failed} of them with an error: --retry-errors answers these again" if answers.failed else ""
             _say(options, f"nothing to do: {counted(len(answers.done), 'line')} answered before{failed}")
             return 1 if answers.failed else 0
         from jengine import AsyncLLM
 
         llm = AsyncLLM(options.model, progress=not options.quiet, **engine_options)
-        tally = _Tally(total, len(answers.done), options.quiet)
-        asyncio.run(_answer_all(llm, itertools.chain([first], open_lines), answers, tally))
+        lines = itertools.chain([first], open_lines)
+        tally = _Tally(source.form, total, len(answers.done), options.quiet)
+        asyncio.run(_answer_all(llm, source, ordered(lines) if read_again(options.input) else lines, answers, tally))
+        answers.finish()
         tally.bar.close()
         if total is None:
             total = len(answers.done) + tally.answered + tally.failed
@@ -82,56 +100,60 @@ def run(options: argparse.Namespace) -> int:
         return 1 if answers.failed or tally.failed else 0
 
 
-def _output(options: argparse.Namespace) -> Output:
-    return Stdout() if options.output == STDOUT else Answers(options.output, retry_errors=options.retry_errors)
+def _source(options: argparse.Namespace) -> Source:
+    """The input, by its format: that of --input-format, else of the file's name, else of its first line."""
+    path, form = options.input, options.input_format or "auto"
+    if form == "auto" and path.suffix in (".parquet", ".csv"):
+        form = path.suffix.removeprefix(".")
+    if form in ("parquet", "csv"):
+        _only_with(options, "openai", ("served_model_name",))
+        return Table(path, form, options.prompt_column, sampling_fields(options))
+    _only_with(options, "parquet or csv", ("prompt_column",))
+    raw = numbered(path)
+    first = next(raw, None)
+    raw = raw if first is None else itertools.chain([first], raw)
+    if form == "openai" or (form == "auto" and first is not None and is_batch_line(first[1])):
+        for name, value in given_fields(options, SamplingParams).items():
+            raise InvalidArgument(name, value, "the lines of an OpenAI batch file bring their own, in body")
+        return OpenAiBatch(path, raw, options.served_model_name or options.model)
+    _only_with(options, "openai", ("served_model_name",))
+    return JsonLines(path, raw, sampling_fields(options))
 
 
-async def _answer_all(llm: AsyncLLM, lines: Iterable[Line], answers: Output, tally: _Tally) -> None:
+def _only_with(options: argparse.Namespace, form: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(options, name) is not None:
+            raise InvalidArgument(name, getattr(options, name), f"needs --input of the format {form}")
+
+
+async def _answer_all(llm: AsyncLLM, source: Source, lines: Iterable[Line], answers: Output, tally: _Tally) -> None:
     """A bounded number at a time: twice what runs at once, so that there is always one waiting."""
     most = 2 * llm.backend.limits.max_num_seqs
-    tasks: dict[asyncio.Task[dict[str, Any]], Line] = {}
+    tasks: dict[asyncio.Task[Record], Line] = {}
 
     async def collect(leave: int) -> None:
         while len(tasks) > leave:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finished = [(tasks.pop(task), task.result()) for task in done]
+            ended = [(tasks.pop(task), task) for task in done]
+            finished = [(line, task.result()) for line, task in ended if task.exception() is None]
             answers.write([record for _, record in finished])
             for line, record in finished:
                 tally.count(line, record)
+            for _, task in ended:
+                task.result()  # raises, where the engine has failed
+
+    async def one(line: Line) -> Record:
+        return await answer(line)
 
     try:
         async with llm:
-            for line in lines:
-                tasks[asyncio.create_task(_answer(llm, line))] = line
-                await collect(most - 1)
-            await collect(0)
+            with source.answering(llm) as answer:
+                for line in lines:
+                    tasks[asyncio.create_task(one(line))] = line
+                    await collect(most - 1)
+                await collect(0)
     finally:
         await asyncio.gather(*tasks, return_exceptions=True)  # after a failure, which all of them report: once is enough
-
-
-async def _answer(llm: AsyncLLM, line: Line) -> dict[str, Any]:
-    if line.error is not None:
-        return line.record(error=line.error)
-    try:
-        if line.kind == "messages":
-            outputs = llm.chat(line.prompt, line.params, output_kind="final", **line.chat)
-        else:
-            outputs = llm.generate(line.prompt, line.params, output_kind="final")
-        [output] = [output async for output in outputs]
-    except (InvalidArgument, ModelError) as refusal:  # ModelError: messages, and the model has no chat template
-        return line.record(error=str(refusal))
-    return line.record(**_shown(output))
-
-
-def _shown(output: RequestOutput) -> dict[str, Any]:
-    """What a record holds of an answer; log probabilities where they were asked for."""
-    fields = dataclasses.asdict(output)
-    for part in (fields, *fields["outputs"]):
-        for name in ("prompt_logprobs", "logprobs", "cumulative_logprob"):
-            if name in part and part[name] is None:
-                del part[name]
-    kept = {name: fields[name] for name in fields if name in ("outputs", "prompt_logprobs")}
-    return {"prompt_tokens": len(output.prompt_token_ids), **kept}
 
 
 def _say(options: argparse.Namespace, text: str) -> None:

@@ -1,9 +1,8 @@
-"""A file of requests and the file of their answers, which is also the record of what has been done."""
+"""Where answers go: standard output, or a file that is also the record of what has been done."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -11,138 +10,16 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Protocol
 
-from jengine import InvalidArgument, JengineError, SamplingParams
-from jengine.chat import ChatOptions
+from jengine import InvalidArgument, JengineError
+from jengine.commands.batch_lines import OWN, Form, Key, Record
 from jengine.commands.terminal import write
 
-STDIN = STDOUT = Path("-")
-PROMPTS = ("prompt", "prompt_token_ids", "messages")
-IDS = ("id", "custom_id")
-SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
-CHAT = tuple(ChatOptions.__annotations__)
+STDOUT = Path("-")
 SYNC_SECONDS = 1.0  # what a power failure may cost; what is written survives the end of the process at once
-START = b'{"line": '  # of every answer
-
-Key = tuple[str, str | int]  # ("id", a line's own id) or ("line", its number)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of the input: a request, or what is wrong with it.
-
-    Attributes:
-        number: from 1.
-        name: the line's own id.
-        kind: of PROMPTS; `prompt` is its value.
-        chat: options for messages.
-    """
-
-    number: int
-    name: str | int | None = None
-    kind: str = ""
-    prompt: Any = None
-    params: SamplingParams | None = None
-    chat: dict[str, Any] = dataclasses.field(default_factory=dict)
-    error: str | None = None
-
-    @property
-    def key(self) -> Key:
-        return ("line", self.number) if self.name is None else ("id", self.name)
-
-    def record(self, **content: Any) -> dict[str, Any]:
-        """What the output says of this line."""
-        named = {} if self.name is None else {"id": self.name}
-        return {"line": self.number, **named, **content}
-
-
-def _key(record: dict[str, Any]) -> Key:
-    return ("id", record["id"]) if "id" in record else ("line", record["line"])
-
-
-def count_lines(path: Path) -> int | None:
-    """Lines that are not blank; None for stdin and pipes, which can be read only once.
-
-    Raises:
-        InvalidArgument: the file cannot be read.
-    """
-    if path == STDIN or path.is_fifo():
-        return None
-    with _opened(path) as file:
-        return sum(not line.isspace() for line in file)
-
-
-def read_lines(path: Path, defaults: dict[str, Any]) -> Iterator[Line]:
-    """Every line that is not blank, in order, read when it is asked for; of those before only the ids stay in memory.
-
-    Args:
-        path: STDIN reads standard input.
-        defaults: sampling parameters for lines that have none.
-
-    Raises:
-        InvalidArgument: the file cannot be read.
-    """
-    names: set[str | int] = set()
-    with _opened(path) as file:
-        for number, text in enumerate(file, start=1):
-            if text.isspace():
-                continue
-            line = _line(number, text, defaults)
-            if line.name is not None and line.name in names:
-                line = Line(number, error=f"id={line.name!r}: an earlier line has this id")
-            elif line.name is not None:
-                names.add(line.name)
-            yield line
-
-
-def _opened(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
-    try:
-        return contextlib.nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb")
-    except OSError as wrong:
-        raise InvalidArgument("input", str(path), f"cannot be read: {wrong.strerror}") from None
-
-
-def _line(number: int, text: bytes, defaults: dict[str, Any]) -> Line:
-    name = None
-    try:
-        fields = json.loads(text.decode("utf-8-sig").strip())
-        if not isinstance(fields, dict):
-            raise JengineError(f"must be a JSON object: {_excerpt(text)}")
-        name = _name(fields)
-        kinds = [kind for kind in PROMPTS if kind in fields]
-        if len(kinds) != 1:
-            raise JengineError(f"must have one of {', '.join(PROMPTS)}; it has {len(kinds)}: {_excerpt(text)}")
-        chat = {field: fields[field] for field in CHAT if field in fields} if kinds == ["messages"] else {}
-        for field in fields:
-            if field not in (*IDS, *SAMPLING, *kinds, *chat):
-                raise InvalidArgument(field, fields[field], "there is no such field, or not for this kind of prompt")
-        prompt, kind = fields[kinds[0]], kinds[0]
-        if (kind == "prompt") != isinstance(prompt, str):
-            raise InvalidArgument(kind, prompt, "must be text" if kind == "prompt" else "must be a list")
-        params = SamplingParams(**{**defaults, **{field: fields[field] for field in SAMPLING if field in fields}})
-        return Line(number, name, kind, prompt, params, chat)
-    except (ValueError, RecursionError, JengineError) as wrong:  # those of JSON and UTF-8 are ValueErrors
-        return Line(number, name, error=str(wrong))
-
-
-def _excerpt(text: bytes) -> str:
-    """A line as it was written, cut after 80 characters."""
-    line = text.decode("utf-8-sig").strip()
-    return line if len(line) <= 80 else line[:77] + "..."
-
-
-def _name(fields: dict[str, Any]) -> str | int | None:
-    given = [fields[field] for field in IDS if fields.get(field) is not None]
-    if not given:
-        return None
-    if len(given) > 1 or type(given[0]) not in (str, int):
-        raise InvalidArgument("id", given, "must be one text or whole number, as id or custom_id")
-    name: str | int = given[0]
-    return name
 
 
 class Output(Protocol):
@@ -156,11 +33,22 @@ class Output(Protocol):
     done: set[Key]
     failed: int
 
-    def write(self, records: list[dict[str, Any]]) -> None: ...
+    def write(self, records: list[Record]) -> None: ...
+
+    def forget_errors(self) -> None:
+        """Lines that failed count as never answered."""
+
+    def finish(self) -> None:
+        """Every line has a record."""
 
     def __enter__(self) -> Output: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+def output_of(path: Path, form: Form) -> Output:
+    """For records that are lines of JSON."""
+    return Stdout() if path == STDOUT else Answers(path, form)
 
 
 class Stdout:
@@ -170,8 +58,13 @@ class Stdout:
         self.done: set[Key] = set()
         self.failed = 0
 
-    def write(self, records: list[dict[str, Any]]) -> None:
+    def write(self, records: list[Record]) -> None:
         write("".join(json.dumps(record) + "\n" for record in records))
+
+    def forget_errors(self) -> None:
+        raise InvalidArgument("retry_errors", True, "needs --output FILE, which holds the errors")
+
+    def finish(self) -> None: ...
 
     def __enter__(self) -> Stdout:
         return self
@@ -185,17 +78,17 @@ class Answers:
     A last line that was cut off when a process was killed is removed. One process at a time may have the file.
 
     Args:
-        retry_errors: records of lines that failed are removed, so that these lines are answered again.
+        form: of its records.
 
     Raises:
         InvalidArgument: the file cannot be written, is in use, or holds something else.
         JengineError: later, when the disk is full.
     """
 
-    def __init__(self, path: Path, *, retry_errors: bool = False) -> None:
+    def __init__(self, path: Path, form: Form = OWN) -> None:
         self.done: set[Key] = set()
         self.failed = 0
-        self._path = path
+        self._path, self._form = path, form
         self._synced = time.monotonic()
         try:
             self._file = path.open("a+b")
@@ -204,13 +97,11 @@ class Answers:
         try:
             self._lock()
             self._recover()
-            if retry_errors and self.failed:
-                self._drop_errors()
         except BaseException:
             self._file.close()
             raise
 
-    def write(self, records: list[dict[str, Any]]) -> None:
+    def write(self, records: list[Record]) -> None:
         """Append; a second later, at most, the device has it."""
         with self._writing():
             self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
@@ -218,6 +109,13 @@ class Answers:
         if time.monotonic() - self._synced >= SYNC_SECONDS:
             self._sync()
             self._synced = time.monotonic()
+
+    def forget_errors(self) -> None:
+        """Records of lines that failed are removed, so that these lines are answered again."""
+        if self.failed:
+            self._drop_errors()
+
+    def finish(self) -> None: ...
 
     def __enter__(self) -> Answers:
         return self
@@ -255,9 +153,9 @@ class Answers:
             whole.seek(0)
             for text in whole:
                 record = json.loads(text)
-                if "error" not in record:
+                if self._form.error(record) is None:
                     self._file.write(text)
-                    self.done.add(_key(record))
+                    self.done.add(self._form.key(record))
             self._file.flush()
             os.fsync(self._file.fileno())
             shutil.copymode(self._path, self._file.name)
@@ -265,20 +163,20 @@ class Answers:
 
     def _recover(self) -> None:
         self._file.seek(0)
-        end = 0
+        start, end = self._form.start, 0
         for number, text in enumerate(self._file, start=1):
             try:
                 record = json.loads(text)
-                key = _key(record)
-                whole = text.startswith(START) and text.endswith(b"\n") and isinstance(key[1], str | int)
+                key, error = self._form.key(record), self._form.error(record)
+                whole = text.startswith(start) and text.endswith(b"\n") and isinstance(key[1], str | int)
             except (ValueError, TypeError, KeyError):
                 whole = False
             if whole:
                 self.done.add(key)
-                self.failed += "error" in record
+                self.failed += error is not None
                 end += len(text)
                 continue
-            torn = not text.endswith(b"\n") and (text.startswith(START) or START.startswith(text) or not text.strip(b"\0"))
+            torn = not text.endswith(b"\n") and (text.startswith(start) or start.startswith(text) or not text.strip(b"\0"))
             if not torn:
                 raise InvalidArgument("output", str(self._path), f"line {number} is no answer of this command; give another file")
             print(f"jengine: {self._path}: the last line was cut off and is done again", file=sys.stderr)

@@ -36,11 +36,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--quiet", action="store_true", help="no statistics and no progress bars")
     files = parser.add_argument_group("a file of prompts")
     files.add_argument(
-        "--input", type=Path, metavar="FILE", help="requests, one JSON object a line; sampling flags are their defaults. - reads stdin"
+        "--input", type=Path, metavar="FILE", help="requests: JSON lines, an OpenAI batch file, Parquet or CSV; - reads stdin"
     )
     files.add_argument(
         "--output", type=Path, metavar="FILE", help="answers, appended as they come; lines that have one are skipped (default: stdout)"
     )
+    files.add_argument(
+        "--input-format", choices=batch.FORMATS, help="see below; auto goes by the file's name and first line (default: auto)"
+    )
+    files.add_argument("--prompt-column", metavar="NAME", help="of a Parquet or CSV file: the column of the prompts")
+    files.add_argument("--served-model-name", metavar="NAME", help="that bodies of an OpenAI batch file ask for (default: MODEL)")
     files.add_argument("--retry-errors", action="store_true", help="answer lines again that failed in an earlier run")
     add_sampling_and_engine(parser)
     parser.set_defaults(run=_generate)
@@ -54,7 +59,7 @@ def _generate(options: argparse.Namespace) -> int:
     if options.input is not None:
         options.output = options.output or STDOUT
         return batch.run(options)
-    for name in ("output", "retry_errors"):
+    for name in ("output", "input_format", "prompt_column", "served_model_name", "retry_errors"):
         if getattr(options, name):
             raise InvalidArgument(name, getattr(options, name), "needs --input FILE")
     _generate_one(options)

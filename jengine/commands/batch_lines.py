@@ -1,0 +1,272 @@
+"""Requests of `jengine generate --input`, and the command's own form of them: one JSON object a line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+
+from jengine import InvalidArgument, JengineError, ModelError, RequestOutput, SamplingParams
+from jengine.chat import ChatOptions
+
+if TYPE_CHECKING:
+    from jengine import AsyncLLM
+    from jengine.commands.batch_files import Output
+
+STDIN = Path("-")
+PROMPTS = ("prompt", "prompt_token_ids", "messages")
+IDS = ("id", "custom_id")
+SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
+CHAT = tuple(ChatOptions.__annotations__)
+
+Key = tuple[str, str | int]  # ("id", a request's own id) or ("line", its number)
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line or row of the input: a request, or what is wrong with it.
+
+    Attributes:
+        number: from 1.
+        name: the line's own id.
+        kind: of PROMPTS, and `prompt` is its value; or a path of OpenAI's API, and `prompt` is the body.
+        chat: options for messages.
+    """
+
+    number: int
+    name: str | int | None = None
+    kind: str = ""
+    prompt: Any = None
+    params: SamplingParams | None = None
+    chat: dict[str, Any] = dataclasses.field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def key(self) -> Key:
+        return ("line", self.number) if self.name is None else ("id", self.name)
+
+    def record(self, **content: Any) -> Record:
+        """What the output says of this line."""
+        named = {} if self.name is None else {"id": self.name}
+        return {"line": self.number, **named, **content}
+
+
+class Form(NamedTuple):
+    """How records of the output are read.
+
+    Attributes:
+        start: how each of them begins, in JSON.
+        key: raises KeyError, TypeError or ValueError where it is no such record.
+        error: why the line failed; None where it was answered.
+        tokens: that were generated.
+    """
+
+    start: bytes
+    key: Callable[[Record], Key]
+    error: Callable[[Record], str | None]
+    tokens: Callable[[Record], int]
+
+
+Answer = Callable[[Line], Awaitable[Record]]
+
+
+class Source(Protocol):
+    """A file of requests."""
+
+    form: Form
+
+    def count(self) -> int | None:
+        """How many requests; None where the file can be read only once."""
+
+    def lines(self) -> Iterator[Line]:
+        """In the file's order, read when asked for."""
+
+    def output(self, path: Path) -> Output:
+        """Where the answers go."""
+
+    def answering(self, llm: AsyncLLM) -> contextlib.AbstractContextManager[Answer]:
+        """How a request is answered."""
+
+
+def _key(record: Record) -> Key:
+    return ("id", record["id"]) if "id" in record else ("line", record["line"])
+
+
+OWN = Form(
+    start=b'{"line": ',
+    key=_key,
+    error=lambda record: record.get("error"),
+    tokens=lambda record: sum(len(output["token_ids"]) for output in record["outputs"]),
+)
+
+
+class JsonLines:
+    """A Source of the command's own form.
+
+    Args:
+        raw: see `numbered`.
+        defaults: sampling parameters for lines that have none.
+    """
+
+    form = OWN
+
+    def __init__(self, path: Path, raw: Iterable[tuple[int, bytes]], defaults: dict[str, Any]) -> None:
+        self._path, self._raw, self._defaults = path, raw, defaults
+
+    def count(self) -> int | None:
+        return count_lines(self._path)
+
+    def lines(self) -> Iterator[Line]:
+        return unique(read_line(number, text, self._defaults) for number, text in self._raw)
+
+    def output(self, path: Path) -> Output:
+        from jengine.commands.batch_files import output_of
+
+        return output_of(path, self.form)
+
+    @contextlib.contextmanager
+    def answering(self, llm: AsyncLLM) -> Iterator[Answer]:
+        yield lambda line: answer_line(llm, line)
+
+
+def unique(lines: Iterable[Line], field: str = "id") -> Iterator[Line]:
+    """A line whose id was there before is an error; of earlier lines only the ids stay in memory."""
+    names: set[str | int] = set()
+    for line in lines:
+        if line.name is not None and line.name in names:
+            line = Line(line.number, error=f"{field}={line.name!r}: an earlier line has this {field}")
+        elif line.name is not None:
+            names.add(line.name)
+        yield line
+
+
+async def answer_line(llm: AsyncLLM, line: Line) -> Record:
+    """Its record."""
+    if line.error is not None:
+        return line.record(error=line.error)
+    try:
+        if line.kind == "messages":
+            outputs = llm.chat(line.prompt, line.params, output_kind="final", **line.chat)
+        else:
+            outputs = llm.generate(line.prompt, line.params, output_kind="final")
+        [output] = [output async for output in outputs]
+    except (InvalidArgument, ModelError) as refusal:  # ModelError: messages, and the model has no chat template
+        return line.record(error=str(refusal))
+    return line.record(**_shown(output))
+
+
+def _shown(output: RequestOutput) -> Record:
+    """What a record holds of an answer; log probabilities where they were asked for."""
+    fields = dataclasses.asdict(output)
+    for part in (fields, *fields["outputs"]):
+        for name in ("prompt_logprobs", "logprobs", "cumulative_logprob"):
+            if name in part and part[name] is None:
+                del part[name]
+    kept = {name: fields[name] for name in fields if name in ("outputs", "prompt_logprobs")}
+    return {"prompt_tokens": len(output.prompt_token_ids), **kept}
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def count_lines(path: Path) -> int | None:
+    """Lines that are not blank; None for stdin and pipes, which can be read only once.
+
+    Raises:
+        InvalidArgument: the file cannot be read.
+    """
+    if not read_again(path):
+        return None
+    with _opened(path) as file:
+        return sum(not line.isspace() for line in file)
+
+
+def read_again(path: Path) -> bool:
+    """Whether a file can be read more than once."""
+    return path != STDIN and not path.is_fifo()
+
+
+def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Every line that is not blank, with its number from 1. STDIN reads standard input.
+
+    Raises:
+        InvalidArgument: the file cannot be read.
+    """
+    with _opened(path) as file:
+        for number, text in enumerate(file, start=1):
+            if not text.isspace():
+                yield number, text
+
+
+def _opened(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
+    try:
+        return contextlib.nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb")
+    except OSError as wrong:
+        raise InvalidArgument("input", str(path), f"cannot be read: {wrong.strerror}") from None
+
+
+def read_line(number: int, text: bytes, defaults: dict[str, Any]) -> Line:
+    """A line of the command's own form."""
+    name = None
+    try:
+        fields = json_object(text)
+        name = _name(fields)
+        return request(number, name, {field: value for field, value in fields.items() if field not in IDS}, defaults, excerpt(text))
+    except (ValueError, RecursionError, JengineError) as wrong:  # those of JSON and UTF-8 are ValueErrors
+        return Line(number, name, error=str(wrong))
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError, RecursionError, JengineError: it is none.
+    """
+    fields = json.loads(text.decode("utf-8-sig").strip())
+    if not isinstance(fields, dict):
+        raise JengineError(f"must be a JSON object: {excerpt(text)}")
+    return fields
+
+
+def request(number: int, name: str | int | None, fields: dict[str, Any], defaults: dict[str, Any], shown: str) -> Line:
+    """A line with these fields: one of PROMPTS, sampling parameters, and for messages ChatOptions.
+
+    Args:
+        shown: the line, for messages about it.
+
+    Raises:
+        JengineError: what is wrong with them.
+    """
+    kinds = [kind for kind in PROMPTS if kind in fields]
+    if len(kinds) != 1:
+        raise JengineError(f"must have one of {', '.join(PROMPTS)}; it has {len(kinds)}: {shown}")
+    chat = {field: fields[field] for field in CHAT if field in fields} if kinds == ["messages"] else {}
+    for field in fields:
+        if field not in (*SAMPLING, *kinds, *chat):
+            raise InvalidArgument(field, fields[field], "there is no such field, or not for this kind of prompt")
+    prompt, kind = fields[kinds[0]], kinds[0]
+    if (kind == "prompt") != isinstance(prompt, str):
+        raise InvalidArgument(kind, prompt, "must be text" if kind == "prompt" else "must be a list")
+    params = SamplingParams(**{**defaults, **{field: fields[field] for field in SAMPLING if field in fields}})
+    return Line(number, name, kind, prompt, params, chat)
+
+
+def excerpt(text: bytes) -> str:
+    """A line as it was written, cut after 80 characters."""
+    line = text.decode("utf-8-sig").strip()
+    return line if len(line) <= 80 else line[:77] + "..."
+
+
+def _name(fields: dict[str, Any]) -> str | int | None:
+    given = [fields[field] for field in IDS if fields.get(field) is not None]
+    if not given:
+        return None
+    if len(given) > 1 or type(given[0]) not in (str, int):
+        raise InvalidArgument("id", given, "must be one text or whole number, as id or custom_id")
+    name: str | int = given[0]
+    return name

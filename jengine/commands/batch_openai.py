@@ -1,0 +1,137 @@
+"""OpenAI's batch files: each line is a request to its API, and its record the API's answer, errors included."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jengine import EngineDead, InvalidArgument, JengineError
+from jengine.commands.batch_files import Output, output_of
+from jengine.commands.batch_lines import Answer, Form, Key, Line, Record, count_lines, excerpt, json_object, unique
+
+if TYPE_CHECKING:
+    from jengine import AsyncLLM
+
+FIELDS = ("custom_id", "method", "url", "body")
+ID = "batch_req_"  # of a record, before the line's number
+MANY = 2**30  # the server's bounds on its clients: this file has none
+
+
+def _key(record: Record) -> Key:
+    number = int(record["id"].removeprefix(ID))
+    return ("line", number) if record["custom_id"] is None else ("id", record["custom_id"])
+
+
+def _error(record: Record) -> str | None:
+    if record["error"] is not None:
+        return str(record["error"]["message"])
+    if record["response"]["status_code"] != 200:
+        return str(record["response"]["body"]["error"]["message"])
+    return None
+
+
+OPENAI = Form(
+    start=json.dumps({"id": ID})[:-2].encode(),
+    key=_key,
+    error=_error,
+    tokens=lambda record: (record["response"]["body"].get("usage") or {}).get("completion_tokens", 0),
+)
+
+
+def is_batch_line(text: bytes) -> bool:
+    """Whether a file that begins so is one of these."""
+    try:
+        return {"url", "body"} <= json_object(text).keys()
+    except (ValueError, RecursionError, JengineError):
+        return False
+
+
+class OpenAiBatch:
+    """A Source.
+
+    Args:
+        raw: see batch_lines.numbered.
+        model: the name that bodies may ask for.
+    """
+
+    form = OPENAI
+
+    def __init__(self, path: Path, raw: Iterable[tuple[int, bytes]], model: str) -> None:
+        self._path, self._raw, self._model = path, raw, model
+        try:
+            import jengine.serving.http.embedded  # noqa: F401
+        except ModuleNotFoundError as missing:
+            raise InvalidArgument("input", str(path), f"OpenAI's batch files need pip install 'jengine[http]': {missing}") from None
+
+    def count(self) -> int | None:
+        return count_lines(self._path)
+
+    def lines(self) -> Iterator[Line]:
+        return unique((_line(number, text) for number, text in self._raw), "custom_id")
+
+    def output(self, path: Path) -> Output:
+        return output_of(path, self.form)
+
+    @contextlib.contextmanager
+    def answering(self, llm: AsyncLLM) -> Iterator[Answer]:
+        from jengine.serving.config import ServerConfig
+        from jengine.serving.http.embedded import EmbeddedApi
+
+        config = ServerConfig(
+            max_waiting=MANY,
+            max_streams_per_client=MANY,
+            max_calls_per_client=MANY,
+            max_message_bytes=2**31 - 1,
+            client_chat_templates=True,
+        )
+        api = EmbeddedApi(llm, self._model, config)
+        try:
+            yield partial(_answer, api.post)
+        finally:
+            api.close()
+
+
+def _line(number: int, text: bytes) -> Line:
+    name = None
+    try:
+        fields = json_object(text)
+        for field, kind in zip(FIELDS, (str, str, str, dict), strict=True):
+            if not isinstance(fields.get(field), kind):
+                raise InvalidArgument(field, fields.get(field), "must be an object" if kind is dict else "must be text")
+            name = fields["custom_id"]
+        if unknown := fields.keys() - {*FIELDS}:
+            raise InvalidArgument(min(unknown), fields[min(unknown)], f"a batch file's lines have {', '.join(FIELDS)} only")
+        if fields["method"] != "POST":
+            raise InvalidArgument("method", fields["method"], "must be POST")
+        if not fields["url"].startswith("/v1/"):
+            raise InvalidArgument("url", fields["url"], "must be a path such as /v1/chat/completions")
+        if fields["body"].get("stream"):
+            raise InvalidArgument("body.stream", fields["body"]["stream"], "a batch has whole answers")
+        return Line(number, name, fields["url"], fields["body"])
+    except (ValueError, RecursionError, JengineError) as wrong:
+        return Line(number, name, error=str(wrong) or excerpt(text))
+
+
+async def _answer(post: Callable[[str, bytes], Awaitable[Any]], line: Line) -> Record:
+    if line.error is not None:
+        return _record(line, None, {"code": "invalid_request", "message": line.error})
+    body = json.dumps(line.prompt).encode()
+    while True:
+        reply = await post(line.kind, body)
+        if reply.status != 429:
+            break
+        await asyncio.sleep(float(reply.headers.get("retry-after-ms", "1000")) / 1000)
+    answer: dict[str, Any] = json.loads(reply.body)
+    if reply.status == 503:
+        raise EngineDead(answer["error"]["message"])
+    request_id = reply.headers.get("x-request-id") or answer.get("id", "")
+    return _record(line, {"status_code": reply.status, "request_id": request_id, "body": answer}, None)
+
+
+def _record(line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None) -> Record:
+    return {"id": f"{ID}{line.number}", "custom_id": line.name, "response": response, "error": error}

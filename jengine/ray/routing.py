@@ -1,0 +1,59 @@
+"""Which replica answers a request: one that has probably cached how it begins, unless it has much more to do than others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+FIRST = 512  # characters of a prompt, or of a conversation's first question, that make the key
+SLACK, SHARE = 4, 1.25  # a replica may have this many requests more than SHARE of the mean
+
+
+def prefix_key(body: Mapping[str, Any]) -> str:
+    """What requests with a common beginning have in common, and others do not: of a conversation what stands before its first question,
+    and the beginning of that, so that later turns go where the earlier ones were. Empty where there is no prompt."""
+    messages, prompt = body.get("messages"), body.get("prompt", body.get("input"))
+    if isinstance(messages, list) and messages:
+        first = next((i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"), len(messages) - 1)
+        text = json.dumps([body.get("tools"), messages[:first]]) + json.dumps(messages[first])[:FIRST]
+    elif isinstance(prompt, str):
+        text = prompt[:FIRST]
+    elif isinstance(prompt, list) and prompt:
+        text = json.dumps(prompt[0] if isinstance(prompt[0], list | str) else prompt[:FIRST])[:FIRST]
+    else:
+        return ""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def ranked(key: str, loads: Mapping[str, int]) -> list[str]:
+    """Replicas, the best first: by rendezvous hashing, so that few keys move when replicas come and go; those with too much to do last.
+
+    Args:
+        loads: each replica's requests.
+    """
+    most = SLACK + SHARE * sum(loads.values()) / max(len(loads), 1)
+
+    def place(replica: str) -> tuple[bool, bytes]:
+        return loads[replica] > most, hashlib.blake2b(f"{key} {replica}".encode(), digest_size=8).digest()
+
+    return sorted(loads, key=place)
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray's types are not checked
+    """Ray Serve's interface to `ranked`. The keyword argument `key` of a call is its key; a call without one goes to whom has least."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # when all of them are full
+        key = pending_request.kwargs.get("key") if pending_request is not None else None
+        if not key:
+            return [candidate_replicas]
+        replicas = {replica.replica_id.to_full_id_str(): replica for replica in candidate_replicas}
+        loads = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in replicas.items()}
+        return [[replicas[name]] for name in ranked(key, loads)]

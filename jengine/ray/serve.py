@@ -1,0 +1,225 @@
+"""OpenAI's API on Ray Serve: replicas with an engine each, scaled by their tokens, and a front that routes by prefix.
+
+serve run jengine.ray.serve:app model=demo max_replicas=4
+
+from jengine.ray.serve import ServeConfig, build_app
+serve.run(build_app(ServeConfig(model="Qwen/Qwen3-0.6B", max_replicas=4, num_gpus=1)))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError, TaskCancelledError
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message
+
+from jengine import AsyncLLM, InvalidArgument, SamplingParams
+from jengine.ray.routing import PrefixRouter, prefix_key
+from jengine.ray.scaling import QUEUED_TOKENS
+from jengine.serving.config import ServerConfig
+from jengine.serving.http.embedded import EmbeddedApi, http_scope
+
+ATTEMPTS = 5  # at a request whose replica goes before it has begun to answer
+PARSED = 2**20  # bytes of a body up to which it is read for its prefix
+NOT_HERE = frozenset(  # options of a server of its own
+    ("host", "port", "metrics_port", "http_port", "tls_cert", "tls_key", "tls_client_ca", "api_keys", "request_log", "write_timeout")
+) | frozenset(("lame_duck_seconds", "drain_seconds", "watchdog_seconds", "log_level"))
+
+GONE = "the replica has gone; come again"
+
+log = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """How the application runs.
+
+    Args:
+        model: as LLM's.
+        engine_kwargs: options of each replica's engine, as LLM's.
+        server: ServerConfig's options, those of limits, names and templates; ports, keys and TLS are Ray's.
+        min_replicas, max_replicas: of the engines.
+        target_tokens: tokens (prompts and what was generated) of unfinished requests that a replica should have; above it there are
+            more replicas, below fewer.
+        upscale_delay, downscale_delay: seconds that this has to last.
+        max_ongoing_requests: of a replica; more wait in the front.
+        front_replicas: of the front, which only passes on.
+        num_cpus, num_gpus: of each engine's replica.
+        drain_seconds: for requests that run when a replica is to go.
+    """
+
+    model: str = "demo"
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target_tokens: float = 16_384
+    upscale_delay: float = 10.0
+    downscale_delay: float = 300.0
+    max_ongoing_requests: int = 512
+    front_replicas: int = 1
+    num_cpus: float = 1
+    num_gpus: float = 0
+    drain_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise InvalidArgument("max_replicas", self.max_replicas, f"at least min_replicas = {self.min_replicas}, and that at least 1")
+        if self.target_tokens <= 0:
+            raise InvalidArgument("target_tokens", self.target_tokens, "must be above 0")
+        for name, value in self.server.items():
+            if name in NOT_HERE or name not in ServerConfig.__dataclass_fields__:
+                raise InvalidArgument(f"server.{name}", value, "there is no such option on Ray Serve")
+        self.server_config()
+
+    def server_config(self) -> ServerConfig:
+        return ServerConfig(**{"max_streams_per_client": 2**30, "max_calls_per_client": 2**30, **self.server, "http_port": 0})
+
+
+def build_app(config: ServeConfig, make_llm: Callable[[ServeConfig], AsyncLLM] | None = None) -> serve.Application:
+    """The application, for serve.run.
+
+    Args:
+        make_llm: makes a replica's engine in another way.
+    """
+    engine = serve.deployment(
+        name="engine",
+        max_ongoing_requests=config.max_ongoing_requests,
+        graceful_shutdown_timeout_s=config.drain_seconds,
+        ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
+        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=config.min_replicas,
+            max_replicas=config.max_replicas,
+            upscale_delay_s=config.upscale_delay,
+            downscale_delay_s=config.downscale_delay,
+            policy=AutoscalingPolicy(policy_function="jengine.ray.scaling:QueuedTokens", policy_kwargs={"target": config.target_tokens}),
+        ),
+    )(Engine)
+    front = serve.deployment(
+        name="front", num_replicas=config.front_replicas, max_ongoing_requests=2**16, ray_actor_options={"num_cpus": 0}
+    )(Front)
+    return front.bind(engine.bind(config, make_llm), config.server_config().max_message_bytes)
+
+
+def app(args: dict[str, str]) -> serve.Application:
+    """For `serve run jengine.ray.serve:app NAME=VALUE...`, with ServeConfig's fields; objects are JSON."""
+    plain: dict[str, Callable[[str], Any]] = {"model": str}
+    known = {one.name for one in fields(ServeConfig)}
+    for name in args.keys() - known:
+        raise InvalidArgument(name, args[name], f"there is no such option, only {', '.join(sorted(known))}")
+    options: dict[str, Any] = {name: plain.get(name, json.loads)(value) for name, value in args.items()}
+    return build_app(ServeConfig(**options))
+
+
+class Engine:
+    """A replica: an engine, and the ASGI application over it."""
+
+    def __init__(self, config: ServeConfig, make_llm: Callable[[ServeConfig], AsyncLLM] | None = None) -> None:
+        self._config, self._make_llm = config, make_llm or _make_llm
+        self._llm = self._make_llm(config)
+        self._api: EmbeddedApi | None = None
+
+    async def answer(
+        self, method: str, path: str, headers: dict[str, str], body: bytes, client: tuple[str, int], key: str = ""
+    ) -> AsyncGenerator[Any]:
+        """First the status and headers, then pieces of the body. `key` is the router's."""
+        if self._api is None:  # here is the event loop
+            self._api = EmbeddedApi(self._llm, self._config.model, self._config.server_config())
+        messages: asyncio.Queue[Message] = asyncio.Queue(1)  # a slow reader holds its own answer up
+        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            return waiting.pop() if waiting else await asyncio.get_running_loop().create_future()
+
+        task = asyncio.ensure_future(self._api(http_scope(method, path, headers, client), receive, messages.put))
+        try:
+            more = True
+            while more:
+                message = await messages.get()
+                if message["type"] == "http.response.start":
+                    yield message["status"], {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}
+                    continue
+                if message["body"]:
+                    yield message["body"]
+                more = message.get("more_body", False)
+        finally:
+            task.cancel()
+
+    async def check_health(self) -> None:
+        """Raises EngineDead where the engine has failed: Serve then replaces this replica."""
+        async with self._llm.submit({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1)):
+            pass  # leaving aborts it
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return {QUEUED_TOKENS: 0.0 if self._api is None else float(self._api.unfinished_tokens)}
+
+
+def _make_llm(config: ServeConfig) -> AsyncLLM:
+    return AsyncLLM(config.model, progress=False, **config.engine_kwargs)
+
+
+class Front:
+    """Passes requests on to the replica that the router chooses. A replica that goes before it has begun to answer costs no request."""
+
+    def __init__(self, engines: DeploymentHandle, most_bytes: int) -> None:
+        self._engines, self._most = engines.options(method_name="answer", stream=True), most_bytes
+
+    async def __call__(self, request: Request) -> Response:
+        parts, size = [], 0
+        async for part in request.stream():
+            parts.append(part)
+            size += len(part)
+            if size > self._most:
+                message = f"the body is too large: at most {self._most} bytes (max_message_bytes)"
+                return _error(413, "invalid_request_error", message)
+        body, client = b"".join(parts), request.client
+        headers = {name: value for name, value in request.headers.items() if name in ("content-type", "accept")}
+        origin = ("unknown", 0) if client is None else (client.host, client.port)
+        for attempt in range(ATTEMPTS):
+            stream = self._engines.remote(request.method, request.url.path, headers, body, origin, key=_key(body))
+            try:
+                status, head = await anext(aiter(stream))
+            except (RayActorError, TaskCancelledError) as gone:
+                log.warning("a replica has gone, attempt %d of %d: %s", attempt + 1, ATTEMPTS, type(gone).__name__)
+                await asyncio.sleep(0.1 * attempt)
+                continue
+            if status != 503 or attempt == ATTEMPTS - 1:  # by 503 its engine has failed: it will be replaced
+                return StreamingResponse(_rest(stream, head), status, head)
+            await asyncio.sleep(0.1 * attempt)
+        return _error(503, "service_unavailable_error", GONE)
+
+
+async def _rest(stream: Any, head: dict[str, str]) -> AsyncIterator[bytes]:
+    try:
+        async for part in stream:
+            yield part
+    except RayActorError:
+        if not head.get("content-type", "").startswith("text/event-stream"):
+            raise
+        yield b"data: " + _error(503, "service_unavailable_error", GONE).body + b"\n\ndata: [DONE]\n\n"
+
+
+def _key(body: bytes) -> str:
+    if len(body) > PARSED:
+        return ""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""  # the application says what is wrong
+    return prefix_key(fields) if isinstance(fields, dict) else ""
+
+
+def _error(status: int, kind: str, message: str) -> Response:
+    error = {"message": message, "type": kind, "param": None, "code": None}
+    return Response(json.dumps({"error": error}), status, media_type="application/json")

@@ -1,0 +1,94 @@
+"""OpenAI's API within another program: an ASGI application over an AsyncLLM, without a port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from starlette.types import Message, Receive, Scope, Send
+
+from jengine import AsyncLLM
+from jengine.serving.client_calls import ClientCalls
+from jengine.serving.config import ServerConfig
+from jengine.serving.http.app import Parts, application
+from jengine.serving.metrics import Metrics
+from jengine.serving.model_provider import FixedModel, ModelInfo
+from jengine.serving.service import Shared
+
+
+class Reply(NamedTuple):
+    """A whole answer. `headers`: by their names in lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class EmbeddedApi:
+    """An ASGI application. Belongs to the event loop of its AsyncLLM, which it does not close.
+
+    Args:
+        name: of the model, unless config has another.
+        config: limits, parsers and the like; what concerns ports, TLS and keys has no effect.
+        why_not_ready: for /health; None where the model answers.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        name: str,
+        config: ServerConfig | None = None,
+        metrics: Metrics | None = None,
+        why_not_ready: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        config, metrics = config or ServerConfig(), metrics or Metrics()
+        models = FixedModel(llm, ModelInfo(name=config.served_model_name or name, limits=llm.backend.limits, dtype=""))
+        self._shared = Shared.of(config, models, metrics, None)
+        self._app = application(Parts(config, self._shared, ClientCalls(config, metrics), None, metrics, why_not_ready))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    async def post(self, path: str, body: bytes) -> Reply:
+        """Ask, and wait for the whole answer."""
+        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[Message] = []
+
+        async def receive() -> Message:
+            return waiting.pop() if waiting else await asyncio.get_running_loop().create_future()  # the client stays
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await self(http_scope("POST", path, {"content-type": "application/json"}), receive, send)
+        start, *parts = sent
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start["headers"]}
+        return Reply(start["status"], headers, b"".join(part.get("body", b"") for part in parts))
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of all requests that are being answered: prompts, and what was generated so far."""
+        return self._shared.tracker.unfinished_tokens
+
+    def close(self) -> None:
+        """End its worker processes."""
+        self._shared.sandbox.close()
+
+
+def http_scope(method: str, path: str, headers: dict[str, str], client: tuple[str, int] = ("127.0.0.1", 0)) -> Scope:
+    """ASGI's description of a request."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()],
+        "client": client,
+        "server": None,
+    }

@@ -1,0 +1,53 @@
+"""`jengine generate --input` over a mock engine, in this process or as one of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jengine
+from jengine import AsyncLLM, EngineThread, Tokenizer
+from jengine.serving.mock_engine import MockEngine
+from tests.text.conftest import byte_level, write
+
+TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+CODE = """
+import sys
+from pathlib import Path
+import jengine
+from jengine import AsyncLLM, EngineThread, Tokenizer, cli
+from jengine.serving.mock_engine import MockEngine
+
+def make(model, **_):
+    return AsyncLLM.over(EngineThread(MockEngine(vocab_size=501, max_num_seqs=8, seconds=0.002)), Tokenizer.load(Path(model)))
+
+jengine.AsyncLLM = make
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def make_tokenizer(folder: Path) -> Path:
+    write(byte_level(), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def use_mock(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[MockEngine]:
+    """Commands of this process get a mock engine; MODEL is the tokenizer's folder. The engines that they got, as they come."""
+    engines: list[MockEngine] = []
+
+    def make(model: str, **_: Any) -> AsyncLLM:
+        engines.append(MockEngine(**{"vocab_size": 501, **options}))
+        return AsyncLLM.over(EngineThread(engines[-1]), Tokenizer.load(Path(model)))
+
+    monkeypatch.setattr(jengine, "AsyncLLM", make, raising=False)
+    return engines
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """A process of the command over a mock engine."""
+    return subprocess.Popen([sys.executable, "-c", CODE, *arguments], stderr=subprocess.PIPE, text=True)
