@@ -46,6 +46,7 @@ KINDS = (
     SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True, seed=2),
 )
 LONGEST = 2048  # tokens of a request
+FEWEST, SECONDS = 10, 3.0  # of a step's repetitions: so many at least, others for so long
 BUSY = "while True: pass"
 
 
@@ -78,7 +79,6 @@ class Load:
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
         self.engine, self.random, self._ids = engine, random.Random(seed), itertools.count()
-        self.plans: list[StepPlan] = []  # some of those that ran
 
     def run(self, costs: Watched, seconds: float) -> list[Step]:
         """For so long; the steps that were observed."""
@@ -110,15 +110,15 @@ def repeated(engine: Engine, plans: list[StepPlan], runs: int) -> list[float]:
     """Relative deviations of identical steps from the median of their like, one dispatched before the one before it is read."""
     runner, deviations = engine.runner, []
     for plan in plans:
-        before, times = runner.dispatch(plan), []
-        for _ in range(runs + 1):
+        before, times, end = runner.dispatch(plan), [], time.monotonic() + SECONDS
+        while len(times) <= FEWEST or (len(times) <= runs and time.monotonic() < end):
             following = runner.dispatch(plan)
             result = runner.read(before)
             times.append((time.perf_counter(), result.waited))
             before = following
         runner.read(before)
         seconds = [after - earlier for (earlier, a), (after, b) in itertools.pairwise(times) if a and b]
-        if len(seconds) >= runs // 2:
+        if len(seconds) >= FEWEST // 2:
             typical = statistics.median(seconds)
             deviations += [abs(one / typical - 1.0) for one in seconds]
     return deviations
@@ -130,13 +130,14 @@ def sample_plans(engine: Engine, load: Load, costs: Watched, count: int) -> list
     dispatch = engine.runner.dispatch
 
     def noted(plan: StepPlan) -> Any:
-        if load.random.random() < 0.05 and len(kept) < count:
+        if len(kept) < wanted and load.random.random() < 0.3:
             kept.append(StepPlan(plan.trunk, plan.sampler, plan.spans, plan.samples, work=plan.work))
         return dispatch(plan)
 
     engine.runner.dispatch = noted  # type: ignore[method-assign]
-    while len(kept) < count:
-        load.run(costs, 0.5)
+    for wanted in range(1, count + 1):  # one from each time, since neighbours are alike
+        while len(kept) < wanted:
+            load.run(costs, 0.5)
     engine.runner.dispatch = dispatch  # type: ignore[method-assign]
     return kept
 
