@@ -52,7 +52,7 @@ def answers(folder: Path, variant: str, devices: int, **options: Any) -> list[An
     work += [(work[0][0], SamplingParams(temperature=0.9, seed=i, max_tokens=9, prompt_logprobs=1)) for i in range(3)]
     found = run(engine, work)
     longest = max(work, key=lambda one: len(one[0]))[0]
-    check_samples(engine, [*longest[:63], 1, 2])
+    check_samples(engine, [*longest[:63], 2 if longest[63] == 1 else 1, 2])
     assert engine.compiles_since_start == 0
     return found
 
@@ -155,11 +155,11 @@ def test_a_trunk_sums_twice_a_layer_and_once_for_its_embedding(programs: tuple[E
     "variant", ["gemma2", "gpt2", "opt_350m", "qwen3_untied", "mixtral", "qwen3_moe_mixed", "olmo2", "stablelm_parallel", "falcon_7b"]
 )
 def test_so_does_every_family(variant: str) -> None:
-    """OLMo norms queries and keys over all heads, which takes a third one."""
+    """OLMo norms queries and keys over all heads, which takes a third one. Of attention and MLP that are added at once, XLA makes one."""
     spec = make_spec(variant, devices=4)
     compiled = Programs(spec, None, threads=2, progress=False)
     for key in spec.table.trunks():
-        each = 3 if variant == "olmo2" else 2
+        each = {"olmo2": 3, "stablelm_parallel": 1, "falcon_7b": 1}.get(variant, 2)
         assert collectives(compiled[key]) == {"all-reduce": each * spec.model.config.num_layers + 1}, key
         assert not in_loops(compiled[key])
 
