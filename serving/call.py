@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import grpc
+
+# A client's clock starts before the server's, so a call that times out may be cancelled with some time left.
+DEADLINE_MARGIN = 0.1  # seconds
+
 
 class Call(Protocol):
     """gRPC's ServicerContext is one; for HTTP see http/calls.py."""
@@ -17,3 +22,9 @@ class Call(Protocol):
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call it when the call is over, which is when its last message has gone."""
+
+
+def interruption(call: Call) -> grpc.StatusCode:
+    """Why a call was cancelled: DEADLINE_EXCEEDED where its deadline has (nearly) passed, else CANCELLED by the client."""
+    left = call.time_remaining()
+    return grpc.StatusCode.CANCELLED if left is None or left > DEADLINE_MARGIN else grpc.StatusCode.DEADLINE_EXCEEDED

@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from jengine import EngineDead, Load, RequestOutput
+from jengine.serving.call import interruption
 
 PREFIX = "jengine:"
 SECONDS = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1, 2.5, 5))  # a millisecond to eight minutes
@@ -321,8 +322,7 @@ class OutcomeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             yield
             code = _code_of(context) or grpc.StatusCode.OK
         except (asyncio.CancelledError, GeneratorExit):
-            left = context.time_remaining()
-            code = grpc.StatusCode.CANCELLED if left is None or left > 0 else grpc.StatusCode.DEADLINE_EXCEEDED
+            code = interruption(context)
             raise
         except BaseException:
             code = _code_of(context) or code

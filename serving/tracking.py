@@ -13,7 +13,7 @@ import grpc
 
 from jengine import RequestOutput
 from jengine.serving.admission import Place
-from jengine.serving.call import Call
+from jengine.serving.call import Call, interruption
 from jengine.serving.errors import Refusal, refusal
 from jengine.serving.metrics import Metrics, RequestWatch
 from jengine.serving.request_log import RequestLog
@@ -112,8 +112,7 @@ class RequestTracker:
         try:
             yield request
         except (asyncio.CancelledError, grpc.aio.BaseError):
-            left = call.time_remaining()
-            status = "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
+            status = interruption(call).name
             raise
         except Exception as error:
             refused = refusal(error)
