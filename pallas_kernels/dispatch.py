@@ -141,6 +141,16 @@ def paged_attention_prefill(
     return attention_prefill.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how)
 
 
+def rotate(x: jax.Array, rotation: Rotation, *, device: jax.Device | None = None) -> jax.Array:
+    """Rotary embedding; see `xla.rotate`. GPUs have no kernel for it: XLA fuses it, and `kv_write` rotates keys itself."""
+    if _on_cpu(device) and products.cpu_refused() is None:
+        from pallas_kernels.cpu import elementwise
+
+        if elementwise.why_no_rotation(str(x.dtype), x.shape[-1], rotation[0].shape[-1]) is None:
+            return elementwise.rotate(x, *rotation)
+    return xla.rotate(x, rotation)
+
+
 def why_kv_write_unsupported(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `kv_write` cannot take these, or None."""
     for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
@@ -174,6 +184,8 @@ def kv_write(
     """
     serves = _kernel_serves(impl, why_kv_write_unsupported(k_pages, v_pages, k, v, device=device), device)
     if not serves:
+        if rotation is not None and impl != "xla":
+            k, rotation = rotate(k, rotation, device=device), None
         return xla.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
     from pallas_kernels import kv_write as kernel
 
@@ -220,10 +232,11 @@ def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Devic
         q: queries of attention, [..., heads, head_dim].
     """
     if _on_cpu(device) and products.cpu_refused() is None:
-        from pallas_kernels.cpu import attention
+        from pallas_kernels.cpu import attention, elementwise
 
         if _why_cpu_attention_unsupported(k_pages, k_pages) is None:
             attention.prepare(q, k_pages)
+        elementwise.prepare(str(q.dtype))
         for weight in weights:
             if len(weight.shape) > 1:
                 products.prepare(weight)

@@ -83,14 +83,19 @@ def product(x: jax.Array, weight: jax.Array | Quantized, dtype: jax.typing.DType
 
 
 def _form(x: jax.Array, weight: jax.Array | Quantized) -> str:
-    """In which a CPU multiplies these: xla where another device is the default, since what is traced there is for that one."""
-    device = jax.config.jax_default_device or jax.devices()[0]
-    if getattr(device, "platform", device) != "cpu" or cpu_refused() is not None:
+    """In which a CPU multiplies these."""
+    if not traced_for_cpu() or cpu_refused() is not None:
         return "xla"
     kind = kind_of(weight)
     if str(x.dtype) not in INPUTS or kind not in (*WEIGHTS, "w8a8", "fp8 inputs") or min(x.shape[0], *weight.shape) == 0:
         return "xla"
     return _forms.get().get(form_key(x.shape[0], str(x.dtype), kind), "kernel")
+
+
+def traced_for_cpu() -> bool:
+    """Whether the default device is a CPU. Where another one is, what is traced is for that one."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    return bool(getattr(device, "platform", device) == "cpu")
 
 
 def kind_of(weight: Any) -> str:

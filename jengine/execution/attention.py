@@ -12,7 +12,7 @@ from jengine.execution.batch import Batch
 from jengine.program_table import TrunkKey
 from pallas_kernels import dispatch
 from pallas_kernels.quantized import Pages
-from pallas_kernels.xla import Rotation, rotate
+from pallas_kernels.xla import Rotation
 
 
 class TokenAxis:
@@ -57,7 +57,7 @@ class PagedAttention:
         def attend(
             q: jax.Array, k: jax.Array, v: jax.Array, kv: tuple[Pages, Pages], rotation: Rotation | None, **options: Any
         ) -> tuple[jax.Array, tuple[Pages, Pages]]:
-            q = q if rotation is None else rotate(q, rotation)
+            q = q if rotation is None else dispatch.rotate(q, rotation, device=device)
             kv = dispatch.kv_write(*kv, k, v, pages, offsets, rotation=rotation, device=device)
             how = {**options, "pages": key.pages, "device": device}
             out = []

@@ -36,7 +36,7 @@ from jengine.models import (
     starcoder2,
 )
 from jengine.models.family import Decoder, Family, TextPart
-from jengine.models.layers import ACTIVATIONS
+from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.quantized import quantize
 
 QUANTIZATIONS = {  # dtype of weights, and whether activations are quantized to it as well

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -15,6 +14,7 @@ from jax import lax
 from jengine.config import ModelConfig
 from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
 from jengine.parallel.collectives import all_reduce, shard_index, shards
+from pallas_kernels.activations import ACTIVATIONS, gated
 from pallas_kernels.products import product
 from pallas_kernels.quantized import Quantized, dequantize
 from pallas_kernels.xla import Rotation
@@ -22,14 +22,6 @@ from pallas_kernels.xla import Rotation
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
 Weight = jax.Array | Quantized  # [*out, in]
 Axes = tuple[str | None, ...]  # logical names, one for each axis; parallel/mesh.py says which are sharded
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_fast": jax.nn.gelu,
-    "gelu_new": jax.nn.gelu,  # the one with tanh, under the name it had first
-    "gelu_pytorch_tanh": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-}
 
 
 class Attend(Protocol):
@@ -192,9 +184,7 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate_up = dense(x, self.gate_up[...], value(self.gate_up_bias))
-        wide = gate_up.astype(jnp.float32)  # of every second number; a CPU takes those of float32 alone several at a time
-        y = ACTIVATIONS[self.activation](wide[..., 0]) * wide[..., 1]
-        return row_parallel_dense(y.astype(x.dtype), self.down[...], value(self.down_bias))
+        return row_parallel_dense(gated(gate_up, self.activation), self.down[...], value(self.down_bias))
 
 
 class Mlp(nnx.Module):

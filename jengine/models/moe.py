@@ -12,11 +12,12 @@ from jax import lax
 from jengine.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, window_everywhere
-from jengine.models.layers import ACTIVATIONS, Block, Weight, dense, matrix, param
+from jengine.models.layers import Block, Weight, dense, matrix, param
 from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
 from jengine.parallel.collectives import all_reduce
+from pallas_kernels.activations import gated
 from pallas_kernels.quantized import Quantized, dequantize, quantize
 
 PRODUCT = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [experts, out, in]
@@ -72,7 +73,7 @@ class Experts(nnx.Module):
             y = y.reshape(rows.shape[0], *weight.shape[1:-1])
             return y if scale is None else (y * scale).astype(rows.dtype)
 
-        return product(self.gated(product(jnp.zeros_like(x).at[place].set(x), gate_up)), down)[place]
+        return product(gated(product(jnp.zeros_like(x).at[place].set(x), gate_up), self.config.activation), down)[place]
 
     def by_block(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
         """The same in blocks of rows that share an expert: on a CPU, ragged_dot copies all weights and multiplies by all of them."""
@@ -87,14 +88,11 @@ class Experts(nnx.Module):
 
         def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
             expert, rows = args
-            return dense(self.gated(dense(rows, gate_up[expert])), down[expert])
+            return dense(gated(dense(rows, gate_up[expert]), self.config.activation), down[expert])
 
         owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)
         y: jax.Array = lax.map(one, (owners, padded.reshape(count, block, hidden)))
         return y.reshape(-1, hidden)[place]
-
-    def gated(self, gate_up: jax.Array) -> jax.Array:
-        return ACTIVATIONS[self.config.activation](gate_up[..., 0]) * gate_up[..., 1]
 
 
 def _counted(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,49 @@
+"""Activations by Hugging Face's names, and the gates of gated multi-layer perceptrons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.products import cpu_refused, traced_for_cpu
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_fast": jax.nn.gelu,
+    "gelu_new": jax.nn.gelu,  # the one with tanh, under the name it had first
+    "gelu_pytorch_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+KERNELS = {"gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}  # a CPU's
+
+
+def gated(gate_up: jax.Array, activation: str) -> jax.Array:
+    """activation(gate) * up in float32, rounded once.
+
+    Args:
+        gate_up: [rows, size, 2], each gate beside what it is multiplied with.
+        activation: one of ACTIVATIONS.
+
+    Returns:
+        [rows, size], of gate_up's dtype.
+    """
+    xla = partial(_by_xla, activation=activation)
+    kernel = KERNELS.get(activation)
+    if kernel is None or not traced_for_cpu() or cpu_refused() is not None:
+        return xla(gate_up)
+    from pallas_kernels.cpu import elementwise
+
+    if elementwise.why_not_gated(gate_up) is not None:
+        return xla(gate_up)
+    y: jax.Array = lax.platform_dependent(gate_up, cpu=partial(elementwise.gated, activation=kernel), default=xla)
+    return y
+
+
+def _by_xla(gate_up: jax.Array, activation: str) -> jax.Array:
+    wide = gate_up.astype(jnp.float32)  # of every second number; a CPU takes those of float32 alone several at a time
+    return (ACTIVATIONS[activation](wide[..., 0]) * wide[..., 1]).astype(gate_up.dtype)

@@ -1,0 +1,151 @@
+"""What a CPU does to each number of an activation: rotary embedding and gates. XLA's loops over bfloat16 are two to five times as slow."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.cpu import native
+from pallas_kernels.cpu.attention_blocks import LARGEST_POWER, LOG2_E, power_of_two, rounded
+from pallas_kernels.cpu.calls import call, register
+from pallas_kernels.cpu.emit import F32, I16, I32, I64
+from pallas_kernels.cpu.expressions import LANES, Kernel, Value, vector
+from pallas_kernels.cpu.formats import SIZES, processor
+from pallas_kernels.cpu.kinds import INPUTS
+
+GATES = "silu", "gelu_tanh"
+SHARED = 1 << 14  # numbers from which several threads share the work
+ALONE = "define i64 @one(i64 %frame, i64 %most) { ret i64 1 }"
+GELU = 2 * (2 / 3.141592653589793) ** 0.5, 0.044715  # gelu(x) is about x * sigmoid(a * (x + b * x ** 3))
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """As `xla.rotate`, of what `why_no_rotation` refuses nothing.
+
+    Args:
+        x: bfloat16 or float32 [tokens, heads, head_dim].
+        cos, sin: float32 [tokens, pairs].
+    """
+    y: jax.Array = call(_register("rotate", str(x.dtype), x.size), jax.ShapeDtypeStruct(x.shape, x.dtype), x, cos, sin)
+    return y
+
+
+def why_no_rotation(dtype: str, head_dim: int, pairs: int) -> str | None:
+    """Why `rotate` cannot take these, or None."""
+    if dtype not in INPUTS:
+        return f"dtype={dtype}: the kernel takes {' and '.join(INPUTS)}"
+    if pairs < LANES:
+        return f"pairs={pairs}: the kernel takes at least {LANES}"
+    rest = head_dim - 2 * pairs
+    return f"head_dim={head_dim}: of channels that stay, the kernel takes none or at least {LANES}" if 0 < rest < LANES else None
+
+
+def gated(gate_up: jax.Array, activation: str) -> jax.Array:
+    """activation(gate) * up in float32, rounded once.
+
+    Args:
+        gate_up: [rows, size, 2], what `why_not_gated` does not refuse; each gate beside what it is multiplied with.
+        activation: one of GATES.
+    """
+    out = jax.ShapeDtypeStruct(gate_up.shape[:-1], gate_up.dtype)
+    y: jax.Array = call(_register(activation, str(gate_up.dtype), gate_up.size), out, gate_up)
+    return y
+
+
+def why_not_gated(gate_up: jax.Array) -> str | None:
+    """Why `gated` cannot take this, or None."""
+    if str(gate_up.dtype) not in INPUTS:
+        return f"gate_up={gate_up.dtype}: the kernel takes {' and '.join(INPUTS)}"
+    return f"gate_up={gate_up.size // 2} gates: the kernel takes at least {LANES}" if gate_up.size < 2 * LANES else None
+
+
+def prepare(dtype: str) -> None:
+    """Register what activations of this dtype call."""
+    if dtype in INPUTS:
+        for what in ("rotate", *GATES):
+            for size in 0, SHARED:
+                _register(what, dtype, size)
+
+
+def source(target: native.Target, what: str, dtype: str) -> str:
+    """A module with the function `compute` of (frame, part, parts), and `one`, which says that there is one part."""
+    code = Kernel("compute", 3)
+    arrays = _Arrays(code, dtype, processor(target).pairs and target.architecture == "x86")
+    (_rotate if what == "rotate" else _gate)(arrays, what)
+    return code.text() + ALONE
+
+
+def _register(what: str, dtype: str, size: int) -> str:
+    def make() -> list[int | tuple[int, int]]:
+        compute, one = native.compiled(source(native.host(), what, dtype), "compute", "one")
+        return [compute if size >= SHARED else (compute, one)]
+
+    return register(f"jengine_{what}_{dtype}{'' if size >= SHARED else '_alone'}", make)
+
+
+class _Arrays:
+    """Arguments and result in XLA's call frame, and how their numbers are read and written: 16 at a time, as float32."""
+
+    def __init__(self, code: Kernel, dtype: str, converts: bool) -> None:
+        self.code, self.dtype, self.size, self._converts = code, dtype, SIZES[dtype], converts
+        self._frame, self.part, self.parts = code.arguments
+        self.out = code.load(I64, code.load(I64, code.load(I64, self._frame + 14 * 8)) + 3 * 8)
+
+    def argument(self, index: int) -> tuple[Value, Value]:
+        """Places of its numbers and of its shape."""
+        buffer = self.code.load(I64, self.code.load(I64, self._frame + 9 * 8) + index * 8)
+        return self.code.load(I64, buffer + 3 * 8), self.code.load(I64, buffer + 5 * 8)
+
+    def extent(self, shape: Value, axis: int) -> Value:
+        return self.code.load(I64, shape + axis * 8)
+
+    def share(self, count: Value) -> tuple[Value, Value]:
+        """First and end of this part's, of so many."""
+        return count * self.part // self.parts, count * (self.part + 1) // self.parts
+
+    def raw(self, place: Value) -> Value:
+        """Numbers as they lie."""
+        return self.code.load(vector(I16 if self.size == 2 else I32), place)
+
+    def read(self, place: Value) -> Value:
+        raw = self.raw(place)
+        return ((raw.unsigned_to(vector(I32)) << 16) if self.size == 2 else raw).bits(vector(F32))
+
+    def write(self, real: Value, place: Value) -> None:
+        self.code.store(rounded(self.code, real, self._converts) if self.size == 2 else real, place)
+
+
+def _rotate(arrays: _Arrays, _: str) -> None:
+    code, size = arrays.code, arrays.size
+    (x, shape), (cos, angles), (sin, _shape) = (arrays.argument(n) for n in range(3))
+    tokens, heads, dim = (arrays.extent(shape, axis) for axis in range(3))
+    pairs = arrays.extent(angles, 1)
+    with code.loop(*arrays.share(tokens)) as token, code.loop(0, heads) as head:
+        base = (token * heads + head) * dim * size
+        with code.loop(0, pairs, LANES) as lane:
+            at = lane.least(pairs - LANES)  # the last vector begins early rather than end late
+            c, s = (code.load(vector(F32), angle + (token * pairs + at) * 4) for angle in (cos, sin))
+            low, high = base + at * size, base + (pairs + at) * size
+            first, second = arrays.read(x + low), arrays.read(x + high)
+            arrays.write(first * c - second * s, arrays.out + low)
+            arrays.write(second * c + first * s, arrays.out + high)
+        with code.loop(pairs * 2, dim, LANES) as channel:
+            place = base + channel.least(dim - LANES) * size
+            code.store(arrays.raw(x + place), arrays.out + place)
+
+
+def _gate(arrays: _Arrays, activation: str) -> None:
+    code, size, (x, shape) = arrays.code, arrays.size, arrays.argument(0)
+    count = arrays.extent(shape, 0) * arrays.extent(shape, 1)
+    with code.loop(*arrays.share((count + (LANES - 1)) // LANES)) as n:
+        at = (n * LANES).least(count - LANES)
+        place = x + at * (2 * size)
+        if size == 2:
+            both = code.load(vector(I32), place)
+            gate, up = (both << 16).bits(vector(F32)), (both & -(1 << 16)).bits(vector(F32))
+        else:
+            low, high = (code.load(vector(F32), place + 64 * half) for half in range(2))
+            gate, up = (low.shuffled(high, range(odd, 2 * LANES, 2)) for odd in range(2))
+        slope, bend = (1.0, 0.0) if activation == "silu" else GELU
+        turned = gate * -(slope * LOG2_E)
+        turned = turned if bend == 0.0 else turned * (gate * gate * bend + 1.0)
+        arrays.write(gate / (power_of_two(code, turned.least(LARGEST_POWER)) + 1.0) * up, arrays.out + at * size)

@@ -1,0 +1,124 @@
+"""Rotary embedding and gates on a CPU: the kernels against exact values, on shapes that no vector divides."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import activations, dispatch, xla
+from pallas_kernels.activations import gated
+from pallas_kernels.cpu import calls, elementwise, native
+from tests.kernels.test_masked import SETS, X86, runs_here
+
+DTYPES = "bfloat16", "float32"
+few = settings(max_examples=5, deadline=None, phases=[Phase.generate])  # each is compiled
+SHARED_ROWS = 90  # enough that threads share the work
+
+
+def close(got: jax.Array, exact: np.ndarray[Any, Any]) -> None:
+    """To half of the last bit of bfloat16, or about as exactly as float32 computes."""
+    error = {"bfloat16": 2.0**-8, "float32": 1e-6}[str(got.dtype)]
+    np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=error * 1.01, atol=1e-6)
+
+
+def rotation(tokens: int, pairs: int) -> tuple[jax.Array, jax.Array]:
+    angles = jax.random.uniform(jax.random.key(pairs), (tokens, pairs), maxval=7.0)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> np.ndarray[Any, Any]:
+    """By complex numbers, float64."""
+    wide, pairs = np.array(x, np.float64), cos.shape[1]
+    turn = (np.asarray(cos, np.float64) + 1j * np.asarray(sin, np.float64))[:, None]
+    turned = (wide[..., :pairs] + 1j * wide[..., pairs : 2 * pairs]) * turn
+    return np.concatenate([turned.real, turned.imag, wide[..., 2 * pairs :]], axis=-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@few
+@given(
+    st.one_of(st.integers(1, 5), st.just(SHARED_ROWS)), st.integers(1, 4), st.integers(16, 70), st.one_of(st.just(0), st.integers(16, 50))
+)
+def test_rotation(dtype: str, tokens: int, heads: int, pairs: int, rest: int) -> None:
+    x = jax.random.normal(jax.random.key(tokens), (tokens, heads, 2 * pairs + rest), dtype)
+    cos, sin = rotation(tokens, pairs)
+    got = jax.jit(elementwise.rotate)(x, cos, sin)
+    wide = np.asarray(x, np.float64)
+    np.testing.assert_array_equal(np.asarray(got)[..., 2 * pairs :], np.asarray(x)[..., 2 * pairs :])
+    bound = np.abs(wide).max()  # of a sum whose terms cancel, the error is that of the terms
+    error = {"bfloat16": 2.0**-8, "float32": 1e-6}[dtype]
+    np.testing.assert_allclose(np.asarray(got, np.float64), rotated(x, cos, sin), rtol=error, atol=1e-6 * bound)
+
+
+def test_rotations_that_no_kernel_takes_are_xla_s() -> None:
+    for dtype, dim, pairs in ("float16", 64, 32), ("float32", 16, 8), ("float32", 40, 16):
+        assert elementwise.why_no_rotation(dtype, dim, pairs) is not None
+        x, angles = jax.random.normal(jax.random.key(0), (3, 2, dim), dtype), rotation(3, pairs)
+        np.testing.assert_array_equal(dispatch.rotate(x, angles), xla.rotate(x, angles))
+    assert elementwise.why_no_rotation("bfloat16", 64, 32) is None
+
+
+def activated(activation: str, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if activation == "silu":
+        return x / (1 + np.exp(-x))
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", sorted(activations.KERNELS))
+@few
+@given(st.one_of(st.integers(1, 5), st.just(SHARED_ROWS)), st.integers(16, 130))
+def test_gates(dtype: str, activation: str, rows: int, size: int) -> None:
+    gate_up = (8 * jax.random.normal(jax.random.key(size), (rows, size, 2))).astype(dtype)
+    wide = np.asarray(gate_up, np.float64)
+    close(jax.jit(gated, static_argnums=1)(gate_up, activation), activated(activation, wide[..., 0]) * wide[..., 1])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_new"])
+def test_gates_of_extreme_numbers(activation: str) -> None:
+    gates = jnp.array([0.0, -0.0, 1e30, -1e4, jnp.inf, 88.0, -88.0, -200.0, 1e-30, *[1.0] * 7])
+    got = np.asarray(gated(jnp.stack([gates, jnp.ones(16)], axis=-1)[None], activation))[0]
+    np.testing.assert_allclose(got[:9], [0, 0, 1e30, 0, np.inf, 88, 0, 0, 5e-31], rtol=1e-6, atol=1e-30)
+    assert np.isnan(gated(jnp.full((1, 16, 2), jnp.nan), activation)).all()
+
+
+def test_gates_that_no_kernel_takes_are_xla_s() -> None:
+    for dtype, size, activation in ("float16", 64, "silu"), ("float32", 3, "silu"), ("float32", 64, "relu"), ("float32", 64, "gelu"):
+        gate_up = jax.random.normal(jax.random.key(0), (2, size, 2), dtype)
+        wide = gate_up.astype(jnp.float32)
+        want = (activations.ACTIVATIONS[activation](wide[..., 0]) * wide[..., 1]).astype(dtype)
+        np.testing.assert_allclose(gated(gate_up, activation), want, rtol=2e-3 if dtype == "float16" else 1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, (triple, *_) in SETS.items() if triple == X86])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_without_features(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = native.Target(X86, features=SETS[name][1])
+    if not runs_here(target):
+        pytest.skip(f"this processor lacks {name}")
+    monkeypatch.setattr(native, "host", lambda: target)
+    monkeypatch.setattr(elementwise, "register", lambda known, make: calls.register(f"{known}_{name}", make))
+    x, angles = jax.random.normal(jax.random.key(1), (5, 3, 80), dtype), rotation(5, 24)
+    np.testing.assert_allclose(np.asarray(elementwise.rotate(x, *angles), np.float64), rotated(x, *angles), rtol=2.0**-8, atol=1e-5)
+    gate_up = jax.random.normal(jax.random.key(2), (3, 21, 2), dtype)
+    wide = np.asarray(gate_up, np.float64)
+    for activation in "silu", "gelu_tanh":
+        close(elementwise.gated(gate_up, activation), activated(activation, wide[..., 0]) * wide[..., 1])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_no_instruction_is_compiled_that_a_processor_lacks(name: str) -> None:
+    triple, features, *_, lacking = SETS[name]
+    target = native.Target(triple, features=features)
+    for what in "rotate", "silu":
+        text = native.assembly(elementwise.source(target, what, "bfloat16"), target)
+        code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith((".", "#", "//")))
+        assert "compute" in text and not re.search(lacking, code)
