@@ -65,8 +65,8 @@ def test_log_probabilities_are_the_librarys(tmp_path: Path) -> None:
 
 
 def score(llm: LLM, context: str, continuation: str) -> float:
-    """The log probability of a continuation, whose tokens are those that its context's do not begin with."""
-    whole, before = (llm.tokenizer.encode(text) for text in (context + continuation, context))
+    """The log probability of a continuation. As in lm_eval, it begins with the space at its context's end."""
+    whole, before = (llm.tokenizer.encode(text, add_special_tokens=False) for text in (context + continuation, context.rstrip()))
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     (output,) = llm.generate({"prompt_token_ids": whole}, params, use_tqdm=False)
     assert output.prompt_logprobs is not None
