@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 from jengine.async_embeddings import LONG_TEXT, AsyncEmbeddings
 from jengine.backend import Backend, EngineThread, Updates
+from jengine.beams import GenerationParams, split
 from jengine.chat import ChatOptions, Conversation, chat_prompt
 from jengine.config import EngineConfig
 from jengine.cost_report import CostReport
@@ -52,7 +53,7 @@ class AsyncLLM(AsyncEmbeddings):
         self._attach(EngineThread(engine), self.started.require_tokenizer(), self.started.default_sampling_params)
 
     @classmethod
-    def over(cls, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams | None = None) -> AsyncLLM:
+    def over(cls, backend: Backend, tokenizer: Tokenizer, default_sampling_params: GenerationParams | None = None) -> AsyncLLM:
         """Around an engine that runs elsewhere. Requests without sampling parameters get the default ones; None is SamplingParams()."""
         llm = cls.__new__(cls)
         llm._attach(backend, tokenizer, SamplingParams() if default_sampling_params is None else default_sampling_params)
@@ -101,7 +102,7 @@ class AsyncLLM(AsyncEmbeddings):
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: GenerationParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -114,7 +115,7 @@ class AsyncLLM(AsyncEmbeddings):
         """Complete one prompt. Leaving the iteration early aborts the request.
 
         Args:
-            sampling_params: None takes `get_default_sampling_params()`.
+            sampling_params: None takes `get_default_sampling_params()`. BeamSearchParams give one output, at the end, a completion a beam.
             request_id: for `abort`; must not be in use. None makes one.
             priority, ttft_ms, tpot_ms, client: see ServiceLevel.
             timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
@@ -149,7 +150,7 @@ class AsyncLLM(AsyncEmbeddings):
     def chat(
         self,
         messages: Conversation,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: GenerationParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -236,13 +237,13 @@ class AsyncLLM(AsyncEmbeddings):
 
     # --- the same, step by step ------------------------------------------------------------------
 
-    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> PreparedPrompt:
+    def prepare(self, prompt: Prompt, sampling_params: GenerationParams | None = None) -> PreparedPrompt:
         """Check and tokenize a prompt, for `submit`. May be called in any thread, where a long text holds nothing up.
 
         Raises:
             InvalidArgument: it can never be answered.
         """
-        params = self._default_params if sampling_params is None else sampling_params
+        params, beams = split(self._default_params if sampling_params is None else sampling_params)
         requests = make_requests(
             self.tokenizer,
             prompt,
@@ -250,12 +251,13 @@ class AsyncLLM(AsyncEmbeddings):
             f"request-{next(self._ids)}",
             masks=not self.backend.makes_masks,
             max_model_len=self._max_model_len,
+            beams=beams,
         )
         self.backend.limits.validate(requests[0])
         return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
 
     def prepare_chat(
-        self, messages: Conversation, sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+        self, messages: Conversation, sampling_params: GenerationParams | None = None, **options: Unpack[ChatOptions]
     ) -> PreparedPrompt:
         """As `prepare`, of a conversation; see `chat`.
 
@@ -269,7 +271,7 @@ class AsyncLLM(AsyncEmbeddings):
     def submit(
         self,
         prompt: Prompt | PreparedPrompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: GenerationParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,

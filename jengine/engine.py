@@ -35,7 +35,7 @@ from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.targets import REJECTED
 from jengine.seeds import prompt_seed
 from jengine.step_clock import StepClock
-from jengine.updates import Ended, Load, Pooled, PromptScores, TokenLogprobs, TokenUpdate, Update
+from jengine.updates import BeamsFound, Ended, Found, Load, Pooled, PromptScores, TokenLogprobs, TokenUpdate, Update
 
 BATCH_POLL_SECONDS = 0.005
 
@@ -221,9 +221,10 @@ class Engine:
         """Dispatch the next step, then read the one before it. Returns what was read."""
         if self._programs is not None and self._taken < self._programs.ready:
             self._take_programs(self._programs)
+        updates = self._read_all_but(0) if self.scheduler.awaits_beams else []
         self._clock.planning(time.perf_counter(), self.scheduler.costs)
         plan = self.scheduler.schedule()
-        updates: list[Update] = self._rejected()
+        updates += self._rejected()
         if plan is None:
             updates += self._read_all_but(0)
             if not updates:
@@ -310,8 +311,17 @@ class Engine:
             for sequence in sequences:
                 self._recorder.ended(sequence)
 
-    def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate | Pooled]:
-        collected = self.scheduler.collect(step.plan, result.tokens)
+    def _found(self, plan: StepPlan, result: StepResult) -> dict[int, Found]:
+        """What was found after beams, by sample."""
+        got, found = result.logprobs, {}
+        for row, sample in enumerate(plan.samples if got is not None and self.scheduler.searching else ()):
+            sequence = self.scheduler.running(sample.seq)
+            if sequence is not None and sequence.request.beams is not None and got is not None:
+                found[row] = Found(result.tokens[row][0], _logprobs(got, row, 2 * sequence.request.beams.beam_width))
+        return found
+
+    def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate | Pooled | BeamsFound]:
+        collected = self.scheduler.collect(step.plan, result.tokens, self._found(step.plan, result))
         if self._recorder is not None:
             self._record(*[s for _, s, _ in collected if s.finish_reason is not None])
         got = result.logprobs
@@ -322,10 +332,13 @@ class Engine:
                 else _pooled(s)
                 for _, s, token in collected
             ]
-        updates: list[TokenUpdate | Pooled] = []
+        updates: list[TokenUpdate | Pooled | BeamsFound] = []
         for row, s, token in collected:
             if s.pooled is not None:
                 updates.append(_pooled(s))
+                continue
+            if s.searches:
+                updates.append(BeamsFound(s.request_id, s.found, s.num_preemptions, s.scheduled, s.num_cached))
                 continue
             count = s.request.params.logprobs
             logprobs = None if count is None else _logprobs(got, row, count)

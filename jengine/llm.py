@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from jengine.beams import BeamSearchParams
 from jengine.chat import ChatOptions, Conversation, chat_prompt, conversations
 from jengine.checks import check_whole
 from jengine.config import EngineConfig
@@ -15,6 +16,7 @@ from jengine.cost_report import CostReport
 from jengine.display import counted, table_html
 from jengine.engine import Engine
 from jengine.errors import EngineDead, InvalidArgument
+from jengine.llm_beams import BeamSearches
 from jengine.llm_embeddings import Embeddings
 from jengine.observe.progress import progress_bar
 from jengine.pooling import PoolingParams
@@ -29,7 +31,7 @@ from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
 
 
-class LLM(Embeddings):
+class LLM(Embeddings, BeamSearches):
     """A model, loaded and compiled, ready for prompts.
 
     Any number of threads may call one LLM: their requests share batches, and each call returns when its own have ended. A
@@ -284,14 +286,20 @@ class LLM(Embeddings):
         return call.outputs
 
     def _requests(
-        self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None, pooling: PoolingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        level: ServiceLevel | None = None,
+        *,
+        pooling: PoolingParams | None = None,
+        beams: BeamSearchParams | None = None,
     ) -> list[Request]:
         """A prompt's requests, checked."""
         self._shared.check()
         params = self._default_params if params is None else params
         limits = self._shared.limits
         request_id, length = str(next(self._ids)), limits.sequence.max_model_len
-        requests = make_requests(self.tokenizer, prompt, params, request_id, max_model_len=length, pooling=pooling)
+        requests = make_requests(self.tokenizer, prompt, params, request_id, max_model_len=length, pooling=pooling, beams=beams)
         limits.validate(requests[0])
         if level is not None:
             level.apply(requests)

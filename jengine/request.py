@@ -15,6 +15,8 @@ from jengine.pooling import PoolingParams
 if TYPE_CHECKING:
     import numpy as np
 
+    from jengine.beams import BeamSearchParams
+
 MAX_STOP_TOKEN_IDS = 16  # end-of-sequence ids included: the width of a slot's stop list on the device
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 64
@@ -43,7 +45,7 @@ INSTEAD = {  # of parameters that users of other engines and older versions of v
     "max_new_tokens": "max_tokens does this",
     "response_format": "structured_outputs does this",
     "truncate_prompt_tokens": "pass prompt_token_ids, cut to what you want",
-    "use_beam_search": "there is no beam search",
+    "use_beam_search": "BeamSearchParams do this: LLM.beam_search, AsyncLLM.generate, completions over gRPC and HTTP",
 }
 
 
@@ -304,6 +306,7 @@ class Request:
     Attributes:
         cache_salt: requests share cached pages only with requests of an equal salt; None equals None.
         pooling: it asks for an embedding; its sampling parameters are POOLED then.
+        beams: it asks for beams; its sampling parameters are BeamSearchParams.sampling then, with as many log probabilities as come back.
     """
 
     request_id: str
@@ -319,6 +322,7 @@ class Request:
     tpot_ms: float | None = None
     client: str = ""  # whose share of the engine it takes, under policy="fair"
     pooling: PoolingParams | None = None
+    beams: BeamSearchParams | None = None
 
 
 @dataclass(frozen=True, slots=True)

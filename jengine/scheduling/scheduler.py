@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from itertools import chain, islice
+from types import MappingProxyType
 
 from jengine.program_table import VARIANTS, ProgramTable
+from jengine.scheduling.beam_searches import BeamSearches
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.composition import BatchInvariant, Composition
@@ -16,22 +18,24 @@ from jengine.scheduling.draft import Draft
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.pending import PendingTiles
 from jengine.scheduling.policy import victim
-from jengine.scheduling.prompt_tiles import PromptTiles
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.scheduling.step_plan import Sample, Span, StepPlan
 from jengine.scheduling.strategies import Situation, latency, throughput
 from jengine.scheduling.work import Work, rows_work
+from jengine.updates import Found
 
+NOTHING_FOUND: Mapping[int, Found] = MappingProxyType({})
 DEFAULTS = SchedulingOptions()
 
 
-class Scheduler(PromptTiles):
+class Scheduler(BeamSearches):
     """Plans steps, one program of the table each, and takes in the tokens they sampled.
 
     Plans run on the device in the order in which they were made, each once, and each is collected once, in that order.
     A plan may be made before earlier ones are collected: every running sequence is then taken to get one more token from
-    each. Where one of these turns out to end the sequence, rows planned after it were in vain, and what they sample is dropped.
+    each. Where one of these turns out to end the sequence, rows planned after it were in vain, and what they sample is dropped. Beams
+    wait: they get no row while one is in flight.
 
     Args:
         page_size: tokens a page holds.
@@ -110,6 +114,8 @@ class Scheduler(PromptTiles):
             sequence.in_flight += 1
         if rows and self._repeating:
             self._repeat(draft, rows)
+        if rows and self._searching:
+            self._hold(draft, rows)
         self._expect(draft.sampled, len(rows), self._timeline.plan(now, self.costs.seconds(trunk, sampler, draft.work)))
         return StepPlan(
             trunk=trunk,
@@ -122,11 +128,18 @@ class Scheduler(PromptTiles):
             work=draft.work,
         )
 
-    def collect(self, plan: StepPlan, tokens: list[list[int]]) -> list[tuple[int, Sequence, int]]:
+    def collect(
+        self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, Found] = NOTHING_FOUND
+    ) -> list[tuple[int, Sequence, int]]:
         """Takes in a step's tokens, those of each of the plan's samples, and finishes the sequences that they end.
 
-        Returns (sample, sequence, new token), in the plan's order. A token of a sequence that has finished
-        meanwhile is dropped; that of a preempted one is kept and recomputed with the others.
+        Args:
+            found: at samples of beams, by their index.
+
+        Returns:
+            (sample, sequence, new token), in the plan's order. A token of a sequence that has finished
+            meanwhile is dropped; that of a preempted one is kept and recomputed with the others. Of a beam search only
+            the last token comes, when it ends.
         """
         collected = []
         now, by_number, fair, prompts = self.clock(), self._by_number, self._fair, plan.trunk.tiles > 0
@@ -141,6 +154,10 @@ class Scheduler(PromptTiles):
                 self._note_first(sequence, now)
             if fair is not None:
                 fair.spend(sequence.client, len(tokens[i]))
+            if sequence.searches:
+                if (leader := self._search(sequence, found[i])) is not None:
+                    collected.append((i, leader, leader.tokens[-1]))
+                continue
             for token in tokens[i]:
                 known.append(token)
                 collected.append((i, sequence, token))
@@ -169,6 +186,12 @@ class Scheduler(PromptTiles):
         positions = [s.num_computed for s in rows]
         draft.work = Work(*rows_work(positions, self.sequence.windows))
         return rows, max(positions, default=-1) + 1
+
+    def _hold(self, draft: Draft, rows: list[Sequence]) -> None:
+        """Rows of beams take their tokens from the host, and are the last until what follows is known."""
+        for span, sequence in zip(draft.spans, rows, strict=False):
+            if sequence.searches:
+                span.known, sequence.state = sequence.tokens[span.start], State.HELD
 
     def _repeat(self, draft: Draft, rows: list[Sequence]) -> None:
         """Rows that compute again what was generated before a preemption take known tokens, and sample nothing before the last of them."""
@@ -218,7 +241,8 @@ class Scheduler(PromptTiles):
             rows = self._decoding()
             growing = [s for s in rows if s.num_computed % page_size == 0]
             copying = [s for s in rows if s in self._sharing] if self._sharing else []
-            if not growing and not copying:
+            forked = [s for s in rows if s in self._forked] if self._forked else []
+            if not growing and not copying and not forked:
                 return rows
             for sequence in growing:
                 blocks.pass_windows(sequence.number, sequence.num_computed)
@@ -227,13 +251,15 @@ class Scheduler(PromptTiles):
             if blocks.available(wanted):
                 break
             self._preempt(victim(self._running))
-        for sequence in growing:
-            draft.enter(sequence.slot, blocks.grow(sequence.number, sequence.num_computed + 1))
         for sequence in copying:
             copies, entries = blocks.unshare(sequence.number, sequence.num_computed)
             draft.copies += copies
-            draft.enter(sequence.slot, entries)
+            if sequence not in self._forked:
+                draft.enter(sequence.slot, entries)
             del self._sharing[sequence]
+        for sequence in {**dict.fromkeys(growing), **dict.fromkeys(forked)}:
+            draft.enter(sequence.slot, blocks.grow(sequence.number, sequence.num_computed + 1))
+            self._forked.pop(sequence, None)
         return rows
 
     def _decide(self, now: float, rows: list[Sequence], work: Work, tokens: int, pending: PendingTiles) -> int:

@@ -20,7 +20,8 @@ class Span(msgspec.Struct, gc=False):
         tokens: their ids; None: there is one, in a decode row, which the step before has left in the slot, on the device.
         targets: the tokens that follow these, where their log probabilities are asked for.
         pool: from this offset on, tokens' hidden states are summed, for an embedding; None: of none.
-        known: of a decode row, the id of its token where that is not in the slot, since the row repeats an earlier one; else -1.
+        known: of a decode row, the id of its token where that is not in the slot, since the row repeats an earlier one or the host chose
+            it; else -1.
     """
 
     seq: int

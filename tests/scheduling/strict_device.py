@@ -8,9 +8,11 @@ and of all tokens before it: a wrong token anywhere shows in everything that fol
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, fields
 
+from jengine.beams import BeamSearchParams
 from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, ScoreKey, sampler_variant
 from jengine.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from jengine.request import Request, SamplingParams
@@ -19,6 +21,8 @@ from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
+from jengine.updates import Beam, Found, TokenLogprobs
+from tests.golden.beam_rule import beam_search
 
 VOCAB = 50
 EOS = (0,)
@@ -30,6 +34,29 @@ def next_token(seed: int, sample: int, tokens: list[int], params: SamplingParams
     while len(tokens) - prompt_len < params.min_tokens and token in suppressed:
         token = (token + 1) % VOCAB
     return token
+
+
+def found_after(tokens: list[int], seed: int, sample: int, width: int, temperature: float) -> Found:
+    """2 x width candidates, and a sampled one, which may be another."""
+    draw = random.Random(hash((seed, *tokens)))
+    likely = draw.sample(range(VOCAB), 2 * width + 1)
+    values = sorted([-draw.uniform(0.1, 5.0) for _ in likely], reverse=True)
+    rank = 1 if temperature == 0.0 else random.Random(hash((seed, sample, *tokens))).choice([1, 2, len(likely)])
+    return Found(likely[rank - 1], TokenLogprobs(values[rank - 1], rank, list(zip(likely[:-1], values[:-1], strict=True))))
+
+
+def beams_alone(request: Request, seed: int, max_model_len: int) -> list[Beam]:
+    """What a search finds that has the device for itself."""
+    params, prompt = request.beams, request.prompt_token_ids
+    assert params is not None and params.temperature == 0.0
+
+    def candidates(beams: list[list[int]]) -> list[dict[int, float]]:
+        return [dict(found_after(beam, seed, 0, params.beam_width, 0.0).logprobs.top) for beam in beams]
+
+    steps = min(params.max_tokens, max_model_len - len(prompt))
+    how = {"eos": EOS[0], "length_penalty": params.length_penalty, "ignore_eos": params.ignore_eos}
+    best, _ = beam_search(prompt, candidates, width=params.beam_width, steps=steps, **how)
+    return [Beam(tokens, cumulative, "stop" if ended else "length") for tokens, cumulative, ended in best]
 
 
 def alone(request: Request, seed: int, max_model_len: int) -> tuple[list[int], str, int | None]:
@@ -79,16 +106,21 @@ class StrictDevice:
         self.hits = self.copies = self.prefilled = self.repeated = 0
         self.ready = {*table.trunks(), *table.samplers(), *table.scores()}
 
-    def run(self, plan: StepPlan) -> list[list[int]]:
-        """The tokens of every sample."""
+    def run(self, plan: StepPlan) -> tuple[list[list[int]], dict[int, Found]]:
+        """The tokens of every sample, and what is found after beams."""
         rows = self._check_size(plan)
         self._take_updates(plan)
         for span in plan.spans[:rows]:
             last = self.slots[span.slot].last_token
             if span.known >= 0:
-                assert self.table.batch_invariant and span.known == self.sequences[span.seq].tokens[span.start]
+                sequence = self.sequences[span.seq]
+                assert span.known == sequence.tokens[span.start]
                 last = span.known
-                self.repeated += 1
+                if sequence.searches:  # its block table says which beam it goes on from
+                    self.slots[span.slot].tokens = sequence.tokens[: span.start]
+                else:
+                    assert self.table.batch_invariant
+                    self.repeated += 1
             assert last is not None, "a decode row without a token to start from"
             self._write(span, [last], plan.trunk.pages)
         for span in plan.spans[rows:]:
@@ -98,8 +130,8 @@ class StrictDevice:
             self._write(span, span.tokens, plan.trunk.pages)
         for span in plan.spans:  # writes come first: a tile attends to tiles before it in the same step, of other sequences too
             self._read(span)
-        tokens = []
-        for sample in plan.samples:
+        tokens, found = [], {}
+        for row, sample in enumerate(plan.samples):
             span, slot = plan.spans[sample.span], self.slots[sample.slot]
             reset, giver = slot.reset, self.slots[span.slot]
             assert sample.offset == span.length - 1
@@ -108,10 +140,16 @@ class StrictDevice:
                 slot.tokens = [*giver.tokens]
                 self._read(Span(sample.seq, sample.slot, span.start, span.length))
             assert VARIANTS.index(plan.sampler.variant) >= VARIANTS.index(sampler_variant(reset.params))
+            if (beams := self.sequences[sample.seq].request.beams) is not None:
+                assert sample.slot == span.slot
+                found[row] = found_after(slot.tokens, reset.seed, reset.sample_index, beams.beam_width, beams.temperature)
+                slot.last_token = None  # the host chooses
+                tokens.append([found[row].token])
+                continue
             how = reset.params, reset.prompt_len, reset.stop_token_ids
             slot.last_token = next_token(reset.seed, reset.sample_index, slot.tokens, *how)
             tokens.append([slot.last_token])
-        return tokens
+        return tokens, found
 
     def _check_size(self, plan: StepPlan) -> int:
         table, placement = self.table, self.table.place(plan.spans)
@@ -128,7 +166,7 @@ class StrictDevice:
         slots = [span.slot for span in plan.spans]
         assert len(set(slots)) == len(slots), "a sequence twice"
         assert len({sample.slot for sample in plan.samples}) == len(plan.samples)
-        ranks = [VARIANTS.index(sampler_variant(self.sequences[sample.seq].request.params)) for sample in plan.samples]
+        ranks = [self.sequences[sample.seq].variant_rank for sample in plan.samples]
         variants = VARIANTS[max(ranks, default=0) :]
         cheapest = next(v for v in variants if SamplerKey(plan.sampler.rows, v) in self.ready)
         assert plan.sampler.variant == cheapest, "a costlier sampler than needed"
@@ -231,10 +269,29 @@ class Loop:
         self.sequences: list[Sequence] = []
         self.outputs: dict[Sequence, list[int]] = {}
         self.ended: dict[Sequence, list[int]] = {}  # with the output it had when it ended
-        self.dispatched: list[tuple[StepPlan, list[list[int]]]] = []
+        self.dispatched: list[tuple[StepPlan, list[list[int]], dict[int, Found]]] = []
         self.admitted: list[int] = []  # seeds, in the order of the slot resets
         self._coming: list[TableKey] = []
+        self.last: StepPlan  # the newest plan
         self.exhausted = False  # whether every page has been owned
+
+    def add_beams(
+        self, prompt: list[int], params: BeamSearchParams, priority: int = 0, salt: str | None = None, client: str = ""
+    ) -> Sequence:
+        seed = len(self.sequences)
+        request = Request(request_id=f"r{seed}", prompt_token_ids=prompt, params=params.sampling(), priority=priority, beams=params,
+                          cache_salt=salt, client=client)  # fmt: skip
+        self.scheduler.sequence.validate(request, EOS)
+        sequence = self.scheduler.add(request, seed=seed, eos_token_ids=EOS)
+        self.sequences.append(sequence)
+        self.outputs[sequence] = []
+        self.check()
+        return sequence
+
+    def _check_beams(self, sequence: Sequence) -> None:
+        assert sequence.finish_reason is not None and sequence.in_flight == 0
+        if sequence.finish_reason != "abort" and sequence.request.beams.temperature == 0.0:  # type: ignore[union-attr]
+            assert sequence.found == beams_alone(sequence.request, sequence.seed, self.max_model_len)
 
     def add(self, prompt: list[int], priority: int = 0, n: int = 1, salt: str | None = None,
             targets: dict[str, object] | None = None, **params: object) -> Sequence:  # fmt: skip
@@ -283,14 +340,18 @@ class Loop:
         """Plans and runs one step, then collects all but the last `ahead` steps. False if there was nothing to run."""
         plan = self.scheduler.schedule()
         if plan is not None:
+            self.last = plan
             self.admitted += [reset.seed for reset in plan.resets]
-            self.dispatched.append((plan, self.device.run(plan)))
+            self.device.sequences.update({span.seq: self.scheduler.running(span.seq) for span in plan.spans})
+            self.dispatched.append((plan, *self.device.run(plan)))
         self.check()
         self.exhausted |= self.scheduler.blocks.owned == self.scheduler.blocks.capacity
         while len(self.dispatched) > (0 if plan is None else ahead):
             for _, sequence, token in self.scheduler.collect(*self.dispatched.pop(0)):
                 assert sequence not in self.ended, "a token after the end"
                 self.outputs[sequence].append(token)
+                if sequence.searches:
+                    self.outputs[sequence] = [*sequence.found[0].tokens]
             self.check()
         return plan is not None
 
@@ -312,6 +373,8 @@ class Loop:
     def check(self) -> None:
         self.scheduler.check_integrity()
         for sequence in self.sequences:
+            if sequence.searches and not sequence.found:
+                continue
             assert sequence.output_token_ids == self.outputs[sequence]
             if sequence.finish_reason is not None:
                 assert self.ended.setdefault(sequence, sequence.output_token_ids) == sequence.output_token_ids
@@ -321,6 +384,9 @@ class Loop:
         assert not scheduler.has_work and scheduler.num_running == scheduler.num_waiting == 0
         assert scheduler.blocks.owned == 0
         for sequence in self.sequences:
+            if sequence.searches:
+                self._check_beams(sequence)
+                continue
             assert sequence in self.ended and sequence.in_flight == 0
             expected, reason, stop_reason = alone(sequence.request, sequence.seed, self.max_model_len)
             if sequence.finish_reason == "abort" or sequence.stop_reason == "text":
