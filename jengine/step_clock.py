@@ -38,7 +38,7 @@ class StepClock:
             counts: whether it was nothing but its trunk and its sampler, one right after the other.
         """
         if waited and counts and (self._exactly or started >= self._ended):
-            costs.observe(plan.trunk, plan.sampler, plan.work, now - max(started, self._ended))
+            costs.observe(plan.trunk, plan.sampler, plan.work, now - max(started, self._ended), plan.steps)
         self._ended, self._exactly, self._collected = now, waited, plan
 
     def pause(self) -> None:

@@ -9,9 +9,9 @@ from itertools import chain, islice
 from types import MappingProxyType
 
 from jengine.program_table import VARIANTS, ProgramTable
-from jengine.scheduling.beam_searches import BeamSearches
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.bursts import Bursts
 from jengine.scheduling.composition import BatchInvariant, Composition
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.draft import Draft
@@ -29,13 +29,13 @@ NOTHING_FOUND: Mapping[int, Found] = MappingProxyType({})
 DEFAULTS = SchedulingOptions()
 
 
-class Scheduler(BeamSearches):
+class Scheduler(Bursts):
     """Plans steps, one program of the table each, and takes in the tokens they sampled.
 
     Plans run on the device in the order in which they were made, each once, and each is collected once, in that order.
     A plan may be made before earlier ones are collected: every running sequence is then taken to get one more token from
-    each. Where one of these turns out to end the sequence, rows planned after it were in vain, and what they sample is dropped. Beams
-    wait: they get no row while one is in flight.
+    each, from a burst several. Where one of these turns out to end the sequence, rows planned after it were in vain, and what they
+    sample is dropped. Beams wait: they get no row while one is in flight.
 
     Args:
         page_size: tokens a page holds.
@@ -106,17 +106,20 @@ class Scheduler(BeamSearches):
         if not draft.spans:
             return None
         how.note(len(rows), tiles)
-        trunk = self.ready.trunk(len(rows), tiles, self.blocks.pages_of(longest), len(draft.samples))
+        steps = self._lengthen(draft, rows, longest) if self.table.steps > 1 and not tiles else 1
+        trunk = self.ready.trunk(len(rows), tiles, self.blocks.pages_of(longest + steps - 1), len(draft.samples))
         rank = max([sequence.variant_rank for sequence in draft.sampled], default=0)
-        sampler = self.ready.sampler(trunk, VARIANTS[rank])
-        for sequence in rows:
-            sequence.num_computed += 1
-            sequence.in_flight += 1
+        sampler = self.ready.sampler(trunk, VARIANTS[rank]) if steps == 1 else self.table.sampler(trunk, VARIANTS[rank])
+        for sequence, span in zip(rows, draft.spans, strict=False):
+            sequence.num_computed += span.length
+            sequence.in_flight += span.length
+            if span.length > 1 and sequence.has_target:
+                sequence.due += (span.length - 1) * sequence.tpot
         if rows and self._repeating:
             self._repeat(draft, rows)
         if rows and self._searching:
             self._hold(draft, rows)
-        self._expect(draft.sampled, len(rows), self._timeline.plan(now, self.costs.seconds(trunk, sampler, draft.work)))
+        self._expect(draft.sampled, len(rows), self._timeline.plan(now, self.costs.seconds(trunk, sampler, draft.work, steps)))
         return StepPlan(
             trunk=trunk,
             sampler=sampler,
@@ -126,6 +129,7 @@ class Scheduler(BeamSearches):
             table=draft.table,
             copies=draft.copies,
             work=draft.work,
+            steps=steps,
         )
 
     def collect(
@@ -148,7 +152,7 @@ class Scheduler(BeamSearches):
             sequence = by_number.get(sample.seq)
             if sequence is None:
                 continue
-            sequence.in_flight -= 1
+            sequence.in_flight -= len(tokens[i])
             known = sequence.tokens
             if prompts and len(known) == sequence.prompt_len:
                 self._note_first(sequence, now)

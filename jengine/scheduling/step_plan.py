@@ -17,6 +17,7 @@ class Span(msgspec.Struct, gc=False):
     Attributes:
         seq: the sequence's number.
         start: position of the first token.
+        length: tokens. Of a burst's row, those that it reads: the first is in the slot, the others come of the burst itself.
         tokens: their ids; None: there is one, in a decode row, which the step before has left in the slot, on the device.
         targets: the tokens that follow these, where their log probabilities are asked for.
         pool: from this offset on, tokens' hidden states are summed, for an embedding; None: of none.
@@ -66,6 +67,7 @@ class StepPlan:
         table: (cache group, slot, index in its block table, page).
         copies: (pool, source page, target page).
         work: what its seconds depend on beside its programs.
+        steps: decode steps in a row, of a burst: spans are rows, of which each takes part in its first `length` steps.
     """
 
     trunk: TrunkKey
@@ -76,3 +78,4 @@ class StepPlan:
     table: list[tuple[int, int, int, int]] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     work: Work = NO_WORK
+    steps: int = 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field, fields
 
 from jengine.beams import BeamSearchParams
-from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, ScoreKey, sampler_variant
+from jengine.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, ScoreKey, sampler_variant
 from jengine.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.block_table import GroupPages
@@ -90,6 +90,7 @@ class StrictDevice:
         sequences: by number; only their tokens and cache salt are looked at.
         hits: tokens that were not computed because the cache had them.
         copies: pages copied.
+        bursts: that were run.
         prefilled: tokens that tiles computed.
         repeated: tokens that rows computed again.
         ready: programs that it has.
@@ -103,13 +104,15 @@ class StrictDevice:
         self.sequences: dict[int, Sequence] = {}
         # (page, offset) -> (cache group, hash of the salt and all tokens up to it, whether a row computed it)
         self.cache: dict[tuple[int, int], tuple[int, int, bool]] = {}
-        self.hits = self.copies = self.prefilled = self.repeated = 0
-        self.ready = {*table.trunks(), *table.samplers(), *table.scores()}
+        self.bursts = self.hits = self.copies = self.prefilled = self.repeated = 0
+        self.ready = {*table.trunks(), *table.samplers(), *table.scores(), *table.bursts()}
 
     def run(self, plan: StepPlan) -> tuple[list[list[int]], dict[int, Found]]:
         """The tokens of every sample, and what is found after beams."""
         rows = self._check_size(plan)
         self._take_updates(plan)
+        if plan.steps > 1:
+            return self._run_burst(plan), {}
         for span in plan.spans[:rows]:
             last = self.slots[span.slot].last_token
             if span.known >= 0:
@@ -150,6 +153,26 @@ class StrictDevice:
             slot.last_token = next_token(reset.seed, reset.sample_index, slot.tokens, *how)
             tokens.append([slot.last_token])
         return tokens, found
+
+    def _run_burst(self, plan: StepPlan) -> list[list[int]]:
+        """Each row's tokens, one after the other, all rows in turn."""
+        tokens: list[list[int]] = [[] for _ in plan.spans]
+        self.bursts += 1
+        assert plan.trunk.tiles == 0 and plan.steps == self.table.steps == max(span.length for span in plan.spans)
+        assert BurstKey(plan.trunk, plan.sampler, plan.steps) in self.ready and [(s.span, s.slot) for s in plan.samples] == [
+            (i, span.slot) for i, span in enumerate(plan.spans)
+        ]
+        for number in range(plan.steps):
+            for span, given in zip(plan.spans, tokens, strict=True):
+                if number < span.length:
+                    slot, one = self.slots[span.slot], Span(span.seq, span.slot, span.start + number)
+                    assert slot.last_token is not None and span.known < 0
+                    self._write(one, [slot.last_token], plan.trunk.pages)
+                    self._read(one)
+                    how = slot.reset.params, slot.reset.prompt_len, slot.reset.stop_token_ids
+                    slot.last_token = next_token(slot.reset.seed, slot.reset.sample_index, slot.tokens, *how)
+                    given.append(slot.last_token)
+        return tokens
 
     def _check_size(self, plan: StepPlan) -> int:
         table, placement = self.table, self.table.place(plan.spans)
@@ -258,7 +281,8 @@ class Loop:
                  max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,), groups: List[GroupPages] = FULL,
                  invariant_tiles: int = 0, **options: object) -> None:  # fmt: skip
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        table = ProgramTable.build(tile_size=tile_size, page_buckets=page_buckets, **limits)
+        steps = 8 if options.get("num_scheduler_steps", 1) != 1 else 1
+        table = ProgramTable.build(tile_size=tile_size, page_buckets=page_buckets, steps=steps, **limits)
         if invariant_tiles:
             table = ProgramTable.build_batch_invariant(max_num_seqs=max_num_seqs, tiles=invariant_tiles, tile_size=tile_size)
         pages = {"page_size": page_size, "num_pages": num_pages, "groups": groups}

@@ -49,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         few=st.booleans(),
         invariant_tiles=st.sampled_from([0, 0, 1, 2]),
+        steps=st.sampled_from([1, 8, "auto"]),
     )
     def start(
         self,
@@ -69,6 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching,
         few,
         invariant_tiles,
+        steps,
     ):
         pages = -(-max_model_len // page_size)  # of the longest sequence
         most = sum(most_pages(max_model_len - 1, window, page_size, tile_size) for window in windows)
@@ -90,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             costs=None if costs is None else random_costs(costs),
             invariant_tiles=invariant_tiles,
+            num_scheduler_steps=steps if tile_size == 8 and not invariant_tiles else 1,
         )
         if few:
             self.loop.begin_with_few()
