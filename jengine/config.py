@@ -196,6 +196,7 @@ class EngineConfig:
         num_scheduler_steps: decode steps that are run in a row, without the host in between: 1 or 8; auto: 8 while no request waits.
             A step is single where it has prompts, or where a row needs the full sampler (masks, penalties, log probabilities, beams). A
             request that comes meanwhile waits for up to two such bursts.
+        stream_interval: tokens that are new in a stream's next output, at least, but for its first and its last one.
         seed: from which requests without a seed of their own draw theirs.
         cache_dir: where compiled programs are kept; by default jengine's folder in the user's cache.
         cache_max_size: size of the programs kept there, such as "20GiB"; beyond it the least recently used are evicted.
@@ -243,6 +244,7 @@ class EngineConfig:
     record_trace: str | Path | None = None
     overlap: bool = True
     num_scheduler_steps: int | str = 1
+    stream_interval: int = 1
     seed: int = 0
     cache_dir: str | Path | None = None
     cache_max_size: int | str | None = None
@@ -270,7 +272,7 @@ class EngineConfig:
         return cls(model=model, **options)
 
     def __post_init__(self) -> None:
-        for name in ("tile_size", "tensor_parallel_size", "num_processes"):
+        for name in ("tile_size", "stream_interval", "tensor_parallel_size", "num_processes"):
             check_whole(name, getattr(self, name), 1, None)
         for name in ("max_model_len", "page_size", "max_num_seqs", "max_num_batched_tokens", "compile_threads", "cpu_threads"):
             if getattr(self, name) is not None:

@@ -22,6 +22,7 @@ from jengine.observe.progress import progress_bar
 from jengine.pooling import PoolingParams
 from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
+from jengine.request_handle import tokens_of
 from jengine.scheduling.expectations import asked_of, expect
 from jengine.scheduling.forecast import Prediction
 from jengine.service_level import ServiceLevel, levels, one_each
@@ -55,6 +56,7 @@ class LLM(Embeddings, BeamSearches):
     def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
         config = EngineConfig.of(str(model), options)
         self.model = config.model
+        self._interval = config.stream_interval
         engine, self.started = start_engine(config, progress=progress)
         self.tokenizer = self.started.require_tokenizer()
         self._shared = SharedEngine(engine, self.tokenizer)
@@ -91,7 +93,7 @@ class LLM(Embeddings, BeamSearches):
         return self._answers(work, "generating", use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
-        """Complete one prompt, yielding the same output object, grown, after each step that gave it tokens.
+        """Complete one prompt, yielding the same output object, grown, after each step that gave it tokens, or `stream_interval` of them.
 
         The object grows only while the next one is asked for. Closing the iterator early aborts the request.
 
@@ -317,20 +319,22 @@ class LLM(Embeddings, BeamSearches):
 
     def _follow(self, requests: list[Request]) -> Generator[RequestOutput]:
         """Yield a prompt's output whenever it has grown: other calls advance it too."""
-        call, ended = Call(each_token=True), False
+        call, ended, shown = Call(each_token=True), False, 0
         try:
             self._shared.open(call, [requests])
             while not ended:
                 for output in self._shared.take(call):
-                    ended = output.finished
-                    yield output
+                    ended, tokens = output.finished, tokens_of(output)
+                    if ended or not shown or tokens - shown >= self._interval:
+                        shown = tokens
+                        yield output
         finally:
             self._shared.close(call)
 
 
 def _work_of(output: RequestOutput) -> int:
     """Tokens that were generated, or embedded."""
-    return sum(len(completion.token_ids) for completion in output.outputs) if output.embedding is None else len(output.prompt_token_ids)
+    return tokens_of(output) if output.embedding is None else len(output.prompt_token_ids)
 
 
 def _programs(load: Load) -> str:

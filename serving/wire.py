@@ -138,6 +138,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     seconds: dict[str, float] = {}
     sampling_defaults: dict[str, Any] = {}  # of requests that leave them unset, where they are not SamplingParams' own
     longest_step: float = 0.0
+    stream_interval: int = 1
 
 
 class Ready(Message):
