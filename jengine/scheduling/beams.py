@@ -49,7 +49,8 @@ class Beams:
         self._found[beam] = found
         if len(self._found) < len(self._live):
             return None
-        going, ended = list[tuple[Sequence, Path]](), list[Path]()
+        going: list[tuple[Sequence, Path]] = []
+        ended: list[Path] = []
         stops = not self.params.ignore_eos
         for parent, path in self._live.items():
             before, length = (0.0, parent.prompt_len) if path is None else (path.cumulative, path.length)

@@ -2,8 +2,9 @@
 
 Run from the repository's root, in any Python with torch and transformers: python -m tests.golden.record_beams
 
-Of each variant and width there are three searches: one that ignores end-of-sequence, with length_penalty 0, which transformers' own beam
-search finds too; the same with an end-of-sequence token; and one with another length_penalty. Beams are [tokens, log probability, ended].
+Of each variant and width there are three searches: one without an end-of-sequence token and with length_penalty 0, which transformers' own
+beam search finds, too; one with such a token, and one with another length_penalty. There, transformers drops what ends outside of the best
+beams of a step, which vLLM's rule keeps; its own beams are recorded where they are the same. Beams are [tokens, log probability, ended].
 """
 
 from __future__ import annotations
@@ -83,16 +84,13 @@ class Searches:
                 best, margin = self.rule(prompt, width, **how)
                 if margin < MARGIN or (kind and not any(found.ended for found in best)):
                     continue
-                own = None if kind == 2 else self.own(prompt, width, how["eos"])
-                if own is None or same(own, best):
-                    break
-                print(f"{self.variant}, width {width}: transformers finds others for prompt {attempt}")
+                break
+            own = None if kind == 2 else self.own(prompt, width, how["eos"])
+            if own is not None and [tokens for tokens, _, _ in own] != [found.tokens for found in best]:
+                print(f"{self.variant}, width {width}, eos {how['eos']}: transformers finds others")
+                own = None
             searches.append({"prompt": prompt, "width": width, **how, "beams": best, "transformers": own, "margin": margin})
         return searches
-
-
-def same(own: list[list[Any]], best: list[Found]) -> bool:
-    return [tokens for tokens, _, _ in own] == [found.tokens for found in best]
 
 
 if __name__ == "__main__":

@@ -40,9 +40,11 @@ def found_after(tokens: list[int], seed: int, sample: int, width: int, temperatu
     """2 x width candidates, and a sampled one, which may be another."""
     draw = random.Random(hash((seed, *tokens)))
     likely = draw.sample(range(VOCAB), 2 * width + 1)
-    values = sorted([-draw.uniform(0.1, 5.0) for _ in likely], reverse=True)
-    rank = 1 if temperature == 0.0 else random.Random(hash((seed, sample, *tokens))).choice([1, 2, len(likely)])
-    return Found(likely[rank - 1], TokenLogprobs(values[rank - 1], rank, list(zip(likely[:-1], values[:-1], strict=True))))
+    values = sorted([-draw.uniform(0.1, 1.0) for _ in likely], reverse=True)
+    top = list(zip(likely[:-1], values[:-1], strict=True))
+    if temperature and random.Random(hash((seed, sample, *tokens))).random() < 0.5:
+        return Found(likely[-1], TokenLogprobs(-0.05, 1, top))  # more than any other has, so that it matters
+    return Found(likely[0], TokenLogprobs(values[0], 1, top))
 
 
 def beams_alone(request: Request, seed: int, max_model_len: int) -> list[Beam]:
@@ -398,6 +400,8 @@ class Loop:
         self.scheduler.check_integrity()
         for sequence in self.sequences:
             if sequence.searches and not sequence.found:
+                if sequence.finish_reason is not None:
+                    self.ended[sequence] = []
                 continue
             assert sequence.output_token_ids == self.outputs[sequence]
             if sequence.finish_reason is not None:

@@ -81,8 +81,8 @@ def test_only_entries_that_change_are_sent() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_a_family_is_preempted_and_comes_back_as_one(ahead: int) -> None:
-    one = loop(num_pages=1 + 30, max_num_seqs=8)
-    first = one.add([1, 2, 3], max_tokens=60, ignore_eos=True)
+    one = loop(num_pages=1 + 22, max_num_seqs=8)
+    first = one.add([*range(1, 37)], max_tokens=28, ignore_eos=True)
     beams = one.add_beams(PROMPT, BeamSearchParams(beam_width=4, max_tokens=20, ignore_eos=True))
     others = [one.add([9, 8, seed], max_tokens=40, ignore_eos=True) for seed in range(3)]
     running = set()
@@ -146,10 +146,10 @@ def test_what_can_never_run_is_rejected() -> None:
     limits = Limits(sequence=SequenceLimits(max_model_len=64, page_size=4, pages=20), max_num_seqs=4, vocab_size=VOCAB, eos_token_ids=EOS)
     with pytest.raises(InvalidArgument, match=r"beam_width.*max_num_seqs = 4"):
         limits.validate(request_of(BeamSearchParams(beam_width=5, max_tokens=1)))
-    limits.validate(request_of(BeamSearchParams(beam_width=3, max_tokens=16)))  # 1 shared page, and 3 x 5 others
+    limits.validate(request_of(BeamSearchParams(beam_width=3, max_tokens=20)))  # 1 shared page, and 3 x 5 others
     with pytest.raises(InvalidArgument, match=r"of each of 4 beams, need 21 pages"):
-        limits.validate(request_of(BeamSearchParams(beam_width=4, max_tokens=16)))
-    limits.validate(Request(request_id="r", prompt_token_ids=PROMPT, params=SamplingParams(max_tokens=16)))
+        limits.validate(request_of(BeamSearchParams(beam_width=4, max_tokens=20)))
+    limits.validate(Request(request_id="r", prompt_token_ids=PROMPT, params=SamplingParams(max_tokens=20)))
 
 
 @pytest.mark.parametrize(
