@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jengine.async_llm import AsyncLLM
     from jengine.backend import Backend, EngineThread, Steps, Updates, run_engine
-    from jengine.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, GenerationParams
+    from jengine.beam_params import BeamSearchParams
+    from jengine.beams import BeamSearchOutput, BeamSearchSequence, GenerationParams
     from jengine.chat import chat_prompt
     from jengine.config import EngineConfig
     from jengine.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
@@ -115,7 +116,8 @@ _MODULES = {
     "jengine.llm": ("LLM",),
     "jengine.async_llm": ("AsyncLLM",),
     "jengine.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine"),
-    "jengine.beams": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "GenerationParams"),
+    "jengine.beam_params": ("BeamSearchParams",),
+    "jengine.beams": ("BeamSearchOutput", "BeamSearchSequence", "GenerationParams"),
     "jengine.chat": ("chat_prompt",),
     "jengine.config": ("EngineConfig",),
     "jengine.embeddings": ("EmbeddingOutput", "EmbeddingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),

@@ -1,86 +1,30 @@
-"""Beam search: what a user asks for, and what comes back. Names and meanings follow vLLM."""
+"""Beam search: its requests' sampling parameters, and what comes back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from jengine.checks import check_number, check_whole
+from jengine.beam_params import BeamSearchParams
 from jengine.display import answer_html, counted, short
-from jengine.errors import InvalidArgument
-from jengine.request import MAX_LOGPROBS, FinishReason, Logprob, SamplingParams
-
-MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # a step looks at twice as many candidates, whose log probabilities the sampler gives
-MAX_LENGTH_PENALTY = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamSearchParams:
-    """How beams are searched. Each step extends every beam by its 2 x beam_width likeliest tokens and keeps the beam_width
-    best of all. Those that end with an end-of-sequence token are set aside; at the end the best of these and of the beams are returned.
-
-    Args:
-        beam_width: beams, at most MAX_BEAM_WIDTH.
-        max_tokens: tokens generated at most.
-        ignore_eos: go on after end-of-sequence tokens.
-        temperature: above 0, each beam has a sampled token among its candidates. Log probabilities are those of the raw logits.
-        length_penalty: a beam's score is its cumulative log probability over its length to this power. The length counts the prompt, but no
-            end-of-sequence token. In [-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY].
-        include_stop_str_in_output: keep an end-of-sequence token's text at the end of the text.
-
-    Raises:
-        InvalidArgument: naming the field, the value and the limit.
-    """
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
-
-    # As of SamplingParams, for who takes either.
-    structured_outputs: ClassVar[None] = None
-    skip_special_tokens: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_whole("beam_width", self.beam_width, 1, None)
-        if self.beam_width > MAX_BEAM_WIDTH:
-            limit = (
-                f"at most {MAX_BEAM_WIDTH}: a step needs the log probabilities of twice as many tokens, and samplers give {MAX_LOGPROBS}"
-            )
-            raise InvalidArgument("beam_width", self.beam_width, limit)
-        limit = f"in [{-MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
-        check_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY, limit)
-        check_whole("max_tokens", self.max_tokens, 1, None)
-        self.sampling()
-
-    @property
-    def n(self) -> int:
-        """Completions."""
-        return self.beam_width
-
-    def sampling(self, logprobs: int | None = None) -> SamplingParams:
-        """What a request has beside this.
-
-        Raises:
-            InvalidArgument: a value out of range.
-        """
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            temperature=self.temperature,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            logprobs=logprobs,
-        )
-
+from jengine.request import FinishReason, Logprob, SamplingParams
 
 GenerationParams = SamplingParams | BeamSearchParams
 
 
 def split(params: GenerationParams) -> tuple[SamplingParams, BeamSearchParams | None]:
     """A request's sampling parameters, and its beam search, if it is one."""
-    return (params.sampling(), params) if isinstance(params, BeamSearchParams) else (params, None)
+    return (sampling_of(params), params) if isinstance(params, BeamSearchParams) else (params, None)
+
+
+def sampling_of(params: BeamSearchParams, logprobs: int | None = None) -> SamplingParams:
+    """The sampling parameters of a beam search's request."""
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        temperature=params.temperature,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        logprobs=logprobs,
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from jengine.beams import BeamSearchParams
+from jengine.beam_params import BeamSearchParams
 from jengine.chat import ChatOptions, Conversation, chat_prompt, conversations
 from jengine.checks import check_whole
 from jengine.config import EngineConfig

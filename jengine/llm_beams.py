@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from jengine.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from jengine.beam_params import BeamSearchParams
+from jengine.beams import BeamSearchOutput, BeamSearchSequence, sampling_of
 from jengine.checks import check_whole
 from jengine.errors import InvalidArgument
 from jengine.prompts import Prompt, listed
@@ -51,7 +52,7 @@ class BeamSearches(ABC):
             raise InvalidArgument("params", params, "must be a BeamSearchParams")
         if concurrency_limit is not None:
             check_whole("concurrency_limit", concurrency_limit, 1, None)
-        sampling = params.sampling(logprobs=2 * params.beam_width)
+        sampling = sampling_of(params, logprobs=2 * params.beam_width)
         work = [self._requests(prompt, sampling, beams=params) for prompt in listed(prompts)]
         step = concurrency_limit or max(len(work), 1)
         outputs = [

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
-from jengine.beams import BeamSearchParams
+from jengine.beam_params import BeamSearchParams
 from jengine.errors import InvalidArgument
 from jengine.pooling import PoolingParams
 from jengine.request import Request, SamplingParams, TokenMask, check_cache_salt

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from jengine.beam_params import BeamSearchParams
 from jengine.checks import check_number, check_whole
 from jengine.display import answer_html, counted, short
 from jengine.errors import InvalidArgument
@@ -14,8 +15,6 @@ from jengine.pooling import PoolingParams
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from jengine.beams import BeamSearchParams
 
 MAX_STOP_TOKEN_IDS = 16  # end-of-sequence ids included: the width of a slot's stop list on the device
 MAX_LOGPROBS = 20
@@ -306,7 +305,7 @@ class Request:
     Attributes:
         cache_salt: requests share cached pages only with requests of an equal salt; None equals None.
         pooling: it asks for an embedding; its sampling parameters are POOLED then.
-        beams: it asks for beams; its sampling parameters are BeamSearchParams.sampling then, with as many log probabilities as come back.
+        beams: it asks for beams; its sampling parameters are those of beams.sampling_of, with as many log probabilities as come back.
     """
 
     request_id: str

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from jengine.beam_params import BeamSearchParams
+from jengine.request import FinishReason
 from jengine.updates import Beam, Found
-
-if TYPE_CHECKING:
-    from jengine.beams import BeamSearchParams
-    from jengine.request import FinishReason
-    from jengine.scheduling.sequence import Sequence
 
 
 class Path(NamedTuple):
@@ -28,16 +25,19 @@ class Path(NamedTuple):
     found: Found
 
 
-class Beams:
+class Beams[Sequence]:
     """A prompt's beams. Each is in one of `width` sequences, which own slots, and pages as long as they hold a beam.
+
+    Args:
+        prompt_len: tokens.
 
     Attributes:
         leader: the request's own sequence.
         members: all of them.
     """
 
-    def __init__(self, params: BeamSearchParams, leader: Sequence) -> None:
-        self.params, self.leader = params, leader
+    def __init__(self, params: BeamSearchParams, leader: Sequence, prompt_len: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.params, self.leader, self._prompt_len, self._ends = params, leader, prompt_len, eos_token_ids
         self.members = [leader]
         self._live: dict[Sequence, Path | None] = {leader: None}  # the best first
         self._found: dict[Sequence, Found] = {}  # of this step
@@ -53,10 +53,10 @@ class Beams:
         ended: list[Path] = []
         stops = not self.params.ignore_eos
         for parent, path in self._live.items():
-            before, length = (0.0, parent.prompt_len) if path is None else (path.cumulative, path.length)
+            before, length = (0.0, self._prompt_len) if path is None else (path.cumulative, path.length)
             for token, logprob in candidates(self._found[parent]).items():
                 following = Path(path, token, before + logprob, length + 1, self._found[parent])
-                if stops and token in parent.eos_token_ids:
+                if stops and token in self._ends:
                     ended.append(following)
                 else:
                     going.append((parent, following))
@@ -92,7 +92,7 @@ class Beams:
 
     def _score(self, path: Path) -> float:
         """As vLLM, which leaves an end-of-sequence token out of the length even where it is ignored."""
-        length = path.length - (path.token in self.leader.eos_token_ids)
+        length = path.length - (path.token in self._ends)
         score: float = path.cumulative / length**self.params.length_penalty
         return score
 

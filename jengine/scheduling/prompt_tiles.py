@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from jengine.beams import sampling_of
 from jengine.program_table import ProgramTable
 from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.admissions import Admissions
@@ -121,7 +122,7 @@ class PromptTiles(Admissions):
             draft.resets.append(
                 SlotReset(
                     slot=member.slot,
-                    params=request.params if beams is None else beams.sampling(logprobs=2 * beams.beam_width),
+                    params=request.params if beams is None else sampling_of(beams, logprobs=2 * beams.beam_width),
                     seed=sequence.seed,
                     sample_index=index,
                     prompt_len=sequence.prompt_len,

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from jengine.pooling import PooledStates
 from jengine.program_table import VARIANTS, sampler_variant
 from jengine.request import FinishReason, Request
-
-if TYPE_CHECKING:
-    from jengine.scheduling.beams import Beams
-    from jengine.updates import Beam
+from jengine.scheduling.beams import Beams
+from jengine.updates import Beam
 
 Order = tuple[int, int, float, int]  # place under the policy, see order_of; smaller comes first, no two are equal
 
@@ -63,7 +60,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     pooled: PooledStates | None = None  # of an embedding's request
-    beams: Beams | None = None  # that it is one of, while these run
+    beams: Beams[Sequence] | None = None  # that it is one of, while these run
     found: list[Beam] = field(default_factory=list)  # by its beam search, which has ended
 
     order: Order = field(init=False)  # set as it is queued

@@ -40,7 +40,7 @@ class Sequences:
         self._running: dict[Sequence, None] = {}
         self._sharing: dict[Sequence, None] = {}  # running; the page that they write next may be shared
         self._repeating: dict[Sequence, None] = {}  # running; rows compute again what they had generated before they were preempted
-        self._searching: dict[Sequence, Beams] = {}  # running; leaders of beams
+        self._searching: dict[Sequence, Beams[Sequence]] = {}  # running; leaders of beams
         self._forked: dict[Sequence, None] = {}  # running; the device does not know all of their block tables
         self._free_slots = list(range(max_num_seqs, 0, -1))
 
@@ -173,7 +173,9 @@ class Sequences:
         self._waiting.admit(sequence)
         members = [sequence]
         if sequence.request.beams is not None:
-            beams = self._searching[sequence] = sequence.beams = Beams(sequence.request.beams, sequence)
+            beams = self._searching[sequence] = sequence.beams = Beams(
+                sequence.request.beams, sequence, sequence.prompt_len, sequence.eos_token_ids
+            )
             for _ in range(sequence.slots - 1):
                 beams.members.append(self._member(sequence, beams))
             members = beams.members
@@ -182,7 +184,7 @@ class Sequences:
             member.slot = self._free_slots.pop()
         return members
 
-    def _member(self, leader: Sequence, beams: Beams) -> Sequence:
+    def _member(self, leader: Sequence, beams: Beams[Sequence]) -> Sequence:
         """Room for one more of its beams; empty."""
         member = Sequence(
             request=leader.request,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from jengine import LLM, AsyncLLM, BeamSearchParams, EngineThread, InvalidArgument, SamplingParams
+from jengine.beams import sampling_of
 from jengine.engine import Engine
 from jengine.request import Request
 from jengine.updates import Beam, BeamsFound
@@ -31,7 +32,7 @@ def search(
 ) -> list[list[Beam]]:
     found: dict[str, list[Beam]] = {}
     for i, (prompt, params) in enumerate(work):
-        request = Request(request_id=str(i), prompt_token_ids=prompt, params=params.sampling(), beams=params)
+        request = Request(request_id=str(i), prompt_token_ids=prompt, params=sampling_of(params), beams=params)
         engine.limits.validate(request)
         engine.add(request)
     while engine.has_work:

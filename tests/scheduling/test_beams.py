@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from jengine.beams import MAX_BEAM_WIDTH, BeamSearchParams
+from jengine.beam_params import MAX_BEAM_WIDTH, BeamSearchParams
+from jengine.beams import sampling_of
 from jengine.errors import InvalidArgument
 from jengine.limits import Limits
-from jengine.request import Request, SamplingParams
+from jengine.request import MAX_LOGPROBS, Request, SamplingParams
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.sequence_limits import SequenceLimits
-from tests.scheduling.strict_device import EOS, VOCAB, Loop
+from tests.scheduling.answers import EOS, VOCAB
+from tests.scheduling.strict_device import Loop
 
 PROMPT = [7, 8, 9, 10, 11]
 
@@ -139,7 +141,7 @@ def test_sampled_candidates_depend_on_the_seed_alone() -> None:
 
 
 def request_of(params: BeamSearchParams, prompt: list[int] = PROMPT) -> Request:
-    return Request(request_id="r", prompt_token_ids=prompt, params=params.sampling(), beams=params)
+    return Request(request_id="r", prompt_token_ids=prompt, params=sampling_of(params), beams=params)
 
 
 def test_what_can_never_run_is_rejected() -> None:
@@ -150,6 +152,10 @@ def test_what_can_never_run_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match=r"of each of 4 beams, need 21 pages"):
         limits.validate(request_of(BeamSearchParams(beam_width=4, max_tokens=20)))
     limits.validate(Request(request_id="r", prompt_token_ids=PROMPT, params=SamplingParams(max_tokens=20)))
+
+
+def test_samplers_give_as_many_candidates_as_the_widest_search_takes() -> None:
+    assert 2 * MAX_BEAM_WIDTH == MAX_LOGPROBS
 
 
 @pytest.mark.parametrize(

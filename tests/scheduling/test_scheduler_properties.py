@@ -10,14 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jengine.beams import BeamSearchParams
+from jengine.beam_params import BeamSearchParams
 from jengine.errors import InvalidArgument
 from jengine.pages import most_pages
 from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.work import NO_WORK, Work
-from tests.scheduling.strict_device import VOCAB, Loop
+from tests.scheduling.answers import VOCAB
+from tests.scheduling.strict_device import Loop
 
 
 def random_costs(seed: int) -> StepCosts:
