@@ -20,7 +20,7 @@ from jengine.execution.slots import UPDATE_WORDS, pack_updates
 from jengine.execution.worker import Call, Worker, encode
 from jengine.observe.progress import progress_bar
 from jengine.parallel.link import Link, SingleProcess
-from jengine.program_table import BurstKey, PoolKey, SamplerKey, ScoreKey, TrunkKey
+from jengine.program_table import PoolKey, SamplerKey, ScoreKey, TrunkKey
 from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.step_plan import Span, StepPlan
 
@@ -79,8 +79,7 @@ class Runner:
             return self.sample(self.begin(plan))
         layout = self._prepare(plan)
         started = time.perf_counter()
-        burst = BurstKey(plan.trunk, plan.sampler, plan.steps)
-        return InFlight(plan, self._make(Call("burst", burst, pack_burst(layout, plan))), started=started)
+        return InFlight(plan, self._make(Call("burst", plan.burst, pack_burst(layout, plan))), started=started)
 
     def begin(self, plan: StepPlan) -> PendingSample:
         """Start a step's trunk, and what comes with it."""

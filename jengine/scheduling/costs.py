@@ -115,14 +115,17 @@ class StepCosts:
         """Mean relative deviation of steps from what was predicted."""
         return self._drift.spread
 
-    def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK, steps: int = 1) -> float:
-        """Device seconds that a step, or a burst of several, is going to take, from the end of the one before it. sampler: None is the
-        cheapest."""
-        sampler = sampler or self._cheapest(trunk)
-        base = (
-            self.trunk_seconds(trunk) + self.sampler_seconds(sampler) if steps == 1 else self.burst_seconds(BurstKey(trunk, sampler, steps))
+    def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK) -> float:
+        """Device seconds that a step is going to take, from the end of the one before it. sampler: None is the cheapest."""
+        return self._drift.factor * (
+            self.trunk_seconds(trunk) + self.sampler_seconds(sampler or self._cheapest(trunk)) + self.slopes.seconds(work)
         )
-        return self._drift.factor * (base + self.slopes.seconds(work))
+
+    def burst_seconds(self, key: BurstKey, work: Work = NO_WORK) -> float:
+        """The same of a burst, all of its steps. Until it has run, as much as single ones."""
+        known = self.bursts.get(key)
+        single = self.trunk_seconds(key.trunk) + self.sampler_seconds(key.sampler)
+        return self._drift.factor * ((key.steps * single if known is None else known.seconds) + self.slopes.seconds(work))
 
     def trunk_seconds(self, key: TrunkKey) -> float:
         """Of a trunk alone, without work, on a machine as busy as usual."""
@@ -134,17 +137,9 @@ class StepCosts:
         known = self.samplers.get(key)
         return self._estimated(key) if known is None else known.seconds
 
-    def burst_seconds(self, key: BurstKey) -> float:
-        """Of all of its steps, without work, on a machine as busy as usual."""
-        known = self.bursts.get(key)
-        return key.steps * (self.trunk_seconds(key.trunk) + self.sampler_seconds(key.sampler)) if known is None else known.seconds
-
-    def observe(self, trunk: TrunkKey, sampler: SamplerKey, work: Work, seconds: float, steps: int = 1) -> None:
-        """A step, or a burst of several, took `seconds` on the device."""
+    def observe(self, trunk: TrunkKey, sampler: SamplerKey, work: Work, seconds: float) -> None:
+        """A step took `seconds` on the device."""
         if seconds <= 0.0:
-            return
-        if steps > 1:
-            self._observe_burst(BurstKey(trunk, sampler, steps), work, seconds)
             return
         base, sampling, usual = self.trunk_seconds(trunk), self.sampler_seconds(sampler), seconds / self._drift.factor
         attention = self.slopes.seconds(work)
@@ -158,8 +153,11 @@ class StepCosts:
             unexpected = self._drift.observe(math.log(seconds / predicted))
             self._refine(known, known_sampler, work, predicted, unexpected)
 
-    def _observe_burst(self, key: BurstKey, work: Work, seconds: float) -> None:
+    def observe_burst(self, key: BurstKey, work: Work, seconds: float) -> None:
+        """A burst took `seconds` on the device."""
         known, attention = self.bursts.get(key), self.slopes.seconds(work)
+        if seconds <= 0.0:
+            return
         if known is None or not known.settled:
             usual = seconds / self._drift.factor
             self._begin(self.bursts, key, max(usual - attention, LEAST * usual))

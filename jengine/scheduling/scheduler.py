@@ -119,8 +119,7 @@ class Scheduler(Bursts):
             self._repeat(draft, rows)
         if rows and self._searching:
             self._hold(draft, rows)
-        self._expect(draft.sampled, len(rows), self._timeline.plan(now, self.costs.seconds(trunk, sampler, draft.work, steps)))
-        return StepPlan(
+        plan = StepPlan(
             trunk=trunk,
             sampler=sampler,
             spans=draft.spans,
@@ -131,6 +130,10 @@ class Scheduler(Bursts):
             work=draft.work,
             steps=steps,
         )
+        costs, work = self.costs, draft.work
+        seconds = costs.seconds(trunk, sampler, work) if steps == 1 else costs.burst_seconds(plan.burst, work)
+        self._expect(draft.sampled, len(rows), self._timeline.plan(now, seconds))
+        return plan
 
     def collect(
         self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, Found] = NOTHING_FOUND

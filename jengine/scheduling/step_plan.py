@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jengine.program_table import SamplerKey, TrunkKey
+from jengine.program_table import BurstKey, SamplerKey, TrunkKey
 from jengine.request import SamplingParams
 from jengine.scheduling.work import NO_WORK, Work
 
@@ -79,3 +79,8 @@ class StepPlan:
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     work: Work = NO_WORK
     steps: int = 1
+
+    @property
+    def burst(self) -> BurstKey:
+        """The program of a burst."""
+        return BurstKey(self.trunk, self.sampler, self.steps)

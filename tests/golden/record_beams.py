@@ -1,6 +1,6 @@
 """Records beams over what transformers computes for some of the tiny models, in beams.json beside this script.
 
-Run from the repository's root, in any Python with torch and transformers: python -m tests.golden.record_beams
+Run from the repository's root, in any Python with torch and transformers: python -m tests.golden.record_beams [VARIANT ...]
 
 Of each variant and width there are three searches: one without an end-of-sequence token and with length_penalty 0, which transformers' own
 beam search finds, too; one with such a token, and one with another length_penalty. There, transformers drops what ends outside of the best
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,19 @@ class Searches:
         return searches
 
 
+def main(variants: list[str]) -> None:
+    recorded = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for variant in variants:
+        searches = Searches(variant)
+        recorded |= {variant: [one for width in WIDTHS for one in searches.record(width)], "versions": transformers.__version__}
+        lines = [
+            json.dumps(name) + ": [\n" + ",\n".join(map(json.dumps, recorded[name])) + "\n]" for name in BEAM_VARIANTS if name in recorded
+        ]
+        FILE.write_text("{\n" + ",\n".join(['"versions": ' + json.dumps(recorded["versions"]), *lines]) + "\n}\n")
+        print(f"{variant}: {FILE.stat().st_size} bytes")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    recorded = {variant: [one for width in WIDTHS for one in Searches(variant).record(width)] for variant in BEAM_VARIANTS}
-    lines = [f"{json.dumps(variant)}: [\n{','.join(json.dumps(one) for one in searches)}\n]" for variant, searches in recorded.items()]
-    FILE.write_text("{\n" + ",\n".join([f'"versions": {json.dumps(transformers.__version__)}', *lines]) + "\n}\n")
-    print(f"{FILE.stat().st_size} bytes")
+    main(sys.argv[1:] or [*BEAM_VARIANTS])

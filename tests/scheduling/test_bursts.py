@@ -118,10 +118,10 @@ def test_costs_are_learned_and_saved() -> None:
     costs, table = one.scheduler.costs, one.scheduler.table
     key = table.bursts()[0]
     single = costs.seconds(key.trunk, key.sampler)
-    assert costs.seconds(key.trunk, key.sampler, steps=8) == pytest.approx(8 * single)
+    assert costs.burst_seconds(key) == pytest.approx(8 * single)
     for _ in range(40):
-        costs.observe(key.trunk, key.sampler, NO_WORK, 5 * single, 8)
-    assert costs.seconds(key.trunk, key.sampler, steps=8) == pytest.approx(5 * single, rel=0.05)
+        costs.observe_burst(key, NO_WORK, 5 * single)
+    assert costs.burst_seconds(key) == pytest.approx(5 * single, rel=0.05)
     assert costs.seconds(key.trunk, key.sampler) == pytest.approx(single, rel=0.05)
     again = type(costs).from_json(costs.to_json())
     assert {*again.bursts} == {key} and isinstance(key, BurstKey)

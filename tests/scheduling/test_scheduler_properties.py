@@ -25,7 +25,7 @@ def random_costs(seed: int) -> StepCosts:
     """Costs without sense: they may change how long things take, never what comes out."""
 
     class Drawn(StepCosts):
-        def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK, steps: int = 1) -> float:
+        def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK) -> float:
             return random.Random(f"{seed} {trunk}").uniform(0.1, 10.0)
 
     return Drawn(ProgramTable((1,), (1,), (1,), 1))
