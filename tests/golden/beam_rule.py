@@ -50,6 +50,6 @@ def beam_search(
             margin = min(margin, following[width - 1].cumulative - following[width].cumulative)
         beams = following[:width]
     best = sorted([*completed, *beams], key=score, reverse=True)
-    scores = [score(found) for found in best[: width + 1]]
+    scores = [score(found) * (len(prompt) + steps) ** length_penalty for found in best[: width + 1]]  # as large as log probabilities
     margin = min([margin, *[a - b for a, b in itertools.pairwise(scores)]])
     return best[:width], margin
