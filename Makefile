@@ -76,6 +76,7 @@ goldens: ## record the golden tests' expected values again, under PyTorch
 	    && .venv-goldens/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 && touch .venv-goldens/.ready; }
 	.venv-goldens/bin/python -m tests.golden.record
 	.venv-goldens/bin/python -m tests.golden.record_embeddings
+	.venv-goldens/bin/python -m tests.golden.record_beams
 
 goldens-vllm: ## record again what vLLM answers, under vLLM for CPUs
 	@test -e .venv-vllm/.ready || { \

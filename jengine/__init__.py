@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jengine.async_llm import AsyncLLM
     from jengine.backend import Backend, EngineThread, Steps, Updates, run_engine
+    from jengine.beam_params import BeamSearchParams
+    from jengine.beams import BeamSearchOutput, BeamSearchSequence, GenerationParams
     from jengine.chat import chat_prompt
     from jengine.config import EngineConfig
     from jengine.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from jengine.text.grammars import check_structure, probe_structure
     from jengine.text.masks import make_masks
     from jengine.text.tokenizer import Tokenizer
-    from jengine.updates import Ended, Load, Pooled, PromptScores, TokenLogprobs, TokenUpdate, Update
+    from jengine.updates import Beam, BeamsFound, Ended, Load, Pooled, PromptScores, TokenLogprobs, TokenUpdate, Update
 
 __version__ = "0.1.0"
 __all__ = [
@@ -49,6 +51,11 @@ __all__ = [
     "MAX_CLIENT",
     "AsyncLLM",
     "Backend",
+    "Beam",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "BeamsFound",
     "CompletionOutput",
     "Embedder",
     "EmbeddingOutput",
@@ -58,6 +65,7 @@ __all__ = [
     "EngineDead",
     "EngineThread",
     "FinishReason",
+    "GenerationParams",
     "InvalidArgument",
     "JengineError",
     "Limits",
@@ -108,6 +116,8 @@ _MODULES = {
     "jengine.llm": ("LLM",),
     "jengine.async_llm": ("AsyncLLM",),
     "jengine.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine"),
+    "jengine.beam_params": ("BeamSearchParams",),
+    "jengine.beams": ("BeamSearchOutput", "BeamSearchSequence", "GenerationParams"),
     "jengine.chat": ("chat_prompt",),
     "jengine.config": ("EngineConfig",),
     "jengine.embeddings": ("EmbeddingOutput", "EmbeddingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
@@ -137,7 +147,7 @@ _MODULES = {
     "jengine.text.grammars": ("check_structure", "probe_structure"),
     "jengine.text.masks": ("make_masks",),
     "jengine.text.tokenizer": ("Tokenizer",),
-    "jengine.updates": ("Ended", "Load", "Pooled", "PromptScores", "TokenLogprobs", "TokenUpdate", "Update"),
+    "jengine.updates": ("Beam", "BeamsFound", "Ended", "Load", "Pooled", "PromptScores", "TokenLogprobs", "TokenUpdate", "Update"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 from jengine.async_embeddings import LONG_TEXT, AsyncEmbeddings
 from jengine.backend import Backend, EngineThread, Updates
+from jengine.beams import GenerationParams, split
 from jengine.chat import ChatOptions, Conversation, chat_prompt
 from jengine.config import EngineConfig
 from jengine.cost_report import CostReport
@@ -48,18 +49,21 @@ class AsyncLLM(AsyncEmbeddings):
     def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
         from jengine.start import start_engine  # an AsyncLLM over an engine elsewhere needs no jax
 
-        engine, self.started = start_engine(EngineConfig.of(str(model), options), progress=progress)
-        self._attach(EngineThread(engine), self.started.require_tokenizer(), self.started.default_sampling_params)
+        config = EngineConfig.of(str(model), options)
+        engine, self.started = start_engine(config, progress=progress)
+        self._attach(EngineThread(engine), self.started.require_tokenizer(), self.started.default_sampling_params, config.stream_interval)
 
     @classmethod
-    def over(cls, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams | None = None) -> AsyncLLM:
+    def over(
+        cls, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams | None = None, *, stream_interval: int = 1
+    ) -> AsyncLLM:
         """Around an engine that runs elsewhere. Requests without sampling parameters get the default ones; None is SamplingParams()."""
         llm = cls.__new__(cls)
-        llm._attach(backend, tokenizer, SamplingParams() if default_sampling_params is None else default_sampling_params)
+        llm._attach(backend, tokenizer, default_sampling_params or SamplingParams(), stream_interval)
         return llm
 
-    def _attach(self, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams) -> None:
-        self.backend, self.tokenizer, self._default_params = backend, tokenizer, default_sampling_params
+    def _attach(self, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams, interval: int) -> None:
+        self.backend, self.tokenizer, self._default_params, self._interval = backend, tokenizer, default_sampling_params, interval
         self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer)
         self._handles: dict[str, RequestHandle] = {}  # by request id
@@ -101,7 +105,7 @@ class AsyncLLM(AsyncEmbeddings):
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: GenerationParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -114,7 +118,7 @@ class AsyncLLM(AsyncEmbeddings):
         """Complete one prompt. Leaving the iteration early aborts the request.
 
         Args:
-            sampling_params: None takes `get_default_sampling_params()`.
+            sampling_params: None takes `get_default_sampling_params()`. BeamSearchParams give one output, at the end, a completion a beam.
             request_id: for `abort`; must not be in use. None makes one.
             priority, ttft_ms, tpot_ms, client: see ServiceLevel.
             timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
@@ -126,9 +130,7 @@ class AsyncLLM(AsyncEmbeddings):
             EngineDead: the engine has failed, or was closed.
         """
         work: Prompt | PreparedPrompt = prompt
-        grammar = (
-            not self.backend.makes_masks and isinstance(sampling_params, SamplingParams) and sampling_params.structured_outputs is not None
-        )
+        grammar = not self.backend.makes_masks and getattr(sampling_params, "structured_outputs", None) is not None
         if grammar or (isinstance(prompt, str) and len(prompt) >= LONG_TEXT):  # compiling a grammar may take a second
             work = await asyncio.to_thread(self.prepare, prompt, sampling_params)
         handle = self.submit(
@@ -149,7 +151,7 @@ class AsyncLLM(AsyncEmbeddings):
     def chat(
         self,
         messages: Conversation,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: GenerationParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -236,13 +238,13 @@ class AsyncLLM(AsyncEmbeddings):
 
     # --- the same, step by step ------------------------------------------------------------------
 
-    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> PreparedPrompt:
+    def prepare(self, prompt: Prompt, sampling_params: GenerationParams | None = None) -> PreparedPrompt:
         """Check and tokenize a prompt, for `submit`. May be called in any thread, where a long text holds nothing up.
 
         Raises:
             InvalidArgument: it can never be answered.
         """
-        params = self._default_params if sampling_params is None else sampling_params
+        params, beams = split(self._default_params if sampling_params is None else sampling_params)
         requests = make_requests(
             self.tokenizer,
             prompt,
@@ -250,12 +252,13 @@ class AsyncLLM(AsyncEmbeddings):
             f"request-{next(self._ids)}",
             masks=not self.backend.makes_masks,
             max_model_len=self._max_model_len,
+            beams=beams,
         )
         self.backend.limits.validate(requests[0])
         return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
 
     def prepare_chat(
-        self, messages: Conversation, sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+        self, messages: Conversation, sampling_params: GenerationParams | None = None, **options: Unpack[ChatOptions]
     ) -> PreparedPrompt:
         """As `prepare`, of a conversation; see `chat`.
 
@@ -269,7 +272,7 @@ class AsyncLLM(AsyncEmbeddings):
     def submit(
         self,
         prompt: Prompt | PreparedPrompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: GenerationParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -308,13 +311,11 @@ class AsyncLLM(AsyncEmbeddings):
         self.backend.add(*requests)  # what comes of it is delivered in a later turn of the event loop
         output = self._live.open(requests, prepared.stops)
         output.request_id = request_id
-        handle = RequestHandle(output, output_kind, partial(self._end, key), self._forget)
+        handle = RequestHandle(output, output_kind, partial(self._end, key), self._forget, self._interval)
         self._handles[request_id] = handle
         if timeout is not None:
             handle.timer = asyncio.get_running_loop().call_later(timeout, handle.abort, "timeout")
         return handle
-
-    # --- their work ------------------------------------------------------------------------------
 
     @property
     def _max_model_len(self) -> int:

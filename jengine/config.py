@@ -17,6 +17,7 @@ from jengine.vllm_options import without_no_ops
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "w8a8", "fp8"]
+BURST_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +193,10 @@ class EngineConfig:
         record_trace: a file to which a line is appended for each request that has ended, for `jengine simulate`: lengths, times, targets,
             and keyed hashes that tell which prompts begin alike; no texts and no tokens.
         overlap: dispatch a step before the last one's tokens are read.
+        num_scheduler_steps: decode steps that are run in a row, without the host in between: 1 or 8; auto: 8 while no request waits.
+            A step is single where it has prompts, or where a row needs the full sampler (masks, penalties, log probabilities, beams). A
+            request that comes meanwhile waits for up to two such bursts.
+        stream_interval: tokens that are new in a stream's next output, at least, but for its first and its last one.
         seed: from which requests without a seed of their own draw theirs.
         cache_dir: where compiled programs are kept; by default jengine's folder in the user's cache.
         cache_max_size: size of the programs kept there, such as "20GiB"; beyond it the least recently used are evicted.
@@ -238,6 +243,8 @@ class EngineConfig:
     batch_wait_ms: float = 50.0
     record_trace: str | Path | None = None
     overlap: bool = True
+    num_scheduler_steps: int | str = 1
+    stream_interval: int = 1
     seed: int = 0
     cache_dir: str | Path | None = None
     cache_max_size: int | str | None = None
@@ -265,7 +272,7 @@ class EngineConfig:
         return cls(model=model, **options)
 
     def __post_init__(self) -> None:
-        for name in ("tile_size", "tensor_parallel_size", "num_processes"):
+        for name in ("tile_size", "stream_interval", "tensor_parallel_size", "num_processes"):
             check_whole(name, getattr(self, name), 1, None)
         for name in ("max_model_len", "page_size", "max_num_seqs", "max_num_batched_tokens", "compile_threads", "cpu_threads"):
             if getattr(self, name) is not None:
@@ -302,6 +309,15 @@ class EngineConfig:
             raise InvalidArgument("batching", self.batching, f"must be continuous with strategy={self.strategy}: batches wait for others")
         if self.strategy in ("latency", "auto") and self.batch_invariant:
             raise InvalidArgument("batch_invariant", True, f"not with strategy={self.strategy}: prompts and rows take turns")
+        if str(self.num_scheduler_steps) not in ("1", str(BURST_STEPS), "auto"):
+            raise InvalidArgument("num_scheduler_steps", self.num_scheduler_steps, f"must be 1, {BURST_STEPS} or auto")
+        if self.burst_steps > 1 and self.batch_invariant:
+            raise InvalidArgument(
+                "num_scheduler_steps", self.num_scheduler_steps, "must be 1 with batch_invariant: bursts are other programs"
+            )
+        if self.burst_steps > self.tile_size:
+            limit = f"at least {BURST_STEPS} with num_scheduler_steps={self.num_scheduler_steps}"
+            raise InvalidArgument("tile_size", self.tile_size, limit)
         if self.warm_up not in ("progressive", "all"):
             raise InvalidArgument("warm_up", self.warm_up, "must be progressive or all")
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
@@ -313,6 +329,11 @@ class EngineConfig:
             raise InvalidArgument("process_id", self.process_id, f"must be below num_processes={self.num_processes}")
         if self.num_processes > 1 and not re.fullmatch(r".+:\d+", str(self.coordinator)):
             raise InvalidArgument("coordinator", self.coordinator, "must be host:port, where process 0 listens")
+
+    @property
+    def burst_steps(self) -> int:
+        """Steps in a row; 1: there are no bursts."""
+        return 1 if str(self.num_scheduler_steps) == "1" else BURST_STEPS
 
 
 def check_budget(max_num_seqs: int, max_num_batched_tokens: int, tile_size: int) -> None:

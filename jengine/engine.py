@@ -35,7 +35,8 @@ from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.targets import REJECTED
 from jengine.seeds import prompt_seed
 from jengine.step_clock import StepClock
-from jengine.updates import Ended, Load, Pooled, PromptScores, TokenLogprobs, TokenUpdate, Update
+from jengine.step_updates import burst_updates, logprobs_of, pooled_update
+from jengine.updates import BeamsFound, Ended, Found, Load, Pooled, PromptScores, TokenUpdate, Update
 
 BATCH_POLL_SECONDS = 0.005
 
@@ -221,9 +222,10 @@ class Engine:
         """Dispatch the next step, then read the one before it. Returns what was read."""
         if self._programs is not None and self._taken < self._programs.ready:
             self._take_programs(self._programs)
+        updates = self._read_all_but(0) if self.scheduler.awaits_beams else []
         self._clock.planning(time.perf_counter(), self.scheduler.costs)
         plan = self.scheduler.schedule()
-        updates: list[Update] = self._rejected()
+        updates += self._rejected()
         if plan is None:
             updates += self._read_all_but(0)
             if not updates:
@@ -310,25 +312,39 @@ class Engine:
             for sequence in sequences:
                 self._recorder.ended(sequence)
 
-    def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate | Pooled]:
-        collected = self.scheduler.collect(step.plan, result.tokens)
+    def _found(self, plan: StepPlan, result: StepResult) -> dict[int, Found]:
+        """What was found after beams, by sample."""
+        got, found = result.logprobs, {}
+        for row, sample in enumerate(plan.samples if got is not None and self.scheduler.searching else ()):
+            sequence = self.scheduler.running(sample.seq)
+            if sequence is not None and sequence.request.beams is not None and got is not None:
+                found[row] = Found(result.tokens[row][0], logprobs_of(got, row, 2 * sequence.request.beams.beam_width))
+        return found
+
+    def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate | Pooled | BeamsFound]:
+        collected = self.scheduler.collect(step.plan, result.tokens, self._found(step.plan, result))
         if self._recorder is not None:
             self._record(*[s for _, s, _ in collected if s.finish_reason is not None])
         got = result.logprobs
+        if step.plan.steps > 1:
+            return burst_updates(collected)
         if got is None:
             return [
                 TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, None, s.num_preemptions, s.scheduled, s.num_cached)
                 if s.pooled is None
-                else _pooled(s)
+                else pooled_update(s)
                 for _, s, token in collected
             ]
-        updates: list[TokenUpdate | Pooled] = []
+        updates: list[TokenUpdate | Pooled | BeamsFound] = []
         for row, s, token in collected:
             if s.pooled is not None:
-                updates.append(_pooled(s))
+                updates.append(pooled_update(s))
+                continue
+            if s.searches:
+                updates.append(BeamsFound(s.request_id, s.found, s.num_preemptions, s.scheduled, s.num_cached))
                 continue
             count = s.request.params.logprobs
-            logprobs = None if count is None else _logprobs(got, row, count)
+            logprobs = None if count is None else logprobs_of(got, row, count)
             if s.request.mask is not None and s.finish_reason is None:
                 try:
                     s.request.mask.accept(token)
@@ -347,7 +363,7 @@ class Engine:
             if targets and sequence is not None:
                 count = sequence.request.params.prompt_logprobs
                 assert count is not None
-                logprobs = [_logprobs(scores, i * table.tile_size + j, count) for j in range(len(targets))]
+                logprobs = [logprobs_of(scores, i * table.tile_size + j, count) for j in range(len(targets))]
                 out.append(PromptScores(sequence.request_id, span.start + offset + 1, targets, logprobs))
         return out
 
@@ -360,13 +376,6 @@ class Engine:
                 sequence.pooled.add(span.start + max(span.pool, offset), span.start + offset + length, pooled[i])
 
 
-def _pooled(sequence: Sequence) -> Pooled:
-    """Of a sequence that has ended with the token after its prompt."""
-    assert sequence.pooled is not None and sequence.request.pooling is not None
-    embedding = sequence.pooled.vector(sequence.request.pooling).tobytes()
-    return Pooled(sequence.request_id, embedding, sequence.num_preemptions, sequence.scheduled, sequence.num_cached)
-
-
 def _fill(words: np.ndarray, sequence: Sequence) -> None:
     """A masked sequence's row. min_tokens, which programs apply too, counts here so that an empty row is seen."""
     request = sequence.request
@@ -377,8 +386,3 @@ def _fill(words: np.ndarray, sequence: Sequence) -> None:
             words[token // 32] &= ~np.uint32(1 << token % 32)
     if not words.any():
         raise JengineError("structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token to go on with")
-
-
-def _logprobs(got: SampledLogprobs, row: int, count: int) -> TokenLogprobs:
-    top = zip(got.top_ids[row, :count].tolist(), got.top_logprobs[row, :count].tolist(), strict=True)
-    return TokenLogprobs(float(got.logprobs[row]), int(got.ranks[row]), list(top))

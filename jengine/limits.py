@@ -53,6 +53,8 @@ class Limits:
         elif self.embedder is not None and not self.embedder.generates:
             limit = "nothing can be generated: this checkpoint has no output head (lm_head.weight), the model embeds only"
             raise InvalidArgument("max_tokens", request.params.max_tokens, limit)
+        if request.beams is not None and request.beams.beam_width > self.max_num_seqs:
+            raise InvalidArgument("beam_width", request.beams.beam_width, f"at most max_num_seqs = {self.max_num_seqs}: beams run at once")
         self.sequence.validate(request, self.eos_token_ids)  # first: it bounds the number of ids
         vocab = self.vocab_size
         limit = f"ids must be in [0, {vocab})"

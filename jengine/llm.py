@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from jengine.beam_params import BeamSearchParams
 from jengine.chat import ChatOptions, Conversation, chat_prompt, conversations
 from jengine.checks import check_whole
 from jengine.config import EngineConfig
@@ -15,11 +16,13 @@ from jengine.cost_report import CostReport
 from jengine.display import counted, table_html
 from jengine.engine import Engine
 from jengine.errors import EngineDead, InvalidArgument
+from jengine.llm_beams import BeamSearches
 from jengine.llm_embeddings import Embeddings
 from jengine.observe.progress import progress_bar
 from jengine.pooling import PoolingParams
 from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
+from jengine.request_handle import tokens_of
 from jengine.scheduling.expectations import asked_of, expect
 from jengine.scheduling.forecast import Prediction
 from jengine.service_level import ServiceLevel, levels, one_each
@@ -29,7 +32,7 @@ from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
 
 
-class LLM(Embeddings):
+class LLM(Embeddings, BeamSearches):
     """A model, loaded and compiled, ready for prompts.
 
     Any number of threads may call one LLM: their requests share batches, and each call returns when its own have ended. A
@@ -53,6 +56,7 @@ class LLM(Embeddings):
     def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
         config = EngineConfig.of(str(model), options)
         self.model = config.model
+        self._interval = config.stream_interval
         engine, self.started = start_engine(config, progress=progress)
         self.tokenizer = self.started.require_tokenizer()
         self._shared = SharedEngine(engine, self.tokenizer)
@@ -89,7 +93,7 @@ class LLM(Embeddings):
         return self._answers(work, "generating", use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
-        """Complete one prompt, yielding the same output object, grown, after each step that gave it tokens.
+        """Complete one prompt, yielding the same output object, grown, after each step that gave it tokens, or `stream_interval` of them.
 
         The object grows only while the next one is asked for. Closing the iterator early aborts the request.
 
@@ -284,14 +288,20 @@ class LLM(Embeddings):
         return call.outputs
 
     def _requests(
-        self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None, pooling: PoolingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        level: ServiceLevel | None = None,
+        *,
+        pooling: PoolingParams | None = None,
+        beams: BeamSearchParams | None = None,
     ) -> list[Request]:
         """A prompt's requests, checked."""
         self._shared.check()
         params = self._default_params if params is None else params
         limits = self._shared.limits
         request_id, length = str(next(self._ids)), limits.sequence.max_model_len
-        requests = make_requests(self.tokenizer, prompt, params, request_id, max_model_len=length, pooling=pooling)
+        requests = make_requests(self.tokenizer, prompt, params, request_id, max_model_len=length, pooling=pooling, beams=beams)
         limits.validate(requests[0])
         if level is not None:
             level.apply(requests)
@@ -309,20 +319,22 @@ class LLM(Embeddings):
 
     def _follow(self, requests: list[Request]) -> Generator[RequestOutput]:
         """Yield a prompt's output whenever it has grown: other calls advance it too."""
-        call, ended = Call(each_token=True), False
+        call, ended, shown = Call(each_token=True), False, 0
         try:
             self._shared.open(call, [requests])
             while not ended:
                 for output in self._shared.take(call):
-                    ended = output.finished
-                    yield output
+                    ended, tokens = output.finished, tokens_of(output)
+                    if ended or not shown or tokens - shown >= self._interval:
+                        shown = tokens
+                        yield output
         finally:
             self._shared.close(call)
 
 
 def _work_of(output: RequestOutput) -> int:
     """Tokens that were generated, or embedded."""
-    return sum(len(completion.token_ids) for completion in output.outputs) if output.embedding is None else len(output.prompt_token_ids)
+    return tokens_of(output) if output.embedding is None else len(output.prompt_token_ids)
 
 
 def _programs(load: Load) -> str:

@@ -35,7 +35,7 @@ class Embeddings(ABC):
 
     @abstractmethod
     def _requests(
-        self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None, pooling: PoolingParams | None = None
+        self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None, *, pooling: PoolingParams | None = None
     ) -> list[Request]:
         """A prompt's requests, checked."""
 
@@ -69,7 +69,7 @@ class Embeddings(ABC):
         params = require_embedder(self._shared.limits.embedder).params(pooling, normalize, dimensions)
         each = listed(prompts)
         each_level = levels(len(each), priority=priority, client=client)
-        work = [self._requests(prompt, None, level, params) for prompt, level in zip(each, each_level, strict=True)]
+        work = [self._requests(prompt, None, level, pooling=params) for prompt, level in zip(each, each_level, strict=True)]
         return [EmbeddingRequestOutput.of(output) for output in self._answers(work, "embedding", use_tqdm)]
 
     def score(

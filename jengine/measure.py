@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from jengine.execution.runner import InFlight, Runner
 from jengine.observe.progress import progress_bar
-from jengine.program_table import VARIANTS, SamplerKey, TrunkKey, Variant
+from jengine.program_table import VARIANTS, BurstKey, SamplerKey, TrunkKey, Variant
 from jengine.ready_programs import ReadyPrograms
 from jengine.request import SamplingParams
 from jengine.scheduling.costs import Cost, Slopes, StepCosts
@@ -46,6 +46,11 @@ def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress:
             rest = seconds - costs.sampler_seconds(step.sampler) - costs.slopes.seconds(step.work)
             costs.trunks[trunk] = Cost(max(rest, seconds / 10))
             bar.update()
+    for burst in ready.bursts():
+        if burst not in costs.bursts:
+            plan = bench.burst(burst)
+            seconds = bench.seconds(plan)
+            costs.bursts[burst] = Cost(max(seconds - costs.slopes.seconds(plan.work), seconds / 10))
     runner.forget()
     return {*samplers, *trunks}
 
@@ -101,6 +106,16 @@ class Bench:
         spans += [Span(0, 1 + tile % self._spec.max_slots, 0, length, self._tokens(length)) for tile in range(key.tiles)]
         return self._plan(key, spans, variant, Work(*rows_work(positions, self._windows), key.tiles * pairs(0, length, self._windows)))
 
+    def burst(self, key: BurstKey) -> StepPlan:
+        """All rows, as far as there are slots, after SHORT tokens."""
+        at, rows = max(min(SHORT, self._limit - key.steps), 0), self.rows_of(key.trunk)
+        spans = [Span(slot, slot, at, key.steps) for slot in range(1, rows + 1)]
+        work = Work(*rows_work([at] * rows, self._windows))
+        plan = self._plan(key.trunk, spans, key.sampler.variant, Work(work.context * key.steps, work.longest * key.steps))
+        plan.samples = [Sample(i, 0, span.seq, span.slot) for i, span in enumerate(spans)]
+        plan.sampler, plan.steps = key.sampler, key.steps
+        return plan
+
     def prompt(self, key: TrunkKey, past: int) -> StepPlan:
         """One prompt in all tiles, after so many tokens of it, as far as it may go."""
         length = min(key.tiles * self._spec.table.tile_size, self._limit + 1 - past)
@@ -109,7 +124,7 @@ class Bench:
 
     def seconds(self, plan: StepPlan) -> float:
         """Of a step, beside others like it."""
-        again = StepPlan(plan.trunk, plan.sampler, plan.spans, plan.samples, work=plan.work)
+        again = StepPlan(plan.trunk, plan.sampler, plan.spans, plan.samples, work=plan.work, steps=plan.steps)
         return self._typical(self._runner.dispatch(plan), lambda: self._runner.dispatch(again))
 
     def _typical(self, first: InFlight, dispatch: Callable[[], InFlight]) -> float:

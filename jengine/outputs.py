@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jengine.request import CompletionOutput, FinishReason, Request, RequestOutput
-from jengine.text.completion import CompletionBuilder
+from jengine.text.completion import CompletionBuilder, beam_output
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
-from jengine.updates import Ended, Pooled, PromptScores, TokenUpdate, Update
+from jengine.updates import BeamsFound, Ended, Pooled, PromptScores, TokenUpdate, Update
 
 
 @dataclass(slots=True)
@@ -68,6 +68,9 @@ class LiveOutputs:
                 continue
             if isinstance(update, Ended):
                 self._finish(answer, answer.builders[update.request_id], update.reason, update.stop_reason)
+            elif isinstance(update, BeamsFound):
+                self._note(answer, update)
+                self._show_beams(answer, update)
             elif isinstance(update, Pooled):
                 answer.output.embedding = np.frombuffer(update.embedding, np.float32)
                 self._note(answer, update)
@@ -88,7 +91,13 @@ class LiveOutputs:
                 self._finish(answer, builder, "abort", why)
         return answer.output
 
-    def _note(self, answer: _Answer, update: TokenUpdate | Pooled) -> None:
+    def _show_beams(self, answer: _Answer, update: BeamsFound) -> None:
+        """A completion for each beam."""
+        builder = answer.builders[update.request_id]
+        answer.output.outputs = [beam_output(self._tokenizer, builder.request, index, beam) for index, beam in enumerate(update.beams)]
+        self._finish(answer, builder, update.beams[0].finish_reason, None)
+
+    def _note(self, answer: _Answer, update: TokenUpdate | Pooled | BeamsFound) -> None:
         """When things happened."""
         request_id, output = update.request_id, answer.output
         metrics, builder = output.metrics, answer.builders[request_id]

@@ -82,6 +82,18 @@ class PoolKey:
         return f"pool[{self.tiles}t]"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class BurstKey:
+    """`steps` steps in a row of a trunk for decode rows and its sampler."""
+
+    trunk: TrunkKey
+    sampler: SamplerKey
+    steps: int
+
+    def __str__(self) -> str:
+        return f"burst[{self.trunk},{self.sampler},{self.steps}]"
+
+
 class Tokens(Protocol):
     """Tokens of one sequence that a step computes: see step_plan.Span."""
 
@@ -119,6 +131,7 @@ class ProgramTable:
     tile_size: int  # tokens
     page_buckets: tuple[int, ...] = (0,)
     pooling: bool = False  # whether there are programs for embeddings
+    steps: int = 1  # of a burst; 1: there are none
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
 
     def __post_init__(self) -> None:
@@ -141,16 +154,18 @@ class ProgramTable:
         page_buckets: tuple[int, ...] = (0,),
         single_row: bool = False,
         pooling: bool = False,
+        steps: int = 1,
     ) -> ProgramTable:
         """Powers of two up to the limits; mixed trunks for the fewest and for the most rows.
 
         Args:
             single_row: a trunk for one row alone as well.
             pooling: programs for embeddings as well.
+            steps: of bursts; 1: no programs for them.
         """
         rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
         tiles = _powers(1, max(1, max_num_batched_tokens // tile_size))
-        return cls((1, *rows) if single_row else rows, tuple(sorted({rows[0], rows[-1]})), tiles, tile_size, page_buckets, pooling)
+        return cls((1, *rows) if single_row else rows, tuple(sorted({rows[0], rows[-1]})), tiles, tile_size, page_buckets, pooling, steps)
 
     @classmethod
     def build_batch_invariant(cls, *, max_num_seqs: int, tiles: int, tile_size: int, pooling: bool = False) -> ProgramTable:
@@ -214,6 +229,13 @@ class ProgramTable:
 
     def pools(self) -> list[PoolKey]:
         return [PoolKey(t) for t in self.tile_buckets] if self.pooling else []
+
+    def bursts(self) -> list[BurstKey]:
+        """Of the samplers that leave nothing to the host."""
+        if self.steps == 1:
+            return []
+        trunks = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self.page_buckets]
+        return [BurstKey(trunk, self.sampler(trunk, variant), self.steps) for trunk in trunks for variant in VARIANTS[:-1]]
 
     def tile_programs(self, tiles: int) -> list[ScoreKey | PoolKey]:
         """Those that take the hidden states of a trunk's tiles, for the requests that ask for it."""

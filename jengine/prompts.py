@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
+from jengine.beam_params import BeamSearchParams
 from jengine.errors import InvalidArgument
 from jengine.pooling import PoolingParams
 from jengine.request import Request, SamplingParams, TokenMask, check_cache_salt
@@ -52,6 +53,7 @@ def make_requests(
     masks: bool = True,
     max_model_len: int | None = None,
     pooling: PoolingParams | None = None,
+    beams: BeamSearchParams | None = None,
 ) -> list[Request]:
     """The requests for one prompt, params.n of them; None is SamplingParams(). The first has this id, the others grow theirs from it.
 
@@ -61,6 +63,7 @@ def make_requests(
         masks: make the token masks as well, which may take seconds; otherwise the receiver of the requests makes them.
         max_model_len: text of as many tokens or more is rejected without tokenizing it, where its length in bytes tells that.
         pooling: ask for an embedding; there are no sampling parameters then.
+        beams: ask for beams; `params` are what these make of it then.
 
     Raises:
         InvalidArgument: what is no prompt, or empty; what is no SamplingParams or cache_salt; text that is too long.
@@ -102,6 +105,7 @@ def make_requests(
             arrival=arrival,
             cache_salt=salt,
             pooling=pooling,
+            beams=beams,
         )
         for index in range(params.n)
     ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jengine.program_table import VARIANTS, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey, Variant
+from jengine.program_table import VARIANTS, BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey, Variant
 
-TableKey = TrunkKey | SamplerKey | ScoreKey | PoolKey
+TableKey = TrunkKey | SamplerKey | ScoreKey | PoolKey | BurstKey
 
 
 class ReadyPrograms:
@@ -26,7 +26,9 @@ class ReadyPrograms:
 
     def __init__(self, table: ProgramTable, ready: Iterable[TableKey] | None = None) -> None:
         self.table, self.tile_size = table, table.tile_size
-        keys: set[TableKey] = {*table.trunks(), *table.samplers(), *table.scores(), *table.pools()} if ready is None else {*ready}
+        every = [*table.trunks(), *table.samplers(), *table.scores(), *table.pools(), *table.bursts()]
+        keys: set[TableKey] = {*every} if ready is None else {*ready}
+        self._bursts = {key for key in keys if isinstance(key, BurstKey)}
         self._samplers = {key for key in keys if isinstance(key, SamplerKey)}
         self._trunks = {key for key in keys if isinstance(key, TrunkKey) and self._serves(key, keys)}
         self._chosen: dict[TrunkKey, TrunkKey] = {}  # by what the whole table would take
@@ -63,12 +65,20 @@ class ReadyPrograms:
         keys = (SamplerKey(rows, v) for v in VARIANTS[VARIANTS.index(variant) :])
         return next(key for key in keys if key in self._samplers)
 
+    def burst(self, trunk: TrunkKey, variant: Variant) -> BurstKey | None:
+        """The steps in a row of this trunk and this variant, where that program is ready."""
+        key = BurstKey(trunk, self.table.sampler(trunk, variant), self.table.steps)
+        return key if key in self._bursts else None
+
     def trunks(self) -> list[TrunkKey]:
         """Those that count."""
         return [key for key in self.table.trunks() if key in self._trunks]
 
     def samplers(self) -> list[SamplerKey]:
         return [key for key in self.table.samplers() if key in self._samplers]
+
+    def bursts(self) -> list[BurstKey]:
+        return [key for key in self.table.bursts() if key in self._bursts]
 
     def scores(self) -> list[ScoreKey]:
         return [ScoreKey(tiles) for tiles in self.table.tile_buckets if any(key.tiles == tiles for key in self._trunks)]
@@ -93,7 +103,7 @@ def by_use(table: ProgramTable) -> list[TableKey]:
     rarely = [TrunkKey(most, many, pages), TrunkKey(least, many, pages), *sorted(table.trunks(), key=table.tokens)]
     keys = _with_others(table, often, VARIANTS[-1:])
     keys += _with_others(table, [*often, *_first_trunks(table), *rarely], VARIANTS)
-    return [*dict.fromkeys([*keys, *table.samplers(), *table.scores(), *table.pools()])]
+    return [*dict.fromkeys([*keys, *table.samplers(), *table.scores(), *table.pools(), *table.bursts()])]
 
 
 def _first_trunks(table: ProgramTable) -> list[TrunkKey]:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from jengine.beam_params import BeamSearchParams
 from jengine.checks import check_number, check_whole
 from jengine.display import answer_html, counted, short
 from jengine.errors import InvalidArgument
@@ -43,7 +44,7 @@ INSTEAD = {  # of parameters that users of other engines and older versions of v
     "max_new_tokens": "max_tokens does this",
     "response_format": "structured_outputs does this",
     "truncate_prompt_tokens": "pass prompt_token_ids, cut to what you want",
-    "use_beam_search": "there is no beam search",
+    "use_beam_search": "BeamSearchParams do this: LLM.beam_search, AsyncLLM.generate, completions over gRPC and HTTP",
 }
 
 
@@ -304,6 +305,7 @@ class Request:
     Attributes:
         cache_salt: requests share cached pages only with requests of an equal salt; None equals None.
         pooling: it asks for an embedding; its sampling parameters are POOLED then.
+        beams: it asks for beams; its sampling parameters are those of beams.sampling_of, with as many log probabilities as come back.
     """
 
     request_id: str
@@ -319,6 +321,7 @@ class Request:
     tpot_ms: float | None = None
     client: str = ""  # whose share of the engine it takes, under policy="fair"
     pooling: PoolingParams | None = None
+    beams: BeamSearchParams | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,10 @@ class RequestHandle:
         kind: OutputKind,
         end: Callable[[str | None], bool],
         forget: Callable[[RequestHandle], None],
+        interval: int = 1,
     ) -> None:
-        self.request_id, self.output, self._kind = output.request_id, output, kind
+        self.request_id, self.output, self._kind, self._interval = output.request_id, output, kind, interval
+        self._tokens = 0  # of the outputs so far
         self._end, self._forget = end, forget
         self._shown: dict[int, tuple[int, int]] = {}  # of a delta's completions, by index: tokens, characters
         self._grown = asyncio.Event()
@@ -75,12 +77,16 @@ class RequestHandle:
         """The output has grown."""
         if self.output.finished:
             self._grown.set()
-        elif self._kind != "final" and self._pause is None:
+        elif self._kind != "final" and self._pause is None and (self._interval == 1 or self._is_due()):
             loop = asyncio.get_running_loop()
             if loop.time() >= self._due:
                 self._grown.set()
             else:
                 self._pause = loop.call_at(self._due, self._pause_over)
+
+    def _is_due(self) -> bool:
+        """Whether there are tokens enough for another output."""
+        return not self._tokens or tokens_of(self.output) - self._tokens >= self._interval
 
     def _pause_over(self) -> None:
         self._pause = None
@@ -111,6 +117,8 @@ class RequestHandle:
                 self.close()
                 raise EngineDead(f"the engine has stopped: {self._error!r}") from self._error
             ready = ended or self._kind != "final"
+        if self._interval > 1:
+            self._tokens = tokens_of(self.output)
         news = _snapshot(self.output, self._shown)
         if self._kind == "delta":
             self._shown = {part.index: (len(part.token_ids), len(part.text)) for part in self.output.outputs}
@@ -123,6 +131,11 @@ class RequestHandle:
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
+
+
+def tokens_of(output: RequestOutput) -> int:
+    """Of all completions."""
+    return sum([len(completion.token_ids) for completion in output.outputs])
 
 
 def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> RequestOutput:

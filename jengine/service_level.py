@@ -40,7 +40,14 @@ class ServiceLevel:
             raise InvalidArgument("client", shown, f"must be text of at most {MAX_CLIENT} characters")
 
     def apply(self, requests: Iterable[Request]) -> None:
+        """
+        Raises:
+            InvalidArgument: targets for beams.
+        """
         for request in requests:
+            if request.beams is not None and not (self.ttft_ms is None is self.tpot_ms):
+                name, value = ("tpot_ms", self.tpot_ms) if self.ttft_ms is None else ("ttft_ms", self.ttft_ms)
+                raise InvalidArgument(name, value, "a beam search has no targets: all of its tokens come at the end")
             request.priority, request.client = self.priority, self.client
             request.ttft_ms, request.tpot_ms = self.ttft_ms, self.tpot_ms
 

@@ -47,6 +47,7 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
             tile_size=config.tile_size,
             single_row=on_cpu and cpu_refused() is None,
             pooling=bool(config.embeddings),
+            steps=config.burst_steps,
         )
     spec = ExecutionSpec(
         model=build(model, choose_dtype(config.dtype, model, device, root), max_model_len, config.quantization, mesh.devices.size),

@@ -120,7 +120,7 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     else:
         runner.check(ready)
     started.seconds["warm-up"] = time.perf_counter() - clock
-    started.longest_step = max(map(costs.seconds, costs.trunks))
+    started.longest_step = max([*map(costs.seconds, costs.trunks), *map(costs.burst_seconds, costs.bursts)])
     scheduler = Scheduler(
         spec.table,
         page_size=spec.page_size,

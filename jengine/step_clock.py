@@ -38,7 +38,11 @@ class StepClock:
             counts: whether it was nothing but its trunk and its sampler, one right after the other.
         """
         if waited and counts and (self._exactly or started >= self._ended):
-            costs.observe(plan.trunk, plan.sampler, plan.work, now - max(started, self._ended))
+            seconds = now - max(started, self._ended)
+            if plan.steps == 1:
+                costs.observe(plan.trunk, plan.sampler, plan.work, seconds)
+            else:
+                costs.observe_burst(plan.burst, plan.work, seconds)
         self._ended, self._exactly, self._collected = now, waited, plan
 
     def pause(self) -> None:

@@ -17,6 +17,13 @@ class TokenLogprobs(NamedTuple):
     top: list[tuple[int, float]]
 
 
+class Found(NamedTuple):
+    """What a sampler found at a position: a token, and log probabilities of it and of the likeliest ones."""
+
+    token: int
+    logprobs: TokenLogprobs
+
+
 class TokenUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request's next token. A step makes hundreds, hence a struct: a named tuple takes five times as long to make.
 
@@ -56,6 +63,31 @@ class Pooled(NamedTuple):
     cached: int = 0
 
 
+class Beam(NamedTuple):
+    """One result of a beam search.
+
+    Attributes:
+        tokens: of the output.
+        cumulative: their log probability.
+        found: at each position, where it was asked for.
+    """
+
+    tokens: list[int]
+    cumulative: float
+    finish_reason: FinishReason
+    found: list[Found] | None = None
+
+
+class BeamsFound(NamedTuple):
+    """A request's beams, the best first, with which it ends. The other fields as TokenUpdate's."""
+
+    request_id: str
+    beams: list[Beam]
+    preemptions: int = 0
+    scheduled: float = 0.0
+    cached: int = 0
+
+
 class Ended(NamedTuple):
     """A request that has ended without a further token, and why."""
 
@@ -64,7 +96,7 @@ class Ended(NamedTuple):
     stop_reason: str | None
 
 
-Update = TokenUpdate | PromptScores | Pooled | Ended
+Update = TokenUpdate | PromptScores | Pooled | BeamsFound | Ended
 
 
 class Load(NamedTuple):

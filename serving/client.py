@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import grpc
 
-from jengine import InvalidArgument, SamplingParams, uninterrupted
+from jengine import GenerationParams, InvalidArgument, uninterrupted
 from jengine.serving.client_errors import Attempts, Retries, ServerError, exception_of
 from jengine.serving.client_messages import (
     Call,
@@ -114,20 +114,20 @@ class Client(_Connection):
         ...         print(news.outputs[0].text, end="")
     """
 
-    def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> ServedOutput:
+    def generate(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
         """Complete one prompt."""
         return self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> Generator[ServedOutput]:
+    def stream(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> Generator[ServedOutput]:
         """Complete one prompt, as it comes: each output holds the text, tokens and logprobs that are new of one completion; the last
         one has finished, with every completion's finish_reason and the usage, and holds no text. Closing it early aborts the request."""
         return self._news(self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options)))
 
-    def chat(self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any) -> ServedOutput:
+    def chat(self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
         """Answer one conversation, by the model's chat template."""
         return self._whole(self._stub.Chat, chat_request(messages, Call.of(sampling_params, options)))
 
-    def chat_stream(self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any) -> Generator[ServedOutput]:
+    def chat_stream(self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any) -> Generator[ServedOutput]:
         """Answer one conversation, as it comes; as `stream`."""
         return self._news(self._stub.ChatStream, chat_request(messages, Call.of(sampling_params, options)))
 
@@ -218,17 +218,17 @@ class Client(_Connection):
 class AsyncClient(_Connection):
     """As Client, with the same methods, inside an asyncio event loop."""
 
-    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> ServedOutput:
+    async def generate(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
         return await self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> AsyncGenerator[ServedOutput]:
+    def stream(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> AsyncGenerator[ServedOutput]:
         return self._news(self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options)))
 
-    async def chat(self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any) -> ServedOutput:
+    async def chat(self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
         return await self._whole(self._stub.Chat, chat_request(messages, Call.of(sampling_params, options)))
 
     def chat_stream(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
+        self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any
     ) -> AsyncGenerator[ServedOutput]:
         return self._news(self._stub.ChatStream, chat_request(messages, Call.of(sampling_params, options)))
 

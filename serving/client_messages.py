@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from jengine import CompletionOutput, FinishReason, InvalidArgument, JengineError, Logprob, RequestOutput, SamplingParams
+from jengine import CompletionOutput, FinishReason, GenerationParams, InvalidArgument, JengineError, Logprob, RequestOutput, SamplingParams
 from jengine.serving.conversions import REASONS, from_params
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
@@ -43,7 +43,7 @@ class ServedOutput(RequestOutput):
 class Call(NamedTuple):
     """What a request has beside its prompt: of the client's methods' keywords, these and the rest."""
 
-    params: SamplingParams | None
+    params: GenerationParams | None
     request_id: str | None
     priority: int | None
     timeout: float | None
@@ -53,7 +53,7 @@ class Call(NamedTuple):
     fields: Mapping[str, Any]
 
     @classmethod
-    def of(cls, params: SamplingParams | None, options: dict[str, Any]) -> Call:
+    def of(cls, params: GenerationParams | None, options: dict[str, Any]) -> Call:
         names = ("request_id", "priority", "timeout", "cache_salt", "ttft_ms", "tpot_ms")
         given = {name: options.pop(name, None) for name in names}
         return cls(params=params, fields=options, **given)

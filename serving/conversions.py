@@ -6,9 +6,21 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from jengine import CompletionOutput, InvalidArgument, Load, Logprob, RequestOutput, SamplingParams, StructuredOutputs, check_entries
+from jengine import (
+    BeamSearchParams,
+    CompletionOutput,
+    GenerationParams,
+    InvalidArgument,
+    Load,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputs,
+    check_entries,
+)
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
 NO_LIMIT = 2**31 - 1  # as max_tokens: SamplingParams' None, since an unset field is the default
@@ -21,13 +33,14 @@ REASONS = {
 MAX_MESSAGES = 4096  # in a conversation
 MAX_TOOLS_BYTES = 2**20  # of tools, and of a template's variables: templates write them in Python
 MOST_TOKENS = 1000  # in a message; with MAX_LOGPROBS of each, some 600 kB
+BEAM_FIELDS = ("max_tokens", "ignore_eos", "temperature", "include_stop_str_in_output")  # of SamplingParams, that beam searches have too
 DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)}
 
 # --- sampling parameters --------------------------------------------------------------------------
 
 
-def to_params(proto: pb.SamplingParams, default: SamplingParams | None = None) -> SamplingParams:
-    """What is set, the rest as in `default`, or else as in SamplingParams(): an unset field is not a zero.
+def to_params(proto: pb.SamplingParams, default: SamplingParams | None = None) -> GenerationParams:
+    """What is set, the rest as in `default`, or else as in SamplingParams(): an unset field is not a zero. See also `with_beams`.
 
     Raises:
         InvalidArgument: naming the field.
@@ -46,10 +59,37 @@ def to_params(proto: pb.SamplingParams, default: SamplingParams | None = None) -
         elif not isinstance(value, int | float):
             value = list(value)
         given[name] = value
-    return SamplingParams(**given) if default is None else default.clone(**given)
+    return with_beams(given, SamplingParams() if default is None else default)
 
 
-def from_params(params: SamplingParams, fields: Collection[str] | None = None) -> pb.SamplingParams:
+def with_beams(given: dict[str, Any], default: SamplingParams) -> GenerationParams:
+    """Sampling parameters as given, the rest as in `default`. With use_beam_search a beam search: `n` is its width, other fields that it
+    lacks must be neutral, and max_tokens alone has its default from `default`.
+
+    Raises:
+        InvalidArgument: naming the field.
+    """
+    given = dict(given)
+    searches, penalty = given.pop("use_beam_search", False), given.pop("length_penalty", None)
+    if not searches:
+        if penalty is not None:
+            raise InvalidArgument("length_penalty", penalty, "needs use_beam_search")
+        return default.clone(**given)
+    given = {"max_tokens": default.max_tokens, **given}
+    fields = {name: given.pop(name) for name in BEAM_FIELDS if name in given}
+    width = given.pop("n", 1)
+    for name, value in given.items():
+        if value != DEFAULTS.get(name):
+            raise InvalidArgument(name, value, f"must not be set with use_beam_search; {', '.join(('n', *BEAM_FIELDS))} may")
+    if penalty is not None:
+        fields["length_penalty"] = penalty
+    try:
+        return BeamSearchParams(beam_width=width, **fields)
+    except InvalidArgument as wrong:
+        raise wrong if wrong.field != "beam_width" else InvalidArgument("n", width, wrong.limit) from None
+
+
+def from_params(params: GenerationParams, fields: Collection[str] | None = None) -> pb.SamplingParams:
     """All fields, or those named: the server's model may have other defaults. Left unset are empty lists and None, which no model's
     defaults replace, and which the protocol has no other form for.
 
@@ -57,11 +97,17 @@ def from_params(params: SamplingParams, fields: Collection[str] | None = None) -
         InvalidArgument: a value that its field cannot hold.
     """
     proto = pb.SamplingParams()
+    if isinstance(params, BeamSearchParams):
+        for name in (*BEAM_FIELDS, "length_penalty", "n"):
+            with _sending(name, getattr(params, name)):
+                setattr(proto, name, getattr(params, name))
+        proto.use_beam_search = True
+        return proto
     for name in DEFAULTS if fields is None else fields:
         value = getattr(params, name)
         if value == () or (value is None and name != "max_tokens"):
             continue
-        try:
+        with _sending(name, value):
             if name == "structured_outputs":
                 _set_structured(proto.structured_outputs, value)
             elif name == "logit_bias":
@@ -74,9 +120,15 @@ def from_params(params: SamplingParams, fields: Collection[str] | None = None) -
                 getattr(proto, name).extend(value)
             else:
                 setattr(proto, name, value)
-        except (TypeError, ValueError) as wrong:
-            raise InvalidArgument(name, value, f"cannot be sent: {wrong}") from None
     return proto
+
+
+@contextmanager
+def _sending(name: str, value: object) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as wrong:
+        raise InvalidArgument(name, value, f"cannot be sent: {wrong}") from None
 
 
 def _structured(proto: pb.StructuredOutputs) -> StructuredOutputs:

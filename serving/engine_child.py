@@ -18,7 +18,20 @@ import traceback
 from collections.abc import Callable
 from importlib import import_module
 
-from jengine import Ended, InvalidArgument, JengineError, Pooled, PromptScores, Request, Steps, Tokenizer, TokenUpdate, Updates, run_engine
+from jengine import (
+    BeamsFound,
+    Ended,
+    InvalidArgument,
+    JengineError,
+    Pooled,
+    PromptScores,
+    Request,
+    Steps,
+    Tokenizer,
+    TokenUpdate,
+    Updates,
+    run_engine,
+)
 from jengine.serving.watchdog import Heartbeat
 from jengine.serving.wire import (
     RECEIVE,
@@ -106,8 +119,9 @@ class EngineChild:
         tokens = [update for update in updates if isinstance(update, TokenUpdate)]
         scores = [update for update in updates if isinstance(update, PromptScores)]
         pooled = [update for update in updates if isinstance(update, Pooled)]
+        beams = [update for update in updates if isinstance(update, BeamsFound)]
         ended = [update for update in updates if isinstance(update, Ended)]
-        self._say(Batch(tokens, scores, pooled, ended, load))
+        self._say(Batch(tokens, scores, pooled, beams, ended, load))
 
     def _add(self, requests: list[Request]) -> None:
         requests = [request for request in requests if self._goes_on(request.request_id)]

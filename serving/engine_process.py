@@ -212,7 +212,7 @@ class EngineProcess:
             for message in messages:
                 if isinstance(message, Batch):
                     self.load = message.load
-                    updates += [*message.scores, *message.tokens, *message.pooled, *message.ended]
+                    updates += [*message.scores, *message.tokens, *message.pooled, *message.beams, *message.ended]
                 elif isinstance(message, PrefixCacheReset):
                     self._resets.popleft()(message.done)
                 elif isinstance(message, Failed):

@@ -41,6 +41,7 @@ def model_engine(**options: Any) -> Made:
         seconds=started.seconds,
         sampling_defaults=_changed(started.default_sampling_params),
         longest_step=started.longest_step,
+        stream_interval=config.stream_interval,
     )
     return Made(engine, tokenizer, info)
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import grpc
 
-from jengine import AsyncLLM, OutputKind, RequestHandle, SamplingParams, TokensPrompt, __version__
+from jengine import AsyncLLM, GenerationParams, OutputKind, RequestHandle, TokensPrompt, __version__
 from jengine.serving import conversions
 from jengine.serving.admission import client_of
 from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
@@ -68,7 +68,7 @@ class GenerateService(Service, GenerateServiceServicer):
 
     Chat, ChatStream = Generate, GenerateStream
 
-    def _let_in(self, request: Prompted, context: grpc.aio.ServicerContext) -> tuple[AsyncLLM, SamplingParams]:
+    def _let_in(self, request: Prompted, context: grpc.aio.ServicerContext) -> tuple[AsyncLLM, GenerationParams]:
         self._admission.stream(context)
         check_model(request.model, self._models)
         if isinstance(request, pb.ChatRequest):
@@ -82,7 +82,7 @@ class GenerateService(Service, GenerateServiceServicer):
         self,
         llm: AsyncLLM,
         request: Prompted,
-        params: SamplingParams,
+        params: GenerationParams,
         kind: OutputKind,
         context: grpc.aio.ServicerContext,
         tracked: TrackedRequest,

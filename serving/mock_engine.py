@@ -9,7 +9,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jengine import Embedder, Limits, Load, Pooled, PromptScores, Request, SequenceLimits, StrategyName, TokenLogprobs, TokenUpdate, Update
+from jengine import (
+    Beam,
+    BeamSearchParams,
+    BeamsFound,
+    Embedder,
+    Limits,
+    Load,
+    Pooled,
+    PromptScores,
+    Request,
+    SequenceLimits,
+    StrategyName,
+    TokenLogprobs,
+    TokenUpdate,
+    Update,
+)
 
 PROGRAMS = 41  # as if there were any
 LOOKED_UP = 4096  # tokens of a prompt: enough to test, and no work to speak of for prompts of millions
@@ -129,9 +144,9 @@ class MockEngine:
         updates: list[Update] = self._admit()
         ended = []
         for request_id, sequence in self._running.items():
-            update = self._next(request_id, sequence) if sequence.request.pooling is None else self._embedding(request_id, sequence)
+            update = self._update(request_id, sequence)
             updates.append(update)
-            if isinstance(update, Pooled) or update.finish_reason is not None:
+            if not isinstance(update, TokenUpdate) or update.finish_reason is not None:
                 ended.append(request_id)
         for request_id in ended:
             self._free_pages += self._running.pop(request_id).pages
@@ -150,6 +165,21 @@ class MockEngine:
                 tokens = request.prompt_token_ids[1:]
                 scores.append(PromptScores(request.request_id, 1, tokens, [_logprobs(token, count) for token in tokens]))
         return scores
+
+    def _update(self, request_id: str, sequence: _Sequence) -> TokenUpdate | Pooled | BeamsFound:
+        if sequence.request.beams is not None:
+            return self._beams(request_id, sequence, sequence.request.beams)
+        return self._next(request_id, sequence) if sequence.request.pooling is None else self._embedding(request_id, sequence)
+
+    def _beams(self, request_id: str, sequence: _Sequence, params: BeamSearchParams) -> BeamsFound:
+        """Beam i is what sample i would be."""
+        prompt = sequence.request.prompt_token_ids
+        count = sequence.max_len - len(prompt)
+        beams = [
+            Beam([prompt[(index + at) % len(prompt)] for at in range(count)], -0.5 * count - index, "length")
+            for index in range(params.beam_width)
+        ]
+        return BeamsFound(request_id, beams, 0, sequence.scheduled, sequence.cached)
 
     def _next(self, request_id: str, sequence: _Sequence) -> TokenUpdate:
         request, params = sequence.request, sequence.request.params

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from jengine import (
     MAX_CLIENT,
     AsyncLLM,
+    GenerationParams,
     InvalidArgument,
     OutputKind,
     PreparedPrompt,
     RequestHandle,
-    SamplingParams,
     TokensPrompt,
     chat_prompt,
 )
@@ -78,7 +78,7 @@ class Asked(NamedTuple):
         embedding: arguments of AsyncLLM.prepare_embedding; it asks for that then, and for no tokens.
     """
 
-    params: SamplingParams
+    params: GenerationParams
     prompt: Callable[[], str | list[int] | TokensPrompt]
     bytes: int
     cache_salt: str | None = None

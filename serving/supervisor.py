@@ -210,7 +210,7 @@ class Supervisor:
             mesh=info.mesh,
             has_chat_template=bool(self._tokenizer.chat_templates),
         )
-        return AsyncLLM.over(engine, self._tokenizer, SamplingParams(**info.sampling_defaults))
+        return AsyncLLM.over(engine, self._tokenizer, SamplingParams(**info.sampling_defaults), stream_interval=info.stream_interval)
 
     def _set(self, serving: bool) -> None:
         serving = serving and not self._retired

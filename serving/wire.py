@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from jengine import (
+    BeamSearchParams,
+    BeamsFound,
     Ended,
     EngineDead,
     InvalidArgument,
@@ -81,6 +83,7 @@ class Add(Message):
         params: of all of them, as a JSON object: msgpack ends at 64 bits, and max_tokens may be any number.
         arrival: seconds, monotonic: one clock for all processes of a machine.
         pooling: they ask for an embedding.
+        beams: of those that ask for beams, the BeamSearchParams, as `params`.
     """
 
     prompt_token_ids: list[int]
@@ -93,6 +96,7 @@ class Add(Message):
     tpot_ms: float | None = None
     client: str = ""
     pooling: PoolingParams | None = None
+    beams: str = ""
 
 
 class End(Message):
@@ -134,6 +138,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     seconds: dict[str, float] = {}
     sampling_defaults: dict[str, Any] = {}  # of requests that leave them unset, where they are not SamplingParams' own
     longest_step: float = 0.0
+    stream_interval: int = 1
 
 
 class Ready(Message):
@@ -150,6 +155,7 @@ class Batch(Message):
     tokens: list[TokenUpdate]
     scores: list[PromptScores]
     pooled: list[Pooled]
+    beams: list[BeamsFound]
     ended: list[Ended]
     load: Load
 
@@ -256,7 +262,8 @@ def add_order(requests: tuple[Request, ...]) -> Add:
     samples = [Sample(request.request_id, request.sample_index) for request in requests]
     priority = max(-(2**63), min(first.priority, 2**63 - 1))  # what msgpack holds
     level = priority, first.arrival, first.cache_salt, first.ttft_ms, first.tpot_ms, first.client
-    return Add(first.prompt_token_ids, _params_text(first.params), samples, *level, first.pooling)
+    beams = "" if first.beams is None else json.dumps(dataclasses.asdict(first.beams))
+    return Add(first.prompt_token_ids, _params_text(first.params), samples, *level, first.pooling, beams)
 
 
 def has_masks(order: Add) -> bool:
@@ -272,6 +279,7 @@ def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
     """
     params = SamplingParams(**json.loads(order.params))
     first, others = params_of_samples(params)
+    beams = BeamSearchParams(**json.loads(order.beams)) if order.beams else None
     masks: Sequence[TokenMask | None] = [None] * len(order.samples)
     if params.masks and tokenizer is not None:
         from jengine import make_masks  # llguidance is imported by those who use it
@@ -291,6 +299,7 @@ def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
             tpot_ms=order.tpot_ms,
             client=order.client,
             pooling=order.pooling,
+            beams=beams,
         )
         for i, sample in enumerate(order.samples)
     ]

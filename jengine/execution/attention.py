@@ -29,9 +29,7 @@ class TokenAxis:
         tiles, tile_size = batch.tile_tokens.shape
         within = jnp.arange(tile_size)
         tile_positions = batch.tile_positions[:, None] + within
-        rows = last_token[batch.row_slots]
-        if batch.row_tokens.shape[0]:
-            rows = jnp.where(batch.row_tokens < 0, rows, batch.row_tokens)
+        rows = jnp.where(batch.row_tokens < 0, last_token[batch.row_slots], batch.row_tokens)
         self.tokens = jnp.concatenate([rows, batch.tile_tokens.reshape(-1)])
         self.positions = jnp.concatenate([batch.row_positions, tile_positions.reshape(-1)])
         self.owner = jnp.concatenate([batch.row_slots, jnp.repeat(batch.tile_slots, tile_size, total_repeat_length=tiles * tile_size)])

@@ -21,7 +21,7 @@ class Batch(NamedTuple):
 
     row_slots: jax.Array  # [rows]
     row_positions: jax.Array  # [rows], of the token read
-    row_tokens: jax.Array  # [rows], its id; -1: it is in the slot. Empty unless the table is batch-invariant: no other row repeats one
+    row_tokens: jax.Array  # [rows], its id; -1: it is in the slot
     tile_slots: jax.Array  # [tiles]
     tile_positions: jax.Array  # [tiles], of the first token
     tile_lengths: jax.Array  # [tiles], real tokens
@@ -48,8 +48,7 @@ class BatchLayout:
         entries = groups * (key.rows + key.tiles * (table.tile_size // page_size + 1))
         rows, tiles, samples = (key.rows,), (key.tiles,), (table.sample_rows(key),)
         tokens, resets = (key.tiles, table.tile_size), (key.tiles, RESET_WORDS)
-        known = rows if table.batch_invariant else (0,)
-        shapes = (rows, rows, known, tiles, tiles, tiles, tokens, samples, samples, (entries, ENTRY_WORDS), resets)
+        shapes = (rows, rows, rows, tiles, tiles, tiles, tokens, samples, samples, (entries, ENTRY_WORDS), resets)
         ends = np.cumsum([int(np.prod(s)) for s in shapes]).tolist()
         return cls(table, key, shapes, (0, *ends[:-1]), ends[-1])
 
@@ -66,8 +65,7 @@ class BatchLayout:
         rows = placement.rows
         buffer[at.row_slots : at.row_slots + rows] = [span.slot for span in spans[:rows]]
         buffer[at.row_positions : at.row_positions + rows] = [span.start for span in spans[:rows]]
-        if self.table.batch_invariant:
-            buffer[at.row_tokens : at.row_tokens + rows] = [span.known for span in spans[:rows]]
+        buffer[at.row_tokens : at.row_tokens + rows] = [span.known for span in spans[:rows]]
         first = [*range(rows)]  # of each span's tokens, on the token axis
         for i, (number, offset, length) in enumerate(placement.tiles):
             span = spans[number]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jengine.execution.batch_invariance import DETERMINISTIC
+from jengine.execution.burst import make_burst
 from jengine.execution.cache_folders import folder_name
 from jengine.execution.kernels import prepare
 from jengine.execution.kv_cache import COPIES, Cache, make_copy
@@ -31,7 +32,7 @@ from jengine.execution.trunk import make_trunk
 from jengine.observe.compiles import announced, retrieval_count
 from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import shard_mapped
-from jengine.program_table import PoolKey, SamplerKey, ScoreKey, TrunkKey
+from jengine.program_table import BurstKey, PoolKey, SamplerKey, ScoreKey, TrunkKey
 from jengine.ready_programs import by_use, first_needed
 from pallas_kernels.products import using
 
@@ -45,7 +46,7 @@ SMALL = ALLOCATE, ALLOCATE_COUNTS, COUNT, UPDATE, COPY
 UNTUNED: CompilerOptions = {
     "xla_gpu_enable_triton_gemm": False
 }  # without a GPU to tune them on, cuBLASLt's products are faster than Triton's
-Key = TrunkKey | SamplerKey | ScoreKey | PoolKey | Literal["allocate", "allocate-counts", "count", "update", "copy"]
+Key = TrunkKey | SamplerKey | ScoreKey | PoolKey | BurstKey | Literal["allocate", "allocate-counts", "count", "update", "copy"]
 
 
 class Programs:
@@ -159,7 +160,7 @@ def compile_all(
             program = lower(spec, key).compile(compiler_options=options)
         return Built(key, program, time.perf_counter() - start)
 
-    keys = sorted(keys, key=lambda key: -spec.table.tokens(key) if isinstance(key, TrunkKey) else 0)
+    keys = sorted(keys, key=lambda key: -spec.table.tokens(key) if isinstance(key, TrunkKey) else -isinstance(key, BurstKey))
     with ThreadPoolExecutor(threads, "compile", initializer=lower_priority if background else None) as pool:
         building = [pool.submit(build, key) for key in keys]
         built = (done.result() for done in as_completed(building))
@@ -204,6 +205,11 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
         trunk = make_trunk(spec.model, spec.layout(key), spec.page_size, spec.mesh.devices.flat[0])
         args: tuple[Any, ...] = spec.params, spec.cache, spec.slots, spec.packed(key)
         return _lower(spec, trunk, f"trunk_{key.rows}_{key.tiles}_{key.pages}", args, (cache_specs, *[PartitionSpec()] * 3), (1, 2))
+    if isinstance(key, BurstKey):
+        burst = make_burst(spec.model, key, spec.layout(key.trunk), spec.page_size, spec.mesh.devices.flat[0])
+        args = spec.params, spec.cache, spec.slots, spec.packed_burst(key)
+        out = cache_specs, PartitionSpec(), PartitionSpec()
+        return _lower(spec, burst, f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}", args, out, (1, 2))
     if isinstance(key, SamplerKey):
         sampler = make_sampler(spec.model, key.variant)
         state, masks = (spec.slots.last_token, ()) if key.variant != "full" else ((spec.slots.last_token, spec.counts), (spec.mask(key),))
@@ -252,6 +258,8 @@ def file_name(key: Key) -> str:
         return f"score-{key.tiles}"
     if isinstance(key, PoolKey):
         return f"pool-{key.tiles}"
+    if isinstance(key, BurstKey):
+        return f"burst-{key.trunk.rows}-{key.sampler.variant}-{key.trunk.pages}-{key.steps}"
     return f"sampler-{key.rows}-{key.variant}" if isinstance(key, SamplerKey) else key
 
 

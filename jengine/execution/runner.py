@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jengine.execution.batch import BatchLayout
+from jengine.execution.burst import pack_burst
 from jengine.execution.kv_cache import COPIES
 from jengine.execution.logits import count_chunks
 from jengine.execution.sampler import Sampled, SampledLogprobs
@@ -72,11 +74,25 @@ class Runner:
         self._layouts = {key: self.spec.layout(key) for key in self.spec.table.trunks()}
 
     def dispatch(self, plan: StepPlan) -> InFlight:
-        """Start a step that needs no mask; returns before it has run."""
-        return self.sample(self.begin(plan))
+        """Start a step that needs no mask, or a burst; returns before it has run."""
+        if plan.steps == 1:
+            return self.sample(self.begin(plan))
+        layout = self._prepare(plan)
+        started = time.perf_counter()
+        return InFlight(plan, self._make(Call("burst", plan.burst, pack_burst(layout, plan))), started=started)
 
     def begin(self, plan: StepPlan) -> PendingSample:
         """Start a step's trunk, and what comes with it."""
+        layout = self._prepare(plan)
+        packed = layout.pack(plan)
+        started = time.perf_counter()
+        self._make(Call("trunk", plan.trunk, packed))
+        scores = self._score(plan) if any(span.targets for span in plan.spans) else None
+        pooled = self._pool(plan) if any(span.pool is not None for span in plan.spans) else None
+        return PendingSample(plan, scores, pooled, started)
+
+    def _prepare(self, plan: StepPlan) -> BatchLayout:
+        """Do what a step's own buffer has no room for. Returns the buffer's layout."""
         for reset in plan.resets:
             if reset.counted is not None:
                 self._count(reset.slot, reset.counted, reset.prompt_len)
@@ -85,12 +101,7 @@ class Runner:
             self._make(Call("update", None, update))
         for start in range(0, len(plan.copies), COPIES):
             self._copy(plan.copies[start : start + COPIES])
-        packed = layout.pack(plan)
-        started = time.perf_counter()
-        self._make(Call("trunk", plan.trunk, packed))
-        scores = self._score(plan) if any(span.targets for span in plan.spans) else None
-        pooled = self._pool(plan) if any(span.pool is not None for span in plan.spans) else None
-        return PendingSample(plan, scores, pooled, started)
+        return layout
 
     def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
         """Start the sampler of the step that was begun last. mask: see Call."""
@@ -108,7 +119,10 @@ class Runner:
         pooled: np.ndarray | None
         with self._explained():
             sampled, scores, pooled = jax.tree.map(np.asarray, given)
-        tokens = sampled.tokens[: len(step.plan.samples), None].tolist()
+        if step.plan.steps == 1:
+            tokens = sampled.tokens[: len(step.plan.samples), None].tolist()
+        else:
+            tokens = [sampled.tokens[: span.length, row].tolist() for row, span in enumerate(step.plan.spans)]
         return StepResult(tokens, sampled if isinstance(sampled, SampledLogprobs) else None, scores, pooled, waited)
 
     def _make(self, call: Call) -> Any:
@@ -158,6 +172,8 @@ class Runner:
         plans = [plan for plan in self._padding_plans(ready) if plan.trunk not in ran or plan.sampler not in ran]
         for plan in progress_bar(plans, desc="warming up", unit="program", show=progress):
             self._run(plan)
+        for burst in ready.bursts():
+            self._run(StepPlan(burst.trunk, burst.sampler, steps=burst.steps))
         for key in ready.scores():
             spans = [Span(0, 0, 0, 1, [0], [0], 0 if self.spec.table.pooling else None)] * key.tiles
             trunk = ready.trunk(0, key.tiles)

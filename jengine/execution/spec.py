@@ -28,7 +28,7 @@ from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, cache_groups
 from jengine.pages import most_pages, pages_of
 from jengine.parallel.mesh import with_shardings
-from jengine.program_table import PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
+from jengine.program_table import BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.products import cpu_refused
 
 
@@ -99,6 +99,9 @@ class ExecutionSpec:
 
     def packed(self, key: TrunkKey) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.layout(key).size,), np.int32, sharding=self.replicated)
+
+    def packed_burst(self, key: BurstKey) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.layout(key.trunk).size + key.trunk.rows,), np.int32, sharding=self.replicated)
 
     def to_sample(self, key: SamplerKey) -> ToSample:
         hidden = jax.ShapeDtypeStruct((key.rows, self.model.config.hidden_size), self.model.dtype, sharding=self.replicated)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from jengine.execution.attention import PagedAttention, TokenAxis
-from jengine.execution.batch import BatchLayout
+from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.kv_cache import Cache
 from jengine.execution.slots import SlotState, updated
 from jengine.models import Model, Params
@@ -34,19 +34,30 @@ def make_trunk(model: Model, layout: BatchLayout, page_size: int, device: jax.De
     Args:
         device: that it is compiled for, or one of them; kernels are chosen by it.
     """
-    groups, key = cache_groups(model.config), layout.key
+    run = make_pass(model, layout, page_size, device)
 
     def trunk(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> TrunkOut:
         batch = layout.unpack(packed)
         slots = updated(slots, batch.table, batch.resets)
+        cache, to_sample, tiles = run(params, cache, slots, batch)
+        return cache, slots, to_sample, tiles
+
+    return trunk
+
+
+def make_pass(model: Model, layout: BatchLayout, page_size: int, device: jax.Device) -> Callable[..., tuple[Cache, ToSample, jax.Array]]:
+    """(params, cache, slots, batch) -> (cache, what to sample, the tiles' hidden states), of a batch whose updates the slots have."""
+    groups, key = cache_groups(model.config), layout.key
+
+    def run(params: Params, cache: Cache, slots: SlotState, batch: Batch) -> tuple[Cache, ToSample, jax.Array]:
         axis = TokenAxis(slots.last_token, batch)
         cache = list(cache)
         attentions = [PagedAttention(slots.block_table[i], batch, axis, key, page_size, device) for i in range(len(groups))]
         hidden = model.bind(params).hidden(axis.tokens, axis.positions, _attend(cache, attentions, homes(groups)))
         at = batch.sample_tokens
-        return cache, slots, ToSample(hidden[at], batch.sample_slots, axis.positions[at] + 1), hidden[key.rows :]
+        return cache, ToSample(hidden[at], batch.sample_slots, axis.positions[at] + 1), hidden[key.rows :]
 
-    return trunk
+    return run
 
 
 def _attend(cache: Cache, attentions: list[PagedAttention], home: dict[int, tuple[int, int]]) -> Attend:

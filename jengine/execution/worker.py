@@ -14,7 +14,7 @@ from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import ToSample
 from jengine.models import Params
-from jengine.program_table import PoolKey, SamplerKey, ScoreKey, TrunkKey
+from jengine.program_table import BurstKey, PoolKey, SamplerKey, ScoreKey, TrunkKey
 
 
 class Call(NamedTuple):
@@ -23,6 +23,7 @@ class Call(NamedTuple):
     - trunk: the key's trunk, over its packed batch
     - score: the last trunk's tiles, array int32 [tiles * tile_size] of the tokens that follow
     - pool: the last trunk's tiles, array int32 [tiles, 2] of each tile's first token and the one after its last, see pooler.make_pooler
+    - burst: the key's steps, over its packed batch and lengths
     - sample: the last trunk's rows, under a token mask uint32 [sampler rows, words], see logits.mask_words; None allows every token
     - update: changes of slots that a trunk's batch has no room for, see slots.pack_updates
     - copy: pages, array int32 [2, COPIES] of sources and targets
@@ -30,12 +31,12 @@ class Call(NamedTuple):
     - forget: the counts
     """
 
-    what: Literal["trunk", "score", "pool", "sample", "update", "copy", "count", "forget"]
-    key: TrunkKey | ScoreKey | PoolKey | SamplerKey | None = None
+    what: Literal["trunk", "score", "pool", "burst", "sample", "update", "copy", "count", "forget"]
+    key: TrunkKey | ScoreKey | PoolKey | BurstKey | SamplerKey | None = None
     array: np.ndarray | None = None
 
 
-_KEYS: dict[str, type] = {"trunk": TrunkKey, "score": ScoreKey, "pool": PoolKey, "sample": SamplerKey}
+_KEYS: dict[str, type] = {"trunk": TrunkKey, "score": ScoreKey, "pool": PoolKey, "burst": BurstKey, "sample": SamplerKey}
 
 
 def encode(call: Call) -> bytes:
@@ -63,7 +64,8 @@ class Worker:
         self._no_mask: dict[int, jax.Array] = {}  # by rows
 
     def execute(self, call: Call) -> Any:
-        """Returns before it has run. Of a sample Sampled or SampledLogprobs, of a score SampledLogprobs, of a pool an array, else None."""
+        """Returns before it has run. Of a burst Sampled, of a sample Sampled or SampledLogprobs, of a score SampledLogprobs, of a pool an
+        array, else None."""
         match call:
             case Call("trunk", TrunkKey() as key, np.ndarray() as packed):
                 outs = self.programs[key](self.params, self.cache, self.slots, self._put(packed))
@@ -75,6 +77,9 @@ class Worker:
                 pooled = self.programs[key](self._tiles, self._put(ranges))
                 pooled.copy_to_host_async()
                 return pooled
+            case Call("burst", BurstKey() as key, np.ndarray() as packed):
+                self.cache, self.slots, sampled = self.programs[key](self.params, self.cache, self.slots, self._put(packed))
+                return _on_its_way(sampled)
             case Call("sample", SamplerKey() as key, mask):
                 return _on_its_way(self._sample(key, mask))
             case Call("update", None, np.ndarray() as packed):

@@ -139,8 +139,8 @@ class Admissions(Targets):
         growths = [self._growth(sequence) for sequence in self._running]
         room, count = min(len(self._free_slots), self.ready.max_tiles), 0
         for sequence in islice(self._waiting, room):
-            growths.append(self._growth(sequence))
-            if len(growths) > 1 and peak_pages(growths, page_size, most) > self.blocks.capacity:
+            growths += [self._growth(sequence)] * sequence.slots
+            if (self._running or count) and peak_pages(growths, page_size, most) > self.blocks.capacity:
                 if not count:
                     self._full = first.number, self._releases
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import takewhile
 
 from jengine.pages import most_pages, pages_of
 from jengine.scheduling.block_table import NO_HIT, BlockTable, Copy, Entry, GroupPages, Hit
@@ -144,6 +145,22 @@ class BlockManager:
         table = BlockTable([[*p] for p in parent.pages], [*parent.first], [*parent.first], parent.salt, parent.findable, [*parent.blocks])
         self._enter(child, table)
 
+    def replace(self, number: int, child: int) -> None:
+        """`fork` for a sequence that has a block table, which it gives up: the device knows the entries that stay the same."""
+        old = self._tables.pop(child)
+        self.fork(number, child)  # first: what both hold stays held
+        new = self._tables[child]
+        for group, pages in enumerate(new.pages):
+            known = zip(old.pages[group][: old.sent[group]], pages, strict=False)
+            new.sent[group] = sum(1 for _ in takewhile(lambda both: both[0] == both[1], known))
+        self._give_up(old)
+
+    def empty(self, number: int, salt: str | None) -> None:
+        """Gives a sequence a block table without pages, in place of the one that it may have."""
+        if number in self._tables:
+            self.release(number)
+        self.admit(number, NO_HIT, 0, salt)
+
     # --- growth -----------------------------------------------------------------------------------
 
     def pass_windows(self, number: int, position: int) -> None:
@@ -227,7 +244,9 @@ class BlockManager:
 
     def release(self, number: int) -> None:
         """Takes a sequence's pages back, the tail first, so that of a prefix the beginning is evicted last."""
-        table = self._tables.pop(number)
+        self._give_up(self._tables.pop(number))
+
+    def _give_up(self, table: BlockTable) -> None:
         for index in reversed(range(max(map(len, table.pages)))):
             for group, pages in enumerate(table.pages):
                 if table.first[group] <= index < len(pages):

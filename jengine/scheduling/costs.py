@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, TrunkKey
+from jengine.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, TrunkKey
 from jengine.scheduling.drift import Drift
 from jengine.scheduling.host_costs import HostCosts, HostSeconds
 from jengine.scheduling.work import NO_WORK, Work
@@ -67,10 +67,11 @@ class SavedCosts(msgspec.Struct):
     slopes: Slopes
     spread: float
     host: HostCosts
+    bursts: dict[str, Cost] = {}
 
 
 class StepCosts:
-    """Predicts device seconds of steps: a base for each trunk and each sampler, and shared slopes for the work.
+    """Predicts device seconds of steps: a base for each trunk and each sampler, or for a burst, and shared slopes for the work.
 
     Each is measured at warm-up or learned from a few steps, then refined by every step that is observed. How busy the machine is
     now is a factor apart (`drift`), which follows within some ten steps and leaves the costs alone. Programs that have not run yet
@@ -92,6 +93,7 @@ class StepCosts:
         self.table = table
         self.trunks = {key: Cost(seconds) for key, seconds in (trunks or {}).items()}
         self.samplers = {key: Cost(seconds) for key, seconds in (samplers or {}).items()}
+        self.bursts: dict[BurstKey, Cost] = {}
         self.slopes = Slopes() if slopes is None else slopes
         self.host = HostCosts()
         self._drift = Drift()
@@ -119,6 +121,12 @@ class StepCosts:
             self.trunk_seconds(trunk) + self.sampler_seconds(sampler or self._cheapest(trunk)) + self.slopes.seconds(work)
         )
 
+    def burst_seconds(self, key: BurstKey, work: Work = NO_WORK) -> float:
+        """The same of a burst, all of its steps. Until it has run, as much as single ones."""
+        known = self.bursts.get(key)
+        single = self.trunk_seconds(key.trunk) + self.sampler_seconds(key.sampler)
+        return self._drift.factor * ((key.steps * single if known is None else known.seconds) + self.slopes.seconds(work))
+
     def trunk_seconds(self, key: TrunkKey) -> float:
         """Of a trunk alone, without work, on a machine as busy as usual."""
         known = self.trunks.get(key)
@@ -144,6 +152,19 @@ class StepCosts:
             predicted = base + sampling + attention
             unexpected = self._drift.observe(math.log(seconds / predicted))
             self._refine(known, known_sampler, work, predicted, unexpected)
+
+    def observe_burst(self, key: BurstKey, work: Work, seconds: float) -> None:
+        """A burst took `seconds` on the device."""
+        known, attention = self.bursts.get(key), self.slopes.seconds(work)
+        if seconds <= 0.0:
+            return
+        if known is None or not known.settled:
+            usual = seconds / self._drift.factor
+            self._begin(self.bursts, key, max(usual - attention, LEAST * usual))
+        else:
+            unexpected = self._drift.observe(math.log(seconds / (known.seconds + attention)))
+            known.seconds *= 1.0 + max(GAIN, EARLY / known.steps) * unexpected
+            known.steps += 1
 
     def host_seconds(self, rows: int, tiles: int = 0) -> HostSeconds:
         """What a step of so many rows and tiles takes of the host."""
@@ -171,8 +192,9 @@ class StepCosts:
 
     def to_json(self) -> bytes:
         """What `from_json` reads: all but how busy the machine is now."""
-        trunks, samplers = ({str(key): cost for key, cost in [*known.items()]} for known in (self.trunks, self.samplers))
-        return msgspec.json.encode(SavedCosts(self.table, trunks, samplers, self.slopes, self.spread, self.host))
+        kinds = self.trunks, self.samplers, self.bursts
+        trunks, samplers, bursts = ({str(key): cost for key, cost in [*known.items()]} for known in kinds)
+        return msgspec.json.encode(SavedCosts(self.table, trunks, samplers, self.slopes, self.spread, self.host, bursts))
 
     @classmethod
     def from_json(cls, data: bytes | str) -> StepCosts:
@@ -181,12 +203,13 @@ class StepCosts:
         costs = cls(saved.table, slopes=saved.slopes)
         costs.trunks = {key: saved.trunks[str(key)] for key in saved.table.trunks() if str(key) in saved.trunks}
         costs.samplers = {key: saved.samplers[str(key)] for key in saved.table.samplers() if str(key) in saved.samplers}
+        costs.bursts = {key: saved.bursts[str(key)] for key in saved.table.bursts() if str(key) in saved.bursts}
         costs._drift.spread, costs.host = saved.spread, saved.host
         return costs
 
     # --- learning -----------------------------------------------------------------------------------
 
-    def _begin[Key: (TrunkKey, SamplerKey)](self, costs: dict[Key, Cost], key: Key, seconds: float) -> None:
+    def _begin[Key: (TrunkKey, SamplerKey, BurstKey)](self, costs: dict[Key, Cost], key: Key, seconds: float) -> None:
         if key not in costs:
             costs[key] = Cost(seconds, 0)
         costs[key].note(seconds)

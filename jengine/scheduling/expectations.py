@@ -101,7 +101,7 @@ def _job(scheduler: Scheduler, sequence: Sequence) -> Job:
     known = len(sequence.tokens) + sequence.in_flight
     generated = known - sequence.prompt_len
     rest = _rest(scheduler, sequence.request, generated, generated + sequence.rest)
-    return Job(known if sequence.state is State.DECODING else sequence.num_computed, known, rest)
+    return Job(known if sequence.state in (State.DECODING, State.HELD) else sequence.num_computed, known, rest)
 
 
 def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:

@@ -26,6 +26,7 @@ class SchedulingOptions:
     batching: Batching = "continuous"
     batch_wait_ms: float = 50.0
     batch_invariant: bool = False
+    num_scheduler_steps: int | str = 1
 
     @property
     def strategies(self) -> tuple[StrategyName, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from jengine.beams import sampling_of
 from jengine.program_table import ProgramTable
 from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.admissions import Admissions
@@ -42,16 +43,16 @@ class PromptTiles(Admissions):
         limit, pending = min(limit, self.ready.max_tiles), PendingTiles(self.table.tile_size, self.sequence.windows)
         for sequence in begun:
             pending.add(sequence.num_computed, self.composition.prefilled(sequence), limit)
-        slots, taken, running = self._room, Counter[int](), len(self._running)
+        admitting, room, taken, running = self._admitting, self._room, Counter[int](), len(self._running)
         for sequence in self._waiting:
-            if pending.count >= limit or slots <= 0 or sequence.in_flight:
+            if pending.count >= limit or admitting <= 0 or room < sequence.slots or sequence.in_flight:
                 break
             hit = self._match(sequence)
             taken.update(self._needed(sequence, hit))
             if not self._fits(taken, running):
                 break
             pending.add(hit.tokens, self.composition.prefilled(sequence), limit)
-            slots, running = slots - 1, running + 1
+            admitting, room, running = admitting - 1, room - sequence.slots, running + sequence.slots
         return pending
 
     def _prefill(self, draft: Draft, begun: list[Sequence], budget: int) -> int:
@@ -62,10 +63,10 @@ class PromptTiles(Admissions):
         left = budget
         for sequence in begun:
             left -= self._cut(draft, sequence, left)
-        while left > 0 and self._room > 0 and all(s.state is not State.PREFILLING for s in self._running):
+        while left > 0 and self._admitting > 0 and all(s.state is not State.PREFILLING for s in self._running):
             first = self._waiting.first
             # A preempted sequence with tokens in flight is not known in full yet; those behind it wait.
-            if first is None or first.in_flight:
+            if first is None or first.in_flight or first.slots > self._room:
                 break
             hit = self._match(first)
             if not self._fits(self._needed(first, hit), len(self._running)):
@@ -79,8 +80,8 @@ class PromptTiles(Admissions):
 
     @property
     def _room(self) -> int:
-        """How many more sequences may run in this step: they need slots, and rows of a program that is ready."""
-        return min(len(self._free_slots), self.ready.max_rows - len(self._running), self._admitting)
+        """How many more sequences there is room for: they need slots, and rows of a program that is ready."""
+        return min(len(self._free_slots), self.ready.max_rows - len(self._running))
 
     def _match(self, sequence: Sequence) -> Hit:
         """What of it is in the cache. Log probabilities of a prompt, and the mean of its hidden states, need all of it to be computed."""
@@ -94,8 +95,14 @@ class PromptTiles(Admissions):
         return self._last_match[1]
 
     def _needed(self, sequence: Sequence, hit: Hit) -> Counter[int]:
-        """Pages by pool that admitting a sequence takes: those of its known tokens, so that a prefill does not stop half-way."""
-        return self.blocks.needed(hit, len(sequence.tokens), self.table.tile_size)
+        """Pages by pool that admitting a sequence takes: those of its known tokens, so that a prefill does not stop half-way. Of
+        a beam search also those that its beams take next."""
+        needed, prompt, beams = self.blocks.needed(hit, len(sequence.tokens), self.table.tile_size), sequence.prompt_len, sequence.slots
+        if beams > 1:
+            shared, last = prompt // self.blocks.page_size, min(prompt + 1, sequence.max_len - 1)
+            more = beams * (self.blocks.pages_of(last) - shared) - (self.blocks.pages_of(prompt) - shared)
+            needed.update(self.blocks.new_pages(more))
+        return needed
 
     def _fits(self, wanted: Counter[int], running: int) -> bool:
         """Whether there are these pages, and one for each running sequence, so that none is soon preempted."""
@@ -109,19 +116,20 @@ class PromptTiles(Admissions):
             sequence.scheduled, sequence.num_cached = self.clock(), tokens
 
     def _admit(self, draft: Draft, sequence: Sequence) -> None:
-        self._take_slot(sequence)
+        request, beams = sequence.request, sequence.request.beams
         self._admitting -= 1
-        draft.resets.append(
-            SlotReset(
-                slot=sequence.slot,
-                params=sequence.request.params,
-                seed=sequence.seed,
-                sample_index=sequence.request.sample_index,
-                prompt_len=sequence.prompt_len,
-                stop_token_ids=sequence.suppressed_token_ids,
-                counted=list(sequence.tokens) if sequence.request.params.penalizes else None,
+        for index, member in enumerate(self._take_slots(sequence), request.sample_index):
+            draft.resets.append(
+                SlotReset(
+                    slot=member.slot,
+                    params=request.params if beams is None else sampling_of(beams, logprobs=2 * beams.beam_width),
+                    seed=sequence.seed,
+                    sample_index=index,
+                    prompt_len=sequence.prompt_len,
+                    stop_token_ids=sequence.suppressed_token_ids,
+                    counted=list(sequence.tokens) if request.params.penalizes else None,
+                )
             )
-        )
 
     def _cut(self, draft: Draft, sequence: Sequence, tiles: int) -> int:
         """Plans up to `tiles` tiles of a sequence's known tokens, as far as there are pages for them. Returns how many."""
@@ -150,13 +158,13 @@ class PromptTiles(Admissions):
         """A sequence, of which all known tokens are planned, gets the token after the last span."""
         draft.samples.append(Sample(len(draft.spans) - 1, draft.spans[-1].length - 1, sequence.number, sequence.slot))
         draft.sampled.append(sequence)
-        sequence.state = State.DECODING
+        sequence.state = State.HELD if sequence.searches else State.DECODING
         sequence.in_flight += 1
 
     def _fork(self, draft: Draft, parent: Sequence) -> None:
         """Prompt's other samples, which wait behind the first one, share what it has computed."""
         blocks, partial = self.blocks, parent.prompt_len % self.blocks.page_size > 0
-        while self._room > 0 and self._fits(Counter(), len(self._running) + 1):
+        while min(self._room, self._admitting) > 0 and self._fits(Counter(), len(self._running) + 1):
             child = self._waiting.first
             if child is None or child.family != parent.family or child.in_flight or len(child.tokens) > child.prompt_len:
                 return

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from itertools import chain, islice
+from types import MappingProxyType
 
 from jengine.program_table import VARIANTS, ProgramTable
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.blocks import BlockManager
+from jengine.scheduling.bursts import Bursts
 from jengine.scheduling.composition import BatchInvariant, Composition
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.draft import Draft
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.pending import PendingTiles
 from jengine.scheduling.policy import victim
-from jengine.scheduling.prompt_tiles import PromptTiles
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.scheduling.step_plan import Sample, Span, StepPlan
 from jengine.scheduling.strategies import Situation, latency, throughput
 from jengine.scheduling.work import Work, rows_work
+from jengine.updates import Found
 
+NOTHING_FOUND: Mapping[int, Found] = MappingProxyType({})
 DEFAULTS = SchedulingOptions()
 
 
-class Scheduler(PromptTiles):
+class Scheduler(Bursts):
     """Plans steps, one program of the table each, and takes in the tokens they sampled.
 
     Plans run on the device in the order in which they were made, each once, and each is collected once, in that order.
     A plan may be made before earlier ones are collected: every running sequence is then taken to get one more token from
-    each. Where one of these turns out to end the sequence, rows planned after it were in vain, and what they sample is dropped.
+    each, from a burst several. Where one of these turns out to end the sequence, rows planned after it were in vain, and what they
+    sample is dropped. Beams wait: they get no row while one is in flight.
 
     Args:
         page_size: tokens a page holds.
@@ -102,16 +106,20 @@ class Scheduler(PromptTiles):
         if not draft.spans:
             return None
         how.note(len(rows), tiles)
-        trunk = self.ready.trunk(len(rows), tiles, self.blocks.pages_of(longest), len(draft.samples))
+        steps = self._lengthen(draft, rows, longest) if self.table.steps > 1 and not tiles else 1
+        trunk = self.ready.trunk(len(rows), tiles, self.blocks.pages_of(longest + steps - 1), len(draft.samples))
         rank = max([sequence.variant_rank for sequence in draft.sampled], default=0)
-        sampler = self.ready.sampler(trunk, VARIANTS[rank])
-        for sequence in rows:
-            sequence.num_computed += 1
-            sequence.in_flight += 1
+        sampler = self.ready.sampler(trunk, VARIANTS[rank]) if steps == 1 else self.table.sampler(trunk, VARIANTS[rank])
+        for sequence, span in zip(rows, draft.spans, strict=False):
+            sequence.num_computed += span.length
+            sequence.in_flight += span.length
+            if span.length > 1 and sequence.has_target:
+                sequence.due += (span.length - 1) * sequence.tpot
         if rows and self._repeating:
             self._repeat(draft, rows)
-        self._expect(draft.sampled, len(rows), self._timeline.plan(now, self.costs.seconds(trunk, sampler, draft.work)))
-        return StepPlan(
+        if rows and self._searching:
+            self._hold(draft, rows)
+        plan = StepPlan(
             trunk=trunk,
             sampler=sampler,
             spans=draft.spans,
@@ -120,13 +128,25 @@ class Scheduler(PromptTiles):
             table=draft.table,
             copies=draft.copies,
             work=draft.work,
+            steps=steps,
         )
+        costs, work = self.costs, draft.work
+        seconds = costs.seconds(trunk, sampler, work) if steps == 1 else costs.burst_seconds(plan.burst, work)
+        self._expect(draft.sampled, len(rows), self._timeline.plan(now, seconds))
+        return plan
 
-    def collect(self, plan: StepPlan, tokens: list[list[int]]) -> list[tuple[int, Sequence, int]]:
+    def collect(
+        self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, Found] = NOTHING_FOUND
+    ) -> list[tuple[int, Sequence, int]]:
         """Takes in a step's tokens, those of each of the plan's samples, and finishes the sequences that they end.
 
-        Returns (sample, sequence, new token), in the plan's order. A token of a sequence that has finished
-        meanwhile is dropped; that of a preempted one is kept and recomputed with the others.
+        Args:
+            found: at samples of beams, by their index.
+
+        Returns:
+            (sample, sequence, new token), in the plan's order. A token of a sequence that has finished
+            meanwhile is dropped; that of a preempted one is kept and recomputed with the others. Of a beam search only
+            the last token comes, when it ends.
         """
         collected = []
         now, by_number, fair, prompts = self.clock(), self._by_number, self._fair, plan.trunk.tiles > 0
@@ -135,12 +155,16 @@ class Scheduler(PromptTiles):
             sequence = by_number.get(sample.seq)
             if sequence is None:
                 continue
-            sequence.in_flight -= 1
+            sequence.in_flight -= len(tokens[i])
             known = sequence.tokens
             if prompts and len(known) == sequence.prompt_len:
                 self._note_first(sequence, now)
             if fair is not None:
                 fair.spend(sequence.client, len(tokens[i]))
+            if sequence.searches:
+                if (leader := self._search(sequence, found[i])) is not None:
+                    collected.append((i, leader, leader.tokens[-1]))
+                continue
             for token in tokens[i]:
                 known.append(token)
                 collected.append((i, sequence, token))
@@ -169,6 +193,12 @@ class Scheduler(PromptTiles):
         positions = [s.num_computed for s in rows]
         draft.work = Work(*rows_work(positions, self.sequence.windows))
         return rows, max(positions, default=-1) + 1
+
+    def _hold(self, draft: Draft, rows: list[Sequence]) -> None:
+        """Rows of beams take their tokens from the host, and are the last until what follows is known."""
+        for span, sequence in zip(draft.spans, rows, strict=False):
+            if sequence.searches:
+                span.known, sequence.state = sequence.tokens[span.start], State.HELD
 
     def _repeat(self, draft: Draft, rows: list[Sequence]) -> None:
         """Rows that compute again what was generated before a preemption take known tokens, and sample nothing before the last of them."""
@@ -218,7 +248,8 @@ class Scheduler(PromptTiles):
             rows = self._decoding()
             growing = [s for s in rows if s.num_computed % page_size == 0]
             copying = [s for s in rows if s in self._sharing] if self._sharing else []
-            if not growing and not copying:
+            forked = [s for s in rows if s in self._forked] if self._forked else []
+            if not growing and not copying and not forked:
                 return rows
             for sequence in growing:
                 blocks.pass_windows(sequence.number, sequence.num_computed)
@@ -227,13 +258,15 @@ class Scheduler(PromptTiles):
             if blocks.available(wanted):
                 break
             self._preempt(victim(self._running))
-        for sequence in growing:
-            draft.enter(sequence.slot, blocks.grow(sequence.number, sequence.num_computed + 1))
         for sequence in copying:
             copies, entries = blocks.unshare(sequence.number, sequence.num_computed)
             draft.copies += copies
-            draft.enter(sequence.slot, entries)
+            if sequence not in self._forked:
+                draft.enter(sequence.slot, entries)
             del self._sharing[sequence]
+        for sequence in {**dict.fromkeys(growing), **dict.fromkeys(forked)}:
+            draft.enter(sequence.slot, blocks.grow(sequence.number, sequence.num_computed + 1))
+            self._forked.pop(sequence, None)
         return rows
 
     def _decide(self, now: float, rows: list[Sequence], work: Work, tokens: int, pending: PendingTiles) -> int:

@@ -9,6 +9,8 @@ from enum import Enum
 from jengine.pooling import PooledStates
 from jengine.program_table import VARIANTS, sampler_variant
 from jengine.request import FinishReason, Request
+from jengine.scheduling.beams import Beams
+from jengine.updates import Beam
 
 Order = tuple[int, int, float, int]  # place under the policy, see order_of; smaller comes first, no two are equal
 
@@ -17,6 +19,7 @@ class State(Enum):
     WAITING = "waiting"  # owns no slot and no pages: new, or preempted
     PREFILLING = "prefilling"  # part of its known tokens is still to be computed
     DECODING = "decoding"  # all known tokens are computed; each step adds one
+    HELD = "held"  # of beams: no row until it is known which beam comes next
     FINISHED = "finished"
 
 
@@ -57,6 +60,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     pooled: PooledStates | None = None  # of an embedding's request
+    beams: Beams[Sequence] | None = None  # that it is one of, while these run
+    found: list[Beam] = field(default_factory=list)  # by its beam search, which has ended
 
     order: Order = field(init=False)  # set as it is queued
     request_id: str = field(init=False)
@@ -64,17 +69,26 @@ class Sequence:
     prompt_len: int = field(init=False)  # tokens
     last_position: int = field(init=False)  # of the last token it may have; that token is never an input
     variant_rank: int = field(init=False)  # of its sampler variant in VARIANTS, the cheapest first
+    searches: bool = field(init=False)  # whether its request asks for beams
 
     def __post_init__(self) -> None:
         self.request_id, self.client = self.request.request_id, self.request.client
         self.pooled = None if self.request.pooling is None else PooledStates()
         self.prompt_len = len(self.request.prompt_token_ids)
         self.last_position = self.max_len - 1
-        self.variant_rank = VARIANTS.index("full" if self.request.mask is not None else sampler_variant(self.request.params))
+        self.searches = self.request.beams is not None
+        full = self.searches or self.request.mask is not None
+        self.variant_rank = VARIANTS.index("full" if full else sampler_variant(self.request.params))
 
     @property
     def has_target(self) -> bool:
         return self.ttft < math.inf or self.tpot < math.inf
+
+    @property
+    def slots(self) -> int:
+        """That it takes to run: a beam search that does not run yet takes one for each beam."""
+        beams = self.request.beams
+        return beams.beam_width if beams is not None and self.state is State.WAITING else 1
 
     @property
     def rest(self) -> int:

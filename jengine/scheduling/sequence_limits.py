@@ -45,10 +45,11 @@ class SequenceLimits:
             raise InvalidArgument("stop_token_ids", params.stop_token_ids, f"{stops} with end-of-sequence; at most {MAX_STOP_TOKEN_IDS}")
         max_len = self.max_len(request)
         # The last token is never an input, so its keys and values are never written.
-        pages = self.most_pages(max_len - 1)
+        pages = self._most_pages(request, max_len - 1)
         if pages > self.pages:
+            beams = "" if request.beams is None else f", of each of {request.beams.beam_width} beams,"
             limit = (
-                f"{len(prompt)} prompt tokens and up to {max_len - len(prompt)} more need {pages} pages of {self.page_size} tokens; "
+                f"{len(prompt)} prompt tokens and up to {max_len - len(prompt)} more{beams} need {pages} pages of {self.page_size} tokens; "
                 f"the cache has {self.pages}"
             )
             raise InvalidArgument("max_tokens", params.max_tokens, limit)
@@ -59,6 +60,14 @@ class SequenceLimits:
             return len(request.prompt_token_ids) + 1  # it is sampled, and not used
         most = request.params.max_tokens
         return self.max_model_len if most is None else min(len(request.prompt_token_ids) + most, self.max_model_len)
+
+    def _most_pages(self, request: Request, tokens: int) -> int:
+        """Pages that a request holds at most. Its beams share the whole pages of the prompt, in groups without a window."""
+        pages = self.most_pages(tokens)
+        if request.beams is None:
+            return pages
+        shared = len(request.prompt_token_ids) // self.page_size * sum(window is None for window in self.windows)
+        return shared + request.beams.beam_width * (pages - shared)
 
     def most_pages(self, tokens: int) -> int:
         """Pages that a sequence holds at most, over all cache groups, on its way to this many tokens."""

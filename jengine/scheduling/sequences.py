@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jengine.errors import InvalidArgument
 from jengine.request import FinishReason, Request
+from jengine.scheduling.beams import Beams
 from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.composition import Composition
 from jengine.scheduling.fair_shares import FairQueue
@@ -39,6 +40,8 @@ class Sequences:
         self._running: dict[Sequence, None] = {}
         self._sharing: dict[Sequence, None] = {}  # running; the page that they write next may be shared
         self._repeating: dict[Sequence, None] = {}  # running; rows compute again what they had generated before they were preempted
+        self._searching: dict[Sequence, Beams[Sequence]] = {}  # running; leaders of beams
+        self._forked: dict[Sequence, None] = {}  # running; the device does not know all of their block tables
         self._free_slots = list(range(max_num_seqs, 0, -1))
 
     @property
@@ -106,6 +109,7 @@ class Sequences:
         self._waiting.push(sequence)
 
     def _order(self, sequence: Sequence) -> Order:
+        sequence = sequence if sequence.beams is None else sequence.beams.leader
         return order_of(sequence, self.options.policy, self.options.priority_ageing)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -147,24 +151,69 @@ class Sequences:
         """Raises AssertionError unless every page, slot and request is where it belongs, once."""
         self.blocks.check_integrity()
         running, waiting = list(self._running), self.waiting
+        requests = {sequence if sequence.beams is None else sequence.beams.leader for sequence in running}
         assert self.blocks.numbers == {sequence.number for sequence in running}, "a block table is lost"
         slots = sorted([*self._free_slots, *(sequence.slot for sequence in running)])
         assert slots == list(range(1, self.max_num_seqs + 1)), f"a slot is shared or lost: {slots}"
         assert all(s.slot == 0 and s.state is State.WAITING for s in waiting), "a waiting sequence owns something"
-        assert all(s.state in (State.PREFILLING, State.DECODING) for s in running), "a running sequence neither prefills nor decodes"
-        assert {*running, *waiting} == {*self._live.values()} == {*self._by_number.values()}, "a request is lost"
-        assert len(running) + len(waiting) == len(self._live), "a request is in two places"
+        assert all(s.state in (State.PREFILLING, State.DECODING, State.HELD) for s in running), (
+            "a running sequence neither prefills nor decodes"
+        )
+        assert {*requests, *waiting} == {*self._live.values()}, "a request is lost"
+        assert {*running, *waiting} == {*self._by_number.values()}, "a sequence is lost"
+        assert len(requests) + len(waiting) == len(self._live), "a request is in two places"
+        members = [member for beams in self._searching.values() for member in beams.members]
+        assert {*members} == {s for s in running if s.searches} and len({*members}) == len(members), "a beam is lost"
+        assert {*self._forked} <= {*members}, "a sequence that is no beam was forked"
         assert {*self._sharing} <= {*running}, "a sequence that does not run shares a page"
         assert {*self._repeating} <= {*running}, "a sequence that does not run repeats tokens"
 
-    def _take_slot(self, sequence: Sequence) -> None:
+    def _take_slots(self, sequence: Sequence) -> list[Sequence]:
+        """A waiting sequence runs from now on. Returns it; of a beam search, all sequences that will hold its beams."""
         self._waiting.admit(sequence)
-        self._running[sequence] = None
-        sequence.slot = self._free_slots.pop()
+        members = [sequence]
+        if sequence.request.beams is not None:
+            beams = self._searching[sequence] = sequence.beams = Beams(
+                sequence.request.beams, sequence, sequence.prompt_len, sequence.eos_token_ids
+            )
+            for _ in range(sequence.slots - 1):
+                beams.members.append(self._member(sequence, beams))
+            members = beams.members
+        for member in members:
+            self._running[member] = None
+            member.slot = self._free_slots.pop()
+        return members
+
+    def _member(self, leader: Sequence, beams: Beams[Sequence]) -> Sequence:
+        """Room for one more of its beams; empty."""
+        member = Sequence(
+            request=leader.request,
+            number=self._arrivals,
+            family=leader.number,
+            seed=leader.seed,
+            max_len=leader.max_len,
+            eos_token_ids=leader.eos_token_ids,
+            stop_token_ids=leader.stop_token_ids,
+            suppressed_token_ids=leader.suppressed_token_ids,
+            tokens=list(leader.tokens),
+            state=State.HELD,
+            accepted=leader.accepted,
+            beams=beams,
+        )
+        member.order = leader.order
+        self._arrivals += 1
+        self._by_number[member.number] = member
+        self.blocks.empty(member.number, leader.request.cache_salt)
+        return member
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes everything from a running sequence; it waits to compute again what is not in the cache any more."""
+        """Takes everything from a running sequence; it waits to compute again what is not in the cache any more. Beams are preempted
+        together, and searched again from the prompt on."""
+        if sequence.beams is not None:
+            sequence = sequence.beams.leader
         self._release(sequence)
+        if sequence.searches:
+            sequence.tokens, sequence.beams = list(sequence.request.prompt_token_ids), None
         sequence.state = State.WAITING
         sequence.num_computed = 0
         sequence.num_preemptions += 1
@@ -172,10 +221,15 @@ class Sequences:
         self._waiting.push(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        del self._running[sequence]
-        self._sharing.pop(sequence, None)
-        self._repeating.pop(sequence, None)
-        self.blocks.commit(sequence.number, sequence.tokens, min(sequence.num_computed, self.composition.prefilled(sequence)))
-        self.blocks.release(sequence.number)
-        self._free_slots.append(sequence.slot)
-        sequence.slot = 0
+        beams = self._searching.pop(sequence, None)
+        for one in [sequence] if beams is None else beams.members:
+            del self._running[one]
+            for some in (self._sharing, self._repeating, self._forked):
+                some.pop(one, None)
+            self.blocks.commit(one.number, one.tokens, min(one.num_computed, self.composition.prefilled(one)))
+            self.blocks.release(one.number)
+            self._free_slots.append(one.slot)
+            one.slot = 0
+            if one is not sequence:
+                one.state = State.FINISHED
+                del self._by_number[one.number]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jengine.program_table import SamplerKey, TrunkKey
+from jengine.program_table import BurstKey, SamplerKey, TrunkKey
 from jengine.request import SamplingParams
 from jengine.scheduling.work import NO_WORK, Work
 
@@ -17,10 +17,12 @@ class Span(msgspec.Struct, gc=False):
     Attributes:
         seq: the sequence's number.
         start: position of the first token.
+        length: tokens. Of a burst's row, those that it reads: the first is in the slot, the others come of the burst itself.
         tokens: their ids; None: there is one, in a decode row, which the step before has left in the slot, on the device.
         targets: the tokens that follow these, where their log probabilities are asked for.
         pool: from this offset on, tokens' hidden states are summed, for an embedding; None: of none.
-        known: of a decode row, the id of its token where that is not in the slot, since the row repeats an earlier one; else -1.
+        known: of a decode row, the id of its token where that is not in the slot, since the row repeats an earlier one or the host chose
+            it; else -1.
     """
 
     seq: int
@@ -65,6 +67,7 @@ class StepPlan:
         table: (cache group, slot, index in its block table, page).
         copies: (pool, source page, target page).
         work: what its seconds depend on beside its programs.
+        steps: decode steps in a row, of a burst: spans are rows, of which each takes part in its first `length` steps.
     """
 
     trunk: TrunkKey
@@ -75,3 +78,9 @@ class StepPlan:
     table: list[tuple[int, int, int, int]] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     work: Work = NO_WORK
+    steps: int = 1
+
+    @property
+    def burst(self) -> BurstKey:
+        """The program of a burst."""
+        return BurstKey(self.trunk, self.sampler, self.steps)

@@ -112,10 +112,10 @@ class Targets(Sequences):
     def _judge(self, sequence: Sequence, start: float) -> bool:
         """Accepts a request if its targets and those of all that were accepted before can be met."""
         accepted = [*self._running, *islice(self._waiting, self._num_accepted), sequence]
-        if len(accepted) > min(self.max_num_seqs, self.ready.max_rows):
+        if sum([other.slots for other in accepted]) > min(self.max_num_seqs, self.ready.max_rows):
             return False
         if self.options.on_late == "reject":  # then none may be preempted
-            pages = sum([self.sequence.most_pages(other.max_len - 1) for other in accepted])
+            pages = sum([other.slots * self.sequence.most_pages(other.max_len - 1) for other in accepted])
             if pages > self.blocks.capacity:
                 return False
         self._accept(sequence, True)
@@ -147,7 +147,7 @@ class Targets(Sequences):
         def mixed(tiles: int, attended: int) -> float:
             return self._seconds(len(everyone), tiles, Work(context, longest, attended), tokens, rank)
 
-        coming = [sequence for sequence in everyone if sequence.state is not State.DECODING]
+        coming = [sequence for sequence in everyone if sequence.state in (State.WAITING, State.PREFILLING)]
         spans = [(at, min(at + size, len(s.tokens))) for s in coming for at in range(s.num_computed, len(s.tokens), size)]
         attended = [0, *accumulate([pairs(at, end - at, self.sequence.windows) for at, end in spans])]
         going = [Stream(s.due - start, s.tpot, self._length(s, s.rest)) for s in streams if s.tpot < math.inf and not s.late]
@@ -189,6 +189,8 @@ class Targets(Sequences):
         request, options = sequence.request, self.options
         sequence.arrival = request.arrival or self.clock()
         ttft, tpot = request.ttft_ms or options.ttft_ms, request.tpot_ms or options.tpot_ms
+        if sequence.searches:  # all of its tokens come at the end
+            ttft = tpot = None
         if tpot is not None:
             sequence.tpot = tpot / 1e3
         if ttft is not None:
@@ -252,6 +254,7 @@ class Targets(Sequences):
 
     def _order(self, sequence: Sequence) -> Order:
         options, by_slack = self.options, self.strategy == "latency"
+        sequence = sequence if sequence.beams is None else sequence.beams.leader
         return order_of(sequence, options.policy, options.priority_ageing, by_slack, promised=sequence.accepted or not by_slack)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from jengine.request import FinishReason
-from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.scheduler import NOTHING_FOUND, Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.simulation.trace import OUTPUT_TOKEN
+from jengine.updates import Found
 
 
 class Preempted(Exception):
@@ -37,11 +39,13 @@ class ReplayScheduler(Scheduler):
         super().finish(sequence, reason, stop_reason)
         self.ended.append(sequence)
 
-    def collect(self, plan: StepPlan, tokens: list[list[int]]) -> list[tuple[int, Sequence, int]]:
+    def collect(
+        self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, Found] = NOTHING_FOUND
+    ) -> list[tuple[int, Sequence, int]]:
         """The same as ever, but shorter where a step only decodes: no token of a replay ends a sequence, only its length does, and
         what comes of decode rows is of no interest."""
         if plan.trunk.tiles:
-            return super().collect(plan, tokens)
+            return super().collect(plan, tokens, found)
         by_number, fair = self._by_number, self._fair
         self._timeline.collect(self.clock())
         for sample, own in zip(plan.samples, tokens, strict=True):

@@ -43,6 +43,9 @@ class Setup:
         Raises:
             InvalidArgument: nothing was measured, or the file cannot be read. Others: as start_engine.
         """
+        if config.burst_steps > 1:
+            limit = "cannot be simulated yet: replays have single steps"
+            raise InvalidArgument("num_scheduler_steps", config.num_scheduler_steps, limit)
         if config.batch_invariant:
             raise InvalidArgument("batch_invariant", True, "cannot be simulated yet: replays have steps of rows and prompts together")
         claim_gpu_memory(config.gpu_memory_utilization)

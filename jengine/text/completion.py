@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from jengine.request import CompletionOutput, FinishReason, Logprob, Request
 from jengine.text.stop_strings import StopAutomaton, StopStrings
 from jengine.text.tokenizer import Tokenizer
+from jengine.updates import Beam
 
 
 class CompletionBuilder:
     """Grows a request's `output` by one token at a time; each costs the same however long it has become. `stops`: of its params."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopAutomaton) -> None:
-        self.output = CompletionOutput(index=request.sample_index)
+        self.request, self.output = request, CompletionOutput(index=request.sample_index)
         self._tokenizer = tokenizer
         self._params = params = request.params
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens, after=request.prompt_token_ids)
@@ -60,3 +61,17 @@ class CompletionBuilder:
         if matched is not None and self._params.include_stop_str_in_output:
             self.output.text += matched
         return matched
+
+
+def beam_output(tokenizer: Tokenizer, request: Request, index: int, beam: Beam) -> CompletionOutput:
+    """A beam of a request as a completion. Log probabilities of a position have the token that was sampled first, not the beam's."""
+    builder = CompletionBuilder(tokenizer, request, StopAutomaton(()))
+    last = len(beam.tokens) - 1
+    for i, token in enumerate(beam.tokens):
+        builder.push(token, ends=i == last and beam.finish_reason == "stop")
+    for found in beam.found or ():
+        builder.push_logprobs(found.token, *found.logprobs)
+    builder.finish(beam.finish_reason, None)
+    output = builder.output
+    output.index, output.cumulative_logprob = index, beam.cumulative
+    return output

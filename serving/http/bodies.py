@@ -53,9 +53,11 @@ class Extras(TypedDict, total=False):
 
 @with_config(STRICT)
 class CompletionBody(completion_create_params.CompletionCreateParamsBase, Extras, total=False):
-    """/v1/completions."""
+    """/v1/completions. `use_beam_search`: n is the width."""
 
     add_special_tokens: bool
+    use_beam_search: bool
+    length_penalty: float
 
 
 @with_config(STRICT)
@@ -198,7 +200,9 @@ def _unknown(name: str, value: Any) -> None:
 STREAM_OPTIONS: TypeAdapter[StreamOptions] = TypeAdapter(StreamOptions)
 TOOLS: TypeAdapter[list[ChatCompletionFunctionToolParam]] = TypeAdapter(list[ChatCompletionFunctionToolParam])
 COMMON = frozenset(("model", "stream", "stream_options", *Extras.__annotations__))
-COMPLETION = Form(CompletionBody, COMMON | {"prompt", "echo", "logprobs", "add_special_tokens"}, own=("logprobs",))
+COMPLETION = Form(
+    CompletionBody, COMMON | {"prompt", "echo", "logprobs", "add_special_tokens", "use_beam_search", "length_penalty"}, own=("logprobs",)
+)
 CHAT_ONLY = frozenset(
     ("messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools", "tool_choice", "parallel_tool_calls")
 ) | frozenset(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from openai.types import CompletionUsage
 
-from jengine import AsyncLLM, CompletionOutput, InvalidArgument, OutputKind, RequestOutput, SamplingParams
+from jengine import AsyncLLM, CompletionOutput, GenerationParams, InvalidArgument, OutputKind, RequestOutput
 from jengine.serving.answers import Answer, new_id
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import COMPLETION, Body
@@ -36,7 +36,7 @@ class Task(NamedTuple):
     """
 
     body: Body
-    params: SamplingParams
+    params: GenerationParams
     prompts: list[Prompt]
     llm: AsyncLLM
     reply_id: str

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from jengine import InvalidArgument, SamplingParams, StructuredOutputs
+from jengine import GenerationParams, InvalidArgument, SamplingParams, StructuredOutputs
+from jengine.serving.conversions import with_beams
 from jengine.serving.http.bodies import Body
 
 EXCLUSIVE = "only one thing may constrain the output: tool_choice, response_format, structured_outputs, guided_..."
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  # vLLM's older names
 
 
-def completion_params(body: Body, default: SamplingParams) -> SamplingParams:
+def completion_params(body: Body, default: SamplingParams) -> GenerationParams:
     """
     Raises:
         InvalidArgument: naming the field.
@@ -24,7 +25,10 @@ def completion_params(body: Body, default: SamplingParams) -> SamplingParams:
         given["logprobs"] = logprobs
         if body.get("echo"):
             given.setdefault("prompt_logprobs", logprobs)
-    return _params(given, _structure(body, given), default)
+    if (structure := _structure(body, given)) is not None:
+        given["structured_outputs"] = structure
+    beams = {name: body.get(name) for name in ("use_beam_search", "length_penalty") if name in body.fields}
+    return with_beams({**given, **beams}, default)
 
 
 def chat_params(body: Body, default: SamplingParams) -> SamplingParams:

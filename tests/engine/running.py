@@ -26,6 +26,8 @@ class Estimates(StepCosts):
     def observe(self, *_: object) -> None:
         pass
 
+    observe_burst = observe
+
 
 Work = tuple[list[int], SamplingParams] | tuple[list[int], SamplingParams, str | None]  # a prompt, and its cache salt
 

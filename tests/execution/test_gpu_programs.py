@@ -84,6 +84,23 @@ def test_on_hopper_kernels_do_all_that_touches_the_cache(devices: int) -> None:
     elsewhere(check_on_hopper, devices)
 
 
+def check_bursts_on_hopper() -> None:
+    spec = described("h200", num_scheduler_steps=8)
+    for key in spec.table.bursts():
+        compiled = lower(spec, key).compile()
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        assert text is not None and memory is not None
+        assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == 2 * LAYERS, "in the loop's body"
+        assert not loops_of_unknown_length(text) and not re.search(r"\bconditional\(", text)
+        assert memory.alias_size_in_bytes >= spec.cache_bytes + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(spec.slots))
+        assert memory.temp_size_in_bytes <= temporaries_bound(spec, key.trunk) + temporaries_bound(spec, key.sampler)
+
+
+@pytest.mark.full
+def test_bursts_on_hopper_copy_no_cache() -> None:
+    elsewhere(check_bursts_on_hopper)
+
+
 def check_without_hopper(target: str, kv_cache_dtype: str | None) -> None:
     spec = described(target, kv_cache_dtype=kv_cache_dtype or "auto")
     served = kernels_refused(spec) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -81,6 +82,18 @@ def test_cache_and_slots_are_updated_in_place(programs: tuple[ExecutionSpec, Pro
     for sampler in spec.table.samplers():
         counts = nbytes(spec.counts) if sampler.variant == "full" else 0
         assert compiled.memory[sampler].aliased >= nbytes(spec.slots.last_token) + counts, sampler
+
+
+@pytest.mark.parametrize("case", [case if case == CASES[0] else pytest.param(case, marks=pytest.mark.full) for case in CASES])
+def test_a_burst_copies_no_cache(case: dict[str, Any]) -> None:
+    """Nor do its steps: the cache is the carry of a loop, and updated in place there."""
+    spec = make_spec(**case, num_pages=MANY)
+    spec = dataclasses.replace(spec, table=dataclasses.replace(spec.table, steps=8))
+    for key in spec.table.bursts():
+        compiled = lower(spec, key).compile()
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes >= nbytes(spec.cache) + nbytes(spec.slots), key
+        assert memory.temp_size_in_bytes <= temporaries_bound(spec, key.trunk) + temporaries_bound(spec, key.sampler), key
 
 
 def test_temporaries_do_not_grow_with_the_cache(programs: tuple[ExecutionSpec, Programs], request: pytest.FixtureRequest) -> None:

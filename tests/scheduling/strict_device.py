@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, fields
 
-from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, ScoreKey, sampler_variant
+from jengine.beam_params import BeamSearchParams
+from jengine.beams import sampling_of
+from jengine.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, ScoreKey, sampler_variant
 from jengine.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.block_table import GroupPages
@@ -19,32 +21,10 @@ from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
+from jengine.updates import Found
+from tests.scheduling.answers import EOS, alone, beams_alone, found_after, next_token
 
-VOCAB = 50
-EOS = (0,)
 FULL = (GroupPages(),)
-
-
-def next_token(seed: int, sample: int, tokens: list[int], params: SamplingParams, prompt_len: int, suppressed: tuple[int, ...]) -> int:
-    token = hash((seed, sample, *tokens)) % VOCAB
-    while len(tokens) - prompt_len < params.min_tokens and token in suppressed:
-        token = (token + 1) % VOCAB
-    return token
-
-
-def alone(request: Request, seed: int, max_model_len: int) -> tuple[list[int], str, int | None]:
-    """Output, finish reason and stop reason of a request that has the device for itself."""
-    params, prompt_len = request.params, len(request.prompt_token_ids)
-    tokens = list(request.prompt_token_ids)
-    while True:
-        token = next_token(seed, request.sample_index, tokens, params, prompt_len, (*params.stop_token_ids, *EOS))
-        tokens.append(token)
-        if token in EOS and not params.ignore_eos:
-            return tokens[prompt_len:], "stop", None
-        if token in params.stop_token_ids:
-            return tokens[prompt_len:], "stop", token
-        if len(tokens) == max_model_len or len(tokens) - prompt_len == params.max_tokens:
-            return tokens[prompt_len:], "length", None
 
 
 @dataclass
@@ -63,6 +43,7 @@ class StrictDevice:
         sequences: by number; only their tokens and cache salt are looked at.
         hits: tokens that were not computed because the cache had them.
         copies: pages copied.
+        bursts: that were run.
         prefilled: tokens that tiles computed.
         repeated: tokens that rows computed again.
         ready: programs that it has.
@@ -76,19 +57,26 @@ class StrictDevice:
         self.sequences: dict[int, Sequence] = {}
         # (page, offset) -> (cache group, hash of the salt and all tokens up to it, whether a row computed it)
         self.cache: dict[tuple[int, int], tuple[int, int, bool]] = {}
-        self.hits = self.copies = self.prefilled = self.repeated = 0
-        self.ready = {*table.trunks(), *table.samplers(), *table.scores()}
+        self.bursts = self.hits = self.copies = self.prefilled = self.repeated = 0
+        self.ready = {*table.trunks(), *table.samplers(), *table.scores(), *table.bursts()}
 
-    def run(self, plan: StepPlan) -> list[list[int]]:
-        """The tokens of every sample."""
+    def run(self, plan: StepPlan) -> tuple[list[list[int]], dict[int, Found]]:
+        """The tokens of every sample, and what is found after beams."""
         rows = self._check_size(plan)
         self._take_updates(plan)
+        if plan.steps > 1:
+            return self._run_burst(plan), {}
         for span in plan.spans[:rows]:
             last = self.slots[span.slot].last_token
             if span.known >= 0:
-                assert self.table.batch_invariant and span.known == self.sequences[span.seq].tokens[span.start]
+                sequence = self.sequences[span.seq]
+                assert span.known == sequence.tokens[span.start]
                 last = span.known
-                self.repeated += 1
+                if sequence.searches:  # its block table says which beam it goes on from
+                    self.slots[span.slot].tokens = sequence.tokens[: span.start]
+                else:
+                    assert self.table.batch_invariant
+                    self.repeated += 1
             assert last is not None, "a decode row without a token to start from"
             self._write(span, [last], plan.trunk.pages)
         for span in plan.spans[rows:]:
@@ -98,8 +86,8 @@ class StrictDevice:
             self._write(span, span.tokens, plan.trunk.pages)
         for span in plan.spans:  # writes come first: a tile attends to tiles before it in the same step, of other sequences too
             self._read(span)
-        tokens = []
-        for sample in plan.samples:
+        tokens, found = [], {}
+        for row, sample in enumerate(plan.samples):
             span, slot = plan.spans[sample.span], self.slots[sample.slot]
             reset, giver = slot.reset, self.slots[span.slot]
             assert sample.offset == span.length - 1
@@ -108,9 +96,35 @@ class StrictDevice:
                 slot.tokens = [*giver.tokens]
                 self._read(Span(sample.seq, sample.slot, span.start, span.length))
             assert VARIANTS.index(plan.sampler.variant) >= VARIANTS.index(sampler_variant(reset.params))
+            if (beams := self.sequences[sample.seq].request.beams) is not None:
+                assert sample.slot == span.slot
+                found[row] = found_after(slot.tokens, reset.seed, reset.sample_index, beams.beam_width, beams.temperature)
+                slot.last_token = None  # the host chooses
+                tokens.append([found[row].token])
+                continue
             how = reset.params, reset.prompt_len, reset.stop_token_ids
             slot.last_token = next_token(reset.seed, reset.sample_index, slot.tokens, *how)
             tokens.append([slot.last_token])
+        return tokens, found
+
+    def _run_burst(self, plan: StepPlan) -> list[list[int]]:
+        """Each row's tokens, one after the other, all rows in turn."""
+        tokens: list[list[int]] = [[] for _ in plan.spans]
+        self.bursts += 1
+        assert plan.trunk.tiles == 0 and plan.steps == self.table.steps == max(span.length for span in plan.spans)
+        assert BurstKey(plan.trunk, plan.sampler, plan.steps) in self.ready and [(s.span, s.slot) for s in plan.samples] == [
+            (i, span.slot) for i, span in enumerate(plan.spans)
+        ]
+        for number in range(plan.steps):
+            for span, given in zip(plan.spans, tokens, strict=True):
+                if number < span.length:
+                    slot, one = self.slots[span.slot], Span(span.seq, span.slot, span.start + number)
+                    assert slot.last_token is not None and span.known < 0
+                    self._write(one, [slot.last_token], plan.trunk.pages)
+                    self._read(one)
+                    how = slot.reset.params, slot.reset.prompt_len, slot.reset.stop_token_ids
+                    slot.last_token = next_token(slot.reset.seed, slot.reset.sample_index, slot.tokens, *how)
+                    given.append(slot.last_token)
         return tokens
 
     def _check_size(self, plan: StepPlan) -> int:
@@ -128,7 +142,7 @@ class StrictDevice:
         slots = [span.slot for span in plan.spans]
         assert len(set(slots)) == len(slots), "a sequence twice"
         assert len({sample.slot for sample in plan.samples}) == len(plan.samples)
-        ranks = [VARIANTS.index(sampler_variant(self.sequences[sample.seq].request.params)) for sample in plan.samples]
+        ranks = [self.sequences[sample.seq].variant_rank for sample in plan.samples]
         variants = VARIANTS[max(ranks, default=0) :]
         cheapest = next(v for v in variants if SamplerKey(plan.sampler.rows, v) in self.ready)
         assert plan.sampler.variant == cheapest, "a costlier sampler than needed"
@@ -220,7 +234,8 @@ class Loop:
                  max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,), groups: List[GroupPages] = FULL,
                  invariant_tiles: int = 0, **options: object) -> None:  # fmt: skip
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        table = ProgramTable.build(tile_size=tile_size, page_buckets=page_buckets, **limits)
+        steps = 8 if options.get("num_scheduler_steps", 1) != 1 else 1
+        table = ProgramTable.build(tile_size=tile_size, page_buckets=page_buckets, steps=steps, **limits)
         if invariant_tiles:
             table = ProgramTable.build_batch_invariant(max_num_seqs=max_num_seqs, tiles=invariant_tiles, tile_size=tile_size)
         pages = {"page_size": page_size, "num_pages": num_pages, "groups": groups}
@@ -231,10 +246,29 @@ class Loop:
         self.sequences: list[Sequence] = []
         self.outputs: dict[Sequence, list[int]] = {}
         self.ended: dict[Sequence, list[int]] = {}  # with the output it had when it ended
-        self.dispatched: list[tuple[StepPlan, list[list[int]]]] = []
+        self.dispatched: list[tuple[StepPlan, list[list[int]], dict[int, Found]]] = []
         self.admitted: list[int] = []  # seeds, in the order of the slot resets
         self._coming: list[TableKey] = []
+        self.last: StepPlan  # the newest plan
         self.exhausted = False  # whether every page has been owned
+
+    def add_beams(
+        self, prompt: list[int], params: BeamSearchParams, priority: int = 0, salt: str | None = None, client: str = ""
+    ) -> Sequence:
+        seed = len(self.sequences)
+        request = Request(request_id=f"r{seed}", prompt_token_ids=prompt, params=sampling_of(params), priority=priority, beams=params,
+                          cache_salt=salt, client=client)  # fmt: skip
+        self.scheduler.sequence.validate(request, EOS)
+        sequence = self.scheduler.add(request, seed=seed, eos_token_ids=EOS)
+        self.sequences.append(sequence)
+        self.outputs[sequence] = []
+        self.check()
+        return sequence
+
+    def _check_beams(self, sequence: Sequence) -> None:
+        assert sequence.finish_reason is not None and sequence.in_flight == 0
+        if sequence.finish_reason != "abort" and sequence.request.beams.temperature == 0.0:  # type: ignore[union-attr]
+            assert sequence.found == beams_alone(sequence.request, sequence.seed, self.max_model_len)
 
     def add(self, prompt: list[int], priority: int = 0, n: int = 1, salt: str | None = None,
             targets: dict[str, object] | None = None, **params: object) -> Sequence:  # fmt: skip
@@ -283,14 +317,18 @@ class Loop:
         """Plans and runs one step, then collects all but the last `ahead` steps. False if there was nothing to run."""
         plan = self.scheduler.schedule()
         if plan is not None:
+            self.last = plan
             self.admitted += [reset.seed for reset in plan.resets]
-            self.dispatched.append((plan, self.device.run(plan)))
+            self.device.sequences.update({span.seq: self.scheduler.running(span.seq) for span in plan.spans})
+            self.dispatched.append((plan, *self.device.run(plan)))
         self.check()
         self.exhausted |= self.scheduler.blocks.owned == self.scheduler.blocks.capacity
         while len(self.dispatched) > (0 if plan is None else ahead):
             for _, sequence, token in self.scheduler.collect(*self.dispatched.pop(0)):
                 assert sequence not in self.ended, "a token after the end"
                 self.outputs[sequence].append(token)
+                if sequence.searches:
+                    self.outputs[sequence] = [*sequence.found[0].tokens]
             self.check()
         return plan is not None
 
@@ -312,6 +350,10 @@ class Loop:
     def check(self) -> None:
         self.scheduler.check_integrity()
         for sequence in self.sequences:
+            if sequence.searches and not sequence.found:
+                if sequence.finish_reason is not None:
+                    self.ended[sequence] = []
+                continue
             assert sequence.output_token_ids == self.outputs[sequence]
             if sequence.finish_reason is not None:
                 assert self.ended.setdefault(sequence, sequence.output_token_ids) == sequence.output_token_ids
@@ -321,6 +363,9 @@ class Loop:
         assert not scheduler.has_work and scheduler.num_running == scheduler.num_waiting == 0
         assert scheduler.blocks.owned == 0
         for sequence in self.sequences:
+            if sequence.searches:
+                self._check_beams(sequence)
+                continue
             assert sequence in self.ended and sequence.in_flight == 0
             expected, reason, stop_reason = alone(sequence.request, sequence.seed, self.max_model_len)
             if sequence.finish_reason == "abort" or sequence.stop_reason == "text":

@@ -122,7 +122,7 @@ def test_prompts_are_prefilled_in_chunks_beside_decode_rows():
         plan = mixed.scheduler.schedule()
         rows = [span for span in plan.spans if span.tokens is None]
         seen.append((len(rows), [(span.start, span.length) for span in plan.spans[len(rows) :]], len(plan.samples)))
-        mixed.scheduler.collect(plan, mixed.device.run(plan))
+        mixed.scheduler.collect(plan, *mixed.device.run(plan))
     assert seen == [
         (1, [(0, 16)], 1),
         (1, [(16, 16)], 1),
@@ -156,7 +156,7 @@ def test_the_sampler_is_the_costliest_that_a_sampled_sequence_needs(params, vari
     for _ in range(3):
         plan = one.scheduler.schedule()
         variants.append(plan.sampler.variant)
-        one.scheduler.collect(plan, one.device.run(plan))
+        one.scheduler.collect(plan, *one.device.run(plan))
     assert variants == ["greedy", variant, "greedy"]
 
 
@@ -167,7 +167,7 @@ def test_pages_of_the_program_cover_the_longest_sequence():
     for _ in range(12):
         plan = one.scheduler.schedule()
         pages.append(plan.trunk.pages)
-        one.scheduler.collect(plan, one.device.run(plan))
+        one.scheduler.collect(plan, *one.device.run(plan))
     assert pages == [2] * 2 + [4] * 8 + [16] * 2  # 7 prompt tokens, then one more each step: 2 pages hold 8, 4 hold 16
 
 

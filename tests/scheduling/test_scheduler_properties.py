@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -9,12 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jengine.beam_params import BeamSearchParams
+from jengine.errors import InvalidArgument
 from jengine.pages import most_pages
 from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.work import NO_WORK, Work
-from tests.scheduling.strict_device import VOCAB, Loop
+from tests.scheduling.answers import VOCAB
+from tests.scheduling.strict_device import Loop
 
 
 def random_costs(seed: int) -> StepCosts:
@@ -34,7 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 20),
         more_tokens=st.integers(0, 16),
         max_model_len=st.integers(2, 40),
-        more_pages=st.integers(0, 6),
+        more_pages=st.integers(0, 6) | st.integers(20, 40),
         bucketed=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority", "fair"]),
         priority_ageing=st.sampled_from([0.0, 1e-3, 60.0]),
@@ -46,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         few=st.booleans(),
         invariant_tiles=st.sampled_from([0, 0, 1, 2]),
+        steps=st.sampled_from([1, 8, "auto"]),
     )
     def start(
         self,
@@ -66,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching,
         few,
         invariant_tiles,
+        steps,
     ):
         pages = -(-max_model_len // page_size)  # of the longest sequence
         most = sum(most_pages(max_model_len - 1, window, page_size, tile_size) for window in windows)
@@ -87,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             costs=None if costs is None else random_costs(costs),
             invariant_tiles=invariant_tiles,
+            num_scheduler_steps=steps if tile_size == 8 and not invariant_tiles else 1,
         )
         if few:
             self.loop.begin_with_few()
@@ -113,6 +120,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         params = {"max_tokens": max_tokens, "min_tokens": min_tokens, "ignore_eos": ignore_eos, "stop_token_ids": stops}
         self.loop.add(prompt, priority, n=n, salt=salt, targets={**due, "client": client}, prompt_logprobs=scored, **params)
 
+    @rule(
+        data=st.data(),
+        width=st.integers(1, 4),
+        max_tokens=st.integers(1, 30),
+        ignore_eos=st.booleans(),
+        temperature=st.sampled_from([0.0, 0.0, 1.0]),
+        length_penalty=st.sampled_from([1.0, 0.0, -2.0, 2.0]),
+        salt=st.sampled_from([None, "a"]),
+        priority=st.integers(-1, 1),
+    )
+    def add_beams(self, data, width, max_tokens, ignore_eos, temperature, length_penalty, salt, priority):
+        longest = self.loop.max_model_len - 1
+        prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=longest))
+        if self.loop.sequences and data.draw(st.booleans()):
+            known = data.draw(st.sampled_from(self.loop.sequences)).tokens
+            prompt = [*known[: data.draw(st.integers(0, len(known)))], *prompt][:longest]
+        params = BeamSearchParams(
+            beam_width=min(width, self.loop.scheduler.max_num_seqs),
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            temperature=temperature,
+            length_penalty=length_penalty,
+        )
+        with contextlib.suppress(InvalidArgument):  # more pages than there are
+            self.loop.add_beams(prompt, params, priority, salt)
+
     @rule(count=st.integers(1, 12))
     def programs_become_ready(self, count):
         self.loop.get_more(count)
@@ -127,10 +160,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data):
         self.loop.abort(data.draw(st.sampled_from(self.loop.sequences)))
 
-    @precondition(lambda self: any(s.output_token_ids for s in self.loop.sequences if s.finish_reason is None))
+    @precondition(lambda self: any(s.output_token_ids for s in self.loop.sequences if s.finish_reason is None and not s.searches))
     @rule(data=st.data())
     def stop_at_string(self, data):
-        running = [s for s in self.loop.sequences if s.output_token_ids and s.finish_reason is None]
+        running = [s for s in self.loop.sequences if s.output_token_ids and s.finish_reason is None and not s.searches]
         self.loop.stop_at_string(data.draw(st.sampled_from(running)))
 
     @precondition(lambda self: self.loop.sequences)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 import jengine
-from jengine import InvalidArgument, SamplingParams, StructuredOutputs
+from jengine import BeamSearchParams, InvalidArgument, SamplingParams, StructuredOutputs
 from jengine.chat import ChatOptions
 from jengine.serving import conversions
 from jengine.serving.conversions import NO_LIMIT, from_params, to_params
@@ -73,7 +73,7 @@ def test_generated_code_is_that_of_the_protos(tmp_path: Path) -> None:
 def test_the_proto_has_every_parameter() -> None:
     fields = pb.SamplingParams.DESCRIPTOR.fields_by_name
     parameters = {f.name for f in dataclasses.fields(SamplingParams)}
-    assert set(fields) == parameters == set(FIELDS)
+    assert set(fields) == parameters | {"use_beam_search", "length_penalty"} and parameters == set(FIELDS)
     for field in fields.values():
         assert field.is_repeated or field.has_presence, f"{field.name}: an unset scalar would be a zero"
     assert {f.name for f in pb.StructuredOutputs.DESCRIPTOR.fields} == {f.name for f in dataclasses.fields(StructuredOutputs)}
@@ -93,6 +93,47 @@ def test_parameters_cross(fields: dict[str, Any]) -> None:
     other = DEFAULTS.clone(temperature=0.25, top_p=0.5, top_k=3, min_p=0.5, repetition_penalty=2.0, max_tokens=3)
     again = to_params(proto, other)
     assert again.clone(seed=None) == to_params(proto).clone(seed=None), "what a model recommends replaces nothing that was given"
+
+
+BEAMS = st.fixed_dictionaries(
+    {"beam_width": st.integers(1, 10), "max_tokens": st.integers(1, NO_LIMIT - 1)},
+    optional={
+        "ignore_eos": BOOLS,
+        "temperature": reals(0.0, 1e6),
+        "length_penalty": reals(-10.0, 10.0),
+        "include_stop_str_in_output": BOOLS,
+    },
+)
+
+
+@given(BEAMS)
+def test_beam_searches_cross(fields: dict[str, Any]) -> None:
+    params = BeamSearchParams(**fields)
+    proto = pb.SamplingParams.FromString(from_params(params).SerializeToString())
+    assert to_params(proto) == to_params(proto, DEFAULTS.clone(temperature=0.25, top_p=0.5, max_tokens=3)) == params
+
+
+@pytest.mark.parametrize(
+    "fields, field, limit",
+    [
+        ({"length_penalty": 2.0}, "length_penalty", "needs use_beam_search"),
+        ({"use_beam_search": True, "top_p": 0.5}, "top_p", "must not be set with use_beam_search"),
+        ({"use_beam_search": True, "logprobs": 0}, "logprobs", "must not be set with use_beam_search"),
+        ({"use_beam_search": True, "stop": ["x"]}, "stop", "must not be set with use_beam_search"),
+        ({"use_beam_search": True, "n": 11}, "n", "at most 10"),
+        ({"use_beam_search": True, "max_tokens": NO_LIMIT}, "max_tokens", "whole number"),
+    ],
+)
+def test_beam_searches_take_what_they_have(fields: dict[str, Any], field: str, limit: str) -> None:
+    with pytest.raises(InvalidArgument, match=limit) as wrong:
+        to_params(pb.SamplingParams(**fields))
+    assert wrong.value.field == field
+
+
+def test_a_beam_search_has_the_models_max_tokens_and_its_own_temperature() -> None:
+    recommended = DEFAULTS.clone(max_tokens=9, temperature=0.5, top_k=3)
+    given = to_params(pb.SamplingParams(use_beam_search=True, n=3, top_p=1.0), recommended)
+    assert given == BeamSearchParams(beam_width=3, max_tokens=9)
 
 
 def test_the_models_defaults_fill_what_is_unset() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 import jengine
-from jengine import SamplingParams
+from jengine import BeamSearchParams, SamplingParams
 from jengine.serving import conversions
 from jengine.serving.client import Client
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
@@ -94,6 +94,23 @@ def test_several_completions(stub: GenerateServiceStub) -> None:
         assert "".join(part.text for part in deltas(events, whole.index)) == whole.text
         assert [token for part in deltas(events, whole.index) for token in part.token_ids] == list(whole.token_ids)
     assert [ending.index for ending in events[-1].finished.endings] == [0, 1, 2]
+
+
+def test_beams(mock_server: MockServer, stub: GenerateServiceStub) -> None:
+    params = pb.SamplingParams(use_beam_search=True, n=3, max_tokens=4, length_penalty=0.5)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70, 71, 72]), sampling_params=params)
+    answer = stub.Generate(request)
+    expected = [[70, 71, 72, 70], [71, 72, 70, 71], [72, 70, 71, 72]]
+    assert [list(completion.token_ids) for completion in answer.completions] == expected
+    assert [completion.ending.cumulative_logprob for completion in answer.completions] == [-2.0, -3.0, -4.0]
+    assert answer.usage.completion_tokens == 12 and not answer.completions[0].logprobs
+    events = list(stub.GenerateStream(request))
+    assert kinds(events) == ["started", "delta", "delta", "delta", "finished"]
+    assert [list(event.delta.token_ids) for event in events[1:-1]] == expected
+    assert list(events[-1].finished.endings) == [completion.ending for completion in answer.completions]
+    with Client(mock_server.address) as client:
+        output = client.generate([70, 71, 72], BeamSearchParams(beam_width=2, max_tokens=4))
+        assert [beam.token_ids for beam in output.outputs] == expected[:2]
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,17 @@ def test_endings(client: OpenAI, options: dict[str, Any], reason: str, why: obje
     assert (choice.finish_reason, getattr(choice, "stop_reason", None)) == (reason, why)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_beams(client: OpenAI, stream: bool) -> None:
+    more = {"use_beam_search": True, "length_penalty": 0.5, "return_token_ids": True}
+    found: dict[int, list[int]] = {}
+    options: Any = {"model": "mock", "prompt": [70, 71, 72], "n": 2, "max_tokens": 4, "temperature": 0, "extra_body": more}
+    for event in client.completions.create(**options, stream=True) if stream else [client.completions.create(**options)]:
+        found |= {choice.index: choice.token_ids for choice in event.choices}  # type: ignore[attr-defined]
+        assert all(choice.finish_reason == "length" for choice in event.choices)
+    assert found == {0: [70, 71, 72, 70], 1: [71, 72, 70, 71]}
+
+
 # --- chat -----------------------------------------------------------------------------------------
 
 

@@ -48,6 +48,16 @@ def test_it_is_queued_when_submit_returns(run: Callable[..., None]) -> None:
     run(test)
 
 
+def test_outputs_come_after_so_many_tokens(run: Callable[..., None]) -> None:
+    async def test(llm: AsyncLLM) -> None:
+        llm._interval = 4
+        outputs = [output async for output in llm.submit([7, 8], SamplingParams(max_tokens=30), output_kind="delta")]
+        counts = [len(output.outputs[0].token_ids) for output in outputs]
+        assert sum(counts) == 30 and min(counts[1:-1]) >= 4 and len(counts) > 2
+
+    run(test)
+
+
 def test_reading_to_the_end(run: Callable[..., None]) -> None:
     async def test(llm: AsyncLLM) -> None:
         handle = llm.submit([7, 8], SamplingParams(max_tokens=5), output_kind="delta")

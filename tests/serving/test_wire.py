@@ -12,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine import (
+    Beam,
+    BeamSearchParams,
+    BeamsFound,
     Ended,
     EngineDead,
     InvalidArgument,
@@ -46,6 +49,7 @@ from jengine.serving.wire import (
     frame,
     requests_of,
 )
+from jengine.updates import Found
 
 WIDE = st.integers(0, 10**30)
 TEXT = st.text(st.characters(), min_size=1, max_size=20)  # lone surrogates too
@@ -84,11 +88,14 @@ UPDATES = st.builds(
 DECISIONS = st.lists(st.tuples(ID, COUNT), max_size=2).map(tuple)
 GROUPS = st.lists(ID, max_size=2).map(tuple)
 SCORES = st.builds(PromptScores, ID, TOKEN, st.lists(TOKEN), st.lists(LOGPROBS, max_size=3))
+FOUND = st.none() | st.lists(st.builds(Found, TOKEN, LOGPROBS), max_size=2)
+BEAMS = st.lists(st.builds(Beam, st.lists(TOKEN), st.floats(-1e9, 0), REASONS.filter(bool), FOUND), max_size=3)
 BATCHES = st.builds(
     Batch,
     st.lists(UPDATES),
     st.lists(SCORES, max_size=2),
     st.lists(st.builds(Pooled, ID, st.binary(), st.integers(0, 9), st.floats(0, 1e9), COUNT), max_size=2),
+    st.lists(st.builds(BeamsFound, ID, BEAMS, st.integers(0, 9), st.floats(0, 1e9), COUNT), max_size=2),
     st.lists(st.builds(Ended, ID, REASONS.filter(bool), st.none() | ID), max_size=2),
     st.builds(Load, *[COUNT] * 9, st.lists(COUNT, max_size=2).map(tuple), GROUPS, *[COUNT] * 3, ID, DECISIONS, *[COUNT] * 3),
 )
@@ -105,6 +112,13 @@ def send(messages: Sequence[Message], kind: Any, cuts: list[int]) -> list[Any]:
 POOLINGS = st.builds(
     PoolingParams, pooling=st.sampled_from(("last", "mean")), normalize=st.booleans(), dimensions=st.none() | COUNT.filter(bool)
 )
+SEARCHES = st.builds(
+    BeamSearchParams,
+    beam_width=st.integers(1, 10),
+    max_tokens=st.integers(1, 10**30),
+    temperature=st.floats(0, 10) | WIDE,
+    length_penalty=st.floats(-10, 10),
+)
 
 
 @given(
@@ -112,9 +126,17 @@ POOLINGS = st.builds(
     st.integers(-(10**30), 10**30),
     st.none() | ID,
     st.none() | POOLINGS,
+    st.none() | SEARCHES,
     st.lists(st.integers(0, 10**6), max_size=9),
 )
-def test_requests(each: list[SamplingParams], priority: int, salt: str | None, pooling: PoolingParams | None, cuts: list[int]) -> None:
+def test_requests(
+    each: list[SamplingParams],
+    priority: int,
+    salt: str | None,
+    pooling: PoolingParams | None,
+    beams: BeamSearchParams | None,
+    cuts: list[int],
+) -> None:
     given = [
         [
             Request(
@@ -129,6 +151,7 @@ def test_requests(each: list[SamplingParams], priority: int, salt: str | None, p
                 arrival=i + 0.1,
                 cache_salt=salt,
                 pooling=pooling,
+                beams=beams,
             )
         ]
         for i, params in enumerate(each)
@@ -198,7 +221,7 @@ def test_an_order_is_no_report() -> None:
     with pytest.raises(Garbled):
         send([End(Ended("a", "abort", None))], Report, [])
     with pytest.raises(Garbled):
-        Frames(Order).take(frame(Batch([], [], [], [], Load(0, 0, 0, 0, 0, 0))))
+        Frames(Order).take(frame(Batch([], [], [], [], [], Load(0, 0, 0, 0, 0, 0))))
     assert isinstance(send([Add([1], "{}", [], 0, 0.0)], Order, [])[0], Add)
 
 

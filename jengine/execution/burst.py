@@ -1,0 +1,57 @@
+"""The compiled burst: several decode steps in a row, trunk and sampler, without the host in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jengine.execution.batch import BatchLayout
+from jengine.execution.kv_cache import Cache
+from jengine.execution.sampler import Sampled, make_sampler
+from jengine.execution.slots import SlotState, updated
+from jengine.execution.trunk import make_pass
+from jengine.models import Model, Params
+from jengine.program_table import BurstKey
+from jengine.scheduling.step_plan import StepPlan
+
+BurstOut = tuple[Cache, SlotState, Sampled]  # the last: int32 [steps, sampler rows]
+
+
+def make_burst(model: Model, key: BurstKey, layout: BatchLayout, page_size: int, device: jax.Device) -> Callable[..., BurstOut]:
+    """The function to compile: (params, cache, slots, packed batch and lengths) -> (cache, slots, tokens).
+
+    A row takes part in its first `length` steps; in others it is as padding. A loop of known length, which needs no host.
+    """
+    run, sample = make_pass(model, layout, page_size, device), make_sampler(model, key.sampler.variant)
+
+    def burst(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> BurstOut:
+        batch, lengths = layout.unpack(packed[: layout.size]), packed[layout.size :]
+        slots = updated(slots, batch.table, batch.resets)
+
+        def step(state: tuple[Cache, jax.Array], number: jax.Array) -> tuple[tuple[Cache, jax.Array], jax.Array]:
+            cache, last_token = state
+            going = number < lengths
+            now = batch._replace(
+                row_slots=jnp.where(going, batch.row_slots, 0),
+                row_positions=batch.row_positions + number,
+                sample_slots=jnp.where(going[batch.sample_tokens], batch.sample_slots, 0),
+            )
+            cache, to_sample, _ = run(params, cache, slots._replace(last_token=last_token), now)
+            last_token, sampled = sample(params, last_token, slots.sampling, to_sample)
+            return (cache, last_token), sampled.tokens
+
+        (cache, last_token), tokens = lax.scan(step, (cache, slots.last_token), jnp.arange(key.steps, dtype=jnp.int32))
+        return cache, slots._replace(last_token=last_token), Sampled(tokens)
+
+    return burst
+
+
+def pack_burst(layout: BatchLayout, plan: StepPlan) -> np.ndarray:
+    """int32 [layout.size + rows]: the batch, and in how many steps each row takes part."""
+    lengths = np.zeros(layout.key.rows, np.int32)
+    lengths[: len(plan.spans)] = [span.length for span in plan.spans]
+    return np.concatenate([layout.pack(plan), lengths])

@@ -1,0 +1,77 @@
+"""LLM's beam search."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from jengine.beam_params import BeamSearchParams
+from jengine.beams import BeamSearchOutput, BeamSearchSequence, sampling_of
+from jengine.checks import check_whole
+from jengine.errors import InvalidArgument
+from jengine.prompts import Prompt, listed
+from jengine.request import Request, RequestOutput, SamplingParams
+from jengine.service_level import ServiceLevel
+from jengine.text.tokenizer import Tokenizer
+
+
+class BeamSearches(ABC):
+    """The part of LLM that searches beams, in the same batches and cache as all other requests."""
+
+    tokenizer: Tokenizer
+
+    @abstractmethod
+    def _requests(
+        self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None, *, beams: BeamSearchParams | None = None
+    ) -> list[Request]:
+        """A prompt's requests, checked."""
+
+    @abstractmethod
+    def _answers(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
+        """Of prompts' requests, when all have ended."""
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search beams for every prompt; results in the order of the prompts.
+
+        Args:
+            prompts: as for `generate`.
+            concurrency_limit: prompts that are searched at once, at most; None: as many as there is room for.
+
+        Raises:
+            InvalidArgument: a prompt or parameter that can never be answered. Nothing has been run then.
+            EngineDead: as `generate`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidArgument("params", params, "must be a BeamSearchParams")
+        if concurrency_limit is not None:
+            check_whole("concurrency_limit", concurrency_limit, 1, None)
+        sampling = sampling_of(params, logprobs=2 * params.beam_width)
+        work = [self._requests(prompt, sampling, beams=params) for prompt in listed(prompts)]
+        step = concurrency_limit or max(len(work), 1)
+        outputs = [
+            output for start in range(0, len(work), step) for output in self._answers(work[start : start + step], "searching", use_tqdm)
+        ]
+        return [BeamSearchOutput(self._sequences(output, params)) for output in outputs]
+
+    def _sequences(self, output: RequestOutput, params: BeamSearchParams) -> list[BeamSearchSequence]:
+        sequences = []
+        for beam in output.outputs:
+            tokens = [*output.prompt_token_ids, *beam.token_ids]
+            hides = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+            sequences.append(
+                BeamSearchSequence(
+                    tokens=tokens,
+                    logprobs=beam.logprobs or [],
+                    cum_logprob=beam.cumulative_logprob or 0.0,
+                    text=self.tokenizer.decode(tokens[:-1] if hides else tokens, skip_special_tokens=False),
+                    finish_reason=beam.finish_reason,
+                )
+            )
+        return sequences

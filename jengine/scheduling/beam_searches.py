@@ -1,0 +1,65 @@
+"""Beams from one step to the next: those that go on are forked, the others dropped."""
+
+from __future__ import annotations
+
+from jengine.scheduling.beams import Path
+from jengine.scheduling.prompt_tiles import PromptTiles
+from jengine.scheduling.sequence import Sequence, State
+from jengine.updates import Found
+
+
+class BeamSearches(PromptTiles):
+    """Sequences, and what becomes of beams. A beam gets no row before what was found after all beams of its prompt is known."""
+
+    @property
+    def searching(self) -> bool:
+        """Whether beams run."""
+        return bool(self._searching)
+
+    @property
+    def awaits_beams(self) -> bool:
+        """Whether a step is in flight on which the next rows of beams depend."""
+        return any(member.in_flight for beams in self._searching.values() for member in beams.members)
+
+    def _search(self, beam: Sequence, found: Found) -> Sequence | None:
+        """Takes in what was found after a beam. Returns its leader where the search ends with that."""
+        if beam.beams is None:  # the search was preempted
+            return None
+        beams, leader = beam.beams, beam.beams.leader
+        chosen = beams.take(beam, found)
+        if chosen is None:
+            return None
+        if chosen and chosen[0][1].length < leader.max_len:
+            beams.go_on(self._go_on(beams.members, chosen))
+            return None
+        leader.found = beams.end([path for _, path in chosen], leader.request.params.logprobs is not None)
+        self.finish(leader, leader.found[0].finish_reason)
+        leader.tokens = [*leader.request.prompt_token_ids, *leader.found[0].tokens]
+        return leader
+
+    def _go_on(self, members: list[Sequence], chosen: list[tuple[Sequence, Path]]) -> list[tuple[Sequence, Path]]:
+        """Gives each chosen beam a sequence: that of the beam which it extends, or, where others extend it too, one that became free."""
+        parents = {parent for parent, _ in chosen}
+        free = [member for member in members if member not in parents]
+        beams: dict[Sequence, Path] = {}
+        for parent, path in chosen:
+            beam = parent if parent not in beams else free.pop()
+            if beam is not parent:
+                self._fork_beam(parent, beam)
+            beams[beam] = path
+        for beam in free:
+            self.blocks.empty(beam.number, beam.request.cache_salt)
+            beam.state, beam.num_computed = State.HELD, 0
+            self._forked.pop(beam, None)
+        for beam, path in beams.items():
+            beam.tokens.append(path.token)
+            beam.state = State.DECODING
+        return list(beams.items())
+
+    def _fork_beam(self, parent: Sequence, beam: Sequence) -> None:
+        """Makes a sequence go on from where its parent, which has not been extended yet, stands."""
+        self.blocks.replace(parent.number, beam.number)
+        beam.tokens, beam.num_computed = [*parent.tokens], parent.num_computed
+        self._forked[beam] = None
+        if parent.num_computed % self.blocks.page_size:
+            self._sharing[parent] = self._sharing[beam] = None

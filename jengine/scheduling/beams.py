@@ -1,0 +1,102 @@
+"""The beams of one prompt, and vLLM's rule for which of them go on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jengine.beam_params import BeamSearchParams
+from jengine.request import FinishReason
+from jengine.updates import Beam, Found
+
+
+class Path(NamedTuple):
+    """A beam's generated tokens as a chain of which other beams may have the beginning.
+
+    Attributes:
+        cumulative: log probability of all of them.
+        length: tokens, with the prompt's.
+        found: among what the last one was chosen.
+    """
+
+    parent: Path | None
+    token: int
+    cumulative: float
+    length: int
+    found: Found
+
+
+class Beams[Sequence]:
+    """A prompt's beams. Each is in one of `width` sequences, which own slots, and pages as long as they hold a beam.
+
+    Args:
+        prompt_len: tokens.
+
+    Attributes:
+        leader: the request's own sequence.
+        members: all of them.
+    """
+
+    def __init__(self, params: BeamSearchParams, leader: Sequence, prompt_len: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.params, self.leader, self._prompt_len, self._ends = params, leader, prompt_len, eos_token_ids
+        self.members = [leader]
+        self._live: dict[Sequence, Path | None] = {leader: None}  # the best first
+        self._found: dict[Sequence, Found] = {}  # of this step
+        self._completed: list[Path] = []  # by end-of-sequence, the best ones
+
+    def take(self, beam: Sequence, found: Found) -> list[tuple[Sequence, Path]] | None:
+        """Takes in what was found after a beam. None: other beams' are still missing. Else those that go on, by the beam that each extends,
+        the best first."""
+        self._found[beam] = found
+        if len(self._found) < len(self._live):
+            return None
+        going: list[tuple[Sequence, Path]] = []
+        ended: list[Path] = []
+        stops = not self.params.ignore_eos
+        for parent, path in self._live.items():
+            before, length = (0.0, self._prompt_len) if path is None else (path.cumulative, path.length)
+            for token, logprob in candidates(self._found[parent]).items():
+                following = Path(path, token, before + logprob, length + 1, self._found[parent])
+                if stops and token in self._ends:
+                    ended.append(following)
+                else:
+                    going.append((parent, following))
+        self._found = {}
+        if ended:
+            self._completed = self._best([*self._completed, *ended])
+        going.sort(key=lambda one: self._score(one[1]), reverse=True)
+        return going[: self.params.beam_width]
+
+    def go_on(self, beams: list[tuple[Sequence, Path]]) -> None:
+        """The beams of the next step, by the sequence that holds each."""
+        self._live = dict(beams)
+
+    def end(self, live: list[Path], logprobs: bool) -> list[Beam]:
+        """The best of those that have ended and of those that would go on.
+
+        Args:
+            logprobs: whether what was found at each position comes with them.
+        """
+        beams = []
+        for path in self._best([*self._completed, *live]):
+            chain = [path]
+            while (parent := chain[-1].parent) is not None:
+                chain.append(parent)
+            found = [one.found for one in reversed(chain)]
+            tokens = [one.token for one in reversed(chain)]
+            reason: FinishReason = "length" if any(path is one for one in live) else "stop"
+            beams.append(Beam(tokens, path.cumulative, reason, found if logprobs else None))
+        return beams
+
+    def _best(self, paths: list[Path]) -> list[Path]:
+        return sorted(paths, key=self._score, reverse=True)[: self.params.beam_width]
+
+    def _score(self, path: Path) -> float:
+        """As vLLM, which leaves an end-of-sequence token out of the length even where it is ignored."""
+        length = path.length - (path.token in self._ends)
+        score: float = path.cumulative / length**self.params.length_penalty
+        return score
+
+
+def candidates(found: Found) -> dict[int, float]:
+    """Log probabilities by token, the sampled one first, then the likeliest."""
+    return {found.token: found.logprobs.chosen, **dict(found.logprobs.top)}

@@ -1,0 +1,48 @@
+"""Steps in a row that need nothing of the host: when, and how many tokens of each row."""
+
+from __future__ import annotations
+
+from jengine.program_table import VARIANTS
+from jengine.scheduling.beam_searches import BeamSearches
+from jengine.scheduling.draft import Draft
+from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.work import Work
+
+
+class Bursts(BeamSearches):
+    """Sequences, and steps of decode rows that become bursts."""
+
+    def _lengthen(self, draft: Draft, rows: list[Sequence], tokens: int) -> int:
+        """Makes a step of decode rows a burst, where its program is ready, no row needs the host, there are pages, and, with
+        num_scheduler_steps="auto", nothing waits.
+
+        Args:
+            tokens: of the longest sequence.
+
+        Returns:
+            How many steps it is.
+        """
+        steps, blocks = self.table.steps, self.blocks
+        rank = max([sequence.variant_rank for sequence in rows])
+        if VARIANTS[rank] == VARIANTS[-1] or (self.options.num_scheduler_steps == "auto" and self.num_waiting):
+            return 1
+        lengths = [min(steps, s.last_position - s.num_computed) for s in rows]
+        if max(lengths) < steps:
+            return 1
+        trunk = self.ready.trunk(len(rows), 0, blocks.pages_of(tokens + steps - 1), len(rows))
+        if self.ready.burst(trunk, VARIANTS[rank]) is None:
+            return 1
+        ends = [s.num_computed + length for s, length in zip(rows, lengths, strict=True)]
+        growing = [(s, end) for s, end in zip(rows, ends, strict=True) if blocks.pages_of(end) > blocks.pages_of(s.num_computed + 1)]
+        for sequence, _ in growing:
+            blocks.pass_windows(sequence.number, sequence.num_computed)
+        wanted = sum([blocks.pages_of(end) - blocks.pages_of(s.num_computed + 1) for s, end in growing])
+        if not blocks.available(blocks.new_pages(wanted)):
+            return 1
+        for sequence, end in growing:
+            draft.enter(sequence.slot, blocks.grow(sequence.number, end))
+        for span, length in zip(draft.spans, lengths, strict=True):
+            span.length = length
+        work = draft.work
+        draft.work = Work(work.context * steps + len(rows) * steps * (steps - 1) // 2, (work.longest + steps // 2) * steps)
+        return steps

@@ -1,0 +1,32 @@
+"""What a step gave, as updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jengine.execution.sampler import SampledLogprobs
+from jengine.scheduling.sequence import Sequence
+from jengine.updates import BeamsFound, Pooled, TokenLogprobs, TokenUpdate
+
+
+def burst_updates(collected: Iterable[tuple[int, Sequence, int]]) -> list[TokenUpdate | Pooled | BeamsFound]:
+    """Of a burst's tokens, several for each sequence: the last of them says why it has ended."""
+    updates: list[TokenUpdate | Pooled | BeamsFound] = []
+    later = set[int]()
+    for _, s, token in reversed([*collected]):
+        ends = (None, None) if s.number in later else (s.finish_reason, s.stop_reason)
+        later.add(s.number)
+        updates.append(TokenUpdate(s.request_id, token, *ends, None, s.num_preemptions, s.scheduled, s.num_cached))
+    return updates[::-1]
+
+
+def pooled_update(sequence: Sequence) -> Pooled:
+    """Of a sequence that has ended with the token after its prompt."""
+    assert sequence.pooled is not None and sequence.request.pooling is not None
+    embedding = sequence.pooled.vector(sequence.request.pooling).tobytes()
+    return Pooled(sequence.request_id, embedding, sequence.num_preemptions, sequence.scheduled, sequence.num_cached)
+
+
+def logprobs_of(got: SampledLogprobs, row: int, count: int) -> TokenLogprobs:
+    top = zip(got.top_ids[row, :count].tolist(), got.top_logprobs[row, :count].tolist(), strict=True)
+    return TokenLogprobs(float(got.logprobs[row]), int(got.ranks[row]), list(top))

@@ -1,0 +1,123 @@
+"""Bursts through the engine: the same tokens as in single steps, and no compilation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jengine import LLM, AsyncLLM, EngineConfig, EngineThread, InvalidArgument, SamplingParams
+from jengine.engine import Engine
+from tests.engine.counting import assert_idle
+from tests.engine.running import SMALL, prompts, run
+
+WORK = [
+    ([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=50)),
+    *[(prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=20 + i)) for i, prompt in enumerate(prompts(4, vocab=96, longest=90))],
+    ([9] * 20, SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, seed=-3, max_tokens=33)),
+    ([9] * 20, SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=29)),
+    ([1], SamplingParams(temperature=1.0, seed=4, max_tokens=60, stop_token_ids=list(range(0, 96, 7)))),
+    ([2], SamplingParams(temperature=1.0, seed=4, max_tokens=60, min_tokens=20, stop_token_ids=list(range(0, 96, 7)))),
+    ([3], SamplingParams(temperature=0.0, max_tokens=1)),
+    ([4], SamplingParams(temperature=0.0, max_tokens=None)),
+]
+
+
+def bursts(engine: Engine) -> Callable[[], int]:
+    """How many have run since."""
+    dispatch, seen = engine.runner.dispatch, list[int]()
+    engine.runner.dispatch = lambda plan: seen.append(plan.steps) or dispatch(plan)  # type: ignore[method-assign,func-returns-value]
+    return lambda: sum(steps > 1 for steps in seen)
+
+
+@pytest.fixture(scope="module")
+def single(make_engine: Callable[..., Engine]) -> list[list[int]]:
+    return [answer.tokens for answer in run(make_engine(), WORK)]
+
+
+@pytest.mark.parametrize("options", [{"num_scheduler_steps": 8}, {"num_scheduler_steps": "auto", "overlap": False}])
+def test_tokens_are_those_of_single_steps(single: list[list[int]], options: dict[str, Any], make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(**options)
+    run_so_far = bursts(engine)
+    answers = run(engine, WORK)
+    assert [answer.tokens for answer in answers] == single
+    for answer in answers:  # only the last token says why
+        assert [update.finish_reason is None for update in answer.updates] == [True] * (len(answer.tokens) - 1) + [False]
+    assert run_so_far() > 5 and engine.compiles_since_start == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", ["gemma2", "mistral_window", "gpt2"])
+def test_other_families(variant: str, make_engine: Callable[..., Engine]) -> None:
+    expected = [answer.tokens for answer in run(make_engine(variant), WORK)]
+    engine = make_engine(variant, num_scheduler_steps=8)
+    run_so_far = bursts(engine)
+    assert [answer.tokens for answer in run(engine, WORK)] == expected
+    assert run_so_far() > 5
+
+
+@pytest.fixture(scope="module")
+def llms(text_model: Path) -> list[LLM]:
+    options: dict[str, Any] = {**SMALL, "max_model_len": 192}
+    return [LLM(text_model, progress=False, **options, num_scheduler_steps=steps) for steps in (1, 8)]
+
+
+def test_stop_strings_and_what_needs_the_host(llms: list[LLM]) -> None:
+    text = llms[0].generate("The", SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False)[0].outputs[0].text
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=60, stop=[text[at : at + 2]], include_stop_str_in_output=at % 2 == 0)
+        for at in (3, 11, 20, 21, 22)
+    ]
+    params += [
+        SamplingParams(temperature=0.0, max_tokens=30, logprobs=2),
+        SamplingParams(seed=3, max_tokens=30, structured_outputs={"regex": "[a-d]{3,9}x"}),
+        SamplingParams(seed=3, max_tokens=30, repetition_penalty=1.3),
+    ]
+    plain, burst = ([llm.generate("The", one, use_tqdm=False)[0].outputs[0] for one in params] for llm in llms)
+    assert burst == plain
+    assert [llm.generate(["The"] * len(params), params, use_tqdm=False)[0].outputs[0] for llm in llms] == [plain[0]] * 2
+    assert llms[1].engine.compiles_since_start == 0
+
+
+@pytest.fixture
+def online(llms: list[LLM]) -> Iterator[AsyncLLM]:
+    online = AsyncLLM.over(EngineThread(llms[1].engine), llms[1].tokenizer)
+    yield online
+    asyncio.run(online.close())
+    assert_idle(online)
+
+
+def test_aborts_and_arrivals_within_bursts(llms: list[LLM], online: AsyncLLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    expected = llms[0].generate("The quick", params, use_tqdm=False)[0].outputs[0]
+
+    async def run_all() -> None:
+        first, aborted = online.submit("The quick", params), online.submit("The slow", params)
+        assert (await anext(aborted)).outputs[0].token_ids
+        assert aborted.abort() and (await anext(aborted)).outputs[0].finish_reason == "abort"
+        late = online.submit("The quick", params, output_kind="delta")
+        tokens = [token async for output in late for token in output.outputs[0].token_ids]
+        last = None
+        async for output in first:
+            last = output
+        assert last is not None and last.outputs[0].token_ids == tokens == expected.token_ids
+
+    asyncio.run(run_all())
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"num_scheduler_steps": 4}, "num_scheduler_steps"),
+        ({"num_scheduler_steps": "always"}, "num_scheduler_steps"),
+        ({"num_scheduler_steps": 8, "batch_invariant": True}, "num_scheduler_steps"),
+        ({"num_scheduler_steps": "auto", "tile_size": 4}, "tile_size"),
+    ],
+)
+def test_what_cannot_be_had_is_rejected(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument, match="num_scheduler_steps") as wrong:
+        EngineConfig.of("demo", options)
+    assert wrong.value.field == field
