@@ -136,7 +136,7 @@ def check_invariance(engine: Engine, count: int, *, vocab: int = 96, seed: int =
 
     before = scheduler.num_preemptions
     assert differences(preempted(observed, work, seed=seed), alone) == 0
-    assert scheduler.num_preemptions - before > count // 10 and observed.repeated > count // 2, "the pool was too large to force anything"
+    assert scheduler.num_preemptions - before >= count // 10 and observed.repeated > count // 2, "the pool was too large to force anything"
     assert engine.compiles_since_start == 0
 
 
