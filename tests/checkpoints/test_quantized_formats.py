@@ -110,6 +110,18 @@ def test_logits_are_those_of_the_dequantized(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(kept, params[0], tokens), logits(plain, params[1], tokens), atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["w4a16", "w4a16_zeros", "w8a16", "fp8"])
+def test_what_the_formats_own_package_writes(name: str) -> None:
+    """Logits are those that transformers computes from the same files."""
+    folder = Path(__file__).parents[1] / "data" / "quantized" / name
+    config, golden = read_config(folder), np.load(folder / "logits.npz")
+    assert config.stored is not None
+    model = build(config, "float32", 64)
+    params = load(folder, model, make_mesh(1), progress=False)
+    assert is_quantized(params["layers"][0]["mlp"]["down"])
+    np.testing.assert_allclose(logits(model, params, golden["prompt"]), golden["logits"], atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [

@@ -1,6 +1,6 @@
-"""Records tiny quantized checkpoints as each format's own package writes them, and the logits that transformers computes from them.
+"""Records tiny quantized checkpoints as the package compressed-tensors writes them, and the logits that transformers computes from them.
 
-Run from the repository's root, in an environment with torch, transformers, compressed-tensors and auto-round:
+Run from the repository's root, in an environment with torch, transformers and compressed-tensors:
 python -m tests.golden.record_quantized [NAME ...]
 
 Each becomes a folder in tests/data/quantized: config.json, model.safetensors, and logits.npz: `prompt` int32[length] and `logits`
@@ -56,25 +56,12 @@ def compressed_tensors(model: Any, folder: Path, **weights: Any) -> None:
     compressor.update_config(folder)
 
 
-def auto_round(model: Any, folder: Path, form: str, **options: Any) -> None:
-    from auto_round import AutoRound
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    rounded = AutoRound(model, tokenizer, bits=4, group_size=32, iters=0, disable_opt_rtn=True, **options)
-    rounded.quantize_and_save(str(folder), format=form)
-
-
 FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 FORMATS: dict[str, Callable[[Any, Path], None]] = {
     "w4a16": lambda model, folder: compressed_tensors(model, folder, **FOUR, symmetric=True),
     "w4a16_zeros": lambda model, folder: compressed_tensors(model, folder, **FOUR, symmetric=False),
     "w8a16": lambda model, folder: compressed_tensors(model, folder, num_bits=8, type="int", strategy="channel", symmetric=True),
     "fp8": lambda model, folder: compressed_tensors(model, folder, num_bits=8, type="float", strategy="channel", symmetric=True),
-    "gptq": lambda model, folder: auto_round(model, folder, "auto_gptq"),
-    "gptq_zeros": lambda model, folder: auto_round(model, folder, "auto_gptq", sym=False),
-    "awq": lambda model, folder: auto_round(model, folder, "auto_awq", sym=False),
 }
 
 

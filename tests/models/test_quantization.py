@@ -69,7 +69,7 @@ def test_activations_too(quantization: str, variant: str, tmp_path: Path) -> Non
     assert 1e-5 < error < (0.05 if quantization == "w8a8" else 0.25)
 
 
-@pytest.mark.parametrize("variant", ["llama_gqa", "mixtral", pytest.param("gpt2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("variant", ["mixtral", *(pytest.param(variant, marks=pytest.mark.full) for variant in ("llama_gqa", "gpt2"))])
 def test_int4_weights(variant: str, tmp_path: Path) -> None:
     mine, plain = models(tmp_path, variant, "int4")
     tokens = Golden.read(variant).cases[0].prompt
