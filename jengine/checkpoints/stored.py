@@ -30,7 +30,7 @@ class Groups:
 
     def dense(self) -> np.ndarray:
         """float32 [out, in]."""
-        dense = self.values.astype(np.float32) * self.spread(self.scale)
+        dense: np.ndarray = self.values.astype(np.float32) * self.spread(self.scale)
         return dense if self.offset is None else dense + self.spread(self.offset)
 
     def spread(self, by_block: np.ndarray) -> np.ndarray:
