@@ -1,19 +1,22 @@
-"""What eight bits cost and give: perplexity of the demo model, and memory and speed of the 134M shape, against bfloat16.
+"""What fewer bits cost and give: perplexity of SmolLM2-135M-Instruct, and memory and speed of the 134M shape, against bfloat16.
 
-    python -m benchmarks.quantization [--parts perplexity speed] [--tokens 40000] [--repeat 5] [--quick]
+    python -m benchmarks.quantization [--parts perplexity speed] [--repeat 5] [--quick]
 
-Perplexity is that of pieces of Python that the demo model was not trained on, each token given all before it. Speed is
-taken with all engines in one process, in turn: one stream (prompt 128, 64 tokens out), 32 streams (prompt 128, 32 tokens out), and
-prompts of 1024 tokens.
+Perplexity is that of a fixed English text (english.txt) and of greedy answers at float32 to sixteen chats (tests/golden/smollm2.json), each
+token given all before it. The model is stored in four bits (GGUF's Q4_1): other forms start from what those stand for.
+Speed is taken with all engines in one process, in turn: one stream (prompt 128, 64 tokens out), 32 streams (prompt 128, 32 tokens
+out), and prompts of 1024 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,20 +24,26 @@ import numpy as np
 
 from benchmarks.machine import made_model, save
 from jengine import LLM, SamplingParams
+from tests.golden.smollm2 import ANSWERS
+from tools.smollm2 import smollm2
 
+PLAIN = {"quantization": "none"}
 ARMS: dict[str, dict[str, str]] = {
-    "bfloat16": {},
-    "float32": {"dtype": "float32"},
+    "bfloat16": PLAIN,
+    "float32": {"dtype": "float32", **PLAIN},
+    "as stored": {},
+    "int4": {"quantization": "int4"},
     "int8 weights": {"quantization": "int8"},
     "w8a8": {"quantization": "w8a8"},
     "fp8": {"quantization": "fp8"},
-    "int8 cache": {"kv_cache_dtype": "int8"},
-    "fp8 cache": {"kv_cache_dtype": "fp8"},
+    "int8 cache": {"kv_cache_dtype": "int8", **PLAIN},
+    "fp8 cache": {"kv_cache_dtype": "fp8", **PLAIN},
     "w8a8, int8 cache": {"quantization": "w8a8", "kv_cache_dtype": "int8"},
 }
 # Few programs, since every arm compiles its own: one tile bucket, three row buckets.
 TABLE: dict[str, Any] = {"max_num_seqs": 32, "tile_size": 256, "max_num_batched_tokens": 288, "progress": False}
-PIECE = 1000  # tokens of a piece that are read at most
+ENGLISH = Path(__file__).parent / "english.txt"
+PIECE = 512  # tokens of the text that are read together
 
 
 def make(model: str, arm: str, **options: Any) -> LLM:
@@ -42,25 +51,30 @@ def make(model: str, arm: str, **options: Any) -> LLM:
         return LLM(model, **{"dtype": "bfloat16", **ARMS[arm], **TABLE, **options})
 
 
-def held_out(tokenizer: Any, limit: int) -> list[list[int]]:
-    """Pieces as token ids, from beginning- to end-of-sequence, about `limit` tokens in all, spread over the whole."""
-    from tools.train_demo import read_corpus
-
-    pieces = [[0, *tokenizer.encode(text, add_special_tokens=False), 1][:PIECE] for text in read_corpus()[1]]
-    order = np.random.default_rng(0).permutation(len(pieces))
-    taken = np.searchsorted(np.cumsum([len(pieces[i]) for i in order]), limit)
-    return [pieces[i] for i in order[: taken + 1]]
+Scored = tuple[list[int], int]  # token ids, and from which on they are scored
 
 
-def perplexity(arm: str, tokens: int) -> dict[str, Any]:
-    llm = make("demo", arm)
-    pieces = held_out(llm.tokenizer, tokens)
-    outputs = llm.generate(pieces, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    scores = []
-    for piece, output in zip(pieces, outputs, strict=True):
-        assert output.prompt_logprobs is not None
-        scores += [entry[token].logprob for token, entry in zip(piece[1:], output.prompt_logprobs[1:], strict=True) if entry is not None]
-    return {"perplexity": math.exp(-statistics.fmean(scores)), "tokens": len(scores), **sizes(llm)}
+def texts(tokenizer: Any) -> dict[str, list[Scored]]:
+    """The English text in pieces, and chats, of which the answers count."""
+    ids = tokenizer.encode(ENGLISH.read_text(), add_special_tokens=False)
+    pieces = [(ids[start : start + PIECE], 1) for start in range(0, len(ids), PIECE)]
+    chats = [(chat["prompt"] + chat["answer"], len(chat["prompt"])) for chat in json.loads(ANSWERS.read_text())]
+    return {"english": pieces, "chats": chats}
+
+
+def perplexity(arm: str) -> dict[str, Any]:
+    llm = make(str(smollm2()), arm, max_model_len=1024)
+    found: dict[str, Any] = {}
+    for name, pieces in texts(llm.tokenizer).items():
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        outputs = llm.generate([ids for ids, _ in pieces], params, use_tqdm=False)
+        scores = []
+        for (ids, start), output in zip(pieces, outputs, strict=True):
+            assert output.prompt_logprobs is not None
+            entries = zip(ids[start:], output.prompt_logprobs[start:], strict=True)
+            scores += [entry[token].logprob for token, entry in entries if entry is not None]
+        found |= {name: math.exp(-statistics.fmean(scores)), f"{name}_tokens": len(scores)}
+    return {**found, **sizes(llm)}
 
 
 def sizes(llm: LLM) -> dict[str, float]:
@@ -96,11 +110,11 @@ def measure_speed(model: str, arms: list[str], repeat: int) -> dict[str, Any]:
 
 
 def show_perplexity(result: dict[str, Any]) -> None:
-    base = result["bfloat16"]["perplexity"]
-    print(f"\n{'':20}{'perplexity':>12}{'/ bfloat16':>12}{'weights MiB':>13}{'cache KiB/token':>17}")
+    base = result["bfloat16"]
+    print(f"\n{'':20}{'English':>12}{'/ bfloat16':>12}{'chats':>12}{'/ bfloat16':>12}{'weights MiB':>13}{'cache KiB/token':>17}")
     for arm, got in result.items():
-        ratio = got["perplexity"] / base
-        print(f"{arm:20}{got['perplexity']:12.3f}{ratio:12.4f}{got['weights_mib']:13.2f}{got['cache_kib_a_token']:17.3f}")
+        columns = "".join(f"{got[name]:12.3f}{got[name] / base[name]:12.4f}" for name in ("english", "chats"))
+        print(f"{arm:20}{columns}{got['weights_mib']:13.2f}{got['cache_kib_a_token']:17.3f}")
 
 
 def show_speed(result: dict[str, Any]) -> None:
@@ -115,14 +129,13 @@ def show_speed(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=("perplexity", "speed"), default=["perplexity", "speed"])
-    parser.add_argument("--tokens", type=int, default=40_000)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="two arms, the demo model, nothing saved")
+    parser.add_argument("--quick", action="store_true", help="two arms, nothing saved; speed of the demo model")
     options = parser.parse_args()
     arms = ["bfloat16", "w8a8"] if options.quick else list(ARMS)
     result: dict[str, Any] = {}
     if "perplexity" in options.parts:
-        result["perplexity"] = {arm: perplexity(arm, 2000 if options.quick else options.tokens) for arm in arms}
+        result["perplexity"] = {arm: perplexity(arm) for arm in arms}
         show_perplexity(result["perplexity"])
     if "speed" in options.parts:
         result["speed"] = measure_speed("demo" if options.quick else str(made_model("134m")), arms, 1 if options.quick else options.repeat)

@@ -16,7 +16,7 @@ from jengine.vllm_options import without_no_ops
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["int8", "w8a8", "fp8"]
+Quantization = Literal["int4", "int8", "w8a8", "fp8", "none"]
 BURST_STEPS = 8
 
 
@@ -37,6 +37,23 @@ class RopeScaling:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()  # longrope: for each pair of channels, within the trained context
     long_factor: tuple[float, ...] = ()  # and beyond it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeights:
+    """How a checkpoint holds its matrices, where these are quantized already and stay so in memory.
+
+    Attributes:
+        form: of numbers; int4 has a scale for each group of inputs, the others for each output.
+        group: inputs that share a scale.
+        offset: groups have offsets too.
+        others: regular expressions of modules' names, matched from the start: those that are stored otherwise.
+    """
+
+    form: Literal["int4", "int8", "float8_e4m3fn"]
+    group: int = 0
+    offset: bool = False
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +81,7 @@ class ModelConfig:
         expert_layers: which layers route tokens to experts.
         expert_size: an expert's intermediate size.
         normalize_experts: the chosen experts' probabilities are scaled to a sum of 1.
+        stored: how matrices are stored, where they are quantized; None where they are not, or are to become dtype.
         shards: devices that the parameters are laid out for. Kv heads repeat where there are fewer than devices; heads, intermediate
             sizes and the vocabulary are padded with zeros to what divides. The other fields are the checkpoint's.
     """
@@ -110,6 +128,7 @@ class ModelConfig:
     normalize_experts: bool = False
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
+    stored: StoredWeights | None = None
     shards: int = 1
 
     @property
@@ -146,7 +165,7 @@ class EngineConfig:
     """An engine's options. None lets the engine choose for the model and the device.
 
     Args:
-        model: `demo`, a folder in Hugging Face's layout, or a hub id.
+        model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
         revision: branch, tag or commit of a model on the hub.
         tokenizer: another model to take the tokenizer from; by default the model's own.
         generation_config: where sampling parameters come from for requests that bring none. auto: the model's
@@ -154,8 +173,10 @@ class EngineConfig:
         dtype: number format of weights, activations and cache. auto: the checkpoint's where the device supports it, float16 on a GPU
             without bfloat16; on a CPU float32 instead of a narrower one, unless the CPU multiplies that one natively or is measured
             to be faster with it.
-        quantization: eight-bit weights, quantized on load, with a scale for each output channel. int8: weights alone; w8a8: activations
-            too, with a scale for each row; fp8: both, as e4m3, emulated on devices older than Hopper and Ada.
+        quantization: of weights, on load; by default they stay as the checkpoint has them. Eight bits have a scale for each output
+            channel: int8: weights alone; w8a8: activations too, with a scale for each row; fp8: both, as e4m3, emulated on devices
+            older than Hopper and Ada. int4: weights alone, with a scale and an offset for each group of 128 inputs; embeddings
+            become int8. none: weights of a quantized checkpoint become dtype.
         kv_cache_dtype: number format of the KV cache; int8 and fp8 (e4m3) have a scale for each token and kv head. auto is dtype.
         embeddings: have programs for embeddings, from the start; by default where the model's folder has sentence-transformers' files
             that say how it embeds.

@@ -39,7 +39,7 @@ class LLM(Embeddings, BeamSearches):
     process that is forked later cannot use it.
 
     Args:
-        model: `demo`, a folder in Hugging Face's layout, or a hub id.
+        model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
         progress: show bars while loading and compiling.
         options: fields of EngineConfig.
 

@@ -1,4 +1,4 @@
-"""Products of activations and weights kept output-major, [out, in]: plain, or eight-bit with a scale for each output.
+"""Products of activations and weights kept output-major, [out, in]: plain, eight-bit with a scale for each output, or four-bit by group.
 
 A CPU has several forms of them, and which is fastest depends on the processor, the dtypes and the number of rows: `using` says which are
 taken where programs are traced. Without it a rule decides by the number of rows.
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
+from pallas_kernels.int4 import Int4, dequantize_int4
 from pallas_kernels.quantized import Quantized, quantize
 
 LAST = (((1,), (1,)), ((), ()))  # contract the last axes
@@ -53,14 +54,14 @@ def form_key(rows: int, x: str, weight: str) -> str:
 
     Args:
         x: dtype.
-        weight: dtype, or w8a8 where x is quantized too.
+        weight: dtype, int4, or w8a8 where x is quantized too.
     """
     most = next((most for most in ROW_CLASSES if rows <= most), None)
     return f"{x} * {weight}, {'more rows' if most is None else f'{most} rows'}"
 
 
 def prepare(weight: Any, x: str | None = None) -> None:
-    """Make known to XLA what a CPU's programs call to multiply by this, an array or Quantized or what has its shape and dtypes.
+    """Make known to XLA what a CPU's programs call to multiply by this, an array, a Quantized or an Int4 or what has its shape and dtypes.
 
     Args:
         x: dtype of the other side; None: what the weight is or stands for.
@@ -68,10 +69,16 @@ def prepare(weight: Any, x: str | None = None) -> None:
     if cpu_refused() is None:
         from pallas_kernels.cpu import products
 
-        products.prepare(x or str(weight.dtype), kind_of(weight))
+        if isinstance(weight, Int4):
+            products.prepare_int4(x or weight.dtype, weight)
+        else:
+            products.prepare(x or str(weight.dtype), kind_of(weight))
 
 
-def product(x: jax.Array, weight: jax.Array | Quantized, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+Weight = jax.Array | Quantized | Int4
+
+
+def product(x: jax.Array, weight: Weight, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """x [rows, in], weight [out, in] -> [rows, out], in x's dtype or the given one. Sums are float32, or int32 of int8 numbers."""
     dtype = jnp.dtype(dtype or x.dtype)
     xla = partial(_by_xla, dtype=dtype)
@@ -82,12 +89,12 @@ def product(x: jax.Array, weight: jax.Array | Quantized, dtype: jax.typing.DType
     return y
 
 
-def _form(x: jax.Array, weight: jax.Array | Quantized) -> str:
+def _form(x: jax.Array, weight: Weight) -> str:
     """In which a CPU multiplies these."""
     if not traced_for_cpu() or cpu_refused() is not None:
         return "xla"
     kind = kind_of(weight)
-    if str(x.dtype) not in INPUTS or kind not in (*WEIGHTS, "w8a8", "fp8 inputs") or min(x.shape[0], *weight.shape) == 0:
+    if str(x.dtype) not in INPUTS or kind not in (*WEIGHTS, "w8a8", "fp8 inputs", "int4") or min(x.shape[0], *weight.shape) == 0:
         return "xla"
     return _forms.get().get(form_key(x.shape[0], str(x.dtype), kind), "kernel")
 
@@ -99,15 +106,19 @@ def traced_for_cpu() -> bool:
 
 
 def kind_of(weight: Any) -> str:
-    """A dtype; w8a8 or "fp8 inputs" where rows of x are quantized too."""
+    """A dtype, or int4; w8a8 or "fp8 inputs" where rows of x are quantized too."""
+    if isinstance(weight, Int4):
+        return "int4"
     if not isinstance(weight, Quantized):
         return str(weight.dtype)
     return weight.kind if not weight.inputs else "w8a8" if weight.kind == "int8" else "fp8 inputs"
 
 
-def _by_cpu_kernel(x: jax.Array, weight: jax.Array | Quantized, dtype: jnp.dtype[Any], form: str) -> jax.Array:
+def _by_cpu_kernel(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any], form: str) -> jax.Array:
     from pallas_kernels.cpu import products
 
+    if isinstance(weight, Int4):
+        return products.product_of_int4(x, weight, dtype)
     if form == "amx" and products.why_no_tiles(str(x.dtype), kind_of(weight), weight.shape[0]) is None:
         values, scale = (weight.values, weight.scale) if isinstance(weight, Quantized) else (weight, None)
         return products.product_by_tiles(x, values, scale, dtype)
@@ -122,7 +133,9 @@ def _by_cpu_kernel(x: jax.Array, weight: jax.Array | Quantized, dtype: jnp.dtype
     return (y * rows.scale[:, None]).astype(dtype)
 
 
-def _by_xla(x: jax.Array, weight: jax.Array | Quantized, dtype: jnp.dtype[Any]) -> jax.Array:
+def _by_xla(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any]) -> jax.Array:
+    if isinstance(weight, Int4):
+        return _any_rows(x, dequantize_int4(weight, x.dtype), dtype)
     if not isinstance(weight, Quantized):
         return _any_rows(x, weight, dtype)
     if weight.inputs:

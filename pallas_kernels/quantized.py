@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.int4 import Int4, dequantize_int4
+
 SMALLEST = 1e-30  # of what counts as a row's largest magnitude: rows of zeros stay zeros
 LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0}
 
@@ -50,8 +52,8 @@ class Quantized:
 
 
 def is_quantized(node: object) -> bool:
-    """For functions on trees in which a Quantized is a leaf."""
-    return isinstance(node, Quantized)
+    """For functions on trees in which a Quantized or an Int4 is a leaf."""
+    return isinstance(node, Quantized | Int4)
 
 
 Pages = jax.Array | Quantized  # of a cache: [num_pages, kv_heads, page_size, head_dim]
@@ -78,6 +80,8 @@ def movable(x: Quantized) -> Quantized:
     return x if x.kind == "int8" or x.values.dtype == jnp.uint8 else replace(x, values=lax.bitcast_convert_type(x.values, jnp.uint8))
 
 
-def dequantize(x: Quantized) -> jax.Array:
+def dequantize(x: Quantized | Int4) -> jax.Array:
     """[..., size] of x.dtype."""
+    if isinstance(x, Int4):
+        return dequantize_int4(x)
     return (numbers(x).astype(jnp.float32) * x.scale[..., None]).astype(x.dtype)

@@ -19,10 +19,10 @@ def test_readme_has_the_share() -> None:
 
 
 def test_reasons() -> None:
-    groups = judged({"groups": [group("llama", "unheard_of"), group("llama", quantized=True), group("opt", format="bin")]})
+    groups = judged({"groups": [group("llama", "unheard_of"), group("llama", quantized=["awq", "mxfp4"]), group("opt", format="bin")]})
     assert [list(found.reasons.values()) for found in groups] == [
         [None, "the family is not supported"],
-        ["quantized checkpoints are not read"],
+        ["mxfp4 is not read"],
         ["bin files are not read"],
     ]
 

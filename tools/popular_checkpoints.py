@@ -19,6 +19,7 @@ from support_matrix import write
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from jengine.checkpoints.quantization_config import METHODS  # noqa: E402
 from jengine.models import FAMILIES  # noqa: E402
 
 SURVEY = ROOT / "tests" / "data" / "popular_checkpoints.json"
@@ -43,7 +44,8 @@ def _reason(model_type: str, group: dict[str, Any]) -> str | None:
         return "the family is not supported"
     if group["format"] != "safetensors":
         return f"{group['format']} files are not read"
-    return "quantized checkpoints are not read" if group.get("quantized") else None
+    unread = sorted({*group.get("quantized", ())}.difference(METHODS))
+    return f"{', '.join(unread)} is not read" if unread else None
 
 
 def share(groups: list[Group]) -> tuple[int, int]:

@@ -18,10 +18,11 @@ import numpy as np
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, holds_orbax, is_converted, write_config
 from jengine.checkpoints.folder import IN_FOLDERS, read_config, resolve
-from jengine.checkpoints.safetensors import Tensor
+from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble, read
 from jengine.config import DTYPES, Dtype
 from jengine.errors import InvalidArgument, ModelError
+from jengine.gguf_file import is_gguf
 from jengine.models import Model, build
 from jengine.observe.progress import progress_bar
 
@@ -46,9 +47,11 @@ def convert(model: str, out: str | Path, *, revision: str | None = None, dtype: 
     if dtype not in ("auto", *DTYPES):
         raise InvalidArgument("dtype", dtype, f"must be auto, {', '.join(DTYPES)}")
     folder = resolve(model, revision)
+    if is_gguf(folder):
+        raise ModelError("is a GGUF file, which cannot be converted; it loads as it is", file=folder)
     if is_converted(folder):
         raise ModelError("is converted already", file=folder)
-    config = read_config(folder)
+    config = dataclasses.replace(read_config(folder), stored=None)
     declared = build(config, config.dtype, config.max_position)
     tensors = read(folder, declared)
     with _new_folder(Path(out)) as unfinished:

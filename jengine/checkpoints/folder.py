@@ -11,6 +11,7 @@ from jengine.checkpoints import converted
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument, ModelError
+from jengine.gguf_file import SUFFIX, is_gguf
 from jengine.request import SamplingParams
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -26,6 +27,8 @@ CONFIG_FILES = ["config.json", "generation_config.json", "modules.json", "senten
 def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILES) -> Path:
     """The folder of a model: `demo`, a local folder, or a hub id, of which these files are downloaded unless they are cached.
 
+    For a GGUF file, or a folder that has one and no config.json, it is that file.
+
     Raises:
         ModelError: there is no such model, or it cannot be fetched.
     """
@@ -33,12 +36,25 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
         return DEMO
     path = Path(model).expanduser()
     if path.is_dir():
+        return _only_gguf(path) or path
+    if is_gguf(path):
         return path
     if path.exists():
-        raise ModelError("is a file; a model is a folder in Hugging Face's layout", file=path)
+        raise ModelError("is a file; a model is a GGUF file or a folder in Hugging Face's layout", file=path)
     if model.startswith(("/", "./", "../", "~")) or model.count("/") != 1:
         raise ModelError("there is no such folder", file=path)
     return _download(model, revision, files)
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The file, in a folder without a configuration that has just one."""
+    if (folder / "config.json").exists() or converted.is_converted(folder):
+        return None
+    files = list(folder.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
+        names = ", ".join(sorted(file.name for file in files))
+        raise ModelError(f"has several GGUF files; name one of them: {names}", file=folder)
+    return files[0] if files else None
 
 
 def _download(model: str, revision: str | None, files: list[str]) -> Path:
@@ -63,6 +79,11 @@ def read_config(path: Path) -> ModelConfig:
     Raises:
         ModelError: a file is missing or unreadable, or a field is missing, wrong or not supported.
     """
+    if is_gguf(path):
+        from jengine.checkpoints.gguf import config_fields, stored_weights
+
+        config = model_config(config_fields(path), file=path)
+        return dataclasses.replace(config, stored=stored_weights(path, config.num_layers))
     file = path / (converted.MARK if converted.is_converted(path) else "config.json")
     if not file.exists() and converted.holds_orbax(path):
         raise ModelError(f"has Orbax files but no {converted.MARK}: `jengine convert` did not write it, or not to the end", file=path)

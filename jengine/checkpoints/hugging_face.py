@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jengine.checkpoints.quantization_config import quantization_config, stored_weights
 from jengine.config import ModelConfig
 from jengine.errors import ModelError
 from jengine.models import FAMILIES
@@ -29,7 +30,6 @@ UNLESS_READ: dict[str, object] = {  # the value that asks for nothing, as null d
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "qk_layernorm": False,
-    "quantization_config": None,
     "residual_multiplier": 1.0,
     "scale_attn_by_inverse_layer_idx": False,
     "sliding_window": None,
@@ -50,11 +50,12 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
         if family not in FAMILIES:
             raise ModelError(f"model_type {family!r} is not supported; {', '.join(sorted(FAMILIES))} are", file=file)
         hf = _fields(fields, FAMILIES[family])
-        eos = hf.get("eos_token_id")
+        eos, quantization = hf.get("eos_token_id"), quantization_config(hf)
         config = ModelConfig(
             family=family,
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+            stored=None if quantization is None else stored_weights(quantization),
             **FAMILIES[family].read(hf),
         )
     except KeyError as missing:

@@ -9,23 +9,22 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jengine.checkpoints.folder import read_json
+from jengine.checkpoints.stored import Tensor
 from jengine.errors import ModelError
 
 DTYPES = {"F64": np.dtype("float64"), "F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+NUMBERS = {  # of quantized tensors
+    **{"I8": np.dtype("int8"), "U8": np.dtype("uint8"), "I32": np.dtype("int32"), "I64": np.dtype("int64")},
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+READABLE = {**DTYPES, **NUMBERS}
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
-
-
-class Tensor(NamedTuple):
-    """A tensor and the file it lies in."""
-
-    file: Path
-    array: np.ndarray
 
 
 def read_tensors(folder: Path, skipped: tuple[str, ...] = ()) -> dict[str, Tensor]:
@@ -80,12 +79,12 @@ def _view(body: np.ndarray, entry: Any, file: Path, name: str) -> np.ndarray:
         begin, end = (int(n) for n in entry["data_offsets"])
     except (KeyError, TypeError, ValueError):
         raise ModelError("the header is corrupt: it lacks dtype, shape or data_offsets", file=file, tensor=name) from None
-    if kind not in DTYPES:
+    if kind not in READABLE:
         raise ModelError(f"dtype {kind} is not supported; {', '.join(DTYPES)} are", file=file, tensor=name)
-    size = math.prod(shape) * DTYPES[kind].itemsize
+    size = math.prod(shape) * READABLE[kind].itemsize
     if begin < 0 or min(shape, default=0) < 0 or end - begin != size:
         raise ModelError(f"the header is corrupt: {kind}{list(shape)} does not fill bytes {begin} to {end}", file=file, tensor=name)
     if end > body.size:
         raise ModelError(f"is truncated: the tensors reach to byte {end}, the file to {body.size}", file=file, tensor=name)
-    array: np.ndarray = body[begin:end].view(DTYPES[kind]).reshape(shape)
+    array: np.ndarray = body[begin:end].view(READABLE[kind]).reshape(shape)
     return array

@@ -14,15 +14,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
-from jengine.checkpoints.quantization import fitted, plain
-from jengine.checkpoints.safetensors import Tensor, read_tensors
+from jengine.checkpoints.folder import read_json
+from jengine.checkpoints.quantization import Target, fitted, joined, parts_of, plain
+from jengine.checkpoints.quantization_config import quantization_config
+from jengine.checkpoints.quantized_formats import read_quantized
+from jengine.checkpoints.safetensors import DTYPES, NUMBERS, read_tensors
+from jengine.checkpoints.stored import Groups, StoredTensor, Tensor, dense
 from jengine.config import ModelConfig
 from jengine.errors import ModelError, OutOfMemory
+from jengine.gguf_file import is_gguf
 from jengine.models import Model, Params, build
 from jengine.models.family import TextPart
 from jengine.models.pieces import Piece
 from jengine.observe.progress import progress_bar
 from jengine.parallel.mesh import with_shardings
+from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import Quantized, is_quantized
 
 ALIGNMENT = 64  # bytes; what a CPU device asks of memory that it takes over without a copy
@@ -61,12 +67,12 @@ def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int]
     sources, parameters = orbax.by_name(model.sources, is_leaf=_is_source), orbax.by_name(targets)
     taken_apart = orbax.by_name(one.sources, is_leaf=_is_source)
 
-    def where(stored: jax.ShapeDtypeStruct, target: jax.ShapeDtypeStruct | Quantized) -> jax.ShapeDtypeStruct:
+    def where(stored: jax.ShapeDtypeStruct, target: Target) -> jax.ShapeDtypeStruct:
         sharding = plain(target).sharding
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding if stored.shape == target.shape else whole)
 
-    def finish(name: str, array: jax.Array) -> jax.Array | Quantized:
+    def finish(name: str, array: jax.Array) -> jax.Array | Quantized | Int4:
         target = parameters[name]
         if array.shape != target.shape:
             tensors = disassemble(np.asarray(array), taken_apart[name])
@@ -79,8 +85,9 @@ def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int]
 def _from_safetensors(path: Path, model: Model, targets: Params, count: Callable[[int], object]) -> Params:
     tensors = read(path, model)
 
-    def place(target: jax.ShapeDtypeStruct | Quantized, source: tuple[Piece, ...]) -> jax.Array | Quantized:
-        parameter = fitted(_placed(plain(target), source, tensors), target)
+    def place(target: Target, source: tuple[Piece, ...]) -> jax.Array | Quantized | Int4:
+        kept = model.config.stored is not None and is_quantized(target)
+        parameter = _kept(target, source, tensors) if kept else fitted(_placed(plain(target), source, tensors), target)  # type: ignore[arg-type]
         gc.collect(0)  # JAX lets go of the host's copy when Python collects
         count(num_bytes(parameter))
         return parameter
@@ -94,6 +101,33 @@ def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: di
     return array
 
 
+def _kept(target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> Quantized | Int4:
+    """A parameter whose tensors are stored in the form that programs take."""
+    numbers, scale = parts_of(target)
+    group = target.group if isinstance(target, Int4) else None
+    size = group or target.shape[-1]
+    found: dict[str, Groups] = {}
+    for piece in source:
+        tensor = tensors[piece.name]
+        if not isinstance(tensor.array, StoredTensor) or not isinstance(groups := tensor.array.read(), Groups):
+            raise ModelError("is not stored as the configuration says: it is not quantized", file=tensor.file, tensor=piece.name)
+        found[piece.name] = groups if group is None else groups.by_group(size)
+
+    def placed(target: jax.ShapeDtypeStruct, part: Callable[[Groups], np.ndarray], pieces: tuple[Piece, ...]) -> jax.Array:
+        return _placed(target, pieces, {name: Tensor(Path(), part(groups)) for name, groups in found.items()})
+
+    if group is None:
+        by_output = tuple(piece._replace(part=piece.part[: len(scale.shape)], columns=slice(None)) for piece in source)
+        scales = placed(scale, lambda groups: groups.by_output(), by_output)
+        return joined(placed(numbers, lambda groups: groups.values, source), scales, None, target)
+    by_group = tuple(piece.grouped(len(target.shape), group) for piece in source)
+    scales = placed(scale, lambda groups: groups.scale, by_group)
+    offsets = None
+    if target.offset is not None:  # of tensors without, they are zero
+        offsets = placed(scale, lambda groups: groups.scale * 0 if groups.offset is None else groups.offset, by_group)
+    return joined(placed(numbers, lambda groups: groups.values, source), scales, offsets, target)
+
+
 def num_bytes(tree: Any) -> int:
     """Of all arrays in a tree, abstract or not."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -105,18 +139,31 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
     Raises:
         ModelError: as load does.
     """
-    tensors = read_tensors(path, skipped=CONSTANTS)
-    if model.text_part is not None:
-        tensors = _of_text(tensors, model.text_part)
-    tensors = _named(tensors, model.prefix)
-    pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
+    pieces: list[Piece] = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
+    if is_gguf(path):
+        from jengine.checkpoints.gguf import read_gguf
+
+        config = model.config
+        tensors = read_gguf(path, [piece.name for piece in pieces], (config.num_heads, config.num_kv_heads), config.num_layers)
+    else:
+        tensors, fields = read_tensors(path, skipped=CONSTANTS), read_json(path / "config.json")
+        if (quantization := quantization_config({**(fields.get("text_config") or {}), **fields})) is not None:
+            tensors = read_quantized(tensors, quantization)
+        if model.text_part is not None:
+            tensors = _of_text(tensors, model.text_part)
+        tensors = _named(tensors, model.prefix)
     _check(path, tensors, pieces, model.config.tie_embeddings)
     return tensors
 
 
 def has_output_head(path: Path, config: ModelConfig) -> bool:
     """Whether a folder has what turns hidden states into logits."""
-    return config.tie_embeddings or is_converted(path) or not read_tensors(path, skipped=CONSTANTS).keys().isdisjoint(OUTPUT_HEADS)
+    return (
+        config.tie_embeddings
+        or is_converted(path)
+        or is_gguf(path)
+        or not read_tensors(path, skipped=CONSTANTS).keys().isdisjoint(OUTPUT_HEADS)
+    )
 
 
 def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
@@ -125,8 +172,9 @@ def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: d
     memory = np.zeros(size + ALIGNMENT, np.uint8)  # padding stays zeros
     start = -memory.ctypes.data % ALIGNMENT
     out: np.ndarray = memory[start : start + size].view(target.dtype).reshape(target.shape)
+    arrays = {name: dense(tensors[name].array) for name in {piece.name for piece in source}}
     for piece in source:
-        part, array = out[piece.part], tensors[piece.name].array
+        part, array = out[piece.part], arrays[piece.name]
         part[...] = (array.T if piece.transposed else array)[piece.rows][..., piece.columns].reshape(part.shape)
     return out
 
@@ -136,7 +184,8 @@ def disassemble(parameter: np.ndarray, source: tuple[Piece, ...]) -> dict[str, T
     tensors: dict[str, Tensor] = {}
     for piece in source:
         tensor = tensors.setdefault(piece.name, Tensor(Path(), np.empty(piece.shape, parameter.dtype)))
-        part = (tensor.array.T if piece.transposed else tensor.array)[piece.rows][..., piece.columns]
+        stored = dense(tensor.array)
+        part = (stored.T if piece.transposed else stored)[piece.rows][..., piece.columns]
         part[...] = parameter[piece.part].reshape(part.shape)
     return tensors
 
@@ -167,6 +216,8 @@ def _check(path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bo
         if piece.name not in tensors:
             raise ModelError("is missing", file=path, tensor=piece.name)
         file, array = tensors[piece.name]
+        if (code := next((code for code, dtype in NUMBERS.items() if dtype == array.dtype), None)) is not None:
+            raise ModelError(f"dtype {code} is not supported; {', '.join(DTYPES)} are", file=file, tensor=piece.name)
         if array.shape != piece.shape:
             raise ModelError(f"has shape {list(array.shape)}; the configuration asks for {list(piece.shape)}", file=file, tensor=piece.name)
     harmless = set(OUTPUT_HEADS) if tied else set()

@@ -50,7 +50,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="while it runs:\n" + "".join(f"  {line}\n" for line in KEYS.splitlines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="`demo`, a folder in Hugging Face's layout, or a hub id")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
     server = parser.add_argument_group("a server, instead of MODEL")

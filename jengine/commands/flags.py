@@ -25,7 +25,7 @@ ENGINE_SKIPS = ("model", "seed")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="`demo`, a folder in Hugging Face's layout, or a hub id")
+    parser.add_argument("model", metavar="MODEL", help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id")
 
 
 def add_sampling_and_engine(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:

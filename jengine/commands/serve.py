@@ -28,7 +28,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="`demo`, a folder in Hugging Face's layout, or a hub id"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id",
     )
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="a TOML file of options")
     add_fields(parser.add_argument_group("server"), ServerConfig)

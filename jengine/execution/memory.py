@@ -19,6 +19,7 @@ from jengine.execution.kv_cache import page_bytes
 from jengine.execution.spec import ExecutionSpec
 from jengine.program_table import SamplerKey, TrunkKey
 from pallas_kernels.devices import skip_cuda_check
+from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import is_quantized
 
 CPU_DEFAULT = 1 << 30  # bytes
@@ -160,7 +161,9 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     """
     model, table = spec.model.config, spec.table
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if is_quantized(leaf)]
-    converted = 4 * max((math.prod(_own(matrix.values)) for matrix in matrices), default=0)  # one weight at a time
+    # one weight at a time; a word has eight four-bit numbers, which are int32 first
+    packed = [16 if isinstance(matrix, Int4) else 1 for matrix in matrices]
+    converted = 4 * max((each * math.prod(_own(matrix.values)) for each, matrix in zip(packed, matrices, strict=True)), default=0)
     fixed = converted + (0 if spec.mesh.devices.flat[0].platform == "cpu" else WORKSPACE)
     if isinstance(key, SamplerKey):
         own_rows, vocab = -(-key.rows // model.shards), model.padded(model.vocab_size)

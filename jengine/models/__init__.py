@@ -6,6 +6,8 @@ A new family is a file here: its module, the reader of its config.json, and its 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.config import ModelConfig
-from jengine.errors import ModelError
+from jengine.config import ModelConfig, StoredWeights
+from jengine.errors import InvalidArgument, ModelError
 from jengine.models import (
     falcon,
     gemma,
@@ -36,14 +38,18 @@ from jengine.models import (
     starcoder2,
 )
 from jengine.models.family import Decoder, Family, TextPart
+from jengine.models.pieces import Piece
+from jengine.parallel.mesh import RULES
 from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.int4 import pack, quantize_int4
 from pallas_kernels.quantized import quantize
 
-QUANTIZATIONS = {  # dtype of weights, and whether activations are quantized to it as well
+QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations are quantized to it as well
     "int8": ("int8", False),
     "w8a8": ("int8", True),
     "fp8": ("float8_e4m3fn", True),
 }
+EMBEDDINGS = {"int4": "int8"}  # and output heads, which bear four bits less well
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 _FILES = (falcon, gemma, glm, gpt2, gpt_neox, granite, llama, mistral, moe, olmo, opt, phi, phi3, qwen3, smollm3, stablelm, starcoder2)
 FAMILIES: dict[str, Family] = dict(sorted(item for file in _FILES for item in file.FAMILIES.items()))
@@ -54,7 +60,7 @@ class Model:
     """A model without its weights. The three trees have one structure: nested dicts.
 
     Attributes:
-        params: what programs take: a jax.ShapeDtypeStruct, or a Quantized of two, for each parameter.
+        params: what programs take: a jax.ShapeDtypeStruct, or a Quantized or an Int4 of several, for each parameter.
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors each parameter is made of, a tuple of pieces.Piece.
         prefix: the Decoder's.
@@ -83,8 +89,8 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
     Args:
         dtype: of weights and activations.
         max_model_len: tokens a sequence may have; dynamic rotary scaling is fixed for it.
-        quantization: one of QUANTIZATIONS, of the matrices in products and of embeddings; routers, norms, biases and learned
-            positions keep dtype.
+        quantization: as in EngineConfig, of the matrices in products and of embeddings; routers, norms, biases and learned positions
+            keep dtype.
         shards: devices that the parameters are laid out for, see ModelConfig.
 
     Raises:
@@ -94,7 +100,7 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
         raise ModelError(f"model_type {config.family!r} is not supported; {', '.join(sorted(FAMILIES))} are")
     if config.activation not in ACTIVATIONS:
         raise ModelError(f"hidden_act {config.activation!r} is not supported; {', '.join(sorted(ACTIVATIONS))} are")
-    config = dataclasses.replace(config, shards=shards)
+    config = dataclasses.replace(config, shards=shards, stored=config.stored if quantization is None else None)
     module = FAMILIES[config.family].module(config, jnp.dtype(dtype), max_model_len)
     graph, state = nnx.split(module)
 
@@ -102,10 +108,17 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
         return nnx.to_pure_dict(nnx.map_state(lambda _, parameter: leaf(parameter), state))
 
     def abstract(parameter: Any) -> Any:
-        plain = parameter.get_value()
-        if quantization is None or not parameter.get_metadata("matrix"):
+        plain, axes = parameter.get_value(), parameter.get_metadata("axes")
+        if not parameter.get_metadata("matrix"):
             return plain
-        kind, inputs = QUANTIZATIONS[quantization]
+        vocabulary, parts = axes[0] == "vocab", config.shards if axes[-1] in RULES else 1
+        if config.stored is not None and not vocabulary:
+            return _stored(plain, config.stored, parameter.get_metadata("source"), parts)
+        if quantization == "int4" and not vocabulary:
+            return jax.eval_shape(partial(quantize_int4, parts=parts), plain)
+        if quantization in (None, "none"):
+            return plain
+        kind, inputs = QUANTIZATIONS[EMBEDDINGS.get(quantization, quantization)]
         return jax.eval_shape(partial(quantize, dtype=kind, inputs=inputs), plain)
 
     return Model(
@@ -119,3 +132,19 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
         text_part=FAMILIES[config.family].text_part,
         graph=graph,
     )
+
+
+def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence[Piece], parts: int) -> Any:
+    """A matrix as the checkpoint has it, where it has all of it in that form."""
+    modules = {piece.name.rpartition(".")[0] for piece in source}
+    if any(re.match(pattern, module) for module in modules for pattern in stored.others):
+        return plain
+    if stored.form != "int4":
+        return jax.eval_shape(partial(quantize, dtype=stored.form), plain)
+    size = plain.shape[-1] // parts
+    if size % stored.group:
+        raise InvalidArgument("tensor_parallel_size", parts, f"cuts {plain.shape[-1]} inputs within groups of {stored.group}")
+    values = jax.ShapeDtypeStruct(plain.shape, jnp.int8)
+    scale = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
+    made = partial(pack, group=stored.group, parts=parts, dtype=str(plain.dtype))
+    return jax.eval_shape(made, values, scale, scale if stored.offset else None)

@@ -15,12 +15,12 @@ from jengine.config import ModelConfig
 from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
 from jengine.parallel.collectives import all_reduce, shard_index, shards
 from pallas_kernels.activations import ACTIVATIONS, gated
-from pallas_kernels.products import product
-from pallas_kernels.quantized import Quantized, dequantize
+from pallas_kernels.int4 import Int4
+from pallas_kernels.products import Weight, product
+from pallas_kernels.quantized import Quantized, dequantize, is_quantized
 from pallas_kernels.xla import Rotation
 
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
-Weight = jax.Array | Quantized  # [*out, in]
 Axes = tuple[str | None, ...]  # logical names, one for each axis; parallel/mesh.py says which are sharded
 
 
@@ -70,6 +70,8 @@ def row_parallel_dense(x: jax.Array, weight: Weight, bias: jax.Array | None = No
 
 def flattened(weight: Any) -> Any:
     """[*out, in] -> [outs, in]: a CPU's matrix product takes two axes as they lie; it would copy three."""
+    if isinstance(weight, Int4):
+        return weight.map(flattened)
     if isinstance(weight, Quantized):
         return dataclasses.replace(weight, values=flattened(weight.values), scale=weight.scale.reshape(-1))
     return weight.reshape(-1, weight.shape[-1])
@@ -78,7 +80,7 @@ def flattened(weight: Any) -> Any:
 def lookup(table: Weight, rows: jax.Array) -> jax.Array:
     """table [n, size] at int32[N] -> [N, size]. Padding may ask for rows beyond the table."""
     taken: Weight = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), table)
-    return dequantize(taken) if isinstance(taken, Quantized) else taken
+    return dequantize(taken) if is_quantized(taken) else taken  # type: ignore[arg-type]
 
 
 def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> nnx.Param[Any]:

@@ -18,6 +18,7 @@ from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
 from jengine.parallel.collectives import all_reduce
 from pallas_kernels.activations import gated
+from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import Quantized, dequantize, quantize
 
 PRODUCT = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [experts, out, in]
@@ -63,6 +64,7 @@ class Experts(nnx.Module):
         owners = jnp.zeros_like(chosen).at[place].set(chosen)
 
         def product(rows: jax.Array, weight: Any) -> jax.Array:
+            weight = dequantize(weight) if isinstance(weight, Int4) else weight
             values, scale = weight, None
             if isinstance(weight, Quantized):  # no ragged product takes eight bits: they are converted as they are read
                 values, scale = weight.values.astype(rows.dtype), weight.scale[owners]

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple, cast
 
 from jengine.config import ModelConfig
+from jengine.errors import ModelError
 
 
 class Piece(NamedTuple):
@@ -18,6 +19,19 @@ class Piece(NamedTuple):
     rows: slice = slice(None)
     columns: slice = slice(None)
     transposed: bool = False  # [in, out] in the checkpoint; rows and columns are those of its transpose
+
+    def grouped(self, ndim: int, group: int) -> Piece:
+        """Of an array with one number for each group of a tensor's columns, for a parameter of so many axes."""
+
+        def less(columns: slice) -> slice:
+            ends = [0 if columns.start is None else columns.start, columns.stop]
+            if any(end is not None and end % group for end in ends):
+                raise ModelError(f"columns {ends} cut groups of {group}: take fewer devices", tensor=self.name)
+            return slice(*(None if end is None else end // group for end in ends))
+
+        whole = len(self.part) < ndim
+        part = self.part if whole else (*self.part[:-1], less(cast(slice, self.part[-1])))
+        return self._replace(part=part, columns=less(self.columns))
 
 
 class Part(NamedTuple):

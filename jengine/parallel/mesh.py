@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jengine.errors import InvalidArgument
 from jengine.parallel.collectives import AXIS
 from pallas_kernels.devices import visible_devices
+from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import Quantized, is_quantized
 
 RULES = {"kv_heads": AXIS, "heads": AXIS, "ffn": AXIS, "vocab": AXIS}  # other axes are replicated
@@ -45,6 +46,8 @@ def with_shardings(mesh: Mesh, params: Any, axes: Any) -> Any:
     """The abstract parameters with shardings, from a tree of tuples of logical axis names. A scale has all axes but the last."""
 
     def place(array: Any, names: tuple[str | None, ...]) -> Any:
+        if isinstance(array, Int4):
+            return array.map(lambda one: place(one, names))
         if isinstance(array, Quantized):
             return dataclasses.replace(array, values=place(array.values, names), scale=place(array.scale, names[:-1]))
         sharding = NamedSharding(mesh, PartitionSpec(*(RULES.get(name or "") for name in names)))

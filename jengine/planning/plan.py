@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jengine.ahead_of_time import check_target, describe_for, describe_on, largest, memory_limit
+from jengine.checkpoints.weights import num_bytes
 from jengine.config import EngineConfig
 from jengine.device_defaults import sizes
 from jengine.device_spec import DeviceSpec, device_spec
@@ -21,6 +24,7 @@ from jengine.models import QUANTIZATIONS
 from jengine.parallel.collectives import AXIS
 from jengine.planning.roofline import Bound, Formats, bound, decode, kv_token_bytes, prefill
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
+from pallas_kernels.quantized import is_quantized
 
 CONTEXTS = 1024, 8192  # tokens of a sequence, beside max_model_len
 WORKSPACE = 32 << 20  # bytes, at most, that XLA gives cuBLAS beside a program's own temporaries
@@ -159,10 +163,14 @@ def formats_of(spec: ExecutionSpec) -> Formats:
     """As the spec's parameters and cache have them."""
     model, devices = spec.model, spec.mesh.size
     dtype = jnp.dtype(model.dtype)
-    kind, inputs = QUANTIZATIONS[model.quantization] if model.quantization else (str(dtype), False)
+    kind, inputs = QUANTIZATIONS.get(model.quantization or "", (str(dtype), False))
+    matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if len(leaf.shape) > 1]
+    width = jnp.dtype(kind).itemsize
+    if model.quantization == "int4" or model.config.stored is not None:  # not all alike, and scales count
+        width = num_bytes(matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
     scale = 4 / model.config.head_dim if spec.kv_cache_dtype else 0.0  # float32, for each token and head
     return Formats(
-        weight_bytes=jnp.dtype(kind).itemsize,
+        weight_bytes=width,
         product=kind if inputs else str(dtype),
         dtype=str(dtype),
         activation_bytes=dtype.itemsize,

@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jengine.errors import InvalidArgument, ModelError
+from jengine.gguf_file import is_gguf
 from jengine.text.tekken import generated_template
 
 MARK = "@end-of-the-message-to-continue@ "  # the space tells whether the template trims messages
@@ -87,11 +88,16 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
     """The templates of a model's folder, by name; the one that is always used is named "default".
 
     They are chat_template.jinja and additional_chat_templates/NAME.jinja, else chat_template in tokenizer_config.json,
-    which is a text or a list of {"name", "template"}. For a tekken.json alone mistral-common makes one, if it is installed.
+    which is a text or a list of {"name", "template"}; or those of a GGUF file. For a tekken.json alone mistral-common makes
+    one, if it is installed.
 
     Raises:
         ModelError: one cannot be read.
     """
+    if is_gguf(folder):
+        from jengine.text.gguf_tokenizer import read_chat_templates
+
+        return {name: ChatTemplate(source, special_tokens, folder) for name, source in read_chat_templates(folder).items()}
     found: dict[str, tuple[str, Path]] = {}
     file = folder / "tokenizer_config.json"
     try:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a Hugging Face folder."""
+"""Text to token ids and back, from a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from jengine.errors import InvalidArgument, ModelError
+from jengine.gguf_file import is_gguf
 from jengine.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_bytes
 from jengine.text.tekken import read_tekken
 from jengine.text.token_bytes import most_bytes_of_a_token
@@ -39,7 +40,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """The tokenizer of a model's folder.
+        """The tokenizer of a model's folder, or of a GGUF file.
 
         Reads tokenizer.json, or Mistral's tekken.json, with the tokenizers library: importing transformers costs two
         seconds, so only a folder without either goes through it, to be converted.
@@ -47,6 +48,10 @@ class Tokenizer:
         Raises:
             ModelError: no tokenizer there, or one that cannot be read.
         """
+        if is_gguf(path):
+            from jengine.text.gguf_tokenizer import read_tokenizer
+
+            return cls(*read_tokenizer(path), path)
         file = path / "tokenizer.json"
         if not file.is_file():
             tekken = path / "tekken.json"
@@ -123,8 +128,8 @@ class Tokenizer:
 
 
 def holds_tokenizer(path: Path) -> bool:
-    """Whether a folder has any file of a tokenizer."""
-    return any((path / name).is_file() for name in FILES)
+    """Whether a folder has any file of a tokenizer; GGUF files have one."""
+    return is_gguf(path) or any((path / name).is_file() for name in FILES)
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:

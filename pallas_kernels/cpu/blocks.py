@@ -131,16 +131,23 @@ def _finish(
         scales = code.load(out_scale, vector(F32, outs), 4)
         sums = b.fmul(sums, code.shuffle(scales, scales, list(range(outs)) * rows))
 
+    store_rows(code, sums, first, end, outs, result, result_row, out_size)
+
+
+def store_rows(code: Code, values: Any, first: int, end: int, outs: int, result: Any, result_row: Any, out_size: Any) -> None:
+    """Write rows [first, end) of a block, as bfloat16 or float32."""
+    b = code.b
+
     def stored(values: Any, size: int) -> None:
-        for row in range(rows):
-            own = code.shuffle(values, values, range(row * outs, (row + 1) * outs))
-            code.store(own, code.at(result, code.mul(result_row, first + row)), size)
+        for row in range(first, end):
+            own = code.shuffle(values, values, range((row - first) * outs, (row - first + 1) * outs))
+            code.store(own, code.at(result, code.mul(result_row, row)), size)
 
     with b.if_else(b.icmp_signed("==", out_size, I64(2))) as (yes, no):
         with yes:
-            stored(rounded(code, sums), 2)
+            stored(rounded(code, values), 2)
         with no:
-            stored(sums, 4)
+            stored(values, 4)
 
 
 def rounded(code: Code, values: Any) -> Any:

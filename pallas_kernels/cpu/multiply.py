@@ -89,7 +89,7 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
             with b.if_then(many):
                 args = code.at(weight, code.mul(begin, weight_row)), weight_row, size, b.sub(over, begin), scratch, inner_row
                 code.call("convert", VOID, *args)
-        with _strips(code, at, rows) as (row, height), code.loop(begin, over, at.outs) as outs:
+        with strips(code, at, rows) as (row, height), code.loop(begin, over, at.outs) as outs:
             o = code.least(outs.index, b.select(b.icmp_signed("==", begin, last), last, b.sub(over, I64(at.outs))))
             passed = [
                 code.at(x, code.mul(row, x_row)),
@@ -124,7 +124,7 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
 
 
 @contextmanager
-def _strips(code: Code, at: Processor, rows: Any) -> Iterator[tuple[Any, Any]]:
+def strips(code: Code, at: Processor, rows: Any) -> Iterator[tuple[Any, Any]]:
     """For each strip of rows: its first, and how many it has, one of `heights`."""
     b, before = code.b, code.b.block
     head, body, done = (b.append_basic_block(name) for name in ("strip", "rows", "done"))

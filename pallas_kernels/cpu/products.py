@@ -7,8 +7,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import native, tiles
 from pallas_kernels.cpu.calls import call, register
+from pallas_kernels.cpu.int4 import int4_module, needs_sums
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.cpu.multiply import bytes_module, product_module
+from pallas_kernels.int4 import Int4
 
 STORED = {"bfloat16", "float32"}  # of results
 
@@ -52,6 +54,16 @@ def product_by_tiles(x: jax.Array, weight: jax.Array, scale: jax.Array | None, d
     return y.astype(dtype)
 
 
+def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """x @ weight.T, sums in float32; weights [out, in] are unpacked in registers."""
+    shapes = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32)]
+    offset = [] if weight.offset is None else [weight.offset]
+    if needs_sums(native.host(), str(x.dtype), bool(offset)):
+        shapes.append(jax.ShapeDtypeStruct((x.shape[0], weight.scale.shape[1]), jnp.float32))
+    y: jax.Array = call(register_int4(str(x.dtype), weight.group, bool(offset)), shapes, x, weight.values, weight.scale, *offset)[0]
+    return y.astype(dtype)
+
+
 def why_no_tiles(x: str, kind: str, outs: int) -> str | None:
     """Why `product_by_tiles` cannot take these, or None."""
     if (x, kind) != ("bfloat16", "bfloat16") and (x not in INPUTS or kind != "w8a8"):
@@ -80,6 +92,20 @@ def register_bytes(x: str) -> str:
         return [(quantize, parts), multiply]
 
     return register(f"jengine_product_{x}_w8a8", make)
+
+
+def register_int4(x: str, group: int, offset: bool) -> str:
+    def make() -> list[int | tuple[int, int]]:
+        names = ["sums", "multiply"] if needs_sums(native.host(), x, offset) else ["multiply"]
+        return [*native.compiled(int4_module(native.host(), x, group, offset), *names)]
+
+    return register(f"jengine_product_{x}_int4_{group}{'_offset' if offset else ''}", make)
+
+
+def prepare_int4(x: str, weight: Int4) -> None:
+    """As `prepare`."""
+    if x in INPUTS:
+        register_int4(x, weight.group, weight.offset is not None)
 
 
 def prepare(x: str, weight: str) -> None:

@@ -71,7 +71,7 @@ def test_no_such_folder(model: str) -> None:
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "weights").touch()
-    with pytest.raises(ModelError, match="is a file; a model is a folder"):
+    with pytest.raises(ModelError, match="is a file; a model is a GGUF file or a folder"):
         resolve(str(tmp_path / "weights"))
 
 
@@ -139,7 +139,7 @@ def test_generation_config_recommends_sampling_parameters(tmp_path: Path) -> Non
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "field 'short_factor' is missing"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "field 'factor' is missing"),
         ({"use_sliding_window": True}, "use_sliding_window is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config.quant_method .mxfp4. is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
     ],
 )

@@ -257,7 +257,8 @@ def test_header_is_no_object(folder: Path, header: bytes) -> None:
     [
         (lambda entry: entry.pop("dtype"), "it lacks dtype, shape or data_offsets"),
         (lambda entry: entry.update(shape="wide"), "it lacks dtype, shape or data_offsets"),
-        (lambda entry: entry.update(dtype="I64"), "dtype I64 is not supported; F64, F32, F16, BF16 are"),
+        (lambda entry: entry.update(dtype="C64"), "dtype C64 is not supported; F64, F32, F16, BF16 are"),
+        (lambda entry: entry.update(dtype="I32"), "dtype I32 is not supported; F64, F32, F16, BF16 are"),
         (lambda entry: entry["data_offsets"].__setitem__(1, entry["data_offsets"][1] + 4), r"F32\[64, 64\] does not fill bytes"),
         (lambda entry: entry.update(shape=[-64, -64]), r"F32\[-64, -64\] does not fill bytes"),
     ],

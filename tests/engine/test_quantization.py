@@ -22,6 +22,7 @@ WORK = [(prompt, SamplingParams(temperature=0.0, max_tokens=24)) for prompt in p
     [
         {"quantization": "w8a8", "kv_cache_dtype": "int8"},
         pytest.param({"quantization": "int8", "kv_cache_dtype": "fp8"}, marks=pytest.mark.full),
+        pytest.param({"quantization": "int4"}, marks=pytest.mark.full),
     ],
 )
 def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[..., Engine]) -> None:
@@ -52,7 +53,8 @@ def test_the_cache_and_the_weights_shrink(make_engine: Callable[..., Engine]) ->
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "limit"), [("quantization", "int4", "None, int8, w8a8, fp8"), ("kv_cache_dtype", "int4", "auto, int8 or fp8")]
+    ("field", "value", "limit"),
+    [("quantization", "int2", "None, int4, int8, w8a8, fp8, none"), ("kv_cache_dtype", "int4", "auto, int8 or fp8")],
 )
 def test_others_are_refused(field: str, value: str, limit: str) -> None:
     with pytest.raises(InvalidArgument, match=f"{field}='{value}': must be {limit}"):

@@ -13,7 +13,8 @@ import pytest
 from jengine.checkpoints import load, read_config
 from jengine.models import Model, Params, build
 from jengine.parallel.mesh import make_mesh
-from pallas_kernels.quantized import Quantized, dequantize
+from pallas_kernels.int4 import Int4
+from pallas_kernels.quantized import Quantized, dequantize, is_quantized
 from tests.golden.weights import Golden, max_model_len, write_model
 from tests.models.test_golden import dense_causal
 
@@ -39,9 +40,9 @@ def models(folder: Path, variant: str, quantization: str, devices: int = 1) -> t
     params = load(folder, model, mesh, progress=False)
 
     def plain(leaf: Any) -> Any:
-        return dequantize(leaf) if isinstance(leaf, Quantized) else leaf
+        return dequantize(leaf) if is_quantized(leaf) else leaf
 
-    widened = jax.tree.map(plain, params, is_leaf=lambda node: isinstance(node, Quantized))
+    widened = jax.tree.map(plain, params, is_leaf=is_quantized)
     return (model, params), (build(config, "float32", max_model_len(variant)), widened)
 
 
@@ -66,6 +67,18 @@ def test_activations_too(quantization: str, variant: str, tmp_path: Path) -> Non
     got, want = logits(*mine, tokens), logits(*plain, tokens)
     error = np.abs(got - want).mean() / want.std()
     assert 1e-5 < error < (0.05 if quantization == "w8a8" else 0.25)
+
+
+@pytest.mark.parametrize("variant", ["mixtral", *(pytest.param(variant, marks=pytest.mark.full) for variant in ("llama_gqa", "gpt2"))])
+def test_int4_weights(variant: str, tmp_path: Path) -> None:
+    mine, plain = models(tmp_path, variant, "int4")
+    tokens = Golden.read(variant).cases[0].prompt
+    np.testing.assert_allclose(logits(*mine, tokens), logits(*plain, tokens), atol=1e-4)
+    params = mine[1]
+    vocabulary = params.get("embed", params.get("wte"))
+    assert isinstance(vocabulary, Quantized) and not vocabulary.inputs  # which bears four bits less well
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    assert any(isinstance(leaf, Int4) for leaf in leaves)
 
 
 def test_what_is_quantized(tmp_path: Path) -> None:

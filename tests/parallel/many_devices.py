@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from jengine.checkpoints import load, read_config
 from jengine.config import EngineConfig
 from jengine.engine import Engine
 from jengine.execution.memory import temporaries_bound
@@ -23,6 +24,8 @@ from jengine.program_table import SamplerKey
 from jengine.request import MAX_LOGPROBS, SamplingParams
 from jengine.start import start_engine
 from jengine.updates import TokenUpdate
+from pallas_kernels.quantized import dequantize
+from tests.checkpoints.quantized_models import gptq, write_quantized
 from tests.engine.invariance import OPTIONS, check_invariance
 from tests.engine.running import SMALL, Answer, requests_of, run
 from tests.engine.test_golden import assert_equal
@@ -98,14 +101,25 @@ def test_seeds_and_prompt_logprobs_do_not_either(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:quantization='fp8' is emulated")
-@pytest.mark.parametrize("quantization", ["int8", "w8a8", "fp8"])
-def test_eight_bits_on_four_devices(quantization: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "w8a8", "fp8", "int4"])
+def test_fewer_bits_on_four_devices(quantization: str, tmp_path: Path) -> None:
     """Rounding differs where devices quantize their own part of a row; the first tokens still agree."""
     write_model(tmp_path, "qwen3_untied")
     options = {"quantization": quantization, "kv_cache_dtype": "int8"}
     one, many = (answers(tmp_path, "qwen3_untied", devices, **options) for devices in (1, 4))
     same = [a.tokens[:3] == b.tokens[:3] for a, b in zip(one, many, strict=True)]
     assert sum(same) >= 0.8 * len(same)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_stored_groups_are_cut(devices: int, tmp_path: Path) -> None:
+    """Each device has whole groups of its inputs, and together they stand for what is stored."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "dynamic": {"-:.*o_proj": {}}}
+    stored = write_quantized(tmp_path, config, gptq(32, 4, symmetric=True), plain=("o_proj.weight",))
+    model = build(read_config(tmp_path), "float32", 64, shards=devices)
+    down = load(tmp_path, model, make_mesh(devices), progress=False)["layers"][0]["mlp"]["down"]
+    assert {shard.data.shape for shard in down.values.addressable_shards} == {(64, 16)}
+    np.testing.assert_allclose(dequantize(down), stored["model.layers.0.mlp.down_proj.weight"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,182 @@
+"""Models in GGUF files: the fields of a config.json, and tensors by the names that Hugging Face's checkpoints have.
+
+llama.cpp stores queries and keys of Llama with the channels that turn together side by side; they are put back into their places.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jengine.checkpoints.stored import Groups, StoredTensor, Tensor
+from jengine.config import StoredWeights
+from jengine.errors import ModelError
+from jengine.gguf_file import GgufFile, open_gguf
+
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # llama.cpp's name, and model_type
+INTERLEAVED = ("llama",)  # of which queries and keys are stored in another order
+MATRICES = tuple(f"self_attn.{p}_proj" for p in "qkvo") + tuple(f"mlp.{p}_proj" for p in ("gate", "up", "down"))  # of a layer
+FREQUENCIES = "rope_freqs.weight"
+FOUR_BITS, GROUP = ("Q4_0", "Q4_1", "Q4_K"), 32
+FIELDS = {  # of a config.json, and of GGUF after the architecture's name
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+}
+SCALING = {"factor": "rope.scaling.factor", "original_max_position_embeddings": "rope.scaling.original_context_length"}
+KNOWN = {*FIELDS.values(), *SCALING.values()} | {
+    *("vocab_size", "rope.dimension_count", "rope.scaling.type", "rope.scaling.finetuned", "attention.value_length", "expert_count")
+}
+
+
+class _Names(NamedTuple):
+    """Attributes: file: a Hugging Face tensor's name there."""
+
+    map: Any
+
+    def file(self, name: str) -> str | None:
+        base, _, kind = name.rpartition(".")
+        found = self.map.get_name(base)
+        return None if found is None else f"{found}.{kind}"
+
+
+def config_fields(path: Path) -> dict[str, Any]:
+    """What config.json would say.
+
+    Raises:
+        ModelError: the file is no GGUF file, or one of a model that is not supported.
+    """
+    file = open_gguf(path)
+    architecture = file.architecture
+    if architecture not in ARCHITECTURES:
+        raise ModelError(f"architecture {architecture!r} is not supported; {', '.join(ARCHITECTURES)} are, of GGUF files", file=path)
+    for name in file.names(f"{architecture}."):
+        if name not in KNOWN:
+            raise ModelError(f"field {architecture}.{name} is not supported", file=path)
+    if file.get(f"{architecture}.expert_count", 0):
+        raise ModelError("experts are not supported, of GGUF files", file=path)
+    known = {ours: file[f"{architecture}.{theirs}"] for ours, theirs in FIELDS.items() if f"{architecture}.{theirs}" in file}
+    head_dim = known.get("head_dim") or known["hidden_size"] // known["num_attention_heads"]
+    rotary = file.get(f"{architecture}.rope.dimension_count", head_dim)
+    if rotary != head_dim or file.get(f"{architecture}.attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"rope.dimension_count and attention.value_length must be {head_dim}, the head's size", file=path)
+    ids = [file[name] for name in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if name in file]
+    return {
+        "model_type": ARCHITECTURES[architecture],
+        **known,
+        "vocab_size": int(file.tensors["token_embd.weight"].shape[1]),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        **({"attention_bias": True} if architecture in ("llama", "qwen3") and "blk.0.attn_q.bias" in file.tensors else {}),
+        "eos_token_id": sorted(set(ids)) or None,
+        "rope_scaling": _rope_scaling(file, known["max_position_embeddings"]),
+        "dtype": _dtype(file),
+    }
+
+
+def stored_weights(path: Path, layers: int) -> StoredWeights | None:
+    """Of the matrices, those of four bits stay so in memory."""
+    file = open_gguf(path)
+    names = _names(file, layers)
+    others, found = [], set()
+    for name in (f"model.layers.{layer}.{matrix}.weight" for layer in range(layers) for matrix in MATRICES):
+        kind = _kind(file, names.file(name))
+        found |= {kind} & {*FOUR_BITS}
+        others += [] if kind in FOUR_BITS else [re.escape(name.removesuffix(".weight")) + "$"]
+    return StoredWeights(form="int4", group=GROUP, offset=found != {"Q4_0"}, others=tuple(others)) if found else None
+
+
+def read_gguf(path: Path, wanted: list[str], heads: tuple[int, int], layers: int) -> dict[str, Tensor]:
+    """The file's tensors: of the wanted names where it has them, the others by the file's own.
+
+    Args:
+        heads: of queries, and of keys.
+    """
+    file = open_gguf(path)
+    names, tensors = _names(file, layers), dict(file.tensors)
+    tensors.pop(FREQUENCIES, None)  # read as a part of the configuration
+    out: dict[str, Tensor] = {}
+    for name in dict.fromkeys(wanted):
+        if (stored := names.file(name)) in tensors:
+            interleaved = file.architecture in INTERLEAVED and re.search(r"\.([qk])_proj\.", name)
+            count = 0 if not interleaved else heads[interleaved[1] == "k"]
+            out[name] = Tensor(path, _tensor(tensors.pop(stored), count))  # type: ignore[arg-type]
+    return out | {name: Tensor(path, _tensor(tensor, 0)) for name, tensor in tensors.items()}
+
+
+def _names(file: GgufFile, layers: int) -> _Names:
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    arch = next(number for number, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
+    return _Names(get_tensor_name_map(arch, layers))
+
+
+def _kind(file: GgufFile, name: str | None) -> str:
+    tensor = file.tensors.get(name)
+    return "" if tensor is None else str(tensor.tensor_type.name)
+
+
+def _dtype(file: GgufFile) -> str:
+    """Of activations: as wide as the matrices', where these are no blocks."""
+    return {"F32": "float32", "F16": "float16"}.get(_kind(file, "blk.0.attn_q.weight"), "bfloat16")
+
+
+def _rope_scaling(file: GgufFile, longest: int) -> dict[str, Any] | None:
+    if FREQUENCIES in file.tensors:  # a divisor for each frequency: how Llama 3.1's is stored
+        factors = file.floats(FREQUENCIES).tolist()
+        lists = {"short_factor": factors, "long_factor": factors}
+        return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": longest, **lists}
+    kind = file.get(f"{file.architecture}.rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    named = {ours: file[f"{file.architecture}.{theirs}"] for ours, theirs in SCALING.items() if f"{file.architecture}.{theirs}" in file}
+    return {"rope_type": kind, **named}
+
+
+def _tensor(tensor: Any, heads: int) -> np.ndarray | StoredTensor:
+    """heads: of how many the rows are interleaved, or 0."""
+    from gguf import dequantize
+
+    kind, shape = tensor.tensor_type, tuple(int(n) for n in reversed(tensor.shape))
+
+    def rows() -> np.ndarray:
+        if not heads:
+            return np.asarray(tensor.data)
+        apart = tensor.data.reshape(heads, shape[0] // heads // 2, 2, *tensor.data.shape[1:])
+        return np.asarray(apart.swapaxes(1, 2).reshape(tensor.data.shape))
+
+    if kind.name in ("F32", "F16"):
+        return rows()
+    if kind.name in FOUR_BITS and len(shape) == 2:
+        return StoredTensor(shape, lambda: _four_bits(rows(), kind.name))
+    return StoredTensor(shape, lambda: dequantize(rows(), kind))
+
+
+def _four_bits(rows: np.ndarray, kind: str) -> Groups:
+    """Blocks of 32 numbers, or of 256 with a scale and an offset for each 32."""
+    blocks = np.ascontiguousarray(rows).reshape(rows.shape[0], -1, {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}[kind])
+
+    def half(start: int) -> np.ndarray:  # float16 [out, blocks]
+        return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0].astype(np.float32)
+
+    if kind == "Q4_K":
+        packed, d, low = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32), half(0), half(2)
+        first, second, last = (blocks[..., start : start + 4] for start in (4, 8, 12))  # of six bits each: scales, offsets, both
+        scale = np.concatenate([first & 63, (last & 15) | (first >> 6 << 4)], -1) * d[..., None]
+        offset = np.concatenate([second & 63, (last >> 4) | (second >> 6 << 4)], -1) * -low[..., None]
+    else:
+        packed = blocks[..., 4 if kind == "Q4_1" else 2 :].reshape(*blocks.shape[:2], 1, 16)
+        scale = half(0)[..., None]
+        offset = half(2)[..., None] if kind == "Q4_1" else -8 * scale
+    values = np.stack([packed & 15, packed >> 4], -2).reshape(rows.shape[0], -1).astype(np.int8) - np.int8(8)
+    by_group = [x.reshape(rows.shape[0], -1).astype(np.float32) for x in (scale, offset + 8 * scale)]
+    return Groups(values, by_group[0], None if kind == "Q4_0" else by_group[1], (1, GROUP))

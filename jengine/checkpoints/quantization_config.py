@@ -1,0 +1,98 @@
+"""How a config.json's quantization_config says that weights are stored, and in which form they stay: AWQ, GPTQ, compressed-tensors, FP8."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jengine.config import StoredWeights
+from jengine.errors import ModelError
+from pallas_kernels.int4 import GROUPS
+
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
+FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")  # of compressed-tensors
+Group = dict[str, Any]
+
+
+def quantization_config(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Of a config.json's fields.
+
+    Raises:
+        ModelError: it asks for what is not supported.
+    """
+    found = fields.get("quantization_config") or fields.get("compression_config")
+    if found is None:
+        return None
+    method = str(found.get("quant_method"))
+    if method not in METHODS:
+        raise ModelError(f"quantization_config.quant_method {method!r} is not supported; {', '.join(METHODS)} are")
+    _check(method, found)
+    return dict(found)
+
+
+def _check(method: str, config: Mapping[str, Any]) -> None:
+    def only(name: str, value: Any, known: tuple[Any, ...]) -> None:
+        if value not in known:
+            raise ModelError(f"quantization_config.{name}={value!r} is not supported; {', '.join(map(str, known))} are")
+
+    if method == "awq":
+        only("bits", config.get("bits"), (4,))
+        only("version", str(config.get("version", "gemm")).lower(), ("gemm",))
+    elif method == "gptq":
+        only("bits", config.get("bits"), (4, 8))
+        only("checkpoint_format", config.get("checkpoint_format", "gptq"), ("gptq", "gptq_v2"))
+    elif method == "compressed-tensors":
+        only("format", config.get("format"), FORMATS)
+        only("kv_cache_scheme", config.get("kv_cache_scheme"), (None,))
+        only("sparsity_config.format", (config.get("sparsity_config") or {}).get("format", "dense"), ("dense",))
+        for group in config_groups(config):
+            weights = group["weights"]
+            name = f"{weights.get('type')}{weights.get('num_bits')}"
+            only("config_groups: weights", name, ("int4", "int8", "float8"))
+
+
+def config_groups(config: Mapping[str, Any]) -> list[Group]:
+    return [group for group in (config.get("config_groups") or {}).values() if group.get("weights")]
+
+
+def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
+    """What stays as it is in memory: four bits by groups, and eight bits with a scale for each output, or one for all.
+
+    None: weights become dtype, as do GPTQ's of eight bits, those whose groups are no neighbours, and blocks of FP8.
+    """
+    method = config["quant_method"]
+    if method == "compressed-tensors":
+        groups = config_groups(config)
+        if len(groups) != 1:
+            return None
+        weights = groups[0]["weights"]
+        others = tuple(_ignored(name) for name in config.get("ignore") or [])
+        symmetric = bool(weights.get("symmetric", True))
+        if weights["num_bits"] == 4 and weights.get("strategy") == "group" and not weights.get("actorder"):
+            return _four_bits(int(weights["group_size"]), not symmetric, others)
+        if weights["num_bits"] == 8 and weights.get("strategy") in ("channel", "tensor") and symmetric:
+            return StoredWeights(form="int8" if weights["type"] == "int" else "float8_e4m3fn", others=others)
+        return None
+    others = tuple(f".*{re.escape(name)}" for name in config.get("modules_to_not_convert") or [])  # of names that contain one
+    if method == "awq":
+        return _four_bits(int(config["group_size"]), bool(config.get("zero_point", True)), others)
+    if method == "gptq":
+        others += tuple(rule[2:] for rule in config.get("dynamic") or {} if rule.startswith("-:"))
+        changed = any(not rule.startswith("-:") for rule in config.get("dynamic") or {})
+        if config["bits"] != 4 or config.get("desc_act") or changed:
+            return None
+        return _four_bits(int(config["group_size"]), not config.get("sym", True), others)
+    return None if config.get("weight_block_size") else StoredWeights(form="float8_e4m3fn", others=others)
+
+
+def _four_bits(group: int, offset: bool, others: tuple[str, ...]) -> StoredWeights | None:
+    if group % GROUPS[0]:  # also -1, one scale for each output
+        return None
+    own = max(n for n in GROUPS if group % n == 0)  # a larger group's scale is repeated
+    return StoredWeights(form="int4", group=own, offset=offset, others=others)
+
+
+def _ignored(name: str) -> str:
+    """A module's name, or a regular expression of it."""
+    return name.removeprefix("re:") if name.startswith("re:") else re.escape(name) + "$"

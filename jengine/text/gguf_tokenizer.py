@@ -1,0 +1,132 @@
+"""The tokenizer in a GGUF file's metadata, which has a vocabulary and the name of a rule, as a `tokenizers.Tokenizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from jengine.errors import ModelError
+from jengine.gguf_file import GgufFile, open_gguf
+
+CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
+SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_ENDS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+_SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = _CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _ENDS
+QWEN2 = _CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _ENDS
+TEKKEN = "|".join(_CASED) + r"|\p{N}" + _SLASHED
+GPT4O = "|".join(f"{cased}{_CONTRACTED}?" for cased in _CASED) + r"|\p{N}{1,3}" + _SLASHED
+BEGINNING = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2")  # texts begin with BOS, unless the file says otherwise
+WHOLE = (*BEGINNING, "tekken")  # a piece that is a token is not merged
+SPLITS: dict[str, str] = {  # by tokenizer.ggml.pre: how text is cut before tokens are merged
+    **dict.fromkeys((*BEGINNING, "smaug-bpe", "dbrx"), LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), GPT4O),
+    "tekken": TEKKEN,
+}
+GPT2 = ("gpt-2", "gpt2", "olmo", "phi-2", "jais", "mpt", "trillion")
+DIGITS_FIRST = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")  # GPT-2's rule, with each digit alone
+
+
+def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer, and its special tokens.
+
+    Raises:
+        ModelError: the file has none, or one of a kind that is not supported.
+    """
+    file = open_gguf(path)
+    kind = file["tokenizer.ggml.model"]
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(f"tokenizer.ggml.model={kind!r} is not supported; gpt2 and llama are", file=path)
+    tokens: list[str] = file["tokenizer.ggml.tokens"]
+    backend = _byte_level(file, tokens) if kind == "gpt2" else _sentence_piece(file, tokens)
+    marked = zip(tokens, file.get("tokenizer.ggml.token_type", []), strict=False)
+    added = [AddedToken(token, normalized=False, special=kind == CONTROL) for token, kind in marked if kind in (CONTROL, USER_DEFINED)]
+    backend.add_tokens(added)
+    ids = {ours: file.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in SPECIAL_TOKENS.items()}
+    special = {name: tokens[number] for name, number in ids.items() if number is not None and 0 <= number < len(tokens)}
+    begins = file.get("tokenizer.ggml.add_bos_token", kind == "llama" or file.get("tokenizer.ggml.pre") in BEGINNING)
+    ends = file.get("tokenizer.ggml.add_eos_token", False)
+    _surround(backend, special.get("bos_token") if begins else None, special.get("eos_token") if ends else None, kind == "gpt2")
+    return backend, special
+
+
+def read_chat_templates(path: Path) -> dict[str, str]:
+    """By name: "default" and others."""
+    file, key = open_gguf(path), "tokenizer.chat_template"
+    named = {name: file[f"{key}.{name}"] for name in file.names(f"{key}.")}
+    return {"default": file[key], **named} if key in file else named
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    pre = file.get("tokenizer.ggml.pre", "default")
+    if pre in GPT2:
+        split: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif pre in DIGITS_FIRST:
+        split = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    elif pre in SPLITS:
+        cut = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
+        split = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    else:
+        known = ", ".join(sorted({*GPT2, *DIGITS_FIRST, *SPLITS}))
+        raise ModelError(f"tokenizer.ggml.pre={pre!r} is not supported; {known} are", file=file.path)
+    merges = [_pair(merge) for merge in file["tokenizer.ggml.merges"]]
+    backend = tokenizers.Tokenizer(models.BPE(vocab=_vocabulary(tokens), merges=merges, ignore_merges=pre in WHOLE))
+    backend.pre_tokenizer = split
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """Byte-pair encoding of text in which U+2581 stands for spaces; a merge comes the earlier the higher its result's score."""
+    vocabulary = _vocabulary(tokens)
+    scores = dict(zip(tokens, file["tokenizer.ggml.scores"], strict=True))
+    unknown = file.get("tokenizer.ggml.unknown_token_id", 0)
+    model = models.BPE(
+        vocab=vocabulary, merges=_merges(vocabulary, scores), unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True, dropout=None
+    )
+    backend = tokenizers.Tokenizer(model)
+    spaced = file.get("tokenizer.ggml.add_space_prefix", True)
+    replaced: list[Any] = [normalizers.Replace(" ", "\u2581")]
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), *replaced] if spaced else replaced)
+    stripped = [decoders.Strip(" ", 1, 0)] if spaced else []
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped])
+    return backend
+
+
+def _merges(vocabulary: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    found = []
+    for token, score in scores.items():
+        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        own = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
+        found += [(-score, vocabulary[left], vocabulary[right], left, right) for left, right in own]
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
+    return {token: number for number, token in enumerate(tokens)}
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _surround(backend: tokenizers.Tokenizer, first: str | None, last: str | None, byte_level: bool) -> None:
+    """Put these tokens around every text."""
+    single = [token for token in (first, "$A", last) if token is not None]
+    steps: list[Any] = [processors.ByteLevel(trim_offsets=False)] if byte_level else []
+    if len(single) > 1:
+        special = [(token, backend.token_to_id(token)) for token in dict.fromkeys((first, last)) if token is not None]
+        steps.append(processors.TemplateProcessing(single=single, pair=[*single, "$B:1"], special_tokens=special))
+    if steps:
+        backend.post_processor = processors.Sequence(steps)

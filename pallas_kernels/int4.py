@@ -1,0 +1,140 @@
+"""Four-bit weights with a scale, and perhaps an offset, for each group of consecutive inputs.
+
+Eight numbers lie in a word of 32 bits. A tile of 128 inputs is 16 words: bits 4 k to 4 k + 3 of word j are input 32 k + 2 j, and bits
+16 + 4 k to 19 + 4 k input 32 k + 2 j + 1. So four shifts of 16 words give the pairs of neighbours that products of bfloat16 take, in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+TILE, WORDS = 128, 16  # inputs that are packed together, and the words that they fill
+GROUPS = 32, 64, 128  # inputs that may share a scale
+LOWEST, HIGHEST = -8, 7
+SHRUNK = 1.0, 0.95, 0.9, 0.85, 0.8, 0.7  # of a group's range, that its sixteen numbers are tried on
+SMALLEST = 1e-30  # range of a group that has one value only
+SCALES = 4  # their number, for each row, is a multiple of this
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("size", "group", "dtype"))
+@dataclass(frozen=True)
+class Int4:
+    """Stands for number * scale + offset, each of -8 to 7.
+
+    The inputs lie in as many parts as devices share them. Each part is padded to tiles; scales and offsets of padding are zero.
+
+    Attributes:
+        values: int32 [..., parts * words].
+        scale: float32 [..., parts * groups].
+        offset: as scale; None: all are zero.
+        size: inputs of a part.
+        group: inputs that share a scale, one of GROUPS. A part's last group may have fewer.
+        dtype: of what it stands for.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+    offset: jax.Array | None
+    size: int
+    group: int = TILE
+    dtype: str = "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.values.shape[:-1], self.values.shape[-1] // words(self.size) * self.size)
+
+    def __getitem__(self, index: Any) -> Int4:
+        """Indices of leading axes."""
+        return self if index is Ellipsis else self.map(lambda array: array[index])
+
+    def map(self, function: Any) -> Int4:
+        """The same with each array replaced."""
+        offset = None if self.offset is None else function(self.offset)
+        return replace(self, values=function(self.values), scale=function(self.scale), offset=offset)
+
+
+def words(size: int) -> int:
+    """That so many inputs take."""
+    return -(-size // TILE) * WORDS
+
+
+def groups(size: int, group: int) -> int:
+    """Scales that so many inputs take, with those of padding."""
+    return -(-(-(-size // TILE) * TILE // group) // SCALES) * SCALES
+
+
+def pack(numbers: jax.Array, scale: jax.Array, offset: jax.Array | None, *, group: int, parts: int = 1, dtype: str = "float32") -> Int4:
+    """From numbers int8 [..., in] of -8 to 7, and scale and offset [..., in / group]; in / parts is a multiple of group."""
+    size = numbers.shape[-1] // parts
+    apart = jnp.pad(_parts(numbers, parts), _last(numbers, -size % TILE))
+    fields = apart.reshape(*apart.shape[:-1], -1, 4, WORDS, 2).astype(jnp.uint32) & 15  # [..., parts, tiles, 4, words, 2]
+    shifts = 4 * jnp.arange(4, dtype=jnp.uint32)[:, None, None] + 16 * jnp.arange(2, dtype=jnp.uint32)
+    packed = jax.lax.bitcast_convert_type((fields << shifts).sum((-3, -1), dtype=jnp.uint32), jnp.int32)
+
+    def padded(by_group: jax.Array) -> jax.Array:
+        apart = _parts(by_group.astype(jnp.float32), parts)
+        return jnp.pad(apart, _last(by_group, groups(size, group) - apart.shape[-1])).reshape(*by_group.shape[:-1], -1)
+
+    values = packed.reshape(*numbers.shape[:-1], -1)
+    return Int4(values, padded(scale), None if offset is None else padded(offset), size, group, dtype)
+
+
+def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1) -> Int4:
+    """x [..., in], a float: each group's numbers, scale and offset are the best of several tries, by the sum of squared errors."""
+    size = x.shape[-1] // parts
+    missing = -size % group
+    apart = _parts(x.astype(jnp.float32), parts)
+    rows = jnp.pad(apart, _last(x, missing), mode="edge").reshape(*apart.shape[:-1], -1, group)
+    low, high = rows.min(-1, keepdims=True), rows.max(-1, keepdims=True)
+
+    def tried(shrunk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        scale = jnp.maximum(shrunk * (high - low), SMALLEST) / (HIGHEST - LOWEST)
+        offset = shrunk * low - LOWEST * scale
+        numbers = jnp.clip(jnp.round((rows - offset) / scale), LOWEST, HIGHEST)
+        # The scale and offset that fit these numbers best.
+        mean, center = numbers.mean(-1, keepdims=True), rows.mean(-1, keepdims=True)
+        spread = ((numbers - mean) ** 2).sum(-1, keepdims=True)
+        scale = jnp.where(spread > 0, ((numbers - mean) * (rows - center)).sum(-1, keepdims=True) / jnp.maximum(spread, SMALLEST), scale)
+        offset = center - scale * mean
+        return ((numbers * scale + offset - rows) ** 2).sum(-1, keepdims=True), numbers, scale, offset
+
+    def better(best: tuple[jax.Array, ...], shrunk: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        found = tried(shrunk)
+        return tuple(jnp.where(found[0] < best[0], new, old) for new, old in zip(found, best, strict=True)), None
+
+    (_, numbers, scale, offset), _ = jax.lax.scan(better, tried(jnp.float32(SHRUNK[0])), jnp.array(SHRUNK[1:], jnp.float32))
+    numbers = numbers.astype(jnp.int8).reshape(*apart.shape[:-1], -1)[..., :size].reshape(x.shape)
+    scale, offset = (by_group.reshape(*x.shape[:-1], -1) for by_group in (scale, offset))
+    return pack(numbers, scale, offset, group=group, parts=parts, dtype=str(x.dtype))
+
+
+def dequantize_int4(x: Int4, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """[..., in] of the given dtype, or x.dtype."""
+    bits = _parts(x.values, x.values.shape[-1] // words(x.size))
+    bits = bits.reshape(*bits.shape[:-1], -1, 1, WORDS, 1)
+    shifts = 4 * jnp.arange(4)[:, None, None] + 16 * jnp.arange(2)
+    numbers = (bits << (28 - shifts)) >> 28  # [..., parts, tiles, 4, words, 2]
+    leading = numbers.shape[:-4]
+    numbers = numbers.reshape(*leading, -1, x.group).astype(jnp.float32)
+
+    def spread(by_group: jax.Array) -> jax.Array:
+        return _parts(by_group, leading[-1])[..., : numbers.shape[-2], None]
+
+    wide = numbers * spread(x.scale)
+    if x.offset is not None:
+        wide = wide + spread(x.offset)
+    return wide.reshape(*leading, -1)[..., : x.size].reshape(x.shape).astype(dtype or x.dtype)
+
+
+def _parts(x: jax.Array, parts: int) -> jax.Array:
+    return x.reshape(*x.shape[:-1], parts, -1)
+
+
+def _last(x: jax.Array, missing: int) -> list[tuple[int, int]]:
+    """Padding of an array whose last axis is in parts."""
+    return [(0, 0)] * x.ndim + [(0, missing)]

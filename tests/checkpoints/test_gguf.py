@@ -1,0 +1,189 @@
+"""Models in GGUF files: logits, four bits in memory, configurations, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import numpy as np
+import pytest
+
+from jengine.checkpoints import convert, has_output_head, load, read_config, resolve
+from jengine.checkpoints.gguf import FOUR_BITS, _four_bits
+from jengine.checkpoints.hugging_face import model_config
+from jengine.errors import InvalidArgument, ModelError
+from jengine.gguf_file import open_gguf
+from jengine.models import Params, build
+from jengine.models.rope import rope
+from jengine.parallel.mesh import make_mesh
+from pallas_kernels.int4 import Int4
+from pallas_kernels.quantized import Quantized, dequantize, is_quantized
+from tests.checkpoints.gguf_models import write_gguf
+from tests.golden.weights import VARIANTS, Golden
+from tests.models.test_quantization import logits
+
+EVEN = {"intermediate_size": 128}  # what blocks of 32 divide
+MIXED = {"": "Q4_1", "down_proj.weight": "Q4_0", "embed_tokens.weight": "Q8_0", "lm_head.weight": "F16"}
+
+
+def loaded(file: Path, dtype: str = "float32", quantization: str | None = None) -> tuple[Any, Params]:
+    model = build(read_config(file), dtype, 192, quantization)
+    return model, load(file, model, make_mesh(1), progress=False)
+
+
+@pytest.mark.parametrize("variant", ["llama_gqa", "llama_tied", "rope_linear", "qwen2_untied", "qwen3_tied"])
+def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", variant, fields=scaling(variant))
+    case = Golden.read(variant).cases[2]
+    got = logits(*loaded(tmp_path / "m.gguf"), np.concatenate([case.prompt, case.tokens[:-1]]))
+    np.testing.assert_allclose(got[len(case.prompt) - 1 :], case.logits, atol=1e-4)
+
+
+def scaling(variant: str) -> dict[str, Any]:
+    if variant != "rope_linear":
+        return {}
+    return {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0, "llama.rope.scaling.original_context_length": 256}
+
+
+def test_frequencies_of_llama_3_1_are_a_tensor(tmp_path: Path) -> None:
+    """Divisors of the unstretched frequencies."""
+    config = model_config(VARIANTS["rope_llama3"])
+    plain, stretched = rope(dataclasses.replace(config, rope_scaling=None), 192), rope(config, 192)
+    factors = np.array(plain.frequencies) / np.array(stretched.frequencies)
+    write_gguf(tmp_path / "m.gguf", "rope_llama3", tensors={"rope_freqs.weight": factors.astype(np.float32)})
+    case = Golden.read("rope_llama3").cases[3]
+    got = logits(*loaded(tmp_path / "m.gguf"), np.concatenate([case.prompt, case.tokens[:-1]]))
+    np.testing.assert_allclose(got[len(case.prompt) - 1 :], case.logits, atol=1e-4)
+
+
+def test_four_bits_stay_four_bits(tmp_path: Path) -> None:
+    """And stand for what the gguf package says; a parameter that is not four bits throughout becomes the model's dtype."""
+    stored = write_gguf(tmp_path / "m.gguf", "llama_gqa", {**MIXED, "v_proj.weight": "Q8_0"}, **EVEN)
+    _, params = loaded(tmp_path / "m.gguf")
+    layer = params["layers"][1]
+    assert isinstance(layer["mlp"]["down"], Int4) and layer["mlp"]["down"].group == 32
+    assert layer["mlp"]["down"].values.nbytes == stored["model.layers.1.mlp.down_proj.weight"].size // 2
+    np.testing.assert_allclose(dequantize(layer["mlp"]["down"]), stored["model.layers.1.mlp.down_proj.weight"], atol=1e-6)
+    gate_up = np.asarray(dequantize(layer["mlp"]["gate_up"]))
+    np.testing.assert_allclose(gate_up[:, 1], stored["model.layers.1.mlp.up_proj.weight"], atol=1e-6)
+    assert not is_quantized(layer["attention"]["qkv"]) and isinstance(layer["attention"]["o"], Int4)
+    np.testing.assert_array_equal(params["embed"], stored["model.embed_tokens.weight"])
+    assert not is_quantized(params["lm_head"])
+
+
+def test_logits_of_four_bits(tmp_path: Path) -> None:
+    """Those of the same weights as float32, which quantization='none' makes of them."""
+    write_gguf(tmp_path / "m.gguf", "llama_gqa", MIXED, **EVEN)
+    tokens = Golden.read("llama_gqa").cases[3].prompt
+    plain, params = loaded(tmp_path / "m.gguf", quantization="none")
+    assert not any(is_quantized(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_quantized))
+    np.testing.assert_allclose(logits(*loaded(tmp_path / "m.gguf"), tokens), logits(plain, params, tokens), atol=1e-4)
+
+
+def test_other_quantizations_start_from_the_dequantized(tmp_path: Path) -> None:
+    stored = write_gguf(tmp_path / "m.gguf", "llama_gqa", MIXED, **EVEN)
+    _, params = loaded(tmp_path / "m.gguf", quantization="int8")
+    down, want = params["layers"][0]["mlp"]["down"], stored["model.layers.0.mlp.down_proj.weight"]
+    assert isinstance(down, Quantized)
+    np.testing.assert_allclose(dequantize(down), want, atol=np.abs(want).max() / 250)
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_blocks_stand_for_what_gguf_says(kind: str) -> None:
+    """Random bits in every field."""
+    number = gguf.GGMLQuantizationType[kind]
+    size, each = gguf.GGML_QUANT_SIZES[number]
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (3, 2, each), np.uint8)
+    halves = rng.uniform(-1, 1, (3, 2, 2)).astype(np.float16).view(np.uint8)
+    blocks[..., : min(4, each - size // 2)] = halves[..., : min(4, each - size // 2)]  # scales that are no NaN
+    rows = blocks.reshape(3, -1)
+    groups = _four_bits(rows, kind)
+    assert groups.values.min() >= -8 and groups.values.max() <= 7 and groups.block == (1, 32)
+    np.testing.assert_allclose(groups.dense(), gguf.dequantize(rows, number), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16", "Q5_0", "Q5_1", "Q8_0"])
+def test_other_kinds_become_dtype(kind: str, tmp_path: Path) -> None:
+    stored = write_gguf(tmp_path / "m.gguf", "llama_tied", {"": kind}, **EVEN)
+    _, params = loaded(tmp_path / "m.gguf")
+    np.testing.assert_array_equal(params["layers"][0]["mlp"]["down"], stored["model.layers.0.mlp.down_proj.weight"])
+
+
+def test_configuration(tmp_path: Path) -> None:
+    """That of the checkpoint that it was made from, but for how it is stored."""
+    ids = {"ggml.eos_token_id": 5, "ggml.eot_token_id": 7}
+    write_gguf(tmp_path / "m.gguf", "llama_gqa", MIXED, tokenizer=ids, **EVEN)
+    found = read_config(tmp_path / "m.gguf")
+    wanted = model_config({**VARIANTS["llama_gqa"], **EVEN})
+    assert dataclasses.replace(found, stored=None, eos_token_ids=(), dtype="float32", norm_eps=1e-5) == wanted
+    assert found.eos_token_ids == (5, 7) and found.dtype == "bfloat16" and abs(found.norm_eps - 1e-5) < 1e-10
+    assert found.stored is not None and (found.stored.form, found.stored.group, found.stored.offset) == ("int4", 32, True)
+    write_gguf(tmp_path / "q4_0.gguf", "llama_gqa", {"": "Q4_0"}, **EVEN)
+    symmetric = read_config(tmp_path / "q4_0.gguf").stored
+    assert symmetric is not None and not symmetric.offset
+    write_gguf(tmp_path / "plain.gguf", "llama_gqa")
+    assert read_config(tmp_path / "plain.gguf").stored is None and has_output_head(tmp_path / "plain.gguf", wanted)
+
+
+def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama_tied")
+    assert resolve(str(tmp_path)) == resolve(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
+    write_gguf(tmp_path / "n.gguf", "llama_tied")
+    with pytest.raises(ModelError, match=r"has several GGUF files; name one of them: m\.gguf, n\.gguf"):
+        resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"llama.expert_count": 4}, "experts are not supported"),
+        ({"llama.attention.scale": 0.5}, r"field llama\.attention\.scale is not supported"),
+        ({"llama.attention.sliding_window": 64}, "sliding_window is not supported"),
+        ({"llama.rope.scaling.type": "odd", "llama.rope.scaling.factor": 2.0}, "rope scaling 'odd' is not supported"),
+    ],
+)
+def test_fields_that_are_refused(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama_tied", fields=fields)
+    with pytest.raises(ModelError, match=reason):
+        read_config(tmp_path / "m.gguf")
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, "llama_tied", tensors={"blk.0.extra.weight": np.zeros(4, np.float32)})
+    with pytest.raises(ModelError, match=r"blk\.0\.extra\.weight.*is not part of this model"):
+        loaded(file)
+    with pytest.raises(ModelError, match="is a GGUF file, which cannot be converted"):
+        convert(str(file), tmp_path / "out", progress=False)
+    data = file.read_bytes()
+    for content in (data[: len(data) // 2], data[:100], b"", b"not at all" * 20):
+        file.write_bytes(content)
+        with pytest.raises(ModelError, match="is no whole GGUF file"):
+            open_gguf(file)
+    with pytest.raises(ModelError, match="cannot be read"):
+        open_gguf(tmp_path / "none.gguf")
+
+
+def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="architecture 'mamba' is not supported; llama, qwen2, qwen3 are"):
+        read_config(tmp_path / "m.gguf")
+
+
+def test_groups_that_devices_would_cut_are_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama_gqa", {"": "Q4_1"}, **EVEN)
+    config = read_config(tmp_path / "m.gguf")
+    assert config.hidden_size == 64
+    build(config, "float32", 64, shards=2)
+    with pytest.raises(InvalidArgument, match="tensor_parallel_size=4: cuts 64 inputs within groups of 32"):
+        build(config, "float32", 64, shards=4)

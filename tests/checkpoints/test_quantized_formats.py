@@ -1,0 +1,160 @@
+"""Quantized checkpoints: what their weights stand for, in which form they stay, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jengine.checkpoints import load, read_config
+from jengine.checkpoints.hugging_face import model_config
+from jengine.checkpoints.quantization_config import stored_weights
+from jengine.config import StoredWeights
+from jengine.errors import ModelError
+from jengine.models import Params, build
+from jengine.parallel.mesh import make_mesh
+from pallas_kernels.int4 import Int4
+from pallas_kernels.quantized import Quantized, dequantize, is_quantized
+from tests.checkpoints.quantized_models import VARIANT, Quantizer, awq, fp8, gptq, int8, packed_tensors, write_quantized
+from tests.golden.weights import VARIANTS
+from tests.models.test_quantization import logits
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", **weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+FOUR = {"num_bits": 4, "strategy": "group", "group_size": 32}
+FLOAT = {"type": "float"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+CASES: dict[str, tuple[dict[str, Any], Quantizer, Any]] = {  # and the form in memory; None is dtype
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, awq(32), "int4"),
+    "gptq": (GPTQ, gptq(32, 4, symmetric=True), "int4"),
+    "gptq zeros": ({**GPTQ, "sym": False}, gptq(32, 4, symmetric=False), "int4"),
+    "gptq v2": ({**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"}, gptq(32, 4, symmetric=False, v2=True), "int4"),
+    "gptq shuffled": ({**GPTQ, "desc_act": True}, gptq(32, 4, symmetric=True, shuffled=True), None),
+    "gptq 8 bits": ({**GPTQ, "bits": 8}, gptq(32, 8, symmetric=True), None),
+    "w4a16": (compressed("pack-quantized", **FOUR), packed_tensors(32, symmetric=True), "int4"),
+    "w4a16 zeros": (compressed("pack-quantized", **FOUR, symmetric=False), packed_tensors(32, symmetric=False), "int4"),
+    "w8a8": (compressed("int-quantized"), int8, "int8"),
+    "fp8 outputs": (compressed("float-quantized", **FLOAT), fp8("outputs"), "float8_e4m3fn"),
+    "fp8 tensor": (compressed("float-quantized", **FLOAT, strategy="tensor"), fp8("all"), "float8_e4m3fn"),
+    "fp8 block": (
+        compressed("float-quantized", **FLOAT, strategy="block", block_structure=[48, 48]),
+        fp8("blocks"),
+        None,
+    ),
+    "fp8 static": ({**FP8, "activation_scheme": "static"}, fp8("all"), "float8_e4m3fn"),
+    "fp8 128 x 128": ({**FP8, "weight_block_size": [48, 48]}, fp8("blocks", "weight_scale_inv"), None),
+}
+
+
+def loaded(folder: Path, quantization: str | None = None) -> Params:
+    return load(folder, build(read_config(folder), "float32", 64, quantization), make_mesh(1), progress=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_stand_for_what_the_format_says(name: str, tmp_path: Path) -> None:
+    config, quantizer, form = CASES[name]
+    stored = write_quantized(tmp_path, config, quantizer)
+    layer = loaded(tmp_path)["layers"][1]
+    for leaf in (layer["mlp"]["down"], layer["mlp"]["gate_up"], layer["attention"]["qkv"], layer["attention"]["o"]):
+        kind = "int4" if isinstance(leaf, Int4) else leaf.kind if isinstance(leaf, Quantized) else None
+        assert kind == form
+        assert not isinstance(leaf, Quantized) or not leaf.inputs
+    down, gate_up = (layer["mlp"][part] for part in ("down", "gate_up"))
+    down, gate_up = (np.asarray(dequantize(leaf) if is_quantized(leaf) else leaf) for leaf in (down, gate_up))
+    np.testing.assert_allclose(down, stored["model.layers.1.mlp.down_proj.weight"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gate_up[:, 0], stored["model.layers.1.mlp.gate_proj.weight"], rtol=1e-5, atol=1e-6)
+    plain = loaded(tmp_path, "none")["layers"][1]["attention"]
+    assert not is_quantized(plain["qkv"])
+    np.testing.assert_allclose(plain["o"], stored["model.layers.1.self_attn.o_proj.weight"], rtol=1e-5, atol=1e-6)
+
+
+def test_quantization_on_load_starts_from_the_dequantized(tmp_path: Path) -> None:
+    stored = write_quantized(tmp_path, CASES["w8a8"][0], int8)
+    down = loaded(tmp_path, "w8a8")["layers"][0]["mlp"]["down"]
+    want = stored["model.layers.0.mlp.down_proj.weight"]
+    assert isinstance(down, Quantized)
+    np.testing.assert_allclose(dequantize(down), want, atol=np.abs(want).max() / 200)
+
+
+def test_large_groups_repeat_their_scales(tmp_path: Path) -> None:
+    """Of 64 inputs where the kernel has them; a module that the configuration excludes stays as it is."""
+    config = {**GPTQ, "group_size": 64, "dynamic": {"-:.*down_proj": {}}}
+    stored = write_quantized(tmp_path, config, gptq(64, 4, symmetric=True), plain=("down_proj.weight",))
+    mlp = loaded(tmp_path)["layers"][0]["mlp"]
+    assert isinstance(mlp["gate_up"], Int4) and mlp["gate_up"].group == 64
+    np.testing.assert_array_equal(mlp["down"], stored["model.layers.0.mlp.down_proj.weight"])
+    assert stored_weights({**GPTQ, "group_size": 256}) == StoredWeights(form="int4", group=128, others=())
+
+
+@pytest.mark.parametrize("ignore", ["model.layers.0.mlp.down_proj", r"re:.*layers\.0\.mlp\.down_proj$"])
+def test_modules_that_are_ignored(ignore: str, tmp_path: Path) -> None:
+    config = {**compressed("pack-quantized", **FOUR), "ignore": ["lm_head", ignore]}
+    write_quantized(tmp_path, config, packed_tensors(32, symmetric=True), plain=("layers.0.mlp.down_proj.weight",))
+    layers = loaded(tmp_path)["layers"]
+    assert not is_quantized(layers[0]["mlp"]["down"]) and isinstance(layers[1]["mlp"]["down"], Int4)
+
+
+def test_logits_are_those_of_the_dequantized(tmp_path: Path) -> None:
+    write_quantized(tmp_path, CASES["awq"][0], awq(32))
+    config, tokens = read_config(tmp_path), np.arange(40)
+    kept, plain = (build(config, "float32", 64, quantization) for quantization in (None, "none"))
+    params = [load(tmp_path, model, make_mesh(1), progress=False) for model in (kept, plain)]
+    np.testing.assert_allclose(logits(kept, params[0], tokens), logits(plain, params[1], tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a16_zeros", "w8a16", "fp8"])
+def test_what_the_formats_own_package_writes(name: str) -> None:
+    """Logits are those that transformers computes from the same files."""
+    folder = Path(__file__).parents[1] / "data" / "quantized" / name
+    config, golden = read_config(folder), np.load(folder / "logits.npz")
+    assert config.stored is not None
+    model = build(config, "float32", 64)
+    params = load(folder, model, make_mesh(1), progress=False)
+    assert is_quantized(params["layers"][0]["mlp"]["down"])
+    np.testing.assert_allclose(logits(model, params, golden["prompt"]), golden["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "reason"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported; awq, compressed-tensors, fp8, gptq are"),
+        ({"quant_method": "awq"}, "bits=None is not supported; 4 are"),
+        ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version='marlin' is not supported; gemm are"),
+        ({**GPTQ, "bits": 3}, "bits=3 is not supported; 4, 8 are"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported; gptq, gptq_v2 are"),
+        (compressed("nvfp4-pack-quantized"), "format='nvfp4-pack-quantized' is not supported"),
+        (compressed("pack-quantized", num_bits=2), "config_groups: weights='int2' is not supported"),
+        ({**compressed("int-quantized"), "kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme=.* is not supported"),
+    ],
+)
+def test_what_is_refused(quantization: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        model_config({**VARIANTS[VARIANT], "quantization_config": quantization})
+
+
+def test_a_checkpoint_that_is_not_what_its_configuration_says(tmp_path: Path) -> None:
+    write_quantized(tmp_path, GPTQ, gptq(32, 4, symmetric=True), plain=("o_proj.weight",))
+    with pytest.raises(ModelError, match=r"self_attn\.o_proj\.weight: is not stored as the configuration says"):
+        loaded(tmp_path)
+    del_part(tmp_path, ".scales")
+    with pytest.raises(ModelError, match=r"_proj\.scales: is missing"):
+        loaded(tmp_path)
+
+
+def del_part(folder: Path, end: str) -> None:
+    """Remove one tensor from a file's header."""
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    del header[next(name for name in header if name.endswith(end))]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])

@@ -1,0 +1,178 @@
+"""Four-bit weights: how they are packed and chosen, and products with them on a CPU in every form."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import products
+from pallas_kernels.cpu import calls, native
+from pallas_kernels.cpu import products as cpu_products
+from pallas_kernels.cpu.int4 import int4_module
+from pallas_kernels.cpu.kinds import INPUTS
+from pallas_kernels.int4 import GROUPS, HIGHEST, LOWEST, Int4, dequantize_int4, groups, pack, quantize_int4, words
+from pallas_kernels.products import form_key, product, using
+from pallas_kernels.quantized import dequantize
+from tests.kernels.test_masked import SETS, runs_here
+
+few = settings(max_examples=2, deadline=None, phases=[Phase.generate])  # each is compiled
+shapes = st.tuples(st.integers(1, 70), st.integers(1, 400), st.one_of(st.integers(1, 9), st.integers(10, 150)))  # rows, inputs, outputs
+
+
+def packed(outs: int, size: int, group: int, *, offset: bool, parts: int = 1) -> tuple[Int4, np.ndarray[Any, Any]]:
+    """Random weights, whose inputs divide into groups, and what they stand for."""
+    rng = np.random.default_rng(size)
+    numbers = rng.integers(LOWEST, HIGHEST + 1, (outs, size))
+    scale, low = rng.uniform(0.5, 1.5, (outs, size // group)), rng.normal(size=(outs, size // group)) if offset else None
+    wide = numbers * np.repeat(scale.astype(np.float32), group, 1)
+    if low is not None:
+        wide = wide + np.repeat(low.astype(np.float32), group, 1)
+    made = pack(jnp.asarray(numbers, jnp.int8), jnp.asarray(scale), None if low is None else jnp.asarray(low), group=group, parts=parts)
+    return made, wide
+
+
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize(("size", "group", "parts"), [(32, 32, 1), (192, 64, 1), (576, 32, 1), (384, 128, 3), (192, 32, 2)])
+def test_what_is_packed_is_found_again(size: int, group: int, parts: int, offset: bool) -> None:
+    made, wide = packed(3, size, group, offset=offset, parts=parts)
+    assert made.shape == (3, size) and made.values.shape == (3, parts * words(size // parts))
+    assert made.scale.shape == (3, parts * groups(size // parts, group))
+    np.testing.assert_allclose(dequantize(made), wide, rtol=1e-6, atol=1e-6)
+
+
+def test_words_hold_neighbours_as_the_kernel_takes_them() -> None:
+    numbers = np.zeros((1, 128), np.int8)
+    numbers[0, 32 * 1 + 2 * 5 + 1] = -3  # input 43: step 1, word 5, the second of a pair
+    values = np.asarray(pack(jnp.asarray(numbers), jnp.ones((1, 4)), None, group=32).values)
+    assert np.flatnonzero(values[0]).tolist() == [5] and values[0, 5] == (-3 & 15) << 20
+
+
+def test_a_part_is_what_a_device_has() -> None:
+    """Cut in two, each half stands for its own inputs."""
+    made, wide = packed(2, 320, 32, offset=True, parts=2)
+    halves = [made.map(partial(lambda half, array: jnp.split(array, 2, axis=1)[half], half)) for half in range(2)]
+    np.testing.assert_allclose(np.concatenate([dequantize(half) for half in halves], 1), wide, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 90]), st.floats(-10, 10))
+def test_a_weight_is_near_what_it_stands_for(seed: int, size: int, magnitude: float) -> None:
+    """No farther than half a step of its group's range, shrunk as it may be: the best of all tries is no worse than plain rounding."""
+    x = jnp.asarray(np.random.default_rng(seed).normal(size=(3, 2 * size)) * 10.0**magnitude, jnp.float32)
+    made = jax.jit(quantize_int4, static_argnames=("group", "parts"))(x, group=32, parts=2)
+    assert made.shape == x.shape
+    error = np.asarray(dequantize(made)) - np.asarray(x)
+    span = np.asarray(x).max(-1) - np.asarray(x).min(-1)
+    assert np.all((error**2).mean(-1) <= (span / 15 / 2) ** 2 * 1.001 + 1e-12 * 10.0**magnitude)
+
+
+def test_constant_groups_are_exact() -> None:
+    x = jnp.concatenate([jnp.full((2, 128), 3.25), jnp.zeros((2, 64))], 1)
+    np.testing.assert_allclose(dequantize(quantize_int4(x)), x, rtol=1e-6)
+
+
+def test_indices_of_leading_axes() -> None:
+    made, wide = packed(6, 64, 32, offset=True)
+    stacked = made.map(lambda array: array.reshape(2, 3, -1))
+    assert stacked.shape == (2, 3, 64) and stacked[...] is stacked
+    np.testing.assert_allclose(dequantize(stacked[1]), wide[3:], rtol=1e-6, atol=1e-6)
+
+
+def in_form(form: str, x: jax.Array, weight: Int4, dtype: str) -> np.ndarray[Any, Any]:
+    with using({form_key(x.shape[0], str(x.dtype), "int4"): form}):
+        lowered = jax.jit(lambda x, weight: product(x, weight, dtype)).lower(x, weight)
+    assert ("jengine_product" in lowered.as_text()) == (form == "kernel")
+    got = lowered.compile()(x, weight)
+    assert got.dtype == dtype
+    return np.asarray(got, np.float64)
+
+
+@pytest.mark.parametrize("x_dtype", INPUTS)
+@pytest.mark.parametrize("group", GROUPS)
+@few
+@given(shape=shapes, dtype=st.sampled_from(INPUTS), offset=st.booleans())
+def test_the_kernel_is_the_exact_product(x_dtype: str, group: int, shape: tuple[int, int, int], dtype: str, offset: bool) -> None:
+    rows, size, outs = shape
+    weight, _ = packed(outs, -(-size // group) * group, group, offset=offset)
+    x = jax.random.normal(jax.random.key(rows), (rows, weight.shape[1])).astype(x_dtype)
+    want = np.asarray(x, np.float64) @ np.asarray(dequantize(weight), np.float64).T
+    got = in_form("kernel", x, weight, dtype)
+    rounding = 2.0**-8 if dtype == "bfloat16" else 0
+    assert (np.abs(got - want) <= rounding * np.abs(want) + 4e-6 * np.abs(want).max() + 1e-9).all()
+
+
+@pytest.mark.parametrize("size", [1, 127, 200])
+def test_groups_that_are_not_full(size: int) -> None:
+    x = jax.random.normal(jax.random.key(1), (3, size))
+    weight = quantize_int4(jax.random.normal(jax.random.key(2), (9, size)))
+    want = np.asarray(x, np.float64) @ np.asarray(dequantize(weight), np.float64).T
+    for form in ("kernel", "xla"):
+        np.testing.assert_allclose(in_form(form, x, weight, "float32"), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("x_dtype", INPUTS)
+def test_a_row_is_the_same_alone_and_among_others(x_dtype: str) -> None:
+    weight, _ = packed(37, 192, 32, offset=True)
+    x = jax.random.normal(jax.random.key(0), (71, 192)).astype(x_dtype)
+    every = in_form("kernel", x, weight, "float32")
+    for first, end in ((0, 1), (3, 5), (7, 15), (2, 71)):
+        np.testing.assert_array_equal(in_form("kernel", x[first:end], weight, "float32"), every[first:end])
+
+
+def test_xla_dequantizes_in_the_dtype_of_activations() -> None:
+    weight, wide = packed(5, 64, 32, offset=True)
+    half = weight.map(lambda array: array)
+    got = jax.jit(product)(jnp.ones((2, 64), jnp.float16), half)  # no kernel takes it
+    assert got.dtype == jnp.float16
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.tile(wide.sum(1), (2, 1)), rtol=2e-2, atol=0.2)
+    assert dequantize_int4(weight, "bfloat16").dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_no_instruction_is_compiled_that_a_processor_lacks(name: str) -> None:
+    triple, features, *_, lacking = SETS[name]
+    target = native.Target(triple, features=features)
+    for x_dtype in INPUTS:
+        text = native.assembly(int4_module(target, x_dtype, 32, True), target)
+        code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith((".", "#", "//")))
+        assert not re.search(lacking, code)
+        assert ("vdpbf16ps" in code) == (name == "avx512bf16" and x_dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["sse2", "avx2", "avx512"])
+def test_results_without_features(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    triple, features, *_ = SETS[name]
+    target = native.Target(triple, features=features)
+    if not runs_here(target):
+        pytest.skip(f"this processor lacks {name}")
+    monkeypatch.setattr(native, "host", lambda: target)
+    monkeypatch.setattr(cpu_products, "register", lambda known, make: calls.register(f"{known}_{name}", make))
+    weight, wide = packed(9, 160, 32, offset=True)
+    x = jax.random.normal(jax.random.key(0), (5, 160)).astype("bfloat16")
+    lowered = jax.jit(lambda x, weight: product(x, weight, jnp.float32)).lower(x, weight)
+    assert f"_{name}" in lowered.as_text()
+    want = np.asarray(x, np.float64) @ wide.T
+    np.testing.assert_allclose(lowered.compile()(x, weight), want, atol=3e-6 * np.abs(want).max())
+
+
+def test_a_gpu_gets_xlas_form() -> None:
+    weight, _ = packed(64, 128, 128, offset=True)
+    text = jax.jit(product).trace(jnp.ones((4, 128)), weight).lower(lowering_platforms=("cuda",)).as_text()
+    assert "jengine" not in text and re.search(r"dot_general", text)
+
+
+def test_without_llvmlite_xla_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "cpu_refused", lambda: "llvmlite is not installed")
+    weight, wide = packed(4, 64, 64, offset=False)
+    lowered = jax.jit(products.product).lower(jnp.ones((1, 64)), weight)
+    assert "jengine" not in lowered.as_text()
+    np.testing.assert_allclose(lowered.compile()(jnp.ones((1, 64)), weight)[0], wide.sum(1), rtol=1e-5, atol=1e-4)
+    products.prepare(weight)
