@@ -19,11 +19,11 @@ def test_readme_has_the_share() -> None:
 
 
 def test_reasons() -> None:
-    groups = judged({"groups": [group("llama", "unheard_of"), group("llama", quantized=["awq", "mxfp4"]), group("opt", format="bin")]})
+    groups = judged({"groups": [group("llama", "unheard_of"), group("llama", quantized=["awq", "mxfp4"]), group("opt", format="pickle")]})
     assert [list(found.reasons.values()) for found in groups] == [
         [None, "the family is not supported"],
         ["mxfp4 is not read"],
-        ["bin files are not read"],
+        ["pickle files are not read"],
     ]
 
 

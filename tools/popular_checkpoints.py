@@ -42,7 +42,7 @@ def judged(survey: dict[str, Any]) -> list[Group]:
 def _reason(model_type: str, group: dict[str, Any]) -> str | None:
     if model_type not in FAMILIES:
         return "the family is not supported"
-    if group["format"] != "safetensors":
+    if group["format"] not in ("safetensors", "bin"):
         return f"{group['format']} files are not read"
     unread = sorted({*group.get("quantized", ())}.difference(METHODS))
     return f"{', '.join(unread)} is not read" if unread else None

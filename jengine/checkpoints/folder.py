@@ -20,6 +20,7 @@ SAMPLING_DEFAULTS = {  # by their names in generation_config.json; those that vL
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
+BIN_FILES = ["pytorch_model*.bin"]  # where the hub has no safetensors
 IN_FOLDERS = ["additional_chat_templates/*.jinja", "*_Pooling/config.json", "*_LogitScore/config.json"]
 CONFIG_FILES = ["config.json", "generation_config.json", "modules.json", "sentence_bert_config.json", converted.MARK]  # without weights
 
@@ -67,6 +68,8 @@ def _download(model: str, revision: str | None, files: list[str]) -> Path:
         folder = fetch(files, "*/*")
         if files is HUB_FILES:
             fetch(IN_FOLDERS)  # patterns cannot except one folder
+            if not any(folder.glob("*.safetensors")):
+                fetch(BIN_FILES, "*/*")
         return folder
     except Exception as error:  # the network's and the hub's failures share no base class
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]

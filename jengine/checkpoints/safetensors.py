@@ -14,7 +14,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jengine.checkpoints.folder import read_json
 from jengine.checkpoints.stored import Tensor
 from jengine.errors import ModelError
 
@@ -27,32 +26,12 @@ READABLE = {**DTYPES, **NUMBERS}
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 
 
-def read_tensors(folder: Path, skipped: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by name, from one file or from the files that an index names; none with these endings.
+def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
+    """Every tensor of a file by name, but those with these endings.
 
     Raises:
-        ModelError: a file is missing, truncated or corrupt.
+        ModelError: it is missing, truncated or corrupt.
     """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        return _read_file(single, skipped)
-    if not index.exists():
-        raise ModelError("has neither model.safetensors nor model.safetensors.index.json; other formats are not read", file=folder)
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise ModelError("weight_map is missing or does not map tensors to files", file=index)
-    tensors: dict[str, Tensor] = {}
-    for name in sorted(set(places.values())):
-        tensors |= _read_file(folder / name, skipped)
-    for tensor, name in places.items():
-        if tensor.endswith(skipped):
-            continue
-        if tensor not in tensors or tensors[tensor].file.name != name:
-            raise ModelError(f"is missing, though {index.name} places it here", file=folder / name, tensor=tensor)
-    return tensors
-
-
-def _read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
     try:
         data = np.memmap(file, np.uint8, mode="r")
     except FileNotFoundError:

@@ -14,11 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
+from jengine.checkpoints.files import read_tensors
 from jengine.checkpoints.folder import read_json
 from jengine.checkpoints.quantization import Target, fitted, joined, parts_of, plain
 from jengine.checkpoints.quantization_config import quantization_config
 from jengine.checkpoints.quantized_formats import read_quantized
-from jengine.checkpoints.safetensors import DTYPES, NUMBERS, read_tensors
+from jengine.checkpoints.safetensors import DTYPES, NUMBERS
 from jengine.checkpoints.stored import Groups, StoredTensor, Tensor, dense
 from jengine.config import ModelConfig
 from jengine.errors import ModelError, OutOfMemory

@@ -46,6 +46,10 @@ def test_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     files = [*wanted, "original/consolidated.safetensors", "consolidated.safetensors", "onnx/config.json", "README.md", "pytorch_model.bin"]
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("someone/model", "v2") == tmp_path
+    assert got == {*wanted, "pytorch_model.bin"}, "there are no safetensors in the folder"
+    got.clear()
+    (tmp_path / "model.safetensors").touch()
+    assert resolve("someone/model", "v2") == tmp_path
     assert got == wanted
     got.clear()
     resolve("someone/model", "v2", CONFIG_FILES)

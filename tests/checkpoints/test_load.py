@@ -197,7 +197,7 @@ def test_wrong_shape(folder: Path) -> None:
 
 def test_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    fails(folder, file="", match="has neither model.safetensors nor model.safetensors.index.json")
+    fails(folder, file="", match="has neither model.safetensors nor pytorch_model.bin, nor an index of such files")
 
 
 def test_missing_shard(folder: Path) -> None:

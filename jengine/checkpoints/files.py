@@ -1,0 +1,43 @@
+"""A checkpoint's tensors, from one file or from the shards that an index names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jengine.checkpoints import pickled, safetensors
+from jengine.checkpoints.folder import read_json
+from jengine.checkpoints.stored import Tensor
+from jengine.errors import ModelError
+
+Reader = Callable[[Path, tuple[str, ...]], dict[str, Tensor]]
+FORMATS: dict[str, Reader] = {"model.safetensors": safetensors.read_file, "pytorch_model.bin": pickled.read_file}  # the first is preferred
+
+
+def read_tensors(folder: Path, skipped: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by name, none with these endings.
+
+    Raises:
+        ModelError: a file is missing, truncated or corrupt.
+    """
+    for name, read in FORMATS.items():
+        if (folder / name).exists():
+            return read(folder / name, skipped)
+        if (index := folder / f"{name}.index.json").exists():
+            return _read_shards(index, read, skipped)
+    raise ModelError(f"has neither {' nor '.join(FORMATS)}, nor an index of such files; other formats are not read", file=folder)
+
+
+def _read_shards(index: Path, read: Reader, skipped: tuple[str, ...]) -> dict[str, Tensor]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ModelError("weight_map is missing or does not map tensors to files", file=index)
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(places.values())):
+        tensors |= read(index.parent / name, skipped)
+    for tensor, name in places.items():
+        if tensor.endswith(skipped):
+            continue
+        if tensor not in tensors or tensors[tensor].file.name != name:
+            raise ModelError(f"is missing, though {index.name} places it here", file=index.parent / name, tensor=tensor)
+    return tensors

@@ -1,0 +1,129 @@
+"""Reads PyTorch's .bin files without PyTorch, through a memory map, and runs nothing that they name.
+
+A file is a zip archive: data.pkl, a pickle of a dictionary whose tensors name storages, and each storage's bytes as a member of its own,
+not compressed (torch/serialization.py). The unpickler admits the names that tensors need; any other one is an error, since what a pickle
+names it can call.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jengine.checkpoints.stored import Tensor
+from jengine.errors import ModelError
+
+STORAGES = {  # torch's classes
+    **{"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "LongStorage": "int64", "IntStorage": "int32"},
+    **{"ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool"},
+}
+DTYPES = {name: np.dtype(dtype) for name, dtype in STORAGES.items()} | {"BFloat16Storage": np.dtype(ml_dtypes.bfloat16)}
+MAX_PICKLE = 100_000_000  # bytes; a tensor takes some 200
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a member; its name and extra field follow
+
+
+def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
+    """Every tensor of a file by name, but those with these endings.
+
+    Raises:
+        ModelError: it is missing, truncated or corrupt, holds anything but tensors, or is in the format that PyTorch wrote before 1.6.
+    """
+    try:
+        data = np.memmap(file, np.uint8, mode="r")
+        with zipfile.ZipFile(file) as archive:
+            members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            if members["data.pkl"].file_size > MAX_PICKLE:
+                raise ModelError(f"data.pkl has {members['data.pkl'].file_size} bytes; at most {MAX_PICKLE} are read", file=file)
+            pickled = archive.read(members["data.pkl"])
+            order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
+    except FileNotFoundError:
+        raise ModelError("is missing", file=file) from None
+    except (zipfile.BadZipFile, KeyError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
+        why = "PyTorch before 1.6 wrote others: load and save those with a newer one"
+        raise ModelError(f"is no zip archive of PyTorch's ({error}); {why}", file=file) from None
+    if order.strip() != b"little":
+        raise ModelError(f"byteorder {order!r} is not supported; little is", file=file)
+    storages = _Storages(file, data, members)
+    try:
+        found = _Unpickler(BytesIO(pickled), storages).load()
+    except ModelError:
+        raise
+    except Exception as error:  # a corrupt pickle may raise anything
+        raise ModelError(f"data.pkl is corrupt: {type(error).__name__}: {error}", file=file) from None
+    if not isinstance(found, dict):
+        raise ModelError(f"holds a {type(found).__name__}, not a dictionary of tensors", file=file)
+    tensors = {name: value for name, value in found.items() if not str(name).endswith(skipped)}
+    for name, value in tensors.items():
+        if not isinstance(name, str) or not isinstance(value, np.ndarray):
+            raise ModelError(f"holds a {type(value).__name__} under {name!r}, not a tensor", file=file)
+    return {name: Tensor(file, value) for name, value in tensors.items()}
+
+
+@dataclass(frozen=True)
+class _Storages:
+    """The bytes of a file's storages, by key."""
+
+    file: Path
+    data: np.ndarray
+    members: dict[str, zipfile.ZipInfo]
+
+    def view(self, dtype: np.dtype[Any], key: str, count: int) -> np.ndarray:
+        info = self.members.get(f"data/{key}")
+        if info is None:
+            raise ModelError(f"has no storage {key}, which a tensor names", file=self.file)
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise ModelError(f"storage {key} is compressed, which PyTorch does not do", file=self.file)
+        header = self.data[info.header_offset : info.header_offset + LOCAL_HEADER.size].tobytes()
+        *_, name, extra = LOCAL_HEADER.unpack(header)
+        begin = info.header_offset + LOCAL_HEADER.size + name + extra
+        size = count * dtype.itemsize
+        if count < 0 or size > info.file_size or begin + size > self.data.size:
+            raise ModelError(f"is truncated: storage {key} needs {size} bytes", file=self.file)
+        storage: np.ndarray = self.data[begin : begin + size].view(dtype)
+        return storage
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BytesIO, storages: _Storages) -> None:
+        super().__init__(file)
+        self._storages = storages
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a pickle may name, and so call: nothing beyond these."""
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        allowed = {
+            ("collections", "OrderedDict"): OrderedDict,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+        }
+        if (module, name) not in allowed:
+            raise ModelError(f"names {module}.{name}; only tensors are read", file=self._storages.file)
+        return allowed[module, name]
+
+    def persistent_load(self, saved: Any) -> np.ndarray:
+        kind, dtype, key, _, count = saved
+        if kind != "storage" or not isinstance(dtype, np.dtype):
+            raise ModelError(f"names a {kind} that is no storage", file=self._storages.file)
+        return self._storages.view(dtype, str(key), int(count))
+
+    def _tensor(self, storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> np.ndarray:
+        """A view of a storage; offset and strides are in numbers."""
+        shape, strides, offset = tuple(map(int, shape)), tuple(map(int, strides)), int(offset)
+        if len(shape) != len(strides) or min((offset, *shape, *strides)) < 0:
+            raise ModelError(f"a tensor of shape {list(shape)} has strides {list(strides)} and offset {offset}", file=self._storages.file)
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if math.prod(shape) and last >= storage.size:
+            raise ModelError(f"a tensor reaches to number {last} of a storage of {storage.size}", file=self._storages.file)
+        start = storage[min(offset, storage.size) :]
+        return np.lib.stride_tricks.as_strided(start, shape, [stride * storage.itemsize for stride in strides], writeable=False)
