@@ -26,7 +26,7 @@ class ReadyPrograms:
 
     def __init__(self, table: ProgramTable, ready: Iterable[TableKey] | None = None) -> None:
         self.table, self.tile_size = table, table.tile_size
-        every = [*table.trunks(), *table.samplers(), *table.scores(), *table.pools(), *table.bursts()]
+        every: list[TableKey] = [*table.trunks(), *table.samplers(), *table.scores(), *table.pools(), *table.bursts()]
         keys: set[TableKey] = {*every} if ready is None else {*ready}
         self._bursts = {key for key in keys if isinstance(key, BurstKey)}
         self._samplers = {key for key in keys if isinstance(key, SamplerKey)}

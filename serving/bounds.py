@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from jengine import BeamSearchParams, InvalidArgument, SamplingParams
+from jengine import GenerationParams, InvalidArgument
 from jengine.serving.config import ServerConfig
 from jengine.serving.errors import Refusal
 from jengine.serving.security import current_key
@@ -30,7 +30,7 @@ class RequestBounds(NamedTuple):
     def of(cls, config: ServerConfig) -> RequestBounds:
         return cls(config.max_tokens_limit, config.max_request_seconds)
 
-    def params[P: (SamplingParams, BeamSearchParams)](self, params: P) -> P:
+    def params[P: GenerationParams](self, params: P) -> P:
         """The parameters, with as many tokens as there may be where they set no limit.
 
         Raises:

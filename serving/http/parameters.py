@@ -27,7 +27,7 @@ def completion_params(body: Body, default: SamplingParams) -> GenerationParams:
             given.setdefault("prompt_logprobs", logprobs)
     if (structure := _structure(body, given)) is not None:
         given["structured_outputs"] = structure
-    beams = {name: body.get(name) for name in ("use_beam_search", "length_penalty") if name in body.fields}
+    beams: dict[str, Any] = {name: body.get(name) for name in ("use_beam_search", "length_penalty") if name in body.fields}
     return with_beams({**given, **beams}, default)
 
 
