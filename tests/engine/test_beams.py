@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from jengine.engine import Engine
 from jengine.request import Request
 from jengine.updates import Beam, BeamsFound
 from tests.engine.counting import assert_idle
-from tests.engine.running import SMALL, limit_pages
+from tests.engine.running import SMALL
 from tests.golden.vllm.cases import BEAM_ANSWERS, BEAMS, MAX_MODEL_LEN, MODELS, write_case_model
 
 TEXT = "The quick brown fox"
@@ -82,13 +83,22 @@ def test_beams_are_those_of_transformers_logits(variant: str, make_engine: Calla
 
 
 def test_a_family_that_is_preempted_finds_the_same(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(enable_prefix_caching=False)
-    prompts = [[i + 1 + 3 * j for j in range(20)] for i in range(3)]
-    params = BeamSearchParams(beam_width=4, max_tokens=60, ignore_eos=True)
+    """Each of them in turn, with steps in flight."""
+    engine = make_engine()
+    prompts = [[i + 1 + 3 * j for j in range(20)] for i in range(2)]
+    params = BeamSearchParams(beam_width=4, max_tokens=30, ignore_eos=True)
     alone = [search(engine, [(prompt, params)])[0] for prompt in prompts]
-    limit_pages(engine, 1 + 24)
-    assert search(engine, [(prompt, params) for prompt in prompts]) == alone
-    assert engine.scheduler.num_preemptions > 0 and engine.compiles_since_start == 0
+    steps = itertools.count(1)
+
+    def preempt() -> None:
+        running = [*engine.scheduler._running]
+        if next(steps) in (5, 17, 18, 40) and running:
+            engine.scheduler._preempt(running[-1])
+            engine.scheduler.check_integrity()
+
+    for found, expected in zip(search(engine, [(prompt, params) for prompt in prompts], preempt), alone, strict=True):
+        assert_equal(found, [(beam.tokens, beam.cumulative, False) for beam in expected])
+    assert engine.scheduler.num_preemptions == 4 and engine.compiles_since_start == 0
 
 
 # Of users.
@@ -112,7 +122,7 @@ def test_one_beam_is_greedy(llm: LLM) -> None:
     [output] = llm.beam_search(TEXT, BeamSearchParams(beam_width=1, max_tokens=12, ignore_eos=True))
     [beam] = output.sequences
     assert beam.tokens == [*greedy.prompt_token_ids, *greedy.outputs[0].token_ids]
-    assert beam.text == TEXT + greedy.outputs[0].text
+    assert beam.text == llm.tokenizer.decode(beam.tokens, skip_special_tokens=False)
     assert beam.cum_logprob == pytest.approx(greedy.outputs[0].cumulative_logprob)
     assert (beam.finish_reason, beam.stop_reason) == ("length", None)
 

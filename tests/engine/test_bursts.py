@@ -37,8 +37,8 @@ def bursts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]
 @pytest.fixture(scope="module")
 def llms(text_model: Path) -> list[LLM]:
     """With single steps, and with bursts."""
-    options: dict[str, Any] = {**SMALL, "max_model_len": 192}
-    return [LLM(text_model, progress=False, **options, num_scheduler_steps=steps) for steps in (1, 8)]
+    options: dict[str, Any] = {**SMALL, "max_model_len": 192, "progress": False}
+    return [LLM(text_model, **options), LLM(text_model, **{**options, "max_num_batched_tokens": 72, "num_scheduler_steps": 8})]
 
 
 @pytest.mark.parametrize(("how", "overlap"), [(8, True), ("auto", False)])
