@@ -21,9 +21,9 @@ class BeamSearches(PromptTiles):
         """Whether a step is in flight on which the next rows of beams depend."""
         return any(member.in_flight for beams in self._searching.values() for member in beams.members)
 
-    def _search(self, beam: Sequence, found: Found) -> Sequence | None:
+    def _search(self, beam: Sequence, found: Found | None) -> Sequence | None:
         """Takes in what was found after a beam. Returns its leader where the search ends with that."""
-        if beam.beams is None:  # the search was preempted
+        if beam.beams is None or found is None:  # the search was preempted meanwhile
             return None
         beams, leader = beam.beams, beam.beams.leader
         chosen = beams.take(beam, found)

@@ -162,7 +162,7 @@ class Scheduler(Bursts):
             if fair is not None:
                 fair.spend(sequence.client, len(tokens[i]))
             if sequence.searches:
-                if (leader := self._search(sequence, found[i])) is not None:
+                if (leader := self._search(sequence, found.get(i))) is not None:
                     collected.append((i, leader, leader.tokens[-1]))
                 continue
             for token in tokens[i]:
