@@ -13,6 +13,7 @@ import gc
 import os
 import statistics
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from benchmarks.machine import save
 from jengine import LLM, SamplingParams
 from jengine.engine import Engine
 from jengine.observe.pauses import garbage_pauses
+from jengine.observe.step_recorder import StepRecorder
 from jengine.request import Request
 
 GOAL = 20.0  # microseconds a step
@@ -45,6 +47,7 @@ class Switch:
         self._engine, self._records = engine, engine.records
 
     def turn(self, on: bool) -> None:
+        self._engine._read_all_but(0)  # a step that was dispatched without a record has none when it is read
         pauses: Any = garbage_pauses()
         self._engine.records = self._records if on else NoRecords()  # type: ignore[assignment]
         if not on:
@@ -60,6 +63,7 @@ def steps_cost(sequences: int, steps: int, pairs: int) -> dict[str, Any]:
         engine.add(Request(request_id=str(i), prompt_token_ids=prompt, params=SamplingParams(max_tokens=output, ignore_eos=True)))
     while len(engine.step()) < sequences:
         pass
+    print(f"the calls alone: {(alone := calls_alone(engine)):.1f} us a step")
     switch = Switch(engine)
 
     def block(on: bool) -> float:
@@ -72,7 +76,29 @@ def steps_cost(sequences: int, steps: int, pairs: int) -> dict[str, Any]:
                 engine.totals()
         return 1e6 * (time.perf_counter() - start) / steps
 
-    return compared(block, pairs, "us a step")
+    return {"calls_alone": round(alone, 2), **compared(block, pairs, "us a step")}
+
+
+def calls_alone(engine: Engine) -> float:
+    """Microseconds of all calls of a step's records, and its share of totals; the least of several rounds, which is the steadiest."""
+    records, (_, _, step) = StepRecorder(engine.scheduler, overlap=True), engine._in_flight[0]
+    number = 2 * TOTALLED
+
+    def call() -> None:
+        now = time.perf_counter()
+        records.turn(now)
+        record = records.dispatched(step.plan, now, now, now)
+        records.read(record, now, now, now, waited=True, device=1e-3)
+        records.turned(record, now)
+        records.passed_on(now)
+
+    def whole() -> None:
+        for _ in range(number):
+            call()
+        for _ in range(number // TOTALLED):
+            records.totals()
+
+    return 1e6 * min(timeit.repeat(whole, number=1, repeat=200)) / number
 
 
 def throughput(pairs: int, quick: bool) -> dict[str, Any]:

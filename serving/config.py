@@ -122,7 +122,7 @@ class ServerConfig:
         for name in ("tls_cert", "tls_key", "tls_client_ca", "api_keys", "request_log"):
             if not isinstance(getattr(self, name), str | Path | None) or getattr(self, name) == "":
                 raise InvalidArgument(name, getattr(self, name), "must be a file's path")
-        if not isinstance(self.otlp_traces_endpoint, str | None):
+        if not isinstance(self.otlp_traces_endpoint, str | None) or self.otlp_traces_endpoint == "":
             raise InvalidArgument("otlp_traces_endpoint", self.otlp_traces_endpoint, "must be a URL")
         if (self.tls_cert is None) != (self.tls_key is None):
             name = "tls_cert" if self.tls_cert is None else "tls_key"

@@ -156,7 +156,7 @@ class Result:
         times = np.repeat([time for time, _ in news], [count for _, count in news])
         bins = max(int(self.seconds), 10)
         counts, edges = np.histogram(times, bins=bins, range=(0.0, max(self.seconds, 1e-9)))
-        right.step(edges[:-1], counts / (edges[1] - edges[0]), where="post")
+        right.stairs(counts / (edges[1] - edges[0]), edges)
         right.set(xlabel="seconds", ylabel="tokens a second", ylim=(0, None))
         for axes in (left, right):
             axes.grid(alpha=0.3)

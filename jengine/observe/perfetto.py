@@ -20,7 +20,8 @@ LANES = ("device", *STAGES, "garbage collector")  # as they are shown, from the 
 
 def trace_events(steps: list[StepRecord], requests: list[RequestRecord], pauses: list[Pause], tile_size: int) -> list[Event]:
     """All events, from time 0 on, which is when the first of these began."""
-    begun = min([record.begun for record in (*steps[:1], *pauses[:1])] + [r.arrival for r in requests], default=0.0)
+    firsts = [step.begun for step in steps[:1]] + [pause.begun for pause in pauses[:1]] + [request.arrival for request in requests]
+    begun = min(firsts, default=0.0)
     end = max([step.ended for step in steps[-1:]] + [request.ended for request in requests], default=begun)
     spans = [device_span(step, before) for before, step in zip([None, *steps], steps, strict=False)]
     events = [*_names(requests)]

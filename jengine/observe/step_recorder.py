@@ -159,8 +159,9 @@ class StepRecorder:
         with self._lock:
             last = self._last
             records = [*self.steps]
-            end = len(records) if last is None or last is not records[-1] else -1
-            new = [record for record in records[:end] if record.number >= self._totalled]
+            if records and records[-1] is last:
+                records.pop()
+            new = records[max(self._totalled - records[0].number, 0) :] if records else []  # numbers follow each other
             if new:
                 self._totals, self._totalled = self._totals.plus(new, self._tile_size), new[-1].number + 1
             resident = self.memories[-1].resident if self.memories else 0

@@ -79,4 +79,5 @@ class StepTotals(msgspec.Struct, array_like=True, frozen=True):
                 return {key: mine.get(key, 0) + its.get(key, 0) for key in mine | its}
             return tuple(a + b for a, b in zip(mine, its, strict=True)) if isinstance(mine, tuple) else mine + its
 
-        return StepTotals(**{name: other.resident if name == "resident" else added(name) for name in self.__struct_fields__})
+        sums: dict[str, Any] = {name: added(name) for name in self.__struct_fields__}
+        return StepTotals(**{**sums, "resident": other.resident})
