@@ -3,9 +3,9 @@
     python -m benchmarks.host_cost [--sequences 256] [--steps 1000] [--against DIR] [--quick]
 
 Schedule, pack and collect are the host's own work, and their sum is what the goal is about; with it, what it takes to observe a step's
-cost, as if each had been waited for. Listed apart: the buffer's transfer with the calls of two empty programs, the wait for the tokens
-(here none), and text. Then what the scheduler takes for prompts' pages: see admission.py. With --against, this file
-measures another checkout as well, in turn, and prints ratios.
+cost, as if each had been waited for, and its record, which has a goal of its own. Listed apart: the buffer's transfer with the calls of
+two empty programs, the wait for the tokens (here none), and text. Then what the scheduler takes for prompts' pages: see admission.py.
+With --against, this file measures another checkout as well, in turn, and prints ratios.
 """
 
 from __future__ import annotations
@@ -51,13 +51,19 @@ try:
     from jengine.step_clock import StepClock
 except ImportError:  # an older checkout
     StepClock = None  # type: ignore[assignment,misc]
+try:
+    from jengine.observe.step_recorder import StepRecorder
+except ImportError:
+    StepRecorder = None  # type: ignore[assignment,misc]
 
 GOAL = 600.0  # microseconds a step
+RECORD_GOAL = 20.0  # of them for its record, and for what metrics make of it
 GOAL_RATIO = 1.25  # to the checkout before query spans and shared pages
 BLOCK, ROUNDS = 40, 60  # steps of a block, and blocks of each checkout
+TOTALLED = 50  # steps after which totals are asked for: they are each second
 PAGE_SIZE, TILE_SIZE, PROMPT = 16, 64, (16, 512)
-PARTS = ("schedule", "pack", "collect", "observe")
-SUM = "schedule + pack + collect + observe"
+PARTS = ("schedule", "pack", "collect", "observe", "record")
+SUM = " + ".join(PARTS)
 
 
 class NoPrograms:
@@ -117,6 +123,10 @@ class Clock(ExitStack):
 
         setattr(owner, method, timed)
         self.callback(setattr, owner, method, inner)
+
+    def recorded(self) -> float:
+        """Of `record`, so far."""
+        return self._spent["record"]
 
     def take(self) -> dict[str, float]:
         spent, self._spent = self._spent, defaultdict(float)
@@ -181,19 +191,27 @@ def run(sequences: int, steps: int) -> Iterator[dict[str, float]]:
         for method in ("planning", "dispatched", "read"):
             if StepClock is not None:
                 clock.wrap(StepClock, method, "observe")
+        for method in ("turn", "dispatched", "read", "turned", "passed_on", "totals"):
+            if StepRecorder is not None:
+                clock.wrap(StepRecorder, method, "record")
         for step in range(warm_up + steps):
             clock.take()
             start = time.perf_counter()
             updates = engine.step()
             whole = time.perf_counter() - start
             assert len(updates) == sequences
+            recorded = clock.recorded()
+            if StepRecorder is not None:
+                engine.passed_on()
+                if step % TOTALLED == 0:
+                    engine.totals()
             spent = clock.take()
+            spent["loop"] = whole - sum(spent[part] for part in ("schedule", "dispatch", "collect", "observe", "read")) - recorded
             for name, builders in (("text", plain), ("text, two stop strings", stopping)):
                 start = time.perf_counter()
                 for update in updates:
                     builders[update.request_id].push(update.token, ends=False)
                 spent[name] = time.perf_counter() - start
-            spent["loop"] = whole - sum(spent[part] for part in ("schedule", "dispatch", "collect", "observe", "read"))
             spent["transfer and calls"] = spent.pop("dispatch") - spent["pack"]
             spent[SUM] = sum(spent[part] for part in PARTS)
             spent["whole step"] = whole
@@ -219,12 +237,12 @@ def compare(other: Path, sequences: int, rounds: int) -> dict[str, Any]:
         for process in running.values():
             process.stdin.close()
     ratios = {}
-    print(f"\nagainst {other}: {rounds} blocks of {BLOCK} steps of each in turn, medians\n\n{'':40}{'here':>8}{'there':>8}{'ratio':>8}")
+    print(f"\nagainst {other}: {rounds} blocks of {BLOCK} steps of each in turn, medians\n\n{'':50}{'here':>8}{'there':>8}{'ratio':>8}")
     for part in (*PARTS, SUM):
         here, there = medians["here"][part], medians["there"][part]
         if any(there):
             ratios[part] = round(statistics.median(a / b for a, b in zip(here, there, strict=True)), 3)
-        print(f"{part:40}{statistics.median(here):8.0f}{statistics.median(there):8.0f}{ratios.get(part, math.nan):8.2f}")
+        print(f"{part:50}{statistics.median(here):8.0f}{statistics.median(there):8.0f}{ratios.get(part, math.nan):8.2f}")
     print(f"\nthe goal is at most {GOAL_RATIO}")
     return {
         "ratios": ratios,
@@ -242,12 +260,14 @@ def answer(sequences: int, steps: int) -> None:
 
 
 def summary(records: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Percentiles of each part."""
+    """Percentiles and mean of each part."""
     ranks = {"p10": 10, "median": 50, "p90": 90}
-    return {
-        part: {name: round(float(np.percentile([record[part] for record in records], rank)), 1) for name, rank in ranks.items()}
-        for part in (*PARTS, SUM, "transfer and calls", "read", "loop", "whole step", "text", "text, two stop strings")
-    }
+    out = {}
+    for part in (*PARTS, SUM, "transfer and calls", "read", "loop", "whole step", "text", "text, two stop strings"):
+        values = [record[part] for record in records]
+        out[part] = {name: round(float(np.percentile(values, rank)), 1) for name, rank in ranks.items()}
+        out[part]["mean"] = round(statistics.fmean(values), 1)
+    return out
 
 
 def main() -> None:
@@ -268,10 +288,12 @@ def main() -> None:
     from benchmarks.admission import measure as measure_admission  # here: other checkouts lack what they measure
     from benchmarks.machine import save
 
-    print(f"\n{options.sequences} sequences decoding, {steps} steps, microseconds a step\n\n{'':40}{'p10':>8}{'median':>8}{'p90':>8}")
+    head = "".join(f"{name:>8}" for name in parts[SUM])
+    print(f"\n{options.sequences} sequences decoding, {steps} steps, microseconds a step\n\n{'':50}{head}")
     for part, values in parts.items():
-        print(f"{part:40}" + "".join(f"{value:8.0f}" for value in values.values()))
+        print(f"{part:50}" + "".join(f"{value:8.1f}" for value in values.values()))
     print(f"\n{SUM}: {parts[SUM]['median']:.0f} us a step; the goal is {GOAL:.0f}")
+    print(f"record: {parts['record']['median']:.1f} us a step, {parts['record']['mean']:.1f} on average; the goal is {RECORD_GOAL:.0f}")
     admission = measure_admission(rounds=2 if options.quick else 20)
     against = None if options.against is None else compare(options.against, options.sequences, 5 if options.quick else ROUNDS)
     if not options.quick:

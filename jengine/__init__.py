@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from jengine.config import EngineConfig
     from jengine.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
+    from jengine.explanations.explain import Explanation, Finding, explain
     from jengine.interrupts import uninterrupted
     from jengine.limits import Limits
     from jengine.llm import LLM
+    from jengine.observe.records import EngineFacts
+    from jengine.observe.totals import StepTotals
+    from jengine.observe.trace import Readers, Trace
     from jengine.pooling import Embedder, PoolingParams
     from jengine.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.request import (
@@ -63,7 +67,10 @@ __all__ = [
     "Ended",
     "EngineConfig",
     "EngineDead",
+    "EngineFacts",
     "EngineThread",
+    "Explanation",
+    "Finding",
     "FinishReason",
     "GenerationParams",
     "InvalidArgument",
@@ -79,6 +86,7 @@ __all__ = [
     "Prediction",
     "PreparedPrompt",
     "PromptScores",
+    "Readers",
     "Request",
     "RequestHandle",
     "RequestOutput",
@@ -87,6 +95,7 @@ __all__ = [
     "ScoringRequestOutput",
     "SequenceLimits",
     "Started",
+    "StepTotals",
     "Steps",
     "StrategyName",
     "StructuredOutputs",
@@ -96,6 +105,7 @@ __all__ = [
     "TokenUpdate",
     "Tokenizer",
     "TokensPrompt",
+    "Trace",
     "Update",
     "Updates",
     "__version__",
@@ -103,6 +113,7 @@ __all__ = [
     "check_cache_salt",
     "check_entries",
     "check_structure",
+    "explain",
     "follow",
     "make_masks",
     "params_of_samples",
@@ -122,8 +133,12 @@ _MODULES = {
     "jengine.config": ("EngineConfig",),
     "jengine.embeddings": ("EmbeddingOutput", "EmbeddingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
+    "jengine.explanations.explain": ("Explanation", "Finding", "explain"),
     "jengine.interrupts": ("uninterrupted",),
     "jengine.limits": ("Limits",),
+    "jengine.observe.records": ("EngineFacts",),
+    "jengine.observe.totals": ("StepTotals",),
+    "jengine.observe.trace": ("Readers", "Trace"),
     "jengine.pooling": ("Embedder", "PoolingParams"),
     "jengine.prompts": ("PreparedPrompt", "TextPrompt", "TokensPrompt", "params_of_samples"),
     "jengine.request": (

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from jengine.async_embeddings import LONG_TEXT, AsyncEmbeddings
+from jengine.async_insight import AsyncInsight
 from jengine.backend import Backend, EngineThread, Updates
 from jengine.beams import GenerationParams, split
 from jengine.chat import ChatOptions, Conversation, chat_prompt
 from jengine.config import EngineConfig
-from jengine.cost_report import CostReport
 from jengine.errors import EngineDead, InvalidArgument, JengineError
 from jengine.outputs import LiveOutputs
 from jengine.process import check_process
@@ -31,7 +31,7 @@ from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
 
 
-class AsyncLLM(AsyncEmbeddings):
+class AsyncLLM(AsyncEmbeddings, AsyncInsight):
     """A model that answers many requests at once, inside an asyncio event loop.
 
     The engine's loop has a thread of its own and knows tokens only; text is made in the event loop. One event loop at a
@@ -67,7 +67,7 @@ class AsyncLLM(AsyncEmbeddings):
         self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer)
         self._handles: dict[str, RequestHandle] = {}  # by request id
-        self._resets: set[asyncio.Future[bool]] = set()  # whose result has not come
+        self._asked: set[asyncio.Future[Any]] = set()  # of the engine; whose result has not come
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
@@ -79,18 +79,6 @@ class AsyncLLM(AsyncEmbeddings):
     def load(self) -> Load:
         """How busy the engine is, as last heard of it."""
         return self.backend.load
-
-    def costs(self) -> CostReport:
-        """What steps cost on this machine, see `LLM.costs`.
-
-        Raises:
-            JengineError: the engine runs in another process.
-        """
-        engine: Any = getattr(self.backend, "engine", None)
-        if not hasattr(engine, "costs"):
-            raise JengineError("costs are known where the engine runs, which is another process")
-        report: CostReport = engine.costs()
-        return report
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of requests that bring none: what the model's generation_config.json recommends, unless generation_config is "vllm"."""
@@ -206,13 +194,7 @@ class AsyncLLM(AsyncEmbeddings):
         Raises:
             EngineDead: the engine has failed, or was closed.
         """
-        self._check_usable()
-        self._bind()
-        reset: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._resets.add(reset)
-        reset.add_done_callback(self._resets.discard)
-        self.backend.reset_prefix_cache(partial(self._post, _resolve, reset))
-        return await reset
+        return await self._ask(self.backend.reset_prefix_cache)
 
     async def close(self, drain: float = 0.0) -> None:
         """Stop: no new requests; up to `drain` seconds for those that run, then they are aborted with stop_reason "shutdown";
@@ -227,7 +209,7 @@ class AsyncLLM(AsyncEmbeddings):
             for handle in self._handles.values():
                 handle.abort("shutdown")
         await loop.run_in_executor(None, self.backend.quit)
-        self._fail_resets(EngineDead("the engine has been closed"))
+        self._fail_asked(EngineDead("the engine has been closed"))
         atexit.unregister(self.backend.quit)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -328,6 +310,16 @@ class AsyncLLM(AsyncEmbeddings):
         if self._closing:
             raise EngineDead("the engine has been closed")
 
+    async def _ask[T](self, ask: Callable[[Callable[[T], None]], None]) -> T:
+        """Ask something of the engine, which calls what it is given with the answer."""
+        self._check_usable()
+        self._bind()
+        asked: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._asked.add(asked)
+        asked.add_done_callback(self._asked.discard)
+        ask(partial(self._post, _resolve, asked))
+        return await asked
+
     def _check_id(self, request_id: str | None) -> None:
         if request_id in self._handles:
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
@@ -343,7 +335,7 @@ class AsyncLLM(AsyncEmbeddings):
             for handle in self._handles.values():
                 handle.abort()
             self._handles.clear()
-            self._resets.clear()
+            self._asked.clear()
         self._loop = loop
 
     def _end(self, key: str, why: str | None) -> bool:
@@ -380,12 +372,12 @@ class AsyncLLM(AsyncEmbeddings):
         self._dead = error
         for handle in self._handles.values():
             handle.fail(error)
-        self._fail_resets(EngineDead(f"the engine has stopped: {error!r}"))
+        self._fail_asked(EngineDead(f"the engine has stopped: {error!r}"))
 
-    def _fail_resets(self, error: EngineDead) -> None:
-        for reset in self._resets:
-            if not reset.done():
-                reset.set_exception(error)
+    def _fail_asked(self, error: EngineDead) -> None:
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_exception(error)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:
         """Call it in the event loop, from whatever thread."""
@@ -394,6 +386,6 @@ class AsyncLLM(AsyncEmbeddings):
                 self._loop.call_soon_threadsafe(call, *arguments)
 
 
-def _resolve(reset: asyncio.Future[bool], done: bool) -> None:
-    if not reset.done():  # who asked may have been cancelled
-        reset.set_result(done)
+def _resolve[T](asked: asyncio.Future[T], answer: T) -> None:
+    if not asked.done():  # who asked may have been cancelled
+        asked.set_result(answer)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jengine.limits import Limits
+from jengine.observe.totals import StepTotals
+from jengine.observe.trace import Trace
 from jengine.request import FinishReason, Request
 from jengine.scheduling.options import StrategyName
 from jengine.updates import Load, Update
@@ -47,6 +49,15 @@ class Steps(Protocol):
     def step(self) -> Updates:
         """One turn of the loop."""
 
+    def passed_on(self) -> None:
+        """What the last step returned was passed on."""
+
+    def trace(self, seconds: float | None = None) -> Trace:
+        """What it did in the last so many seconds, or in all that are kept."""
+
+    def totals(self) -> StepTotals:
+        """What all steps since the start add up to. May be asked from any thread."""
+
     def close(self) -> None:
         """It will not be used any more."""
 
@@ -65,6 +76,10 @@ class Backend(Protocol):
     def load(self) -> Load:
         """As last heard."""
 
+    @property
+    def totals(self) -> StepTotals:
+        """Of its steps, as last heard; every second while it runs."""
+
     def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
         """Start; called once. Both functions may be called from any thread; fail at most once, and nothing after it."""
 
@@ -80,6 +95,9 @@ class Backend(Protocol):
 
     def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
         """Forget all cached pages. Then `done` is called, in any thread, with whether that was done; not where the engine ends before."""
+
+    def trace(self, seconds: float | None, done: Callable[[Trace], None]) -> None:
+        """`done` is called as for reset_prefix_cache, with what the engine did in the last so many seconds, or in all that are kept."""
 
     def set_strategy(self, strategy: StrategyName) -> None:
         """Compose steps for this, which `limits` lets pass."""
@@ -97,6 +115,7 @@ def run_engine(engine: Steps, take_orders: Callable[[bool], bool], deliver: Call
         updates = engine.step()
         if updates:
             deliver(updates)
+        engine.passed_on()
     while engine.has_work and not engine.has_requests:
         engine.step()  # nobody waits any more, but what was dispatched is read
     engine.close()
@@ -116,6 +135,10 @@ class EngineThread:
     def load(self) -> Load:
         return self.engine.load
 
+    @property
+    def totals(self) -> StepTotals:
+        return self.engine.totals()
+
     def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
         def run() -> None:
             try:
@@ -134,6 +157,9 @@ class EngineThread:
 
     def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
         self._inbox.put(lambda: done(self.engine.reset_prefix_cache()))
+
+    def trace(self, seconds: float | None, done: Callable[[Trace], None]) -> None:
+        self._inbox.put(lambda: done(self.engine.trace(seconds)))
 
     def set_strategy(self, strategy: StrategyName) -> None:
         self._inbox.put(lambda: self.engine.set_strategy(strategy))

@@ -20,10 +20,14 @@ from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, PendingSample, StepResult
 from jengine.execution.sampler import SampledLogprobs
 from jengine.limits import Limits
+from jengine.mask_rows import fill_mask
 from jengine.mask_thread import MASK_SECONDS, MaskThread
 from jengine.observe.compiles import compile_count
 from jengine.observe.recorder import TraceRecorder
-from jengine.observe.trace import StepTrace
+from jengine.observe.records import StepRecord
+from jengine.observe.step_recorder import StepRecorder
+from jengine.observe.totals import StepTotals
+from jengine.observe.trace import Trace
 from jengine.pooling import Embedder
 from jengine.ready_programs import ReadyPrograms
 from jengine.request import FinishReason, Request
@@ -35,8 +39,8 @@ from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.targets import REJECTED
 from jengine.seeds import prompt_seed
 from jengine.step_clock import StepClock
-from jengine.step_updates import burst_updates, logprobs_of, pooled_update
-from jengine.updates import BeamsFound, Ended, Found, Load, Pooled, PromptScores, TokenUpdate, Update
+from jengine.step_updates import burst_updates, found_after_beams, logprobs_of, pooled_update
+from jengine.updates import BeamsFound, Ended, Load, Pooled, PromptScores, TokenUpdate, Update
 
 BATCH_POLL_SECONDS = 0.005
 
@@ -75,7 +79,7 @@ class Engine:
 
     Attributes:
         model: its configuration.
-        trace: when steps were dispatched and read.
+        records: of the last steps and requests.
 
     Args:
         overlap: dispatch a step before the last one's tokens are read.
@@ -103,15 +107,14 @@ class Engine:
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
         self._embedder = embedder
-        self.trace = StepTrace()
+        self.records = StepRecorder(scheduler, overlap=overlap)
         self._seeds = random.Random(seed)
-        self._in_flight: deque[tuple[int, bool, InFlight]] = deque()  # number, whether its seconds say what it costs
+        self._in_flight: deque[tuple[StepRecord, bool, InFlight]] = deque()  # and whether its seconds say what it costs
         self._clock = StepClock()
         self._programs = programs
         self._taken = -1  # of these programs
         self._num_programs = num_programs
         self._masks = MaskThread(MASK_SECONDS)
-        self._steps = 0
         self._compiles_at_start = compile_count()
         self._outlook = Outlook(scheduler)
         self._recorder = recorder
@@ -194,12 +197,24 @@ class Engine:
         sequence = self.scheduler.find(request_id)
         if sequence is not None:
             self.scheduler.finish(sequence, reason, stop_reason)
-            self._record(sequence)
+            self._note_ended()
         return sequence is not None
 
     def costs(self) -> CostReport:
         """What steps cost, as measured so far. May be asked from any thread."""
         return cost_report(self.scheduler.costs)
+
+    def trace(self, seconds: float | None = None) -> Trace:
+        """What it did in the last so many seconds, or in all that are kept. May be asked from any thread."""
+        return self.records.trace(seconds)
+
+    def totals(self) -> StepTotals:
+        """What all steps since the start add up to. May be asked from any thread."""
+        return self.records.totals()
+
+    def passed_on(self) -> None:
+        """What `step` returned was made text of, or was sent."""
+        self.records.passed_on(time.perf_counter())
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages: no later request finds one. Requests that run keep theirs. Returns whether it was done."""
@@ -223,8 +238,11 @@ class Engine:
         if self._programs is not None and self._taken < self._programs.ready:
             self._take_programs(self._programs)
         updates = self._read_all_but(0) if self.scheduler.awaits_beams else []
-        self._clock.planning(time.perf_counter(), self.scheduler.costs)
+        now = time.perf_counter()
+        self._clock.planning(now, self.scheduler.costs)
+        self.records.turn(now)
         plan = self.scheduler.schedule()
+        planned = time.perf_counter()
         updates += self._rejected()
         if plan is None:
             updates += self._read_all_but(0)
@@ -235,18 +253,24 @@ class Engine:
         if masked:
             begun = self.runner.begin(plan)
             updates += self._read_all_but(0)  # a mask depends on the token before it; the trunk works meanwhile
+            unmasked = time.perf_counter()
             mask, failed = self._mask(plan)
             updates += failed
+            masking = time.perf_counter() - unmasked
             step = self.runner.sample(begun, mask)
+            now = time.perf_counter()
             self._clock.pause()  # masks are no part of collecting a step
         else:
+            masking = 0.0
             step = self.runner.dispatch(plan)
-            self._clock.dispatched(plan, time.perf_counter(), self.scheduler.costs)
-        self.trace.add("dispatch", self._steps, f"{plan.trunk} {plan.sampler}")
+            now = time.perf_counter()
+            self._clock.dispatched(plan, now, self.scheduler.costs)
+        record = self.records.dispatched(plan, planned, step.started, now, masking)
         counted = any([reset.counted is not None for reset in plan.resets])
-        self._in_flight.append((self._steps, not masked and not counted, step))
-        self._steps += 1
-        return updates + self._read_all_but(1 if self.overlap else 0)
+        self._in_flight.append((record, not masked and not counted, step))
+        updates += self._read_all_but(1 if self.overlap else 0)
+        self.records.turned(record, time.perf_counter())
+        return updates
 
     def set_strategy(self, strategy: StrategyName) -> None:
         """From the next step on; see EngineConfig.strategy. One that `limits` lets pass."""
@@ -255,6 +279,7 @@ class Engine:
     def _rejected(self) -> list[Update]:
         """Requests whose targets cannot be met, which the scheduler has just ended."""
         rejected, self.scheduler.rejected = self.scheduler.rejected, []
+        self._note_ended()
         return [Ended(sequence.request_id, "abort", REJECTED) for sequence in rejected]
 
     def _wait_for_batch(self) -> None:
@@ -266,18 +291,20 @@ class Engine:
     def _read_all_but(self, left: int) -> list[Update]:
         updates: list[Update] = []
         while len(self._in_flight) > left:
-            number, counts, step = self._in_flight.popleft()
+            record, counts, step = self._in_flight.popleft()
+            asked = time.perf_counter()
             result = self.runner.read(step)
-            self.trace.add("read", number)
             alone, now = result.scores is None and result.pooled is None, time.perf_counter()
-            self._clock.read(step.plan, step.started, now, self.scheduler.costs, waited=result.waited, counts=counts and alone)
+            device = self._clock.read(step.plan, step.started, now, self.scheduler.costs, waited=result.waited, counts=counts and alone)
             if result.scores is not None:
                 updates += self._prompt_scores(step.plan, result.scores)
             if result.pooled is not None:
                 self._pool(step.plan, result.pooled)
             updates += self._collect(step, result)
+            self.records.read(record, asked, now, time.perf_counter(), waited=result.waited, device=device)
         if not self.has_work:
             self._clock.pause()
+            self.records.pause()
         return updates
 
     def _take_programs(self, programs: Arrivals) -> None:
@@ -290,7 +317,7 @@ class Engine:
         """The step's token mask, see logits.mask_words, and the requests that end here: their own mask fails, or leaves no token."""
         mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
         masked = self._masked(plan)
-        failures = self._masks.run([partial(_fill, mask[row], sequence) for row, sequence in masked])
+        failures = self._masks.run([partial(fill_mask, mask[row], sequence) for row, sequence in masked])
         failed = [(masked[i][1], error) for i, error in sorted(failures.items())]  # each this request's alone
         return mask, [Ended(sequence.request_id, "error", self._fail(sequence, error)) for sequence, error in failed]
 
@@ -303,28 +330,22 @@ class Engine:
         """End one request with an error. Returns its stop_reason."""
         why = str(error) if isinstance(error, JengineError) else f"{type(error).__name__}: {error}"
         self.scheduler.finish(sequence, "error", why)
-        self._record(sequence)
+        self._note_ended()
         return why
 
-    def _record(self, *sequences: Sequence) -> None:
-        """Note requests that have ended, where they are recorded."""
-        if self._recorder is not None:
-            for sequence in sequences:
-                self._recorder.ended(sequence)
-
-    def _found(self, plan: StepPlan, result: StepResult) -> dict[int, Found]:
-        """What was found after beams, by sample."""
-        got, found = result.logprobs, {}
-        for row, sample in enumerate(plan.samples if got is not None and self.scheduler.searching else ()):
-            sequence = self.scheduler.running(sample.seq)
-            if sequence is not None and sequence.request.beams is not None and got is not None:
-                found[row] = Found(result.tokens[row][0], logprobs_of(got, row, 2 * sequence.request.beams.beam_width))
-        return found
+    def _note_ended(self) -> None:
+        """Record the requests that have ended."""
+        if self.scheduler.ended:
+            now, ended = time.perf_counter(), self.scheduler.ended
+            self.scheduler.ended = []
+            for sequence in ended:
+                self.records.ended(sequence, now)
+                if self._recorder is not None:
+                    self._recorder.ended(sequence)
 
     def _collect(self, step: InFlight, result: StepResult) -> list[TokenUpdate | Pooled | BeamsFound]:
-        collected = self.scheduler.collect(step.plan, result.tokens, self._found(step.plan, result))
-        if self._recorder is not None:
-            self._record(*[s for _, s, _ in collected if s.finish_reason is not None])
+        collected = self.scheduler.collect(step.plan, result.tokens, found_after_beams(step.plan, result, self.scheduler))
+        self._note_ended()
         got = result.logprobs
         if step.plan.steps > 1:
             return burst_updates(collected)
@@ -374,15 +395,3 @@ class Engine:
             sequence = self.scheduler.running(span.seq)
             if span.pool is not None and span.pool < offset + length and sequence is not None and sequence.pooled is not None:
                 sequence.pooled.add(span.start + max(span.pool, offset), span.start + offset + length, pooled[i])
-
-
-def _fill(words: np.ndarray, sequence: Sequence) -> None:
-    """A masked sequence's row. min_tokens, which programs apply too, counts here so that an empty row is seen."""
-    request = sequence.request
-    assert request.mask is not None
-    request.mask.fill(words)
-    if len(sequence.tokens) - sequence.prompt_len < request.params.min_tokens:
-        for token in sequence.suppressed_token_ids:
-            words[token // 32] &= ~np.uint32(1 << token % 32)
-    if not words.any():
-        raise JengineError("structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token to go on with")

@@ -16,9 +16,11 @@ from jengine.cost_report import CostReport
 from jengine.display import counted, table_html
 from jengine.engine import Engine
 from jengine.errors import EngineDead, InvalidArgument
+from jengine.explanations.explain import Explanation, explain
 from jengine.llm_beams import BeamSearches
 from jengine.llm_embeddings import Embeddings
 from jengine.observe.progress import progress_bar
+from jengine.observe.trace import Trace
 from jengine.pooling import PoolingParams
 from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
@@ -186,6 +188,24 @@ class LLM(Embeddings, BeamSearches):
             EngineDead: after `close`.
         """
         return self.engine.costs()
+
+    def trace(self, seconds: float | None = None) -> Trace:
+        """What the engine did in the last so many seconds, or in the last 8192 steps: always recorded. `trace().save("trace.json")` makes
+        a file for https://ui.perfetto.dev. May be called from any thread.
+
+        Raises:
+            EngineDead: after `close`.
+        """
+        return self.engine.trace(seconds)
+
+    def explain(self, seconds: float = 60.0) -> Explanation:
+        """What bounded the engine in the last so many seconds, with the evidence, the option to change and the effect that costs
+        predict. May be called from any thread.
+
+        Raises:
+            EngineDead: after `close`.
+        """
+        return explain(self.trace(seconds))
 
     def set_strategy(self, strategy: str) -> None:
         """What steps are composed for, from the next one on; see EngineConfig.strategy.

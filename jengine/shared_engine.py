@@ -242,6 +242,7 @@ class SharedEngine:
                     raise failure
                 if self._engine is not None:
                     self._deliver(updates)
+                    self._engine.passed_on()
             except BaseException as error:
                 self._error = error
                 self._orders.clear()

@@ -29,21 +29,22 @@ class StepClock:
         """It is planned and dispatched."""
         costs.observe_plan(len(plan.spans), plan.trunk.tiles, now - self._planning)
 
-    def read(self, plan: StepPlan, started: float, now: float, costs: StepCosts, *, waited: bool, counts: bool) -> None:
-        """Its tokens are here.
+    def read(self, plan: StepPlan, started: float, now: float, costs: StepCosts, *, waited: bool, counts: bool) -> float:
+        """Its tokens are here. Returns the seconds that it took on the device; 0.0 where they are not known.
 
         Args:
             started: when its first program was called.
             waited: whether they were not, when the host asked for them.
             counts: whether it was nothing but its trunk and its sampler, one right after the other.
         """
-        if waited and counts and (self._exactly or started >= self._ended):
-            seconds = now - max(started, self._ended)
-            if plan.steps == 1:
-                costs.observe(plan.trunk, plan.sampler, plan.work, seconds)
-            else:
-                costs.observe_burst(plan.burst, plan.work, seconds)
+        known = waited and counts and (self._exactly or started >= self._ended)
+        seconds = now - max(started, self._ended) if known else 0.0
+        if known and plan.steps == 1:
+            costs.observe(plan.trunk, plan.sampler, plan.work, seconds)
+        elif known:
+            costs.observe_burst(plan.burst, plan.work, seconds)
         self._ended, self._exactly, self._collected = now, waited, plan
+        return seconds
 
     def pause(self) -> None:
         """Nothing is left to do: what the host does from here on is no part of a step."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from jengine.execution.runner import StepResult
 from jengine.execution.sampler import SampledLogprobs
+from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
-from jengine.updates import BeamsFound, Pooled, TokenLogprobs, TokenUpdate
+from jengine.scheduling.step_plan import StepPlan
+from jengine.updates import BeamsFound, Found, Pooled, TokenLogprobs, TokenUpdate
 
 
 def burst_updates(collected: Iterable[tuple[int, Sequence, int]]) -> list[TokenUpdate | Pooled | BeamsFound]:
@@ -18,6 +21,16 @@ def burst_updates(collected: Iterable[tuple[int, Sequence, int]]) -> list[TokenU
         later.add(s.number)
         updates.append(TokenUpdate(s.request_id, token, *ends, None, s.num_preemptions, s.scheduled, s.num_cached))
     return updates[::-1]
+
+
+def found_after_beams(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> dict[int, Found]:
+    """By sample."""
+    got, found = result.logprobs, {}
+    for row, sample in enumerate(plan.samples if got is not None and scheduler.searching else ()):
+        sequence = scheduler.running(sample.seq)
+        if sequence is not None and sequence.request.beams is not None and got is not None:
+            found[row] = Found(result.tokens[row][0], logprobs_of(got, row, 2 * sequence.request.beams.beam_width))
+    return found
 
 
 def pooled_update(sequence: Sequence) -> Pooled:

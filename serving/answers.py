@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -36,20 +37,25 @@ class Answer:
 
     def __exit__(self, *_: object) -> None:
         self._counted.__exit__(None, None, None)
+        if self._pace is not None:
+            self._pace.writing.pop(self, None)
         self._handle.close()
         self._request.over()
 
     async def next(self) -> RequestOutput:
-        """The next output; after one that is finished there is none.
+        """The next output, which is then written; after one that is finished there is none.
 
         Raises:
             EngineDead: the engine has failed, or was closed.
         """
+        if self._pace is not None:
+            self._pace.writing.pop(self, None)
         output = await anext(self._handle)
         output.request_id = self._request.request_id
         self._request.tokens(output)
         if self._pace is not None:
             self._handle.pause(self._pace.seconds)
+            self._pace.writing[self] = time.monotonic()
         return output
 
 

@@ -24,6 +24,7 @@ from jengine.serving.request_log import RequestLog
 from jengine.serving.server import SERVICES, Built, build_server
 from jengine.serving.service_links import service_links
 from jengine.serving.signals import stop_signal
+from jengine.serving.spans import Spans
 from jengine.serving.supervisor import OnEnd, Supervisor
 
 if TYPE_CHECKING:
@@ -85,17 +86,21 @@ class ServerApp:
         interceptors: list[grpc.aio.ServerInterceptor] = [OutcomeInterceptor(metrics)] if isinstance(metrics, PrometheusMetrics) else []
         interceptors += access.interceptors
         request_log = None if config.request_log is None else RequestLog(config.request_log)
+        spans = None if config.otlp_traces_endpoint is None else Spans.of(config.otlp_traces_endpoint, self._name)
         self._built = await build_server(
             config,
             self._supervisor,
             metrics=metrics,
             request_log=request_log,
+            spans=spans,
             credentials=access.credentials,
             interceptors=interceptors,
         )
         async with contextlib.AsyncExitStack() as stack:
             if request_log is not None:
                 stack.callback(request_log.close)
+            if spans is not None:
+                stack.push_async_callback(asyncio.to_thread, spans.close)
             stack.push_async_callback(asyncio.to_thread, self._built.sandbox.close)
             stack.push_async_callback(self._built.server.stop, None)
             front = self._front = await self._http(metrics, access)
@@ -182,7 +187,8 @@ class ServerApp:
     def _metrics(self) -> Metrics:
         if self._config.metrics_port is None:
             return Metrics()
-        return PrometheusMetrics(self._name, lambda: self._supervisor.load, lambda: self._supervisor.restarts)
+        supervisor = self._supervisor
+        return PrometheusMetrics(self._name, lambda: supervisor.load, lambda: supervisor.restarts, lambda: supervisor.totals)
 
     def _make(self, on_end: OnEnd) -> EngineProcess:
         self._engine = self._make_engine(on_end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import grpc
@@ -19,6 +19,9 @@ class Call(Protocol):
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None where it has none."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """What came with the request; of HTTP, the headers that tracing needs."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call it when the call is over, which is when its last message has gone."""

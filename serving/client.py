@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import grpc
 
-from jengine import GenerationParams, InvalidArgument, uninterrupted
+from jengine import GenerationParams, InvalidArgument, Trace, uninterrupted
 from jengine.serving.client_errors import Attempts, Retries, ServerError, exception_of
 from jengine.serving.client_messages import (
     Call,
@@ -159,6 +159,11 @@ class Client(_Connection):
         """What the server composes steps for: throughput, latency, memory or auto. Allowed to whom reset_prefix_cache is."""
         self._ask(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
 
+    def trace(self, seconds: float | None = None) -> Trace:
+        """What the server's engine did in the last so many seconds, or in all that is kept; `jengine.explain` takes it. Allowed to whom
+        reset_prefix_cache is."""
+        return Trace.from_json(self._ask(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT).trace)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages, those of all clients. Needs an API key with admin=1, or a server without keys on this machine."""
         return bool(self._ask(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT).done)
@@ -255,6 +260,9 @@ class AsyncClient(_Connection):
 
     async def set_strategy(self, strategy: str) -> None:
         await self._ask(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
+
+    async def trace(self, seconds: float | None = None) -> Trace:
+        return Trace.from_json((await self._ask(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT)).trace)
 
     async def reset_prefix_cache(self) -> bool:
         return bool((await self._ask(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT)).done)

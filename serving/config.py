@@ -59,6 +59,8 @@ class ServerConfig:
         api_keys: file of the keys' hashes, as `python -m jengine.serving.security` writes them; a request needs one of the keys. Request
             ids, aborts, limits and cached pages are a key's own.
         request_log: file to which a line of JSON is appended for each request, without its texts; - is stdout.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces, that is sent a span for each
+            request, below its client's `traceparent` (needs jengine[otel]).
         log_level: of the server's log on stderr. Prompts and outputs are never logged.
     """
 
@@ -85,6 +87,7 @@ class ServerConfig:
     tls_client_ca: str | Path | None = None
     api_keys: str | Path | None = None
     request_log: str | Path | None = None
+    otlp_traces_endpoint: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
@@ -119,6 +122,8 @@ class ServerConfig:
         for name in ("tls_cert", "tls_key", "tls_client_ca", "api_keys", "request_log"):
             if not isinstance(getattr(self, name), str | Path | None) or getattr(self, name) == "":
                 raise InvalidArgument(name, getattr(self, name), "must be a file's path")
+        if not isinstance(self.otlp_traces_endpoint, str | None) or self.otlp_traces_endpoint == "":
+            raise InvalidArgument("otlp_traces_endpoint", self.otlp_traces_endpoint, "must be a URL")
         if (self.tls_cert is None) != (self.tls_key is None):
             name = "tls_cert" if self.tls_cert is None else "tls_key"
             raise InvalidArgument(name, None, "tls_cert and tls_key go together")

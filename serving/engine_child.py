@@ -14,6 +14,7 @@ import os
 import queue
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -27,6 +28,7 @@ from jengine import (
     PromptScores,
     Request,
     Steps,
+    StepTotals,
     Tokenizer,
     TokenUpdate,
     Updates,
@@ -35,6 +37,7 @@ from jengine import (
 from jengine.serving.watchdog import Heartbeat
 from jengine.serving.wire import (
     RECEIVE,
+    TOTALS_SECONDS,
     Add,
     Batch,
     Configure,
@@ -47,6 +50,8 @@ from jengine.serving.wire import (
     Ready,
     ResetPrefixCache,
     SetStrategy,
+    TakeTrace,
+    TraceTaken,
     failed,
     frame,
     has_masks,
@@ -63,7 +68,7 @@ class EngineChild:
 
     def __init__(self, server: socket.socket, heartbeat: Heartbeat) -> None:
         self._server, self._heartbeat = server, heartbeat
-        self._frames: Frames[Configure | Add | End | ResetPrefixCache | SetStrategy | Quit] = Frames(Order)
+        self._frames: Frames[Configure | Add | End | ResetPrefixCache | TakeTrace | SetStrategy | Quit] = Frames(Order)
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # what the loop shall do; None ends it
         self._unmasked: queue.SimpleQueue[Add] = queue.SimpleQueue()  # orders whose masks shall be made
         self._masking: set[str] = set()  # their requests
@@ -72,6 +77,7 @@ class EngineChild:
         self._tokenizer: Tokenizer | None = None
         self._engine: Steps
         self._told: object = None  # the load that the server knows
+        self._totals, self._totals_at = StepTotals(), 0.0  # that it knows, and when it was told
 
     def run(self) -> None:
         """Start the engine, then step it until the server says Quit."""
@@ -93,8 +99,9 @@ class EngineChild:
         while True:
             self._heartbeat.turn()
             if self._inbox.empty():
-                if self._engine.load != self._told:  # a request was taken out, or waits: no tokens tell of it
-                    self._deliver(())
+                untold = wait and self._engine.totals().steps != self._totals.steps
+                if untold or self._engine.load != self._told:  # a request was taken out, or waits: no tokens tell of it
+                    self._deliver((), totals=untold)
                 if not wait:
                     return True
             with self._heartbeat.idle():
@@ -114,14 +121,17 @@ class EngineChild:
         except queue.Empty:
             return _LOOK
 
-    def _deliver(self, updates: Updates) -> None:
+    def _deliver(self, updates: Updates, totals: bool = False) -> None:
+        now = time.monotonic()
+        if totals := totals or now >= self._totals_at + TOTALS_SECONDS:
+            self._totals, self._totals_at = self._engine.totals(), now
         self._told = load = self._engine.load
         tokens = [update for update in updates if isinstance(update, TokenUpdate)]
         scores = [update for update in updates if isinstance(update, PromptScores)]
         pooled = [update for update in updates if isinstance(update, Pooled)]
         beams = [update for update in updates if isinstance(update, BeamsFound)]
         ended = [update for update in updates if isinstance(update, Ended)]
-        self._say(Batch(tokens, scores, pooled, beams, ended, load))
+        self._say(Batch(tokens, scores, pooled, beams, ended, load, self._totals if totals else None))
 
     def _add(self, requests: list[Request]) -> None:
         requests = [request for request in requests if self._goes_on(request.request_id)]
@@ -169,7 +179,7 @@ class EngineChild:
             os._exit(1)
         os._exit(0)  # the server is gone
 
-    def _pass_on(self, order: Configure | Add | End | ResetPrefixCache | SetStrategy | Quit) -> None:
+    def _pass_on(self, order: Configure | Add | End | ResetPrefixCache | TakeTrace | SetStrategy | Quit) -> None:
         match order:
             case Configure():
                 self._configured.put(order)
@@ -182,6 +192,8 @@ class EngineChild:
                 self._inbox.put(lambda: self._end(ended))
             case ResetPrefixCache():
                 self._inbox.put(lambda: self._say(PrefixCacheReset(self._engine.reset_prefix_cache())))
+            case TakeTrace(seconds):
+                self._inbox.put(lambda: self._say(TraceTaken(self._engine.trace(seconds).to_json())))
             case SetStrategy(strategy):
                 self._inbox.put(lambda: self._engine.set_strategy(strategy))
             case Quit():

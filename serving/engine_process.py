@@ -22,7 +22,20 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from jengine import Ended, EngineConfig, EngineDead, FinishReason, InvalidArgument, Limits, Load, Request, StrategyName, Updates
+from jengine import (
+    Ended,
+    EngineConfig,
+    EngineDead,
+    FinishReason,
+    InvalidArgument,
+    Limits,
+    Load,
+    Request,
+    StepTotals,
+    StrategyName,
+    Trace,
+    Updates,
+)
 from jengine.serving.watchdog import Watchdog
 from jengine.serving.wire import (
     RECEIVE,
@@ -39,7 +52,9 @@ from jengine.serving.wire import (
     Report,
     ResetPrefixCache,
     SetStrategy,
+    TakeTrace,
     TooLarge,
+    TraceTaken,
     add_order,
     error_of,
     frame,
@@ -63,11 +78,12 @@ class EngineProcess:
         watchdog_seconds: without a sign of life after which the child is killed; 0 waits for ever. See watchdog.Patience.
 
     Attributes:
-        limits, load, info: known when `start` has returned.
+        limits, load, totals, info: known when `start` has returned.
     """
 
     limits: Limits
     load: Load
+    totals: StepTotals
     info: EngineInfo
     makes_masks = True  # a grammar that the server has not checked may end the child
 
@@ -81,7 +97,7 @@ class EngineProcess:
         self._configure = Configure(engine, json.dumps(options, default=str))
         self._on_end, self._watchdog_seconds = on_end, watchdog_seconds
         self._outbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()  # what the writer shall send; None ends it
-        self._resets: deque[Callable[[bool], None]] = deque()  # to be called, in this order, when the child says that it has done one
+        self._answers: deque[Callable[[Any], None]] = deque()  # to be called with what the child answers, in the order of the questions
         self._lock = threading.RLock()  # of what follows
         self._child: _Child | None = None
         self._ready = self._connected = self._quitting = False
@@ -121,7 +137,7 @@ class EngineProcess:
             with self._lock:
                 if not isinstance(ready, Ready) or self._quitting:
                     raise child.hung or child.end()
-                self.limits, self.load, self.info = ready.limits, ready.load, ready.info
+                self.limits, self.load, self.totals, self.info = ready.limits, ready.load, StepTotals(), ready.info
                 self._ready = True
         except BaseException:
             child.process.kill()
@@ -149,14 +165,20 @@ class EngineProcess:
         self._order(End(Ended(request_id, reason, stop_reason)))
 
     def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
-        with self._lock:  # the answers come in the order of the questions
-            self._resets.append(done)
-            self._order(ResetPrefixCache())
+        self._ask(ResetPrefixCache(), done)
+
+    def trace(self, seconds: float | None, done: Callable[[Trace], None]) -> None:
+        self._ask(TakeTrace(seconds), done)
 
     def set_strategy(self, strategy: StrategyName) -> None:
         self._order(SetStrategy(strategy))
 
-    def _order(self, order: Add | End | ResetPrefixCache | SetStrategy) -> None:
+    def _ask(self, question: ResetPrefixCache | TakeTrace, done: Callable[[Any], None]) -> None:
+        with self._lock:
+            self._answers.append(done)
+            self._order(question)
+
+    def _order(self, order: Add | End | ResetPrefixCache | TakeTrace | SetStrategy) -> None:
         if not self._quitting:
             self._outbox.put(frame(order))
 
@@ -211,10 +233,12 @@ class EngineProcess:
             updates: list[Any] = []
             for message in messages:
                 if isinstance(message, Batch):
-                    self.load = message.load
+                    self.load, self.totals = message.load, message.totals or self.totals
                     updates += [*message.scores, *message.tokens, *message.pooled, *message.beams, *message.ended]
                 elif isinstance(message, PrefixCacheReset):
-                    self._resets.popleft()(message.done)
+                    self._answers.popleft()(message.done)
+                elif isinstance(message, TraceTaken):
+                    self._answers.popleft()(Trace.from_json(message.trace))
                 elif isinstance(message, Failed):
                     error = EngineDead(f"the engine has failed: {error_of(message)}")
             if updates:
@@ -241,7 +265,7 @@ class _Child:
 
     def __init__(self, watchdog_seconds: float) -> None:
         self.hung: EngineDead | None = None
-        self._frames: Frames[Ready | Batch | PrefixCacheReset | Failed] = Frames(Report)
+        self._frames: Frames[Ready | Batch | PrefixCacheReset | TraceTaken | Failed] = Frames(Report)
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
@@ -255,7 +279,7 @@ class _Child:
         with contextlib.suppress(ConnectionError):  # it has died: reading tells how
             self._socket.sendall(data)
 
-    def messages(self) -> Iterator[list[Ready | Batch | PrefixCacheReset | Failed]]:
+    def messages(self) -> Iterator[list[Ready | Batch | PrefixCacheReset | TraceTaken | Failed]]:
         """What it says, as much at a time as has come, until it hangs up.
 
         Raises:

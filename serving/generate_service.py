@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 
 import grpc
 
-from jengine import AsyncLLM, GenerationParams, OutputKind, RequestHandle, TokensPrompt, __version__
+from jengine import AsyncLLM, GenerationParams, InvalidArgument, OutputKind, RequestHandle, TokensPrompt, __version__
 from jengine.serving import conversions
 from jengine.serving.admission import client_of
 from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
@@ -181,6 +183,16 @@ class GenerateService(Service, GenerateServiceServicer):
         self._models.llm.set_strategy(request.strategy)
         log.info("%s has set the strategy to %s", client_of(context), request.strategy)
         return pb.SetStrategyResponse()
+
+    @reported
+    async def GetTrace(self, request: pb.GetTraceRequest, context: grpc.aio.ServicerContext) -> pb.GetTraceResponse:
+        check_admin(context.peer())
+        seconds = request.seconds if request.HasField("seconds") else None
+        if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
+            raise InvalidArgument("seconds", seconds, "must be a finite number above 0")
+        trace = await self._models.llm.trace(seconds)
+        trace.readers = self._pace.readers()
+        return pb.GetTraceResponse(trace=await asyncio.to_thread(trace.to_json))
 
 
 def _method(request: Prompted, stream: str) -> str:

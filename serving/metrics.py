@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
@@ -16,35 +15,15 @@ from inspect import isasyncgenfunction, iscoroutinefunction
 from typing import Any
 
 import grpc
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jengine import EngineDead, Load, RequestOutput
+from jengine import EngineDead, Load, RequestOutput, StepTotals
 from jengine.serving.call import interruption
+from jengine.serving.engine_metrics import load_families, step_families
+from jengine.serving.metric_families import TOKENS, Families, Histogram
 
-PREFIX = "jengine:"
-SECONDS = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1, 2.5, 5))  # a millisecond to eight minutes
-TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))  # one to half a million
 UNFINISHED = "abort"  # why a request ended that nobody waited for
-
-
-class Histogram:
-    """Counts by bucket."""
-
-    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
-        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
-
-    def add(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, how many are not above it), the last for all."""
-        out, total = [], 0
-        for bound, count in zip([*map(str, self.bounds), "+Inf"], list(self.counts), strict=True):
-            total += count
-            out.append((bound, float(total)))
-        return out
 
 
 @dataclass(slots=True)
@@ -102,16 +81,20 @@ class PrometheusMetrics(Metrics, Collector):
         model: its name, a label of every metric.
         load: the engine's; raises EngineDead where none is running.
         restarts: how often an engine was started again.
+        totals: of the engine's steps; raises as `load`.
     """
 
-    def __init__(self, model: str, load: Callable[[], Load], restarts: Callable[[], int]) -> None:
-        self.model, self.load, self.restarts = model, load, restarts
+    def __init__(
+        self, model: str, load: Callable[[], Load], restarts: Callable[[], int], totals: Callable[[], StepTotals] = StepTotals
+    ) -> None:
+        self.model, self.load, self.restarts, self.totals = model, load, restarts, totals
         self.rpcs: Counter[tuple[str, str]] = Counter()  # by method and status
         self.http: Counter[tuple[str, str, int]] = Counter()  # HTTP requests by method, path and status
         self.finished: Counter[str] = Counter()  # completions by why they ended
         self.prompt_tokens = self.cached_prompt_tokens = self.generation_tokens = 0
         self.first_token, self.inter_token, self.end_to_end = Histogram(), Histogram(), Histogram()
-        self.queue_time, self.prompt_lengths = Histogram(), Histogram(TOKENS)
+        self.queue_time, self.prefill_time, self.decode_time, self.inference_time = Histogram(), Histogram(), Histogram(), Histogram()
+        self.time_per_token, self.prompt_lengths, self.output_lengths = Histogram(), Histogram(TOKENS), Histogram(TOKENS)
         self.rejections: Counter[tuple[str, str]] = Counter()  # by cause and key
         self.by_key: dict[str, KeyUse] = {}
 
@@ -136,17 +119,22 @@ class PrometheusMetrics(Metrics, Collector):
 
     def collect(self) -> Iterator[Metric]:
         """In Prometheus's form."""
-        yield from self._engine()
-        yield self._counter("engine_restarts", "Engines started again after one had died", self.restarts())
+        of = Families(self.model)
+        try:
+            load, totals = self.load(), self.totals()
+        except EngineDead:
+            yield of.gauge("engine_up", "Whether an engine is running", 0)
+        else:
+            yield from load_families(of, load)
+            yield from step_families(of, totals)
+        yield of.counter("engine_restarts", "Engines started again after one had died", self.restarts())
         if (expiry := self.certificate_expiry()) is not None:
-            yield self._gauge("certificate_expiry_timestamp_seconds", "When the server's certificate expires", expiry)
-        yield self._counter("prompt_tokens", "Prompt tokens of answered requests", self.prompt_tokens)
-        yield self._counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache", self.cached_prompt_tokens)
-        yield self._counter("generation_tokens", "Generated tokens", self.generation_tokens)
-        ends = CounterMetricFamily(PREFIX + "request_success", "Completions by why they ended", labels=("model_name", "finished_reason"))
-        for reason, count in list(self.finished.items()):
-            ends.add_metric((self.model, reason), count)
-        yield ends
+            yield of.gauge("certificate_expiry_timestamp_seconds", "When the server's certificate expires", expiry)
+        yield of.counter("prompt_tokens", "Prompt tokens of answered requests", self.prompt_tokens)
+        yield of.counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache", self.cached_prompt_tokens)
+        yield of.counter("generation_tokens", "Generated tokens", self.generation_tokens)
+        ends = [((reason,), count) for reason, count in list(self.finished.items())]
+        yield of.counters("request_success", "Completions by why they ended", ("finished_reason",), ends)
         rpcs = CounterMetricFamily("grpc_server_handled", "RPCs by outcome", labels=("grpc_service", "grpc_method", "grpc_code"))
         for (method, code), count in list(self.rpcs.items()):
             service, _, name = method.strip("/").rpartition("/")
@@ -156,90 +144,34 @@ class PrometheusMetrics(Metrics, Collector):
         for (verb, path, answered), count in list(self.http.items()):
             http.add_metric((verb, path, str(answered or "")), count)
         yield http
-        rejections = CounterMetricFamily(
-            PREFIX + "request_rejections", "Calls refused before they were queued", labels=("model_name", "cause", "api_key")
-        )
-        for (cause, key), count in list(self.rejections.items()):
-            rejections.add_metric((self.model, cause, key), count)
-        yield rejections
-        yield from self._keys()
-        yield self._histogram("request_queue_time_seconds", "From a request's arrival to its first step", self.queue_time)
-        yield self._histogram("request_prompt_tokens", "Prompt tokens of a request", self.prompt_lengths)
-        yield self._histogram("time_to_first_token_seconds", "From a request's arrival to its first token", self.first_token)
-        yield self._histogram("inter_token_latency_seconds", "Between a completion's tokens", self.inter_token)
-        yield self._histogram("e2e_request_latency_seconds", "From a request's arrival to its end", self.end_to_end)
+        rejections = list(self.rejections.items())
+        yield of.counters("request_rejections", "Calls refused before they were queued", ("cause", "api_key"), rejections)
+        yield from self._keys(of)
+        yield of.histogram("request_queue_time_seconds", "From a request's arrival to its first step", self.queue_time)
+        yield of.histogram("request_prefill_time_seconds", "From a request's first step to its first token", self.prefill_time)
+        yield of.histogram("request_decode_time_seconds", "From a request's first token to its last", self.decode_time)
+        yield of.histogram("request_inference_time_seconds", "From a request's first step to its last token", self.inference_time)
+        yield of.histogram("request_prompt_tokens", "Prompt tokens of a request", self.prompt_lengths)
+        yield of.histogram("request_generation_tokens", "Generated tokens of a completion", self.output_lengths)
+        yield of.histogram("time_to_first_token_seconds", "From a request's arrival to its first token", self.first_token)
+        yield of.histogram("inter_token_latency_seconds", "Between a completion's tokens", self.inter_token)
+        yield of.histogram("request_time_per_output_token_seconds", "The same, a request's mean", self.time_per_token)
+        yield of.histogram("e2e_request_latency_seconds", "From a request's arrival to its end", self.end_to_end)
 
-    def _engine(self) -> Iterator[Metric]:
-        try:
-            load = self.load()
-        except EngineDead:
-            yield self._gauge("engine_up", "Whether an engine is running", 0)
-            return
-        yield self._gauge("engine_up", "Whether an engine is running", 1)
-        yield self._gauge("num_requests_running", "Requests that have a place in the batch", load.running)
-        yield self._gauge("num_requests_waiting", "Requests that wait for one", load.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the cache's pages in use; 1 is all", 1 - load.free_pages / max(load.pages, 1))
-        yield self._gauge("kv_cache_pages", "Pages of the cache", load.pages)
-        yield self._gauge("kv_cache_free_pages", "Pages of the cache that are free", load.free_pages)
-        yield self._gauge("kv_cache_cached_pages", "Free pages of the cache that a prompt may still find", load.cached_pages)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", load.prefix_queries)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", load.prefix_hits)
-        hits = CounterMetricFamily(
-            PREFIX + "prefix_cache_hit_pages", "Pages found in the prefix cache, by cache group", labels=("model_name", "group")
-        )
-        for group, count in zip(load.cache_groups, load.hit_pages, strict=True):
-            hits.add_metric((self.model, group), count)
-        yield hits
-        yield self._counter("prefix_cache_evictions", "Cached pages that were given to other tokens", load.evictions)
-        yield self._counter("num_preemptions", "Times that a running request lost its place", load.preemptions)
-        outcomes = CounterMetricFamily(
-            PREFIX + "request_targets", "Requests with ttft_ms or tpot_ms by how they ended", labels=("model_name", "outcome")
-        )
-        for outcome in ("met", "missed", "rejected"):
-            outcomes.add_metric((self.model, outcome), getattr(load, f"targets_{outcome}"))
-        yield outcomes
-        decisions = CounterMetricFamily(
-            PREFIX + "step_decisions", "Steps with prompts, by strategy and the reason for their size", labels=("model_name", "decision")
-        )
-        for decision, count in load.decisions:
-            decisions.add_metric((self.model, decision), count)
-        yield decisions
-        yield self._gauge("programs_ready", "Compiled programs that steps can use", load.programs_ready)
-        yield self._gauge("programs", "Programs of the engine's table", load.programs)
-        yield self._counter("compiles_since_start", "Compilations since warm-up; each is a bug", load.compiles_since_start)
-
-    def _keys(self) -> Iterator[Metric]:
+    def _keys(self, of: Families) -> Iterator[Metric]:
         """By API key."""
-        labels = ("model_name", "api_key")
-        requests = CounterMetricFamily(PREFIX + "api_key_requests", "Requests by key and gRPC status", labels=(*labels, "grpc_code"))
-        prompts = CounterMetricFamily(PREFIX + "api_key_prompt_tokens", "Prompt tokens by key", labels=labels)
-        generated = CounterMetricFamily(PREFIX + "api_key_generation_tokens", "Generated tokens by key", labels=labels)
-        for key, use in list(self.by_key.items()):
-            for status, count in list(use.requests.items()):
-                requests.add_metric((self.model, key, status), count)
-            prompts.add_metric((self.model, key), use.prompt_tokens)
-            generated.add_metric((self.model, key), use.generation_tokens)
-        yield from (requests, prompts, generated)
-
-    def _gauge(self, name: str, help: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, help, labels=("model_name",))
-        family.add_metric((self.model,), value)
-        return family
-
-    def _counter(self, name: str, help: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, help, labels=("model_name",))
-        family.add_metric((self.model,), value)
-        return family
-
-    def _histogram(self, name: str, help: str, values: Histogram) -> Metric:
-        family = HistogramMetricFamily(PREFIX + name, help, labels=("model_name",))
-        family.add_metric((self.model,), values.cumulative(), values.sum)
-        return family
+        used = list(self.by_key.items())
+        requests = [((key, status), count) for key, use in used for status, count in list(use.requests.items())]
+        yield of.counters("api_key_requests", "Requests by key and gRPC status", ("api_key", "grpc_code"), requests)
+        prompts = [((key,), use.prompt_tokens) for key, use in used]
+        yield of.counters("api_key_prompt_tokens", "Prompt tokens by key", ("api_key",), prompts)
+        generated = [((key,), use.generation_tokens) for key, use in used]
+        yield of.counters("api_key_generation_tokens", "Generated tokens by key", ("api_key",), generated)
 
 
 class _Watch(RequestWatch):
     def __init__(self, metrics: PrometheusMetrics) -> None:
-        self.metrics, self.last = metrics, 0.0
+        self.metrics, self.last, self.lengths = metrics, 0.0, [0]
         self.output: RequestOutput | None = None
 
     def tokens(self, output: RequestOutput) -> None:
@@ -249,6 +181,11 @@ class _Watch(RequestWatch):
         if len(outputs) > 1:
             news = [len(completion.token_ids) for completion in outputs]
             count, steps = sum(news), max(news)
+            self.lengths += [0] * (len(news) - len(self.lengths))
+            for i, new in enumerate(news):
+                self.lengths[i] += new
+        else:
+            self.lengths[0] += count
         if not steps:
             return
         now, metrics = time.monotonic(), self.metrics
@@ -269,6 +206,7 @@ class _Watch(RequestWatch):
         metrics.prompt_lengths.add(len(output.prompt_token_ids))
         if times.scheduled is not None:
             metrics.queue_time.add(times.scheduled - times.arrival)
+            metrics.prefill_time.add(first - times.scheduled)
         metrics.first_token.add(first - times.arrival)
         return first
 
@@ -279,8 +217,18 @@ class _Watch(RequestWatch):
             return
         for completion in output.outputs:
             metrics.finished[completion.finish_reason or UNFINISHED] += 1
-        if output.metrics.finished is not None:
-            metrics.end_to_end.add(output.metrics.finished - output.metrics.arrival)
+        for length in self.lengths:
+            metrics.output_lengths.add(length)
+        times = output.metrics
+        if times.finished is None:
+            return
+        metrics.end_to_end.add(times.finished - times.arrival)
+        if times.first_token is not None and times.scheduled is not None:
+            decode = times.finished - times.first_token
+            metrics.decode_time.add(decode)
+            metrics.inference_time.add(times.finished - times.scheduled)
+            if (most := max(self.lengths)) > 1:
+                metrics.time_per_token.add(decode / (most - 1))
 
 
 # --- outcomes of RPCs -----------------------------------------------------------------------------

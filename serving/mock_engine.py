@@ -14,15 +14,18 @@ from jengine import (
     BeamSearchParams,
     BeamsFound,
     Embedder,
+    EngineFacts,
     Limits,
     Load,
     Pooled,
     PromptScores,
     Request,
     SequenceLimits,
+    StepTotals,
     StrategyName,
     TokenLogprobs,
     TokenUpdate,
+    Trace,
     Update,
 )
 
@@ -134,6 +137,18 @@ class MockEngine:
 
     def close(self) -> None:
         pass
+
+    def passed_on(self) -> None:
+        pass
+
+    def trace(self, seconds: float | None = None) -> Trace:
+        """It records nothing."""
+        room = self.limits.sequence
+        facts = EngineFacts(self.limits.max_num_seqs, room.max_model_len, room.max_model_len, room.page_size, room.pages)
+        return Trace.empty(facts)
+
+    def totals(self) -> StepTotals:
+        return StepTotals()
 
     def step(self) -> list[Update]:
         if self.steps == self.fail_at:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from jengine import Readers
 
 MESSAGE_SECONDS = 100e-6  # of the event loop's time, that a message takes
 CORES_SHARE = 0.04  # of the processor time of all cores, for the messages of all streams together: the engine may need them
 LOOP_SHARE = 0.5  # of the event loop's time, at most
 LONGEST = 0.1  # seconds
+WAITING = 0.5  # seconds from which on a write waits for its client
 
 
 class Pace:
@@ -21,10 +25,14 @@ class Pace:
 
     Args:
         cores: that this process may use; None finds out.
+
+    Attributes:
+        writing: streams that write a message, by when they began, time.monotonic().
     """
 
     def __init__(self, cores: int | None = None) -> None:
         self._streams = 0
+        self.writing: dict[object, float] = {}
         self._share = min(CORES_SHARE * (cores or _cores()), LOOP_SHARE)
 
     @contextmanager
@@ -35,6 +43,12 @@ class Pace:
             yield
         finally:
             self._streams -= 1
+
+    def readers(self) -> Readers:
+        """How clients read now."""
+        now = time.monotonic()
+        waits = [now - since for since in self.writing.values() if now - since >= WAITING]
+        return Readers(streams=self._streams, waiting=len(waits), longest=max(waits, default=0.0))
 
     @property
     def seconds(self) -> float:

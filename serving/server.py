@@ -25,6 +25,7 @@ from jengine.serving.model_provider import ModelProvider
 from jengine.serving.request_log import RequestLog
 from jengine.serving.sandbox import Sandbox
 from jengine.serving.service import Shared
+from jengine.serving.spans import Spans
 
 DESCRIPTORS = (
     generate_pb2.DESCRIPTOR.services_by_name["GenerateService"],
@@ -55,6 +56,7 @@ async def build_server(
     *,
     metrics: Metrics | None = None,
     request_log: RequestLog | None = None,
+    spans: Spans | None = None,
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> Built:
@@ -69,7 +71,7 @@ async def build_server(
     state = health.aio.HealthServicer()
     for service in ("", *SERVICES):
         await state.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
-    shared = Shared.of(config, models, metrics, request_log)
+    shared = Shared.of(config, models, metrics, request_log, spans)
     services = GenerateService(shared), KserveService(shared, state)
     for service, servicer in zip(DESCRIPTORS, services, strict=True):
         _add(service, servicer, server)

@@ -27,6 +27,7 @@ from jengine.serving.pace import Pace
 from jengine.serving.request_log import RequestLog
 from jengine.serving.sandbox import Sandbox
 from jengine.serving.security import salted, scoped
+from jengine.serving.spans import Spans
 from jengine.serving.text_work import TextWork
 from jengine.serving.tracking import RequestTracker
 
@@ -54,12 +55,19 @@ class Shared(NamedTuple):
     client_chat_templates: bool
 
     @classmethod
-    def of(cls, config: ServerConfig, models: ModelProvider, metrics: Metrics, request_log: RequestLog | None = None) -> Shared:
+    def of(
+        cls,
+        config: ServerConfig,
+        models: ModelProvider,
+        metrics: Metrics,
+        request_log: RequestLog | None = None,
+        spans: Spans | None = None,
+    ) -> Shared:
         """In the event loop that the server will run in. Close the sandbox after it has stopped."""
         return cls(
             models,
             Admission(config, models),
-            RequestTracker(metrics, request_log),
+            RequestTracker(metrics, request_log, spans),
             RequestBounds.of(config),
             Sandbox(),
             TextWork(),

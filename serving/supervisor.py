@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from jengine import AsyncLLM, EngineDead, Load, SamplingParams, Tokenizer
+from jengine import AsyncLLM, EngineDead, Load, SamplingParams, StepTotals, Tokenizer
 from jengine.serving.engine_process import EngineProcess
 from jengine.serving.model_provider import RESTART_SECONDS, ModelInfo
 
@@ -70,6 +70,7 @@ class Supervisor:
         self._facts: ModelInfo | None = None
         self._llm: AsyncLLM | None = None
         self._past: Load | None = None  # the last engine's, with what those before it had counted
+        self._past_totals = StepTotals()  # likewise
         self._serving = self._retired = False
         self._since = time.monotonic()  # when the engine that answers was ready
         self._expected: float | None = None  # when the next one should be, where none answers
@@ -97,6 +98,11 @@ class Supervisor:
         past = self._past  # before the engine: else one that ends meanwhile would be counted twice
         load = self.llm.load
         return load if past is None else _added(past, load)
+
+    @property
+    def totals(self) -> StepTotals:
+        """Of all engines' steps, but for memory. Raises as `load`."""
+        return self._past_totals + self.llm.backend.totals
 
     @property
     def info(self) -> ModelInfo:
@@ -155,8 +161,8 @@ class Supervisor:
             since = loop.time()
             error = await ended
             self._set(False)
-            dead, last, self._llm = self.llm, self.load, None
-            self._past = last
+            dead, last, totals, self._llm = self.llm, self.load, self.totals, None
+            self._past, self._past_totals = last, totals
             await dead.close()
             ended = await self._restart(error, loop.time() - since)
             self.restarts += 1

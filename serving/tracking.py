@@ -18,6 +18,7 @@ from jengine.serving.errors import Refusal, refusal
 from jengine.serving.metrics import Metrics, RequestWatch
 from jengine.serving.request_log import RequestLog
 from jengine.serving.security import current_key
+from jengine.serving.spans import Spans
 
 
 class TrackedRequest:
@@ -93,8 +94,8 @@ class TrackedRequest:
 class RequestTracker:
     """Where requests are reported to."""
 
-    def __init__(self, metrics: Metrics, request_log: RequestLog | None) -> None:
-        self._metrics, self._request_log = metrics, request_log
+    def __init__(self, metrics: Metrics, request_log: RequestLog | None, spans: Spans | None = None) -> None:
+        self._metrics, self._request_log, self._spans = metrics, request_log, spans
         self._unfinished: set[TrackedRequest] = set()
 
     @property
@@ -125,3 +126,5 @@ class RequestTracker:
             self._metrics.request_over(request.key, status, request.prompt_tokens, request.output_tokens)
             if self._request_log is not None:
                 self._request_log.write(request.entry(refused, status))
+            if self._spans is not None:
+                self._spans.over(request, status, call)

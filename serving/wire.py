@@ -28,6 +28,7 @@ from jengine import (
     PromptScores,
     Request,
     SamplingParams,
+    StepTotals,
     StrategyName,
     Tokenizer,
     TokenMask,
@@ -37,6 +38,7 @@ from jengine import (
 
 MAX_FRAME = 1 << 26  # bytes; a request of a million prompt tokens takes 5 MB
 RECEIVE = 1 << 18  # bytes taken from the socket at once
+TOTALS_SECONDS = 1.0  # between two reports of StepTotals; also, once all is done
 TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize")  # text is made in the server
 _DEFAULTS = SamplingParams()
 _FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in TEXT_FIELDS]
@@ -109,6 +111,12 @@ class ResetPrefixCache(Message):
     """Forget all cached pages; answered by PrefixCacheReset."""
 
 
+class TakeTrace(Message):
+    """Of the last so many seconds, or all that is kept; answered by TraceTaken."""
+
+    seconds: float | None
+
+
 class SetStrategy(Message):
     """Compose steps for this; the engine's Limits let it pass."""
 
@@ -119,7 +127,7 @@ class Quit(Message):
     """Last."""
 
 
-Order = Configure | Add | End | ResetPrefixCache | SetStrategy | Quit
+Order = Configure | Add | End | ResetPrefixCache | TakeTrace | SetStrategy | Quit
 
 
 # --- the engine says -------------------------------------------------------------------------------
@@ -150,7 +158,11 @@ class Ready(Message):
 
 
 class Batch(Message):
-    """What came of a step, and how busy the engine is after it."""
+    """What came of a step, and how busy the engine is after it.
+
+    Attributes:
+        totals: of all steps, where they are told again; see TOTALS_SECONDS.
+    """
 
     tokens: list[TokenUpdate]
     scores: list[PromptScores]
@@ -158,12 +170,19 @@ class Batch(Message):
     beams: list[BeamsFound]
     ended: list[Ended]
     load: Load
+    totals: StepTotals | None = None
 
 
 class PrefixCacheReset(Message):
-    """The oldest ResetPrefixCache that has no answer was carried out, and whether that was done."""
+    """The oldest ResetPrefixCache that has no answer was carried out, and whether that was done. It and TakeTrace are answered in order."""
 
     done: bool
+
+
+class TraceTaken(Message):
+    """What the oldest TakeTrace that has no answer asked for: Trace.to_json."""
+
+    trace: bytes
 
 
 class Failed(Message):
@@ -173,7 +192,7 @@ class Failed(Message):
     arguments: str
 
 
-Report = Ready | Batch | PrefixCacheReset | Failed
+Report = Ready | Batch | PrefixCacheReset | TraceTaken | Failed
 
 
 # --- a server and its sandbox's workers -------------------------------------------------------

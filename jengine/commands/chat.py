@@ -11,10 +11,10 @@ import re
 import signal
 import sys
 from collections.abc import Generator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jengine import EngineConfig, InvalidArgument, JengineError, SamplingParams
+from jengine.commands.connection import CONNECTION, add_connection, client_options
 from jengine.commands.flags import ENGINE_SKIPS, add_sampling_and_engine, engine_fields, given_fields, sampling_fields
 from jengine.commands.follow import follows
 from jengine.commands.terminal import note, write
@@ -32,12 +32,6 @@ KEYS = """\
 Ctrl-C          stop the answer, or clear the line
 \"""             begins a message of several lines, and ends it
 """
-CONNECTION = {
-    "api_key_file": "file with the API key to send",
-    "tls_ca": "PEM file of the authorities whose certificates to trust; turns TLS on",
-    "tls_cert": "PEM file of your own certificate, for mutual TLS",
-    "tls_key": "PEM file of its private key",
-}
 Messages = list[dict[str, str]]
 
 
@@ -55,9 +49,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
     server = parser.add_argument_group("a server, instead of MODEL")
     server.add_argument("--server", metavar="HOST:PORT", help="of a `jengine serve`")
-    server.add_argument("--tls", action="store_true", help="encrypt, and trust the authorities that this machine trusts")
-    for name, text in CONNECTION.items():
-        server.add_argument("--" + name.replace("_", "-"), metavar="FILE", type=Path, help=text)
+    add_connection(server)
     add_sampling_and_engine(parser, skip=("n",))  # a conversation goes on from one answer
     parser.set_defaults(run=_chat)
 
@@ -85,7 +77,7 @@ def _chat(options: argparse.Namespace) -> None:
 
 
 def _local(options: argparse.Namespace) -> Model:
-    useless = [name for name in ("tls", *CONNECTION) if getattr(options, name)]
+    useless = [name for name in CONNECTION if getattr(options, name)]
     if useless:
         raise InvalidArgument(useless[0], getattr(options, useless[0]), "is about the connection to a --server")
     engine_options = engine_fields(options)
@@ -98,12 +90,7 @@ def _local(options: argparse.Namespace) -> Model:
 def _served(options: argparse.Namespace) -> Model:
     for name, value in given_fields(options, EngineConfig, skip=ENGINE_SKIPS).items():
         raise InvalidArgument(name, value, "is an option of the engine: give it to `jengine serve`")
-    try:
-        key = None if options.api_key_file is None else options.api_key_file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as wrong:
-        raise InvalidArgument("api_key_file", str(options.api_key_file), f"cannot be read: {wrong}") from None
-    tls = {name: getattr(options, name) for name in ("tls", "tls_ca", "tls_cert", "tls_key")}
-    return ServedModel(options.server, api_key=key, **tls)
+    return ServedModel(options.server, **client_options(options))
 
 
 # --- who answers ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ RETRIEVED = "/jax/compilation_cache/cache_retrieval_time_sec"
 
 _lock = threading.Lock()
 _counts = {COMPILED: 0, RETRIEVED: 0}
+_seconds = {COMPILED: 0.0, RETRIEVED: 0.0}
 _listening = False
 _thread = threading.local()
 
@@ -31,6 +32,7 @@ def _heard(event: str, duration_secs: float, **_: str | int) -> None:
     if event in _counts and not (event == COMPILED and getattr(_thread, "announced", False)):
         with _lock:
             _counts[event] += 1
+            _seconds[event] += duration_secs
 
 
 def _count(event: str) -> int:
@@ -51,3 +53,8 @@ def compile_count() -> int:
 def retrieval_count() -> int:
     """How many of them JAX's persistent compilation cache answered."""
     return _count(RETRIEVED)
+
+
+def compile_seconds() -> float:
+    """What those of `compile_count` took."""
+    return _seconds[COMPILED]

@@ -1,31 +1,131 @@
-"""A record of what the loop did and when: cheap enough to be always on."""
+"""Records of an engine's last steps and requests: to be looked at in Perfetto, and to be explained."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from pathlib import Path
+
+import msgspec
+
+from jengine.display import counted
+from jengine.errors import InvalidArgument
+from jengine.observe.perfetto import trace_events
+from jengine.observe.records import EngineFacts, Memory, Pause, RequestRecord, StepRecord
+from jengine.program_table import ProgramTable
+from jengine.scheduling.costs import StepCosts
+
+VERSION = 1
 
 
-class TraceEvent(NamedTuple):
-    kind: Literal["dispatch", "read"]
-    step: int
-    seconds: float  # time.perf_counter()
-    detail: str  # the step's programs
+class Readers(msgspec.Struct):
+    """How a server's clients read their streams.
+
+    Attributes:
+        streams: that are open.
+        waiting: of these, writes that wait for their client now.
+        longest: seconds that the longest of these has waited.
+    """
+
+    streams: int = 0
+    waiting: int = 0
+    longest: float = 0.0
 
 
-@dataclass(slots=True)
-class StepTrace:
-    """The last events of the loop, oldest first."""
+class Trace(msgspec.Struct, kw_only=True):
+    """What an engine did of late. `save` it, and open the file at https://ui.perfetto.dev; or `explain` it.
 
-    events: deque[TraceEvent] = field(default_factory=lambda: deque(maxlen=100_000))
+    Attributes:
+        taken: when; see records. unix: the same moment in seconds since 1970.
+        facts: options of the engine.
+        costs: what steps cost, as `step_costs` reads it.
+        steps: in the order in which they ran.
+        requests: those that ended, then those that run or wait.
+        pauses: of Python's garbage collector, the longer ones.
+        memories: of the engine's process; all that is known, not of these seconds alone.
+        readers: of a server's trace.
+    """
 
-    def add(self, kind: Literal["dispatch", "read"], step: int, detail: str = "") -> None:
-        self.events.append(TraceEvent(kind, step, time.perf_counter(), detail))
+    taken: float
+    unix: float
+    facts: EngineFacts
+    costs: msgspec.Raw
+    steps: list[StepRecord] = []
+    requests: list[RequestRecord] = []
+    pauses: list[Pause] = []
+    memories: list[Memory] = []
+    readers: Readers | None = None
+    version: int = VERSION
 
-    def overlapped(self) -> tuple[int, int]:
-        """(steps whose successor was dispatched before they were read, steps that had a successor)."""
-        at = {(e.kind, e.step): i for i, e in enumerate(self.events)}
-        pairs = [(at["read", s], at["dispatch", s + 1]) for kind, s in at if kind == "read" and ("dispatch", s + 1) in at]
-        return sum(dispatch < read for read, dispatch in pairs), len(pairs)
+    @classmethod
+    def empty(cls, facts: EngineFacts) -> Trace:
+        """Of an engine that has no records."""
+        table = ProgramTable.build(max_num_seqs=facts.max_num_seqs, max_num_batched_tokens=facts.max_num_batched_tokens, tile_size=64)
+        return cls(taken=time.perf_counter(), unix=time.time(), facts=facts, costs=msgspec.Raw(StepCosts(table).to_json()))
+
+    @property
+    def step_costs(self) -> StepCosts:
+        """A copy of the engine's, as they were."""
+        return StepCosts.from_json(bytes(self.costs))
+
+    def last(self, seconds: float) -> Trace:
+        """The last so many seconds of it."""
+        since = self.taken - seconds
+        return msgspec.structs.replace(
+            self,
+            steps=[step for step in self.steps if step.ended >= since],
+            requests=[request for request in self.requests if not request.ended or request.ended >= since],
+            pauses=[pause for pause in self.pauses if pause.begun >= since],
+        )
+
+    def to_json(self) -> bytes:
+        """What `from_json` reads."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> Trace:
+        """Raises InvalidArgument where it is none."""
+        try:
+            trace = msgspec.json.decode(data, type=cls)
+            trace.costs = msgspec.Raw(bytes(trace.costs))  # else all of `data` is kept
+            return trace
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise InvalidArgument("trace", f"{len(data)} bytes", f"is no trace of this version of jengine: {error}") from None
+
+    def perfetto(self) -> bytes:
+        """As JSON in Chrome's trace event format, which Perfetto reads: lanes for stages of the loop, the device and each request;
+        counters of the queue, of pages and of padding. The records themselves are in it, under `jengine`."""
+        events = trace_events(self.steps, self.requests, self.pauses, self.step_costs.table.tile_size)
+        return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "jengine": self})
+
+    def save(self, path: str | Path) -> None:
+        """As `perfetto`.
+
+        Raises:
+            InvalidArgument: the file cannot be written.
+        """
+        try:
+            Path(path).write_bytes(self.perfetto())
+        except OSError as error:
+            raise InvalidArgument("path", str(path), f"cannot be written: {error.strerror}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """What was saved.
+
+        Raises:
+            InvalidArgument: the file cannot be read, or is no trace.
+        """
+        try:
+            data = Path(path).read_bytes()
+            saved = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        except OSError as error:
+            raise InvalidArgument("path", str(path), f"cannot be read: {error.strerror}") from None
+        except msgspec.MsgspecError:
+            saved = {}
+        if "jengine" not in saved:
+            raise InvalidArgument("path", str(path), "was not saved by `jengine trace` or Trace.save")
+        return cls.from_json(bytes(saved["jengine"]))
+
+    def __repr__(self) -> str:
+        seconds = self.steps[-1].ended - self.steps[0].begun if self.steps else 0.0
+        return f"Trace({counted(len(self.steps), 'step')} in {seconds:.1f} s, {counted(len(self.requests), 'request')})"

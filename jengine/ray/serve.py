@@ -33,7 +33,7 @@ ATTEMPTS = 5  # at a request whose replica goes before it has begun to answer
 PARSED = 2**20  # bytes of a body up to which it is read for its prefix
 NOT_HERE = frozenset(  # options of a server of its own
     ("host", "port", "metrics_port", "http_port", "tls_cert", "tls_key", "tls_client_ca", "api_keys", "request_log", "write_timeout")
-) | frozenset(("lame_duck_seconds", "drain_seconds", "watchdog_seconds", "log_level"))
+) | frozenset(("lame_duck_seconds", "drain_seconds", "watchdog_seconds", "log_level", "otlp_traces_endpoint"))
 
 GONE = "the replica has gone; come again"
 

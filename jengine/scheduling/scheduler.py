@@ -132,6 +132,7 @@ class Scheduler(Bursts):
         )
         costs, work = self.costs, draft.work
         seconds = costs.seconds(trunk, sampler, work) if steps == 1 else costs.burst_seconds(plan.burst, work)
+        plan.seconds = seconds
         self._expect(draft.sampled, len(rows), self._timeline.plan(now, seconds))
         return plan
 

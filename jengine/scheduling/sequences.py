@@ -25,6 +25,9 @@ class Sequences:
     Args:
         sequence: what one sequence may have at most.
         max_num_seqs: sequences running at once; they own slots 1 to max_num_seqs, slot 0 is the null slot.
+
+    Attributes:
+        ended: sequences that have ended, until they are taken from here.
     """
 
     composition = Composition()
@@ -32,6 +35,7 @@ class Sequences:
     def __init__(self, blocks: BlockManager, sequence: SequenceLimits, *, max_num_seqs: int, options: SchedulingOptions) -> None:
         self.blocks, self.sequence, self.max_num_seqs, self.options = blocks, sequence, max_num_seqs, options
         self.num_preemptions = 0
+        self.ended: list[Sequence] = []
         self._arrivals = 0
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
         self._by_number: dict[int, Sequence] = {}  # the same
@@ -122,6 +126,7 @@ class Sequences:
         else:
             self._release(sequence)
         sequence.state, sequence.in_flight = State.FINISHED, 0
+        self.ended.append(sequence)
         del self._live[sequence.request_id], self._by_number[sequence.number]
 
     def find(self, request_id: str) -> Sequence | None:

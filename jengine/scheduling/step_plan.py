@@ -68,6 +68,7 @@ class StepPlan:
         copies: (pool, source page, target page).
         work: what its seconds depend on beside its programs.
         steps: decode steps in a row, of a burst: spans are rows, of which each takes part in its first `length` steps.
+        seconds: of the device, as predicted; 0 where that was not asked.
     """
 
     trunk: TrunkKey
@@ -79,6 +80,7 @@ class StepPlan:
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     work: Work = NO_WORK
     steps: int = 1
+    seconds: float = 0.0
 
     @property
     def burst(self) -> BurstKey:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jengine.request import FinishReason
 from jengine.scheduling.scheduler import NOTHING_FOUND, Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
@@ -25,19 +24,13 @@ class ReplayScheduler(Scheduler):
     Costs must stay as they are, on a machine as busy as usual.
 
     Attributes:
-        ended: sequences that have ended; whoever reads them removes them.
         no_preemptions: raise Preempted instead.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.ended: list[Sequence] = []
         self.no_preemptions = False
         self._bases: dict[tuple[int, int, int, int], float] = {}  # seconds without work, by rows, tiles, page bucket and variant
-
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        super().finish(sequence, reason, stop_reason)
-        self.ended.append(sequence)
 
     def collect(
         self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, Found] = NOTHING_FOUND

@@ -55,6 +55,11 @@ class HttpCall:
     def time_remaining(self) -> float | None:
         return None
 
+    def invocation_metadata(self) -> list[tuple[str, str | bytes]]:
+        """Of a trace, that the request belongs to."""
+        found = ((name, self.header(name.encode())) for name in ("traceparent", "tracestate"))
+        return [(name, value) for name, value in found if value is not None]
+
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self._callbacks.append(callback)
 

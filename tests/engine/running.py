@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -71,6 +72,12 @@ def run(engine: Engine, work: List[Work], each_step: Callable[[], object] = lamb
     assert engine.scheduler.blocks.owned == 0
     assert all(a.updates[-1].finish_reason for a in answers.values())
     return list(answers.values())
+
+
+def overlapped_steps(engine: Engine) -> tuple[int, int]:
+    """(steps whose successor was dispatched before they were read, steps that had a successor)."""
+    pairs = list(pairwise(engine.records.steps))
+    return sum(after.dispatched < step.ended for step, after in pairs), len(pairs)
 
 
 def requests_of(name: str, prompt: list[int], params: SamplingParams, salt: str | None = None) -> list[Request]:

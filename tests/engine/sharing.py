@@ -13,7 +13,7 @@ import numpy as np
 from jengine.engine import Engine
 from jengine.execution.runner import Runner
 from jengine.execution.worker import Call
-from jengine.observe.trace import StepTrace
+from jengine.observe.step_recorder import StepRecorder
 from jengine.request import SamplingParams
 from jengine.scheduling.block_table import GroupPages
 from jengine.updates import TokenUpdate
@@ -79,7 +79,7 @@ class Sharing:
         engine, scheduler = self.engine, self.engine.scheduler
         limit_pages(engine, self.num_pages if pages is None else pages + 1)
         scheduler.num_preemptions = scheduler.prefix_queries = scheduler.prefix_hits = 0
-        engine.trace = StepTrace()
+        engine.records = StepRecorder(scheduler, overlap=engine.overlap)
         self.calls.clear()
         return engine
 

@@ -9,7 +9,7 @@ import pytest
 
 from jengine.engine import Engine
 from jengine.request import SamplingParams
-from tests.engine.running import limit_pages, prompts, run
+from tests.engine.running import limit_pages, overlapped_steps, prompts, run
 
 LENGTH = 40  # tokens generated
 PARAMS = [
@@ -42,7 +42,7 @@ def test_in_chunks_of_one_small_tile(alone: list[list[int]], make_engine: Callab
     engine = make_engine(**LARGER)
     engine.scheduler.max_num_batched_tokens = 24  # one tile a step
     assert [answer.tokens for answer in run(engine, WORK[16:])] == alone[16:]
-    steps = sum(event.kind == "dispatch" for event in engine.trace.events)
+    steps = len(engine.records.steps)
     assert steps > sum(-(-len(prompt) // 16) for prompt, _ in WORK[16:]), "prompts were not cut"
 
 
@@ -56,7 +56,7 @@ def test_preempted_and_resumed(alone: list[list[int]], make_engine: Callable[...
 def test_without_overlap(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(overlap=False)
     assert [answer.tokens for answer in run(engine, WORK[:8])] == alone[:8]
-    overlapped, steps = engine.trace.overlapped()
+    overlapped, steps = overlapped_steps(engine)
     assert steps > LENGTH and overlapped == 0
 
 

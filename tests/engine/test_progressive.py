@@ -108,7 +108,7 @@ def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine,
     assert not engine.wait_until_compiled(timeout=0.0)
     assert tokens(engine) == expected
     assert engine.scheduler.ready.max_rows == 8 and engine.load.programs_ready == first
-    assert {event.detail.split()[0] for event in engine.trace.events if event.kind == "dispatch"} == {"trunk[8+0t]", "trunk[8+1t]"}
+    assert {str(step.trunk) for step in engine.records.steps} == {"trunk[8+0t]", "trunk[8+1t]"}
     for ready in range(first + 1, total, 3):
         gate.open(3)
         for _ in range(min(3, total - ready)):

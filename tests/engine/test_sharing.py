@@ -10,7 +10,7 @@ import pytest
 
 from jengine.engine import Engine
 from jengine.scheduling.policy import victim
-from tests.engine.running import Work, prompts, run
+from tests.engine.running import Work, overlapped_steps, prompts, run
 from tests.engine.sharing import LENGTH, Sharing, cached, mixed, params
 
 PAGE = 16
@@ -169,6 +169,6 @@ def test_nothing_is_compiled_and_steps_overlap(sharing: Sharing) -> None:
     scheduler = engine.scheduler
     assert scheduler.num_preemptions > 5 and scheduler.blocks.evictions > 100 and scheduler.prefix_hits > 2000
     assert sharing.calls["pages copied"] > 50 and sharing.calls["update"] > 20 and sharing.calls["score"] > 10
-    overlapped, steps = engine.trace.overlapped()
+    overlapped, steps = overlapped_steps(engine)
     assert steps > 300 and overlapped >= 0.95 * steps
     assert [answer.tokens for answer in found] == [answer.tokens for answer in run(sharing.cold, [(p, how) for p, how, *_ in work])]

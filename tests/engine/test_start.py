@@ -14,7 +14,7 @@ import numpy as np
 from jengine.engine import Engine
 from jengine.program_table import VARIANTS
 from jengine.request import Request, SamplingParams
-from tests.engine.running import SMALL, limit_pages, prompts, run
+from tests.engine.running import SMALL, limit_pages, overlapped_steps, prompts, run
 from tests.golden.weights import write_model
 
 VOCAB = 96
@@ -107,11 +107,11 @@ def test_no_request_compiles_anything(make_engine: Callable[..., Engine]) -> Non
         engine.scheduler.check_integrity()
     assert ended + aborted == 200 and aborted > 10 and not unfinished
     assert engine.scheduler.blocks.owned == 0
-    samplers = {event.detail.split(",")[-1].rstrip("]") for event in engine.trace.events if event.kind == "dispatch"}
+    samplers = {step.sampler.variant for step in engine.records.steps}
     assert samplers == {*VARIANTS}, "some variant was never used"
     assert engine.scheduler.num_preemptions > 0
     assert engine.compiles_since_start == before
-    overlapped, steps = engine.trace.overlapped()
+    overlapped, steps = overlapped_steps(engine)
     assert steps > 200 and overlapped >= 0.95 * steps
 
 
@@ -119,5 +119,5 @@ def test_steady_steps_overlap(engine: Engine) -> None:
     """Step n + 1 is dispatched before step n is read; without overlap, never."""
     work = [(prompt, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)) for prompt in prompts(8, vocab=VOCAB, longest=60)]
     run(engine, work)
-    overlapped, steps = engine.trace.overlapped()
+    overlapped, steps = overlapped_steps(engine)
     assert steps >= 100 and overlapped >= 0.95 * steps

@@ -17,7 +17,7 @@ OTHER: dict[str, Any] = {
     "host": "::1", "port": 1, "metrics_port": 2, "http_port": 3, "served_model_name": "m", "max_waiting": 3, "max_streams_per_client": 4,
     "max_calls_per_client": 5, "max_tokens_limit": 6, "max_request_seconds": 7.5, "request_log": "-",
     "max_message_bytes": 5000, "client_chat_templates": True, "write_timeout": 1.5, "drain_seconds": 0.5, "lame_duck_seconds": 0.25,
-    "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
+    "tool_call_parser": "hermes", "reasoning_parser": "qwen3", "otlp_traces_endpoint": "http://collector:4318",
     "watchdog_seconds": 7.5, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "api_keys": "keys", "log_level": "debug",
     "model": "some/model", "revision": "main", "tokenizer": "other", "generation_config": "vllm",
     "dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8", "embeddings": True,
@@ -124,8 +124,8 @@ def test_what_is_wrong_is_refused_by_where_it_was_given(
         ("host", ""), ("host", None), ("metrics_port", -1), ("served_model_name", ""), ("max_waiting", -1), ("max_waiting", 1.0),
         ("max_streams_per_client", 0), ("max_calls_per_client", 0), ("max_message_bytes", 0), ("write_timeout", 0),
         ("drain_seconds", -1), ("drain_seconds", True), ("lame_duck_seconds", -1), ("watchdog_seconds", float("inf")),
-        ("max_tokens_limit", 0), ("max_request_seconds", 0), ("request_log", ""),
-        ("api_keys", 5), ("log_level", "loud"),
+        ("max_tokens_limit", 0), ("max_request_seconds", 0), ("request_log", ""), ("otlp_traces_endpoint", ""),
+        ("otlp_traces_endpoint", 5), ("api_keys", 5), ("log_level", "loud"),
     ],
 )  # fmt: skip
 def test_values_out_of_range(field: str, value: object) -> None:

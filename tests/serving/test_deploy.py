@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import yaml
 from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
-from jengine import cli
+from jengine import StepTotals, cli
 from jengine.serving.app import longest_stop
 from jengine.serving.config import ServerConfig, resolve_config
 from jengine.serving.metrics import PrometheusMetrics
@@ -90,7 +93,9 @@ def test_mounted_files_are_there() -> None:
     assert [name for name in sources if name.startswith("./") and not (DEPLOY / name).is_file()] == []
     assert {name for name in sources if not name.startswith("./")} == {*compose()["volumes"]}
     assert all(re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"]) for service in services.values() if "image" in service)
-    [job] = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())["scrape_configs"]
+    prometheus = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
+    [job], [rules] = prometheus["scrape_configs"], prometheus["rule_files"]
+    assert f"./alerts.yaml:/etc/prometheus/{rules}:ro" in services["prometheus"]["volumes"]
     assert job["static_configs"] == [{"targets": ["jengine:9090"]}]
     [source] = yaml.safe_load((DEPLOY / "grafana" / "sources.yaml").read_text())["datasources"]
     board = json.loads((DEPLOY / "grafana" / "jengine.json").read_text())
@@ -100,15 +105,34 @@ def test_mounted_files_are_there() -> None:
 
 
 def test_metrics_are_exported() -> None:
-    """The autoscaler's, and all that the dashboard shows."""
+    """The autoscaler's, and all that the dashboard and the alerts show."""
     registry = CollectorRegistry()
-    metrics = PrometheusMetrics("mock", lambda: MockEngine().load, lambda: 0)
+    load = MockEngine().load._replace(decisions=(("throughput: most tokens a second", 1),))
+    totals = StepTotals(steps={"8+1": 1}, seconds={"wait": 1.0})
+    metrics = PrometheusMetrics("mock", lambda: load, lambda: 0, lambda: totals)
+    metrics.certificate_expiry = lambda: 2e9
     metrics.http_ended("POST", "/v1/completions", 200)
+    metrics.rpc_ended("/jengine.v1.GenerateService/Generate", grpc.StatusCode.OK)
     metrics.rejected("queue_full")
+    metrics.request_over("anna", "OK", 1, 1)
     registry.register(metrics)
     exported = {*re.findall(r"^([\w:]+)[{ ]", generate_latest(registry).decode(), re.MULTILINE)}
     board = json.loads((DEPLOY / "grafana" / "jengine.json").read_text())
     shown = {name for panel in board["panels"] for one in panel["targets"] for name in re.findall(r"(?:jengine:|http_)\w+", one["expr"])}
-    assert len(shown) > 10 and shown <= exported, shown - exported
+    assert len(shown) > 30 and shown <= exported, shown - exported
+    groups = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    watched = {name for rule in rules for name in re.findall(r"(?:jengine:|http_|grpc_)[\w:]+(?=[{\[ ]|$)", rule["expr"])}
+    codes = {"grpc_code"}
+    assert len(watched) > 8 and watched - codes <= exported | recorded, watched - exported
     [scaled] = [one["pods"]["metric"]["name"] for one in manifests()["HorizontalPodAutoscaler"]["spec"]["metrics"]]
     assert scaled.replace("_", ":", 1) in exported
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus's promtool (Debian: prometheus)")
+def test_alerts() -> None:
+    test = Path(__file__).parent / "alerts_test.yaml"
+    for arguments in (["check", "rules", str(DEPLOY / "alerts.yaml")], ["test", "rules", str(test)]):
+        done = subprocess.run(["promtool", *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr

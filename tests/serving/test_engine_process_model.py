@@ -51,6 +51,12 @@ def test_answers_are_those_of_llm(text_model: Path, tmp_path: Path) -> None:
             assert supervisor.llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=7)
             assert process.info.longest_step > 0, "the watchdog goes by it"
             assert (supervisor.info.limits, supervisor.info.dtype) == (llm.engine.limits, llm.started.dtype)
+            trace = await supervisor.llm.trace()
+            assert len(trace.steps) > 30 and len(trace.requests) == sum(params.n for params in WORK)
+            assert any(step.mask for step in trace.steps) and any(step.text for step in trace.steps)
+            while sum(supervisor.totals.steps.values()) < len(trace.steps):  # the child tells them once it is idle
+                await asyncio.sleep(0.01)
+            assert supervisor.totals.seconds["schedule"] > 0.0 and supervisor.totals.resident > 1 << 20
             return got
         finally:
             await supervisor.close()

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from jengine import CompletionOutput, EngineDead, Load, RequestOutput
+from jengine import CompletionOutput, EngineDead, Load, RequestOutput, StepTotals
 from jengine.serving.authentication import Authenticator, KeyInterceptor
-from jengine.serving.metrics import Histogram, Metrics, OutcomeInterceptor, PrometheusMetrics
+from jengine.serving.metric_families import Histogram
+from jengine.serving.metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
 from jengine.serving.metrics_server import pages_of
 from jengine.serving.security import ApiKeys, hash_line
 
@@ -25,13 +26,13 @@ LOAD = Load(
 )  # fmt: skip
 
 
-def make(load: Load | None = LOAD) -> PrometheusMetrics:
+def make(load: Load | None = LOAD, totals: StepTotals | None = None) -> PrometheusMetrics:
     def known() -> Load:
         if load is None:
             raise EngineDead("gone")
         return load
 
-    return PrometheusMetrics("tiny", known, lambda: 7)
+    return PrometheusMetrics("tiny", known, lambda: 7, lambda: totals or StepTotals())
 
 
 def scraped(metrics: PrometheusMetrics) -> dict[tuple[Any, ...], float]:
@@ -73,10 +74,11 @@ def test_histogram(values: list[tuple[float, int]]) -> None:
 
 def test_the_engine_as_last_heard() -> None:
     got = scraped(make())
-    names = [key[0] for key in got if any(word in key[0] for word in ("kv", "num", "engine"))]
+    names = [key[0] for key in got if len(key) == 1 and any(word in key[0] for word in ("kv", "num", "engine"))]
     assert {name: got[(name,)] for name in names} == {
         "num_requests_running": 3, "num_requests_waiting": 2, "kv_cache_usage_perc": 0.25, "kv_cache_pages": 40, "kv_cache_free_pages": 30,
         "num_preemptions_total": 5, "engine_up": 1, "engine_restarts_total": 7, "kv_cache_cached_pages": 12,
+        "engine_resident_memory_bytes": 0,
     }  # fmt: skip
     assert {key[0].removeprefix("prefix_cache_"): value for key, value in got.items() if key[0].startswith("prefix") and len(key) == 1} == {
         "queries_total": 900, "hits_total": 320, "evictions_total": 6,
@@ -117,6 +119,11 @@ def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> 
         "e2e_request_latency_seconds": (2, 1 + 5),
         "request_queue_time_seconds": (3, 3 * 0.25),
         "request_prompt_tokens": (3, 4 + 6 + 4),
+        "request_prefill_time_seconds": (3, 0.25 + 0.75 + 0.75),
+        "request_decode_time_seconds": (2, 0.5 + 4.0),
+        "request_inference_time_seconds": (2, 0.75 + 4.75),
+        "request_generation_tokens": (4, 4 + 5 + 3 + 1),
+        "request_time_per_output_token_seconds": (2, 0.5 / 3 + 4.0 / 4),
     }
     assert got[("time_to_first_token_seconds_bucket", "0.25")] == 0 and got[("time_to_first_token_seconds_bucket", "0.5")] == 1
 
@@ -127,7 +134,41 @@ LATENCIES = (
     "e2e_request_latency_seconds",
     "request_queue_time_seconds",
     "request_prompt_tokens",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_generation_tokens",
+    "request_time_per_output_token_seconds",
 )
+
+
+def test_steps() -> None:
+    totals = StepTotals(
+        steps={"8+0": 3, "8+2": 1},
+        seconds={"schedule": 0.25, "wait": 2.0},
+        device_seconds=2.5,
+        predicted_seconds=2.0,
+        rows=20,
+        padded_rows=12,
+        prompt_tokens=100,
+        padded_tokens=28,
+        tokens=(0, 0, 0, 3, 0, 0, 0, 1, *[0] * 8),
+        resident=1 << 30,
+        pause_seconds=0.5,
+        pauses=(7, 2, 1),
+    )
+    got = scraped(make(totals=totals))
+    assert {key[1:]: value for key, value in got.items() if key[0] == "engine_steps_total"} == {("8", "0"): 3, ("8", "2"): 1}
+    assert {key[1]: value for key, value in got.items() if key[0] == "step_rows_total"} == {"used": 20, "padding": 12}
+    assert {key[1]: value for key, value in got.items() if key[0] == "step_prompt_tokens_total"} == {"used": 100, "padding": 28}
+    assert {key[1]: value for key, value in got.items() if key[0] == "loop_seconds_total"} == {"schedule": 0.25, "wait": 2.0}
+    assert (got[("device_seconds_total",)], got[("predicted_device_seconds_total",)]) == (2.5, 2.0)
+    assert (got[("iteration_tokens_total_bucket", "4")], got[("iteration_tokens_total_bucket", "8")]) == (0, 3)
+    assert (got[("iteration_tokens_total_count",)], got[("iteration_tokens_total_sum",)]) == (4, 120)
+    assert [got[("gc_collections_total", str(generation))] for generation in range(3)] == [7, 2, 1]
+    assert (got[("gc_pause_seconds_total",)], got[("engine_resident_memory_bytes",)]) == (0.5, 1 << 30)
+    states = {key[1]: value for key, value in got.items() if key[0] == "kv_cache_pages_by_state"}
+    assert states == {"owned": 10, "cached": 12, "free": 18}
 
 
 def test_by_key_and_cause() -> None:

@@ -40,11 +40,11 @@ async def uses(llm: AsyncLLM) -> None:
     assert await llm.reset_prefix_cache() is True
     assert [await ask(llm), await ask(llm, "s")] == [0, 0]
     many = await asyncio.gather(*[llm.reset_prefix_cache() for _ in range(20)], ask(llm))
-    assert many[:-1] == [True] * 20 and not llm._resets
+    assert many[:-1] == [True] * 20 and not llm._asked
     left = asyncio.ensure_future(llm.reset_prefix_cache())
     await asyncio.sleep(0)
     left.cancel()
-    assert await llm.reset_prefix_cache() and not llm._resets
+    assert await llm.reset_prefix_cache() and not llm._asked
     await llm.close()
     with pytest.raises(EngineDead, match="closed"):
         await llm.reset_prefix_cache()
@@ -57,7 +57,7 @@ def test_an_engine_in_a_thread(tokenizer_folder: Path) -> None:
 def test_an_engine_in_a_process(tokenizer_folder: Path) -> None:
     with started() as process:
         with_llm(tokenizer_folder, process, uses)
-        assert not process._resets or process._quitting
+        assert not process._answers or process._quitting
 
 
 def test_a_reset_does_not_wait_for_an_engine_that_fails(tokenizer_folder: Path) -> None:

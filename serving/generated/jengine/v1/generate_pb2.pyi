@@ -453,6 +453,18 @@ class SetStrategyResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class GetTraceRequest(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
+class GetTraceResponse(_message.Message):
+    __slots__ = ("trace",)
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    trace: bytes
+    def __init__(self, trace: _Optional[bytes] = ...) -> None: ...
+
 class ResetPrefixCacheResponse(_message.Message):
     __slots__ = ("done",)
     DONE_FIELD_NUMBER: _ClassVar[int]

@@ -89,6 +89,11 @@ class GenerateServiceStub:
                 request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyRequest.SerializeToString,
                 response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyResponse.FromString,
                 _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/jengine.v1.GenerateService/GetTrace',
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceResponse.FromString,
+                _registered_method=True)
 
 
 class GenerateServiceServicer:
@@ -170,6 +175,13 @@ class GenerateServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTrace(self, request, context):
+        """What the engine did of late; for the same callers. It tells of all clients' requests, but neither texts nor tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -227,6 +239,11 @@ def add_GenerateServiceServicer_to_server(servicer, server):
                     servicer.SetStrategy,
                     request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyRequest.FromString,
                     response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyResponse.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -526,6 +543,33 @@ class GenerateService:
             '/jengine.v1.GenerateService/SetStrategy',
             jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyRequest.SerializeToString,
             jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.SetStrategyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jengine.v1.GenerateService/GetTrace',
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

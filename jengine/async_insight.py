@@ -1,0 +1,50 @@
+"""What AsyncLLM tells of its engine's steps."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jengine.backend import Backend
+from jengine.cost_report import CostReport
+from jengine.errors import JengineError
+from jengine.explanations.explain import Explanation, explain
+from jengine.observe.trace import Trace
+
+
+class AsyncInsight(ABC):
+    """The part of AsyncLLM that looks at the engine."""
+
+    backend: Backend
+
+    @abstractmethod
+    async def _ask(self, ask: Callable[[Callable[[Any], None]], None]) -> Any:
+        """See AsyncLLM."""
+
+    async def trace(self, seconds: float | None = None) -> Trace:
+        """What the engine did in the last so many seconds, or in all that are kept; see `LLM.trace`.
+
+        Raises:
+            EngineDead: the engine has failed, or was closed.
+        """
+        trace: Trace = await self._ask(partial(self.backend.trace, seconds))
+        return trace
+
+    async def explain(self, seconds: float = 60.0) -> Explanation:
+        """What bounded the engine in the last so many seconds; see `LLM.explain`. Raises as `trace`."""
+        return await asyncio.to_thread(explain, await self.trace(seconds))
+
+    def costs(self) -> CostReport:
+        """What steps cost on this machine, see `LLM.costs`.
+
+        Raises:
+            JengineError: the engine runs in another process.
+        """
+        engine: Any = getattr(self.backend, "engine", None)
+        if not hasattr(engine, "costs"):
+            raise JengineError("costs are known where the engine runs, which is another process")
+        report: CostReport = engine.costs()
+        return report

@@ -1,0 +1,61 @@
+"""Sends requests when they are due, and notes when their tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import Callable
+
+from jengine.bench.endpoints import Endpoint
+from jengine.bench.result import Answered
+from jengine.bench.workload import Ask
+from jengine.errors import JengineError
+
+ERRORS = (JengineError, OSError, ValueError, KeyError)  # of a server that cannot be reached, refuses, or is not understood
+
+
+async def drive(
+    endpoint: Endpoint, asks: list[Ask], *, max_concurrency: int | None = None, done: Callable[[], object] = lambda: None
+) -> tuple[list[Answered], float]:
+    """Ask for all of it. Returns the answers in the order of the requests, and the seconds to the last token.
+
+    Args:
+        max_concurrency: requests at once, at most; others wait, which counts as time of theirs.
+        done: called as each ends.
+    """
+    places = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+    gc.collect()
+    gc.freeze()  # what was prepared is looked at no more
+    start = time.perf_counter()
+
+    async def one(ask: Ask, answered: Answered) -> None:
+        async with places:
+            if ask.at is None:
+                answered.due = time.perf_counter() - start
+            try:
+                async for tokens, prompt in endpoint.stream(ask):
+                    answered.prompt_tokens = max(answered.prompt_tokens, prompt)
+                    if tokens:
+                        answered.times.append(time.perf_counter() - start)
+                        answered.tokens.append(tokens)
+            except ERRORS as error:
+                answered.error = f"{type(error).__name__}: {error}"
+        if not answered.times and not answered.error:
+            answered.error = "no token came"
+        if not answered.prompt_tokens and not isinstance(ask.prompt, str):
+            answered.prompt_tokens = len(ask.prompt)
+        done()
+
+    answers = [Answered(ask.at or 0.0) for ask in asks]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for ask, answered in zip(asks, answers, strict=True):
+                if ask.at is not None:
+                    await asyncio.sleep(max(0.0, ask.at - (time.perf_counter() - start)))
+                group.create_task(one(ask, answered))
+    finally:
+        gc.unfreeze()
+    last = max([answered.times[-1] for answered in answers if answered.times], default=time.perf_counter() - start)
+    return answers, last

@@ -1,0 +1,155 @@
+"""Servers that a benchmark can ask: OpenAI's API over HTTP, of whatever server, and jengine's own over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from jengine.bench.workload import Ask
+from jengine.errors import InvalidArgument, JengineError
+
+HEAD = 1 << 16  # bytes of a line, at most
+
+
+class Endpoint(Protocol):
+    """Where requests go."""
+
+    def stream(self, ask: Ask) -> AsyncIterator[tuple[int, int]]:
+        """Tokens that have come, and those of the prompt, where they are told (else 0).
+
+        Raises:
+            JengineError, OSError: there is no answer.
+        """
+
+    async def tokens(self, text: str) -> int:
+        """Of a text. Raises as `stream`."""
+
+    async def close(self) -> None:
+        """Let go of it."""
+
+
+class OpenAIEndpoint:
+    """OpenAI's API. Each request has a connection of its own, over bare sockets: a library would cost more than a small model.
+
+    Args:
+        base_url: http://host:port or https://..., without the path.
+        endpoint: /v1/completions or /v1/chat/completions.
+        model: to name in requests; None: the first that the server lists.
+
+    Raises:
+        InvalidArgument: no such URL.
+    """
+
+    def __init__(self, base_url: str, endpoint: str, model: str | None, *, api_key: str | None = None, ignore_eos: bool = True) -> None:
+        url = urlsplit(base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise InvalidArgument("base_url", base_url, "must be http://HOST:PORT or https://HOST:PORT")
+        self._host, self._port = url.hostname, url.port or (443 if url.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        self._path, self._model, self._key, self._ignore_eos = endpoint, model, api_key, ignore_eos
+        self._chat = endpoint.endswith("/chat/completions")
+
+    async def stream(self, ask: Ask) -> AsyncIterator[tuple[int, int]]:
+        body: dict[str, Any] = {"model": await self._name(), "temperature": 0.0, "stream": True, "max_tokens": ask.output}
+        body["stream_options"] = {"include_usage": True}
+        if self._ignore_eos:  # these are vLLM's, and jengine's
+            body |= {"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        if self._chat:
+            if not isinstance(ask.prompt, str):
+                ask = Ask(" ".join(f"w{token}" for token in ask.prompt), ask.output)
+            body["messages"] = [{"role": "user", "content": ask.prompt}]
+        else:
+            body["prompt"] = ask.prompt
+        told = 0
+        async for line in self._lines("POST", self._path, body):
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise JengineError(str(event["error"]))
+            usage = event.get("usage") or {}
+            text = any(choice.get("text") or (choice.get("delta") or {}).get("content") for choice in event.get("choices", ()))
+            total = usage.get("completion_tokens", told + 1 if text else told)
+            if total > told:
+                yield total - told, usage.get("prompt_tokens", 0)
+                told = total
+
+    async def tokens(self, text: str) -> int:
+        answer = await self._json("POST", "/tokenize", {"model": await self._name(), "prompt": text})
+        return int(answer["count"])
+
+    async def close(self) -> None:
+        pass
+
+    async def _name(self) -> str:
+        if self._model is None:
+            self._model = str((await self._json("GET", "/v1/models"))["data"][0]["id"])
+        return self._model
+
+    async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        return json.loads(b"".join([line async for line in self._lines(method, path, body)]))
+
+    async def _lines(self, method: str, path: str, body: dict[str, Any] | None = None) -> AsyncIterator[bytes]:
+        """Of an answer's body."""
+        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=HEAD)
+        try:
+            data = b"" if body is None else json.dumps(body).encode()
+            lines = [f"{method} {path} HTTP/1.1", f"Host: {self._host}:{self._port}", "Connection: close", f"Content-Length: {len(data)}"]
+            lines += ["Content-Type: application/json"] + ([] if self._key is None else [f"Authorization: Bearer {self._key}"])
+            writer.write("\r\n".join([*lines, "", ""]).encode() + data)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
+            chunked = any(line.startswith("transfer-encoding:") and "chunked" in line for line in head)
+            rest = b""
+            parts = _chunks(reader) if chunked else _whole(reader)
+            if " 200 " not in f"{head[0]} ":
+                raise JengineError(f"{head[0]}: {b''.join([part async for part in parts])[:500].decode('utf-8', 'replace')}")
+            async for part in parts:
+                *complete, rest = (rest + part).split(b"\n")
+                for line in complete:
+                    yield line.rstrip(b"\r")
+            if rest:
+                yield rest
+        except asyncio.IncompleteReadError as error:
+            raise JengineError("the server hung up in the midst of an answer") from error
+        finally:
+            writer.close()
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+        yield (await reader.readexactly(size + 2))[:-2]
+
+
+async def _whole(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    while part := await reader.read(HEAD):
+        yield part
+
+
+class JengineEndpoint:
+    """jengine's gRPC service.
+
+    Args:
+        options: of jengine.client.AsyncClient.
+    """
+
+    def __init__(self, address: str, *, ignore_eos: bool = True, **options: Any) -> None:
+        from jengine.client import AsyncClient, Retries
+
+        self._client = AsyncClient(address, retries=Retries(attempts=1), **options)
+        self._ignore_eos = ignore_eos
+
+    async def stream(self, ask: Ask) -> AsyncIterator[tuple[int, int]]:
+        news = self._client.stream(ask.prompt, temperature=0.0, max_tokens=ask.output, ignore_eos=self._ignore_eos)
+        async for output in news:
+            prompt = 0 if output.usage is None else output.usage.prompt_tokens
+            yield sum(len(completion.token_ids) for completion in output.outputs), prompt
+
+    async def tokens(self, text: str) -> int:
+        return len(await self._client.tokenize(text))
+
+    async def close(self) -> None:
+        await self._client.close()

@@ -1,0 +1,59 @@
+"""Benchmarks of a model in this process: throughput of many requests, latency of a batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from jengine.bench.workload import Ask
+from jengine.llm import LLM
+from jengine.request import SamplingParams
+
+RANKS = (10, 25, 50, 75, 90, 99)
+
+
+def throughput(llm: LLM, asks: list[Ask], *, n: int = 1, progress: bool = True) -> dict[str, Any]:
+    """All requests at once. Names are those of `vllm bench throughput --output-json`."""
+    params = [SamplingParams(n=n, temperature=1.0, max_tokens=ask.output, ignore_eos=True) for ask in asks]
+    start = time.perf_counter()
+    outputs = llm.generate([ask.prompt for ask in asks], params, use_tqdm=progress)
+    seconds = time.perf_counter() - start
+    prompts = sum(len(output.prompt_token_ids) for output in outputs)
+    tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    return {
+        "elapsed_time": seconds,
+        "num_requests": len(asks),
+        "total_num_tokens": prompts + tokens,
+        "total_output_tokens": tokens,
+        "requests_per_second": len(asks) / seconds,
+        "tokens_per_second": (prompts + tokens) / seconds,
+        "output_tokens_per_second": tokens / seconds,
+    }
+
+
+def latency(llm: LLM, asks: list[Ask], rounds: Iterable[object], *, warm_up: int, n: int = 1) -> dict[str, Any]:
+    """One batch again and again, without what the cache has of it. Names are those of `vllm bench latency --output-json`.
+
+    Args:
+        rounds: one for each time that counts; may be a progress bar.
+        warm_up: times that do not.
+    """
+    params = [SamplingParams(n=n, temperature=1.0, max_tokens=ask.output, ignore_eos=True) for ask in asks]
+
+    def once() -> float:
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        llm.generate([ask.prompt for ask in asks], params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    for _ in range(warm_up):
+        once()
+    latencies = [once() for _ in rounds]
+    return {
+        "avg_latency": float(np.mean(latencies)),
+        "latencies": latencies,
+        "percentiles": {str(rank): float(np.percentile(latencies, rank)) for rank in RANKS},
+    }

@@ -1,0 +1,121 @@
+"""What benchmarks ask for: prompts, lengths of answers, and when requests come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jengine.errors import InvalidArgument
+from jengine.simulation.formats import read_trace
+
+VOCABULARY = 100, 500  # ids that nearly every model has, and that are seldom special tokens
+SHORTEST, LONGEST = 4, 1024  # tokens of ShareGPT prompts that are taken, as in vLLM
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request.
+
+    Attributes:
+        prompt: token ids, or text.
+        output: tokens to generate.
+        at: seconds from the beginning at which it is due; None: as soon as there is a place for it.
+    """
+
+    prompt: list[int] | str
+    output: int
+    at: float | None = None
+
+
+def random_asks(count: int, *, input_len: int, output_len: int, range_ratio: float = 0.0, prefix_len: int = 0, seed: int = 0) -> list[Ask]:
+    """Random token ids.
+
+    Args:
+        input_len, output_len: tokens, on average; prefix_len more that all prompts begin with.
+        range_ratio: lengths are drawn evenly from those times 1 - range_ratio to 1 + range_ratio.
+
+    Raises:
+        InvalidArgument: a length or the ratio is out of range.
+    """
+    if not 0.0 <= range_ratio < 1.0:
+        raise InvalidArgument("random_range_ratio", range_ratio, "must be in [0, 1)")
+    for name, length, least in (("input_len", input_len, 1), ("output_len", output_len, 1), ("random_prefix_len", prefix_len, 0)):
+        if length < least:
+            raise InvalidArgument(name, length, f"must be at least {least}")
+    rng = np.random.default_rng(seed)
+
+    def lengths(mean: int) -> list[int]:
+        low, high = max(int(mean * (1 - range_ratio)), 1), max(round(mean * (1 + range_ratio)), 1)
+        return [int(length) for length in rng.integers(low, high + 1, count)]
+
+    prefix = rng.integers(*VOCABULARY, prefix_len).tolist()
+    sizes = zip(lengths(input_len), lengths(output_len), strict=True)
+    return [Ask(prefix + rng.integers(*VOCABULARY, size).tolist(), output) for size, output in sizes]
+
+
+def sharegpt_turns(path: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
+    """First turns of conversations of a ShareGPT file, in random order: enough to choose `count` from.
+
+    Raises:
+        InvalidArgument: the file cannot be read, or is none.
+    """
+    try:
+        conversations = [entry["conversations"] for entry in json.loads(path.read_bytes())]
+        turns = [(str(turn[0]["value"]), str(turn[1]["value"])) for turn in conversations if len(turn) >= 2]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument("dataset_path", str(path), f"must be a ShareGPT file: {error!r}") from None
+    return [turns[place] for place in np.random.default_rng(seed).permutation(len(turns))[: 4 * count]]
+
+
+def sharegpt_asks(turns: list[tuple[str, str]], count: int, tokens: Callable[[str], int], output_len: int | None = None) -> list[Ask]:
+    """Those of `sharegpt_turns` whose prompts have SHORTEST to LONGEST tokens; again and again, where they are fewer.
+
+    Args:
+        tokens: of a text.
+        output_len: of all answers; None: as long as the file's.
+
+    Raises:
+        InvalidArgument: there is none.
+    """
+    asks = []
+    for prompt, answer in turns:
+        output = tokens(answer) if output_len is None else output_len
+        if SHORTEST <= tokens(prompt) <= LONGEST and output >= (SHORTEST if output_len is None else 1):
+            asks.append(Ask(prompt, output))
+    if not asks:
+        raise InvalidArgument("dataset_path", "no conversation", f"must have some whose prompts have {SHORTEST} to {LONGEST} tokens")
+    return [asks[i % len(asks)] for i in range(count)]
+
+
+def trace_asks(path: Path, count: int, seed: int = 0) -> list[Ask]:
+    """Requests that come and are as long as a trace says (see `jengine simulate`), with random token ids; at most `count`, the first.
+
+    Raises:
+        InvalidArgument: as simulation.formats.read_trace.
+    """
+    trace, rng = read_trace(path), np.random.default_rng(seed)
+    rows = list(zip(trace.arrivals.tolist(), trace.prompts.tolist(), trace.outputs.tolist(), strict=True))[:count]
+    return [Ask(rng.integers(*VOCABULARY, prompt).tolist(), output, at) for at, prompt, output in rows]
+
+
+def with_arrivals(asks: list[Ask], rate: float, burstiness: float = 1.0, seed: int = 0) -> list[Ask]:
+    """The same requests, coming at random.
+
+    Args:
+        rate: requests a second; inf: all at once.
+        burstiness: 1 is Poisson; less comes in bursts, more comes evenly: the shape of the gamma distribution of pauses.
+
+    Raises:
+        InvalidArgument: one of them is not above 0.
+    """
+    for name, value in (("request_rate", rate), ("burstiness", burstiness)):
+        if not value > 0.0:
+            raise InvalidArgument(name, value, "must be above 0")
+    if rate == float("inf"):
+        return [Ask(ask.prompt, ask.output) for ask in asks]
+    pauses = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), len(asks))
+    return [Ask(ask.prompt, ask.output, float(at)) for ask, at in zip(asks, np.cumsum(pauses) - pauses[:1].sum(), strict=True)]

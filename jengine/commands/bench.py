@@ -1,0 +1,296 @@
+"""`jengine bench`: throughput and latency of a model here, and of a server; options are named as those of `vllm bench`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jengine import InvalidArgument
+from jengine.commands.connection import add_connection, client_options
+from jengine.commands.flags import add_engine, engine_fields
+from jengine.commands.terminal import note, write
+from jengine.observe.progress import progress_bar
+
+if TYPE_CHECKING:
+    from jengine.bench.endpoints import Endpoint
+    from jengine.bench.workload import Ask
+
+BACKENDS = ("openai", "openai-chat", "jengine")
+ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+INFINITE = float("inf")
+METRICS = ("ttft", "tpot", "itl", "e2el")
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("bench", help="measure a model here, or a server", description=(__doc__ or "").partition(": ")[2])
+    parser.set_defaults(run=lambda _: parser.print_help())
+    kinds = parser.add_subparsers(metavar="KIND")
+    _add_throughput(kinds)
+    _add_latency(kinds)
+    _add_serve(kinds)
+    _add_sweep(kinds)
+
+
+# --- what is asked for ------------------------------------------------------------------------------
+
+
+def _add_dataset(parser: argparse.ArgumentParser, *, prompts: int, prefix: str, lengths: tuple[int, int]) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument("--num-prompts", metavar="N", type=int, default=prompts, help=f"requests (default: {prompts})")
+    group.add_argument("--dataset-name", choices=("random", "sharegpt", "trace"), default="random", help="random token ids, a ShareGPT "
+                       "file's first turns, or arrivals and lengths of a trace, see `jengine simulate` (default: random)")  # fmt: skip
+    group.add_argument("--dataset-path", metavar="FILE", type=Path, help="of sharegpt and trace")
+    for name, default in zip(("input", "output"), lengths, strict=True):
+        group.add_argument(f"--{prefix}{name}-len", dest=f"{name}_len", metavar="N", type=int, default=default,
+                           help=f"tokens of a random request's {name} (default: {default})")  # fmt: skip
+    group.add_argument("--random-range-ratio", metavar="NUMBER", type=float, default=0.0, help="lengths lie within this share (default: 0)")
+    group.add_argument("--random-prefix-len", metavar="N", type=int, default=0, help="tokens more that all begin with (default: 0)")
+    group.add_argument("--sharegpt-output-len", metavar="N", type=int, help="tokens of each answer (default: as in the file)")
+    group.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
+
+
+def _asks(options: argparse.Namespace, tokens: Any) -> list[Ask]:
+    """The requests. tokens: how many a text has."""
+    from jengine.bench.workload import random_asks, sharegpt_asks, sharegpt_turns, trace_asks
+
+    count, seed, name, path = options.num_prompts, options.seed, options.dataset_name, options.dataset_path
+    if count < 1:
+        raise InvalidArgument("num_prompts", count, "must be at least 1")
+    if (path is None) != (name == "random"):
+        raise InvalidArgument("dataset_path", path, f"{'is not for' if path else 'must be given with'} dataset_name={name}")
+    if name == "random":
+        lengths = {"input_len": options.input_len, "output_len": options.output_len}
+        how = {"range_ratio": options.random_range_ratio, "prefix_len": options.random_prefix_len}
+        return random_asks(count, **lengths, **how, seed=seed)
+    if name == "trace":
+        return trace_asks(path, count, seed)
+    return sharegpt_asks(sharegpt_turns(path, count, seed), count, tokens, options.sharegpt_output_len)
+
+
+# --- in this process ----------------------------------------------------------------------------------
+
+
+def _add_offline(kinds: Any, name: str, help: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = kinds.add_parser(name, help=help, description=help)
+    parser.add_argument("--model", metavar="MODEL", default="demo", help="`demo`, a folder in Hugging Face's layout, or a hub id")
+    parser.add_argument("--n", metavar="N", type=int, default=1, help="completions of each prompt (default: 1)")
+    parser.add_argument("--output-json", metavar="FILE", type=Path, help="save the result")
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
+    return parser
+
+
+def _add_throughput(kinds: Any) -> None:
+    parser = _add_offline(kinds, "throughput", "tokens a second of a model in this process, all requests at once")
+    _add_dataset(parser, prompts=1000, prefix="", lengths=(1024, 128))
+    add_engine(parser)
+    parser.set_defaults(run=_throughput)
+
+
+def _throughput(options: argparse.Namespace) -> None:
+    fields = engine_fields(options)
+    _check_file("output_json", options.output_json)
+    from jengine import LLM
+    from jengine.bench.offline import throughput
+
+    show = not options.disable_tqdm
+    with LLM(options.model, progress=show, **fields) as llm:
+        llm.wait_until_compiled()
+        result = throughput(llm, _asks(options, lambda text: len(llm.tokenizer.encode(text))), n=options.n, progress=show)
+    rates = f"{result['tokens_per_second']:.2f} total tokens/s, {result['output_tokens_per_second']:.2f} output tokens/s"
+    write(f"Throughput: {result['requests_per_second']:.2f} requests/s, {rates}\n")
+    _save(options.output_json, result)
+
+
+def _add_latency(kinds: Any) -> None:
+    parser = _add_offline(kinds, "latency", "seconds of a batch of requests in this process")
+    for name, default in (("input-len", 32), ("output-len", 128), ("batch-size", 8), ("num-iters-warmup", 10), ("num-iters", 30)):
+        parser.add_argument(f"--{name}", metavar="N", type=int, default=default, help=f"(default: {default})")
+    add_engine(parser)
+    parser.set_defaults(run=_latency)
+
+
+def _latency(options: argparse.Namespace) -> None:
+    fields = engine_fields(options)
+    _check_file("output_json", options.output_json)
+    for name, least in (("batch_size", 1), ("num_iters", 1), ("num_iters_warmup", 0)):
+        if getattr(options, name) < least:
+            raise InvalidArgument(name, getattr(options, name), f"must be at least {least}")
+    from jengine import LLM
+    from jengine.bench.offline import latency
+    from jengine.bench.workload import random_asks
+
+    show = not options.disable_tqdm
+    asks = random_asks(options.batch_size, input_len=options.input_len, output_len=options.output_len)
+    with LLM(options.model, progress=show, **fields) as llm:
+        llm.wait_until_compiled()
+        rounds = progress_bar(range(options.num_iters), desc="measuring", unit="batch", show=show)
+        result = latency(llm, asks, rounds, warm_up=options.num_iters_warmup, n=options.n)
+    write(f"Avg latency: {result['avg_latency']:.4f} seconds\n")
+    write("".join(f"{rank}% percentile latency: {seconds:.4f} seconds\n" for rank, seconds in result["percentiles"].items()))
+    _save(options.output_json, result)
+
+
+# --- of a server ----------------------------------------------------------------------------------
+
+
+def _add_serve(kinds: Any) -> None:
+    text = "latencies, throughput and goodput of a server: jengine's, or any that speaks OpenAI's API"
+    parser: argparse.ArgumentParser = kinds.add_parser("serve", help=text, description=text)
+    parser.add_argument("--backend", choices=BACKENDS, default="openai", help="OpenAI's API, or jengine's gRPC (default: openai)")
+    parser.add_argument("--base-url", metavar="URL", help="http://HOST:PORT, instead of --host and --port; of gRPC HOST:PORT")
+    parser.add_argument("--host", metavar="HOST", default="127.0.0.1", help="(default: 127.0.0.1)")
+    parser.add_argument("--port", metavar="N", type=int, default=8000, help="(default: 8000)")
+    parser.add_argument("--endpoint", metavar="PATH", help="(default: /v1/completions, of openai-chat /v1/chat/completions)")
+    parser.add_argument("--model", metavar="NAME", help="to ask for (default: the first that the server lists)")
+    parser.add_argument("--request-rate", metavar="NUMBER", type=float, default=INFINITE, help="requests a second (default: inf)")
+    parser.add_argument("--burstiness", metavar="NUMBER", type=float, default=1.0, help="1: Poisson arrivals; less: bursts (default: 1)")
+    parser.add_argument("--max-concurrency", metavar="N", type=int, help="requests at once, at most")
+    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="(default: on)")
+    parser.add_argument("--goodput", metavar="NAME:MS", nargs="+", default=[], help="limits: ttft:500 tpot:50 e2el:9000")
+    parser.add_argument("--percentile-metrics", metavar="LIST", default="ttft,tpot,itl", help="and e2el (default: ttft,tpot,itl)")
+    parser.add_argument("--metric-percentiles", metavar="LIST", default="99", help="such as 50,95,99 (default: 99)")
+    parser.add_argument("--save-result", action="store_true", help="as JSON, in --result-dir under --result-filename")
+    parser.add_argument("--result-dir", metavar="DIR", type=Path, default=Path("."), help="(default: here)")
+    parser.add_argument("--result-filename", metavar="FILE", default="bench_serve.json", help="(default: bench_serve.json)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="save a plot, such as a PNG (needs the extra bench)")
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    _add_dataset(parser, prompts=1000, prefix="random-", lengths=(1024, 128))
+    add_connection(parser.add_argument_group("connection (TLS files: of gRPC)"))
+    parser.set_defaults(run=_serve)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    goodput, metrics = _goodput(options.goodput), options.percentile_metrics.split(",")
+    for name in metrics:
+        if name not in METRICS:
+            raise InvalidArgument("percentile_metrics", name, f"must be of {', '.join(METRICS)}")
+    percentiles = [_rank(text) for text in options.metric_percentiles.split(",")]
+    if options.max_concurrency is not None and options.max_concurrency < 1:
+        raise InvalidArgument("max_concurrency", options.max_concurrency, "must be at least 1")
+    saved = options.result_dir / options.result_filename if options.save_result else None
+    _check_file("result_filename", saved)
+    _check_file("plot", options.plot)
+    from jengine.bench.result import Result
+
+    answers, seconds = asyncio.run(_driven(options))
+    result = Result(answers, seconds, goodput, percentiles, metrics)
+    facts = {"backend": options.backend, "num_prompts": len(answers), "request_rate": str(options.request_rate), **result.to_dict()}
+    write(json.dumps(facts) + "\n" if options.json else f"{result}\n")
+    _save(saved, facts)
+    if options.plot is not None:
+        result.save_plot(options.plot)
+    failed = [answer for answer in answers if answer.error]
+    if failed:
+        note(f"{len(failed)} requests failed, the first one: {failed[0].error}")
+    return 1 if failed else 0
+
+
+async def _driven(options: argparse.Namespace) -> Any:
+    from jengine.bench.drive import drive
+    from jengine.bench.workload import sharegpt_turns, with_arrivals
+
+    endpoint = _endpoint(options)
+    try:
+        counts: dict[str, int] = {}
+        if options.dataset_name == "sharegpt" and options.dataset_path is not None:
+            turns = sharegpt_turns(options.dataset_path, options.num_prompts, options.seed)
+            counts = {text: await endpoint.tokens(text) for turn in turns for text in turn}
+        asks = _asks(options, lambda text: counts[text])
+        if options.dataset_name != "trace":
+            asks = with_arrivals(asks, options.request_rate, options.burstiness, options.seed)
+        elif options.request_rate != INFINITE:
+            raise InvalidArgument("request_rate", options.request_rate, "requests of a trace come as it says")
+        with progress_bar(total=len(asks), desc="asking", unit="request", show=not options.disable_tqdm) as bar:
+            return await drive(endpoint, asks, max_concurrency=options.max_concurrency, done=bar.update)
+    finally:
+        await endpoint.close()
+
+
+def _endpoint(options: argparse.Namespace) -> Endpoint:
+    from jengine.bench.endpoints import JengineEndpoint, OpenAIEndpoint
+
+    given = client_options(options)
+    if options.backend == "jengine":
+        for name in ("endpoint", "model"):
+            if getattr(options, name) is not None:
+                raise InvalidArgument(name, getattr(options, name), "is for backend=openai and openai-chat")
+        return JengineEndpoint(options.base_url or f"{options.host}:{options.port}", ignore_eos=options.ignore_eos, **given)
+    for name, value in given.items():
+        if value and name != "api_key":
+            raise InvalidArgument(name, value, "is for backend=jengine; an https:// URL trusts what this machine trusts")
+    url, path = options.base_url or f"http://{options.host}:{options.port}", options.endpoint or ENDPOINTS[options.backend]
+    return OpenAIEndpoint(url, path, options.model, api_key=given["api_key"], ignore_eos=options.ignore_eos)
+
+
+def _goodput(pairs: list[str]) -> dict[str, float]:
+    out = {}
+    for pair in pairs:
+        name, _, limit = pair.partition(":")
+        try:
+            out[name] = float(limit)
+        except ValueError:
+            name = ""
+        if name not in ("ttft", "tpot", "e2el") or not out[name] > 0.0:
+            raise InvalidArgument("goodput", pair, "must be such as ttft:500, tpot:50 or e2el:9000, in milliseconds above 0")
+    return out
+
+
+def _rank(text: str) -> float:
+    try:
+        rank = float(text)
+    except ValueError:
+        rank = -1.0
+    if not 0.0 <= rank <= 100.0:
+        raise InvalidArgument("metric_percentiles", text, "must be numbers from 0 to 100")
+    return rank
+
+
+# --- many of these ------------------------------------------------------------------------------------
+
+
+def _add_sweep(kinds: Any) -> None:
+    text = "bench serve, for each set of the server's options and each of the benchmark's"
+    parser: argparse.ArgumentParser = kinds.add_parser("sweep", help=text, description=text)
+    parser.add_argument("--serve-cmd", metavar="COMMAND", required=True, help='such as "jengine serve demo --http-port 8000"')
+    parser.add_argument("--bench-cmd", metavar="COMMAND", default="jengine bench serve --json --disable-tqdm", help="whose last line of "
+                        "output is a JSON object (default: jengine bench serve --json --disable-tqdm)")  # fmt: skip
+    parser.add_argument("--serve-params", metavar="FILE", type=Path, help='JSON: [{"max_num_seqs": 8}, {"max_num_seqs": 32}]')
+    parser.add_argument("--bench-params", metavar="FILE", type=Path, help='JSON: [{"request_rate": 1}, {"request_rate": 4}]')
+    parser.add_argument("--num-runs", metavar="N", type=int, default=1, help="of each (default: 1)")
+    parser.add_argument("--ready-url", metavar="URL", default="http://127.0.0.1:8000/health", help="that answers once the server is ready "
+                        "(default: http://127.0.0.1:8000/health)")  # fmt: skip
+    parser.add_argument("--output", "-o", metavar="FILE", type=Path, default=Path("sweep.jsonl"), help="(default: sweep.jsonl)")
+    parser.set_defaults(run=_sweep)
+
+
+def _sweep(options: argparse.Namespace) -> None:
+    from jengine.bench.sweep import read_params, sweep
+
+    if options.num_runs < 1:
+        raise InvalidArgument("num_runs", options.num_runs, "must be at least 1")
+    sets = read_params("serve_params", options.serve_params), read_params("bench_params", options.bench_params)
+    _check_file("output", options.output)
+    with options.output.open("a") as file:
+        for line in sweep(options.serve_cmd, options.bench_cmd, *sets, runs=options.num_runs, ready_url=options.ready_url):
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            rate = line.get("output_throughput", 0.0)
+            note(f"{line['serve']} {line['bench']}: {rate:.1f} output tokens/s")
+
+
+# --- files ------------------------------------------------------------------------------------------
+
+
+def _check_file(name: str, path: Path | None) -> None:
+    """Before anything is measured."""
+    if path is not None and not path.parent.is_dir():
+        raise InvalidArgument(name, str(path), "cannot be written: there is no such folder")
+
+
+def _save(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")

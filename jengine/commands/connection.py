@@ -1,0 +1,46 @@
+"""The flags of a command that talks to a server, and the client that they describe."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jengine import InvalidArgument
+
+if TYPE_CHECKING:
+    from jengine.client import Client
+
+FILES = {
+    "api_key_file": "file with the API key to send",
+    "tls_ca": "PEM file of the authorities whose certificates to trust; turns TLS on",
+    "tls_cert": "PEM file of your own certificate, for mutual TLS",
+    "tls_key": "PEM file of its private key",
+}
+CONNECTION = ("tls", *FILES)
+
+
+def add_connection(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tls", action="store_true", help="encrypt, and trust the authorities that this machine trusts")
+    for name, text in FILES.items():
+        group.add_argument("--" + name.replace("_", "-"), metavar="FILE", type=Path, help=text)
+
+
+def client_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Those of jengine.client.Client.
+
+    Raises:
+        InvalidArgument: the key's file cannot be read.
+    """
+    try:
+        key = None if options.api_key_file is None else options.api_key_file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as wrong:
+        raise InvalidArgument("api_key_file", str(options.api_key_file), f"cannot be read: {wrong}") from None
+    return {"api_key": key, **{name: getattr(options, name) for name in ("tls", "tls_ca", "tls_cert", "tls_key")}}
+
+
+def connect(address: str, options: argparse.Namespace) -> Client:
+    """To the server at host:port."""
+    from jengine.client import Client
+
+    return Client(address, **client_options(options))

@@ -1,0 +1,132 @@
+"""Records of some seconds, and what they add up to: what the rules look at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+
+from jengine.observe.records import STAGES, EngineFacts, RequestRecord, StepRecord
+from jengine.observe.trace import Trace
+from jengine.program_table import SamplerKey, TrunkKey, Variant
+from jengine.scheduling.costs import StepCosts
+from jengine.scheduling.work import Work
+
+FEWEST = 20  # steps from which shares mean something
+SHORT_PAGES = 0.1  # of the cache, below which pages are short
+
+
+@dataclass(frozen=True)
+class Window:
+    """A trace, with sums. All seconds are of the loop while it had work; idle time is not in them."""
+
+    trace: Trace
+
+    @cached_property
+    def steps(self) -> list[StepRecord]:
+        return self.trace.steps
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self.trace.facts
+
+    @cached_property
+    def costs(self) -> StepCosts:
+        """On a machine as busy as usual."""
+        return self.trace.step_costs
+
+    @property
+    def served(self) -> bool:
+        """Whether the engine has a process without callers: between two steps it takes requests from its server."""
+        return self.trace.readers is not None
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are steps enough for shares."""
+        return len(self.steps) >= FEWEST and self.busy > 0.0
+
+    # --- seconds --------------------------------------------------------------------------------------
+
+    @cached_property
+    def spent(self) -> dict[str, float]:
+        """Seconds by stage."""
+        return {stage: sum([getattr(step, stage) for step in self.steps]) for stage in STAGES}
+
+    @cached_property
+    def busy(self) -> float:
+        """Seconds of all stages."""
+        return sum(self.spent.values())
+
+    @cached_property
+    def device(self) -> float:
+        """Seconds that the device computed: measured, else predicted."""
+        return sum([step.device or step.predicted for step in self.steps])
+
+    @cached_property
+    def paused(self) -> float:
+        """Seconds of Python's garbage collector."""
+        return self.grown("pause_seconds")
+
+    @cached_property
+    def compiled(self) -> float:
+        """Seconds of compilations."""
+        return self.grown("compile_seconds")
+
+    def grown(self, counter: str) -> float:
+        """How much a counter of the records has grown."""
+        return getattr(self.steps[-1], counter) - getattr(self.steps[0], counter) if self.steps else 0.0
+
+    @cached_property
+    def processor(self) -> float:
+        """The share of its own time in which the loop's thread had a processor. Masks are filled in another thread."""
+        own = [step for step in self.steps if not step.mask]
+        host = sum([step.host for step in own])
+        return sum([step.cpu for step in own]) / host if host > 0.0 else 1.0
+
+    # --- load -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def ended(self) -> list[RequestRecord]:
+        """Requests that ended in this time by themselves."""
+        return [request for request in self.trace.requests if request.ended and request.reason in ("stop", "length")]
+
+    def share(self, of: list[StepRecord]) -> float:
+        """Of all steps."""
+        return len(of) / max(len(self.steps), 1)
+
+    @cached_property
+    def running(self) -> float:
+        """Requests at once, on average."""
+        return fmean([step.running for step in self.steps])
+
+    @cached_property
+    def full(self) -> list[StepRecord]:
+        """Steps with as many sequences as may run, while others waited."""
+        return [step for step in self.steps if step.waiting and step.running >= self.facts.max_num_seqs]
+
+    @cached_property
+    def short_of_pages(self) -> list[StepRecord]:
+        """Steps in which requests waited for pages, though they had places."""
+        few = SHORT_PAGES * self.facts.pages
+        return [s for s in self.steps if s.waiting and s.running < self.facts.max_num_seqs and s.free + s.cached < few]
+
+    # --- what costs predict -----------------------------------------------------------------------------
+
+    def step_seconds(self, rows: int, tiles: int = 0, work: Work | None = None) -> float:
+        """Of a step with exactly so many rows and tiles, in programs as large; estimated where there is none."""
+        sampler = SamplerKey(max(rows + tiles, 1), self.variant)
+        costs = self.costs
+        return costs.trunk_seconds(TrunkKey(rows, tiles)) + costs.sampler_seconds(sampler) + costs.slopes.seconds(work or Work())
+
+    @cached_property
+    def variant(self) -> Variant:
+        """Of most steps' samplers."""
+        return Counter([step.sampler.variant for step in self.steps]).most_common(1)[0][0]
+
+    def decoding(self, rows: int) -> float:
+        """Seconds of a step that decodes so many rows, with the mean context of this time."""
+        decoded = max(sum([step.rows * step.steps for step in self.steps]), 1)
+        context = sum([step.work.context for step in self.steps]) / decoded
+        longest = max([step.work.longest for step in self.steps], default=0)
+        return self.step_seconds(rows, 0, Work(int(context * rows), longest))

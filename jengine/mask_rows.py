@@ -1,0 +1,24 @@
+"""A sequence's row of a step's token mask."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jengine.errors import JengineError
+from jengine.scheduling.sequence import Sequence
+
+
+def fill_mask(words: np.ndarray, sequence: Sequence) -> None:
+    """min_tokens, which programs apply too, counts here so that an empty row is seen.
+
+    Raises:
+        JengineError: no token is left.
+    """
+    request = sequence.request
+    assert request.mask is not None
+    request.mask.fill(words)
+    if len(sequence.tokens) - sequence.prompt_len < request.params.min_tokens:
+        for token in sequence.suppressed_token_ids:
+            words[token // 32] &= ~np.uint32(1 << token % 32)
+    if not words.any():
+        raise JengineError("structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token to go on with")

@@ -1,0 +1,51 @@
+"""Pauses of Python's garbage collector: it stops every thread of the process."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import deque
+from typing import Literal
+
+from jengine.observe.records import Pause
+
+NOTED = 1e-3  # seconds from which on a pause is kept apart
+KEPT = 1024
+
+
+class GarbagePauses:
+    """
+    Attributes:
+        seconds: of all collections.
+        counts: of collections, by generation.
+        longest: the last ones that took NOTED seconds or more.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.counts = 0.0, [0, 0, 0]
+        self.longest: deque[Pause] = deque(maxlen=KEPT)
+        self._begun = 0.0
+
+    def __call__(self, phase: Literal["start", "stop"], info: dict[str, int]) -> None:
+        """As gc.callbacks has it. Collections do not nest."""
+        if phase == "start":
+            self._begun = time.perf_counter()
+            return
+        seconds, generation = time.perf_counter() - self._begun, info["generation"]
+        self.seconds += seconds
+        self.counts[generation] += 1
+        if seconds >= NOTED:
+            self.longest.append(Pause(self._begun, seconds, generation, info["collected"]))
+
+
+_pauses = GarbagePauses()
+_lock = threading.Lock()
+
+
+def garbage_pauses() -> GarbagePauses:
+    """This process's, from the first call on."""
+    with _lock:
+        if _pauses not in gc.callbacks:
+            gc.callbacks.append(_pauses)
+    return _pauses

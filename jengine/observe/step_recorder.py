@@ -1,0 +1,214 @@
+"""Notes each step of an engine's loop, always: what it held, what it was predicted to take, what it took."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+import msgspec
+
+from jengine.observe.compiles import compile_count, compile_seconds
+from jengine.observe.memory import memory
+from jengine.observe.pauses import garbage_pauses
+from jengine.observe.records import EngineFacts, Memory, RequestRecord, StepRecord
+from jengine.observe.totals import StepTotals
+from jengine.observe.trace import Trace
+from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.sequence import Sequence
+from jengine.scheduling.step_plan import StepPlan
+
+STEPS, REQUESTS = 8192, 4096  # that are kept
+MEMORIES, MEMORY_SECONDS = 1024, 2.0  # and how often memory is looked at
+
+
+class StepRecorder:
+    """The last steps and requests, in rings of fixed size.
+
+    The loop says when it turns to a step, has dispatched it, has read it, has passed on what came of it, and pauses. A record is kept
+    once its step was read; what follows is added when the loop turns to the next step.
+
+    Args:
+        overlap: as Engine's.
+        steps, requests: how many are kept.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, overlap: bool, steps: int = STEPS, requests: int = REQUESTS) -> None:
+        self._scheduler, self._overlap, self._tile_size = scheduler, overlap, scheduler.table.tile_size
+        self.steps: deque[StepRecord] = deque(maxlen=steps)
+        self.requests: deque[RequestRecord] = deque(maxlen=requests)
+        self.memories: deque[Memory] = deque(maxlen=MEMORIES)
+        self._pauses = garbage_pauses()
+        self._number = 0
+        self._begun = self._cpu = 0.0  # of this turn
+        self._waits = self._reading = 0.0  # seconds of this turn: of waits, and of waits and collecting
+        self._last: StepRecord | None = None  # the step that was read last, until the loop turns to the next one
+        self._passed_on = self._look = 0.0
+        self._paused = False
+        self._decision: object = None  # of the last step
+        self._totals, self._totalled = StepTotals(), 0  # of the steps before that number
+        self._lock = threading.Lock()  # of these two
+
+    # --- the loop says --------------------------------------------------------------------------------
+
+    def turn(self, now: float) -> None:
+        """It turns to the next step."""
+        last, self._last = self._last, None
+        if last is not None and not self._paused:
+            last.away = now - self._passed_on
+        if now >= self._look:
+            self.memories.append(memory(now))
+            self._look = now + MEMORY_SECONDS
+        self._paused = False
+        self._begun, self._waits, self._reading, self._cpu = now, 0.0, 0.0, time.thread_time()
+
+    def dispatched(self, plan: StepPlan, planned: float, started: float, now: float, mask: float = 0.0) -> StepRecord:
+        """A step is planned, and its programs are called.
+
+        Args:
+            planned: when the scheduler had made the plan.
+            started: when its trunk was called.
+            now: when its sampler had been called.
+            mask: seconds that its token masks took. Before that the trunk had been called and the step before read.
+        """
+        scheduler, trunk, spans, chunks = self._scheduler, plan.trunk, plan.spans, []
+        rows = len(spans)
+        if trunk.tiles:
+            while rows and spans[rows - 1].tokens is not None:
+                rows -= 1
+                span = spans[rows]
+                chunks.append((span.seq, span.start, span.length))
+        tokens, size = sum([chunk[2] for chunk in chunks]), self._tile_size
+        tiles = sum([-(-chunk[2] // size) for chunk in chunks])
+        decision, blocks, begun = scheduler.decision, scheduler.blocks, self._begun
+        reason = "" if decision is None or decision is self._decision else decision.reason
+        self._decision = decision
+        cached, owned = blocks.cached, blocks.owned
+        host = scheduler.costs.host_seconds(len(spans), trunk.tiles)
+        number = self._number
+        self._number += 1
+        return StepRecord(
+            number,
+            trunk,
+            plan.sampler,
+            rows,
+            tiles,
+            tokens,
+            plan.work,
+            tuple(chunks),
+            begun,
+            planned - begun,
+            started - planned,
+            now - started - mask - self._reading,
+            mask,
+            now,
+            plan.seconds,
+            host.plan,
+            host.collect,
+            scheduler.costs.drift,
+            scheduler.num_running,
+            scheduler.num_waiting,
+            blocks.capacity - owned - cached,
+            cached,
+            owned,
+            scheduler.num_preemptions,
+            scheduler.prefix_queries,
+            scheduler.prefix_hits,
+            blocks.evictions,
+            compile_count(),
+            compile_seconds(),
+            self._pauses.seconds,
+            scheduler.strategy,
+            reason,
+            plan.steps,
+        )
+
+    def read(self, record: StepRecord, asked: float, now: float, collected: float, *, waited: bool, device: float) -> None:
+        """A step's tokens were asked for, are here, and were given to their sequences; see StepRecord."""
+        record.wait, record.waited, record.ended = now - asked, waited, now
+        record.collect, record.device = collected - now, device
+        self._waits += now - asked
+        self._reading += collected - asked
+        self._last, self._passed_on = record, collected
+        self.steps.append(record)
+
+    def turned(self, record: StepRecord, now: float) -> None:
+        """The turn in which this step was dispatched is over."""
+        record.host, record.cpu = now - self._begun - self._waits, time.thread_time() - self._cpu
+        self._passed_on = now
+
+    def passed_on(self, now: float) -> None:
+        """What came of the turn was passed on: text was made, callers have it."""
+        if self._last is not None:
+            self._last.text, self._passed_on = now - self._passed_on, now
+            if self._paused:
+                self._last = None
+
+    def pause(self) -> None:
+        """Nothing is left to do; what the loop does until its next turn is no part of a step."""
+        self._paused = True
+
+    def ended(self, sequence: Sequence, now: float) -> None:
+        """A request has."""
+        self.requests.append(request_record(sequence, now))
+
+    # --- others ask, in any thread ----------------------------------------------------------------------
+
+    def totals(self) -> StepTotals:
+        """Of all steps since the start that were read and passed on."""
+        with self._lock:
+            last = self._last
+            records = [*self.steps]
+            if records and records[-1] is last:
+                records.pop()
+            new = records[max(self._totalled - records[0].number, 0) :] if records else []  # numbers follow each other
+            if new:
+                self._totals, self._totalled = self._totals.plus(new, self._tile_size), new[-1].number + 1
+            resident = self.memories[-1].resident if self.memories else 0
+            pauses = self._pauses
+            return self._totals.of_process(resident, pauses.seconds, [*pauses.counts])
+
+    def trace(self, seconds: float | None = None) -> Trace:
+        """The records of the last so many seconds, or all that are kept."""
+        scheduler, now = self._scheduler, time.perf_counter()
+        live = [request_record(sequence) for sequences in scheduler.snapshot() for sequence in sequences]
+        facts = EngineFacts(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=scheduler.sequence.max_model_len,
+            page_size=scheduler.page_size,
+            pages=scheduler.blocks.capacity,
+            overlap=self._overlap,
+            prefix_caching=scheduler.blocks.prefix_caching,
+        )
+        trace = Trace(
+            taken=now,
+            unix=time.time(),
+            facts=facts,
+            costs=msgspec.Raw(scheduler.costs.to_json()),
+            steps=[*self.steps],
+            requests=[*self.requests, *live],
+            pauses=[*self._pauses.longest],
+            memories=[*self.memories],
+        )
+        return trace if seconds is None else trace.last(seconds)
+
+
+def request_record(sequence: Sequence, ended: float = 0.0) -> RequestRecord:
+    """Of a request that has ended then, or has not."""
+    first = sequence.first_token or 0.0
+    output = len(sequence.tokens) - sequence.prompt_len
+    return RequestRecord(
+        request_id=sequence.request_id,
+        number=sequence.number,
+        client=sequence.client,
+        arrival=sequence.arrival,
+        scheduled=sequence.scheduled,
+        first_token=first if output > 0 else 0.0,  # before it has come, a prediction
+        ended=ended,
+        prompt_tokens=sequence.prompt_len,
+        cached=sequence.num_cached,
+        output_tokens=output,
+        preemptions=sequence.num_preemptions,
+        reason=sequence.finish_reason or "",
+    )

@@ -1,0 +1,59 @@
+"""What Prometheus reads of an engine: its load, and what its steps add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client.core import Metric
+
+from jengine import Load, StepTotals
+from jengine.serving.metric_families import Families
+
+
+def load_families(families: Families, load: Load) -> Iterator[Metric]:
+    yield families.gauge("engine_up", "Whether an engine is running", 1)
+    yield families.gauge("num_requests_running", "Requests that have a place in the batch", load.running)
+    yield families.gauge("num_requests_waiting", "Requests that wait for one", load.waiting)
+    yield families.gauge("kv_cache_usage_perc", "Share of the cache's pages in use; 1 is all", 1 - load.free_pages / max(load.pages, 1))
+    yield families.gauge("kv_cache_pages", "Pages of the cache", load.pages)
+    yield families.gauge("kv_cache_free_pages", "Pages of the cache that are free", load.free_pages)
+    yield families.gauge("kv_cache_cached_pages", "Free pages of the cache that a prompt may still find", load.cached_pages)
+    used = load.pages - load.free_pages
+    states = [(("owned",), used), (("cached",), load.cached_pages), (("free",), load.free_pages - load.cached_pages)]
+    yield families.gauges("kv_cache_pages_by_state", "Pages of the cache by state", ("state",), states)
+    yield families.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", load.prefix_queries)
+    yield families.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", load.prefix_hits)
+    groups = [((group,), count) for group, count in zip(load.cache_groups, load.hit_pages, strict=True)]
+    yield families.counters("prefix_cache_hit_pages", "Pages found in the prefix cache, by cache group", ("group",), groups)
+    yield families.counter("prefix_cache_evictions", "Cached pages that were given to other tokens", load.evictions)
+    yield families.counter("num_preemptions", "Times that a running request lost its place", load.preemptions)
+    outcomes = [((outcome,), getattr(load, f"targets_{outcome}")) for outcome in ("met", "missed", "rejected")]
+    yield families.counters("request_targets", "Requests with ttft_ms or tpot_ms by how they ended", ("outcome",), outcomes)
+    decisions = [((decision,), count) for decision, count in load.decisions]
+    yield families.counters("step_decisions", "Steps with prompts, by strategy and the reason for their size", ("decision",), decisions)
+    yield families.gauge("programs_ready", "Compiled programs that steps can use", load.programs_ready)
+    yield families.gauge("programs", "Programs of the engine's table", load.programs)
+    yield families.counter("compiles_since_start", "Compilations since warm-up; each is a bug", load.compiles_since_start)
+
+
+def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:
+    """Of steps since the start, a second old at most while the engine runs."""
+    programs = [(name.split("+"), count) for name, count in sorted(totals.steps.items())]
+    yield families.counters("engine_steps", "Steps by the rows and prompt tiles of their program", ("rows", "tiles"), programs)
+    bounds = [*map(str, totals.token_bounds), "+Inf"]
+    counts = list(zip(bounds, map(float, accumulate(totals.tokens)), strict=True))
+    computed = totals.rows + totals.prompt_tokens
+    yield families.buckets("iteration_tokens_total", "Tokens that a step computes, padding not counted", counts, computed)
+    rows = [(("used",), totals.rows), (("padding",), totals.padded_rows)]
+    yield families.counters("step_rows", "Decode rows of steps, those with a sequence and those without", ("state",), rows)
+    tokens = [(("used",), totals.prompt_tokens), (("padding",), totals.padded_tokens)]
+    yield families.counters("step_prompt_tokens", "Tokens of prompt tiles of steps, likewise", ("state",), tokens)
+    stages = [((stage,), seconds) for stage, seconds in totals.seconds.items()]
+    yield families.counters("loop_seconds", "Seconds of the engine's loop, by stage; wait is for the device", ("stage",), stages)
+    yield families.counter("device_seconds", "Seconds of the device, of the steps for which they are known", totals.device_seconds)
+    yield families.counter("predicted_device_seconds", "What costs predicted for these steps", totals.predicted_seconds)
+    pauses = [((str(generation),), count) for generation, count in enumerate(totals.pauses)]
+    yield families.counters("gc_collections", "Collections of Python's garbage collector in the engine's process", ("generation",), pauses)
+    yield families.counter("gc_pause_seconds", "Seconds that they took", totals.pause_seconds)
+    yield families.gauge("engine_resident_memory_bytes", "Memory of the engine's process", totals.resident)

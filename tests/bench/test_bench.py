@@ -1,0 +1,265 @@
+"""`jengine bench`: what it asks for, what it measures, and over which protocols."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jengine import InvalidArgument, JengineError, cli
+from jengine.bench.drive import drive
+from jengine.bench.endpoints import JengineEndpoint, OpenAIEndpoint
+from jengine.bench.result import Answered, Result
+from jengine.bench.sweep import command_with, read_params, sweep
+from jengine.bench.workload import Ask, random_asks, sharegpt_asks, sharegpt_turns, trace_asks, with_arrivals
+
+# --- what is asked for ------------------------------------------------------------------------------
+
+
+def test_random_requests() -> None:
+    asks = random_asks(200, input_len=100, output_len=20, range_ratio=0.5, prefix_len=7, seed=3)
+    assert asks == random_asks(200, input_len=100, output_len=20, range_ratio=0.5, prefix_len=7, seed=3)
+    lengths = [len(ask.prompt) - 7 for ask in asks]
+    assert 50 <= min(lengths) < 60 and 140 < max(lengths) <= 150 and {10, 30} <= {ask.output for ask in asks} <= {*range(10, 31)}
+    assert len({tuple(ask.prompt[:7]) for ask in asks}) == 1 and len({tuple(ask.prompt) for ask in asks}) == 200
+    assert {(len(ask.prompt), ask.output) for ask in random_asks(5, input_len=9, output_len=4)} == {(9, 4)}
+    for bad in ({"input_len": 0}, {"output_len": 0}, {"prefix_len": -1}, {"range_ratio": 1.0}):
+        with pytest.raises(InvalidArgument, match=next(iter(bad))):
+            random_asks(1, **{"input_len": 5, "output_len": 5, **bad})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_arrivals(burstiness: float) -> None:
+    asks = with_arrivals([Ask([1], 1)] * 20_000, rate=50.0, burstiness=burstiness, seed=1)
+    pauses = np.diff([ask.at for ask in asks])  # type: ignore[arg-type]
+    assert asks[0].at == 0.0 and pauses.min() >= 0.0
+    assert pauses.mean() == pytest.approx(1 / 50, rel=0.1)
+    assert (pauses.std() / pauses.mean()) ** 2 == pytest.approx(1 / burstiness, rel=0.15), "gamma: the less, the burstier"
+
+
+def test_arrivals_at_once() -> None:
+    assert {ask.at for ask in with_arrivals([Ask([1], 1, 5.0)] * 3, rate=float("inf"))} == {None}
+    for bad in ({"rate": 0.0}, {"rate": -1.0}, {"rate": 1.0, "burstiness": 0.0}):
+        with pytest.raises(InvalidArgument, match="must be above 0"):
+            with_arrivals([Ask([1], 1)], **bad)
+
+
+def test_sharegpt(tmp_path: Path) -> None:
+    file = tmp_path / "sharegpt.json"
+    turns = [("a b c d e", "f g h i"), ("too short", "a b c d"), ("a b c d", "no"), ("b c d e f g", "h i j k l")]
+    file.write_text(json.dumps([{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in turns]
+                               + [{"conversations": [{"from": "human", "value": "alone in here it is"}]}]))  # fmt: skip
+
+    def tokens(text: str) -> int:
+        return len(text.split())
+
+    found = sharegpt_turns(file, 10)
+    assert sorted(found) == sorted(turns)
+    assert {(ask.prompt, ask.output) for ask in sharegpt_asks(found, 5, tokens)} == {("a b c d e", 4), ("b c d e f g", 5)}
+    assert len(sharegpt_asks(found, 5, tokens)) == 5
+    assert {ask.output for ask in sharegpt_asks(found, 5, tokens, output_len=2)} == {2}
+    with pytest.raises(InvalidArgument, match="no conversation"):
+        sharegpt_asks(found, 5, lambda text: 5000)
+    file.write_text("[1]")
+    with pytest.raises(InvalidArgument, match="must be a ShareGPT file"):
+        sharegpt_turns(file, 1)
+
+
+def test_a_trace(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 1000 * i, "input_length": 5 + i, "output_length": 2 + i, "hash_ids": [i]} for i in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [(len(ask.prompt), ask.output, ask.at) for ask in trace_asks(file, 2)] == [(5, 2, 0.0), (6, 3, 1.0)]
+
+
+# --- what is measured -------------------------------------------------------------------------------
+
+
+def test_latencies() -> None:
+    one = Answered(1.0, [1.5, 1.6, 2.0], [1, 1, 2], prompt_tokens=10)
+    assert (one.ttft, one.e2el, one.output_tokens) == (0.5, 1.0, 4)
+    assert one.tpot == pytest.approx(0.5 / 3) and one.itl == pytest.approx([0.1, 0.2, 0.2])
+    single = Answered(0.0, [0.25], [1], prompt_tokens=3)
+    assert single.tpot is None and single.itl == []
+    result = Result([one, single, Answered(0.0, error="gone")], 2.0, {"ttft": 300.0, "tpot": 100.0}, (50, 99), ("ttft", "tpot", "e2el"))
+    facts = result.to_dict()
+    assert (facts["completed"], facts["failed"], facts["total_input_tokens"], facts["total_output_tokens"]) == (2, 1, 13, 5)
+    assert (facts["request_throughput"], facts["output_throughput"], facts["request_goodput"]) == (1.0, 2.5, 0.5)
+    assert (
+        facts["mean_ttft_ms"] == 375.0
+        and facts["p99_ttft_ms"] == pytest.approx(497.5)
+        and facts["median_tpot_ms"] == pytest.approx(500 / 3)
+    )
+    assert "mean_itl_ms" not in facts and "P99 E2EL (ms):" in str(result) and "Failed requests:" in str(result)
+
+
+def test_a_plot(tmp_path: Path) -> None:
+    result = Result([Answered(0.0, [0.5, 0.6], [1, 2])], 1.0)
+    result.save_plot(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InvalidArgument, match=r"plot=.*cannot be written"):
+        result.save_plot(tmp_path / "plot.nothing")
+
+
+class Counting:
+    """Answers with two tokens, and refuses prompts that begin with 13."""
+
+    def __init__(self) -> None:
+        self.running = self.most = 0
+
+    async def stream(self, ask: Ask) -> AsyncIterator[tuple[int, int]]:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            if ask.prompt[0] == 13:
+                raise JengineError("refused")
+            for _ in range(ask.output):
+                await asyncio.sleep(0.001)
+                yield 1, 0
+        finally:
+            self.running -= 1
+
+    async def tokens(self, text: str) -> int:
+        return 1
+
+    async def close(self) -> None:
+        pass
+
+
+def test_driving() -> None:
+    endpoint, ended = Counting(), []
+    asks = [Ask([i, 5], 2) for i in range(20)]
+    answers, seconds = asyncio.run(drive(endpoint, asks, max_concurrency=4, done=lambda: ended.append(1)))
+    assert endpoint.most == 4 and len(ended) == 20 and endpoint.running == 0
+    assert [bool(answer.error) for answer in answers] == [i == 13 for i in range(20)] and "refused" in answers[13].error
+    assert all(
+        answer.tokens == [1, 1] and answer.prompt_tokens == 2 and answer.times[-1] <= seconds for answer in answers if not answer.error
+    )
+    timed, _ = asyncio.run(drive(Counting(), [Ask([1], 1, 0.0), Ask([1], 1, 0.05)]))
+    assert [answer.due for answer in timed] == [0.0, 0.05] and timed[1].times[0] > 0.05
+
+
+# --- servers ----------------------------------------------------------------------------------------
+
+
+def test_a_server_by_each_protocol(make_server: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with make_server(server={"http_port": 0}) as server:
+        url = server.http.removesuffix("/v1")
+        for arguments in (
+            ["--base-url", url],
+            ["--base-url", url, "--backend", "openai-chat"],
+            ["--base-url", server.address, "--backend", "jengine"],
+        ):
+            more = ["--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "5", "--request-rate", "500"]
+            files = ["--save-result", "--result-dir", str(tmp_path), "--goodput", "ttft:60000"]
+            assert cli.main(["bench", "serve", *arguments, *more, *files, "--json", "--disable-tqdm"]) == 0
+            facts = json.loads(capsys.readouterr().out)
+            assert (facts["completed"], facts["failed"], facts["total_output_tokens"]) == (6, 0, 30), arguments
+            assert facts["request_goodput"] == facts["request_throughput"] > 0.0
+            assert json.loads((tmp_path / "bench_serve.json").read_text()) == facts
+            if "openai-chat" not in arguments:
+                assert facts["total_input_tokens"] == 120
+        assert cli.main(["bench", "serve", "--base-url", url, "--num-prompts", "2", "--model", "other", "--disable-tqdm"]) == 1
+        shown = capsys.readouterr()
+        assert "Failed requests:" in shown.out and "404" in shown.err
+
+        async def tokens() -> list[int]:
+            endpoints = OpenAIEndpoint(url, "/v1/completions", None), JengineEndpoint(server.address)
+            try:
+                return [await endpoint.tokens("some words") for endpoint in endpoints]
+            finally:
+                for endpoint in endpoints:
+                    await endpoint.close()
+
+        assert len({*asyncio.run(tokens())}) == 1
+        server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["serve", "--base-url", "nowhere"], "base_url='nowhere'"),
+        (["serve", "--goodput", "itl:5"], "goodput='itl:5'"),
+        (["serve", "--goodput", "ttft:-5"], "goodput='ttft:-5'"),
+        (["serve", "--percentile-metrics", "speed"], "percentile_metrics='speed'"),
+        (["serve", "--metric-percentiles", "101"], "metric_percentiles='101'"),
+        (["serve", "--max-concurrency", "0"], "max_concurrency=0"),
+        (["serve", "--num-prompts", "0"], "num_prompts=0"),
+        (["serve", "--dataset-name", "sharegpt"], "dataset_path=None"),
+        (["serve", "--dataset-path", "x"], "dataset_path="),
+        (["serve", "--tls"], "tls=True"),
+        (["serve", "--backend", "jengine", "--model", "m"], "model='m'"),
+        (["serve", "--save-result", "--result-dir", "/nowhere"], "result_filename="),
+        (["latency", "--num-iters", "0"], "num_iters=0"),
+        (["throughput", "--output-json", "/nowhere/x"], "output_json="),
+        (["sweep", "--serve-cmd", "x", "--num-runs", "0"], "num_runs=0"),
+        (["sweep", "--serve-cmd", "x", "--serve-params", "/nowhere"], "serve_params="),
+    ],
+)
+def test_what_cannot_be_measured(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+# --- many of these ------------------------------------------------------------------------------------
+
+
+def test_commands_with_options() -> None:
+    words = command_with("serve 'a b'", {"max_num_seqs": 8, "overlap": False, "tls": True, "dtype": "float32"})
+    assert words == ["serve", "a b", "--max-num-seqs", "8", "--no-overlap", "--tls", "--dtype", "float32"]
+
+
+def test_sets_of_options(tmp_path: Path) -> None:
+    file = tmp_path / "params.json"
+    assert read_params("serve_params", None) == [{}]
+    for text in ('[{"a": 1}, {"a": 2}]', '{"one": {"a": 1}, "two": {"a": 2}}'):
+        file.write_text(text)
+        assert read_params("serve_params", file) == [{"a": 1}, {"a": 2}]
+    for text in ("[]", "3", "[1]", "{"):
+        file.write_text(text)
+        with pytest.raises(InvalidArgument, match="serve_params"):
+            read_params("serve_params", file)
+
+
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+assert sys.argv[2] == "--places", sys.argv
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+BENCH = 'import sys, json; print("a table"); print(json.dumps({"given": sys.argv[1:], "output_throughput": 5.0}))'
+
+
+def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.serving.processes import free_port
+
+    (tmp_path / "server.py").write_text(SERVER)
+    (tmp_path / "bench.py").write_text(BENCH)
+    (tmp_path / "serve.json").write_text('[{"places": 1}, {"places": 2}]')
+    (tmp_path / "client.json").write_text('[{"rate": 3}]')
+    port = free_port()
+    serve, bench = (f"{sys.executable} {tmp_path / name}" for name in ("server.py", "bench.py"))
+    arguments = ["--serve-cmd", f"{serve} {port}", "--bench-cmd", bench, "--serve-params", str(tmp_path / "serve.json")]
+    arguments += ["--bench-params", str(tmp_path / "client.json"), "--num-runs", "2", "--ready-url", f"http://127.0.0.1:{port}/"]
+    assert cli.main(["bench", "sweep", *arguments, "--output", str(tmp_path / "out.jsonl")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(line["serve"]["places"], line["bench"], line["run"]) for line in lines] == [
+        (places, {"rate": 3}, run) for places in (1, 2) for run in (0, 1)
+    ]
+    assert lines[0]["given"] == ["--rate", "3"] and "5.0 output tokens/s" in capsys.readouterr().err
+    with pytest.raises(JengineError, match="has ended with"):
+        list(sweep(f"{sys.executable} -c 1/0", bench, [{}], [{}], runs=1, ready_url=f"http://127.0.0.1:{port}/"))
+    for commands in ((f"{serve} {port}", f"{sys.executable} -c 1/0"), (f"{serve} {port}", "/nowhere"), ("/nowhere", bench)):
+        with pytest.raises(JengineError, match=r"has failed|cannot be started"):
+            list(sweep(*commands, [{"places": 1}], [{}], runs=1, ready_url=f"http://127.0.0.1:{port}/"))

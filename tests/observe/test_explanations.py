@@ -1,0 +1,226 @@
+"""Each rule speaks when what it is about is provoked, alone, and is silent where an engine is as it should be."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jengine.explanations.explain import RULES, explain
+from jengine.explanations.finding import Finding
+from jengine.explanations.window import Window
+from jengine.observe import step_recorder
+from jengine.observe.records import Memory
+from jengine.observe.trace import Readers, Trace
+from jengine.program_table import TrunkKey
+from tests.observe.virtual import MS, TILE, Load, Virtual, make_virtual
+
+
+@pytest.fixture(autouse=True)
+def steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_recorder, "memory", lambda now: Memory(now, 1 << 30, 1 << 33))
+
+
+def busy(virtual: Virtual, requests: int = 8, output: int = 200) -> Virtual:
+    """As many requests as there are places, all at once."""
+    for _ in range(requests):
+        virtual.ask(TILE, output)
+    return virtual
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Iterator[Trace]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield busy(make_virtual(monkeypatch)).run()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_silent_when_healthy(rule: Callable[[Window], Finding | None], healthy: Trace) -> None:
+    assert len(healthy.steps) == 200 and rule(Window(healthy)) is None
+
+
+def test_a_healthy_engine_is_bound_by_its_device(healthy: Trace) -> None:
+    explanation = explain(healthy)
+    assert explanation.bound == "device" and not explanation.findings
+    assert "Bound by device" in str(explanation) and "device" in explanation._repr_html_()
+    assert explanation.shares["wait"] > 0.8
+
+
+def test_without_steps() -> None:
+    from jengine.observe.records import EngineFacts
+
+    explanation = explain(Trace.empty(EngineFacts(8, 512, 512, 16, 100)))
+    assert explanation.bound == "idle" and str(explanation) == "No steps were recorded."
+
+
+def found(virtual: Virtual, name: str) -> Finding:
+    """The only finding."""
+    explanation = explain(virtual.run())
+    assert [finding.name for finding in explanation.findings] == [name], explanation
+    finding = explanation.findings[0]
+    assert explanation.bound == name and 0.0 < finding.share <= 1.0
+    assert finding.evidence and finding.option in str(finding) and finding.effect in explanation._repr_html_().replace("&#x27;", "'")
+    return finding
+
+
+def test_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = found(busy(make_virtual(monkeypatch, load=Load(schedule=25 * MS))), "host")
+    assert "schedule" in finding.summary and finding.option == "max_num_seqs"
+    assert finding.evidence["host, a step"] == "25.5 ms"
+
+
+def test_host_that_makes_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "detokenize" in found(busy(make_virtual(monkeypatch, load=Load(text=25 * MS))), "host").option
+
+
+def test_host_without_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = found(busy(make_virtual(monkeypatch, load=Load(schedule=8 * MS), overlap=False)), "host")
+    assert finding.option == "overlap" and finding.effect == "1.8 times the tokens a second"
+
+
+def test_prefill_interference(monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual = make_virtual(monkeypatch, token=0.2 * MS)
+    for _ in range(4):
+        virtual.ask(TILE, 300)
+    for i in range(1, 80):
+        virtual.ask(4 * TILE, 2, at=0.08 * i)
+    finding = found(virtual, "prefill_interference")
+    assert finding.option == "max_num_batched_tokens" and finding.change.startswith(f"{8 + 2 * TILE} ")
+    assert finding.effect == "the longest wait between tokens falls from 62.9 ms to 37.3 ms"
+
+
+def test_page_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = found(busy(make_virtual(monkeypatch, pages=60), output=256), "page_pressure")
+    assert "preemptions" in finding.summary and finding.option == "num_pages"
+    assert int(finding.evidence["tokens computed again"]) > 100
+
+
+def test_batches_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = found(busy(make_virtual(monkeypatch), requests=60, output=50), "batches_too_small")
+    assert (finding.option, finding.effect) == ("max_num_seqs", "2.0 times the tokens a second")
+
+
+def test_requests_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual = make_virtual(monkeypatch, places=32)
+    for i in range(10):
+        virtual.ask(TILE, 20, at=0.22 * i)
+    finding = found(virtual, "batches_too_small")
+    assert finding.option == "requests at once" and finding.effect == "7.0 times the tokens a second with 8 at once"
+
+
+def test_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = found(busy(make_virtual(monkeypatch, places=32, token=1 * MS), requests=20), "padding")
+    assert finding.option == "max_num_seqs" and finding.change.startswith("24:")
+
+
+def test_padded_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual = make_virtual(monkeypatch, base=5 * MS, token=0.5 * MS)
+    for i in range(300):
+        virtual.ask(2, 1, at=0.05 * i)
+    finding = found(virtual, "padding")
+    assert finding.option == "tile_size" and finding.change.startswith("32:")
+
+
+def test_queueing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take as long as they have tokens: larger batches would not help."""
+    virtual = make_virtual(monkeypatch, base=0.0, token=1 * MS)
+    for i in range(30):
+        virtual.ask(TILE, 150, at=0.01 * i)
+    finding = found(virtual, "queueing")
+    assert finding.option == "replicas" and "engines keep up with" in finding.effect
+
+
+def test_slow_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(busy(make_virtual(monkeypatch, load=Load(away=6 * MS))), "slow_readers").option == "how outputs are read"
+
+
+def test_a_server_has_no_callers_in_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = busy(make_virtual(monkeypatch, load=Load(away=25 * MS))).run()
+    assert [finding.name for finding in explain(trace).findings] == ["slow_readers"]
+    trace.readers = Readers()
+    [finding] = explain(trace).findings
+    assert finding.name == "host" and "away" in finding.summary
+
+
+def test_slow_readers_of_a_server(healthy: Trace) -> None:
+    trace = Trace.from_json(healthy.to_json())
+    trace.readers = Readers(streams=8, waiting=0)
+    assert explain(trace).bound == "device"
+    trace.readers = Readers(streams=8, waiting=2, longest=3.5)
+    [finding] = explain(trace).findings
+    assert finding.name == "slow_readers" and finding.evidence == {"the longest wait": "3.5 s"} and finding.option == "write_timeout"
+
+
+def test_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual = make_virtual(monkeypatch)
+
+    class Slow:
+        def fill(self, words: np.ndarray) -> None:
+            virtual.clock.now += 3 * MS
+
+        def accept(self, token: int) -> None:
+            pass
+
+    for _ in range(8):
+        virtual.ask(TILE, 100, mask=Slow())
+    finding = found(virtual, "masks")
+    assert finding.option == "structured_outputs" and finding.evidence["masks, a step that has some"] == "24 ms"
+
+
+def test_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual, steps = busy(make_virtual(monkeypatch)), itertools.count()
+
+    def each_step() -> None:
+        if next(steps) == 50:
+            jax.jit(lambda x: x * 3 + 41)(jnp.zeros(7)).block_until_ready()
+
+    virtual.each_step = each_step
+    assert int(found(virtual, "compilation").evidence["compilations"]) >= 1
+
+
+def test_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection of the real collector, which takes 60 ms of the virtual clock."""
+    virtual, steps = busy(make_virtual(monkeypatch)), itertools.count()
+
+    def pause(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            virtual.clock.now += 60 * MS
+
+    def each_step() -> None:
+        if next(steps) % 20 == 10:
+            gc.callbacks.append(pause)  # behind the engine's own
+            try:
+                gc.collect()
+            finally:
+                gc.callbacks.remove(pause)
+
+    virtual.each_step = each_step
+    finding = found(virtual, "garbage_collection")
+    assert finding.evidence["the longest"] == "60 ms" and "gc.freeze" in finding.option
+
+
+def test_memory_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_recorder, "memory", lambda now: Memory(now, (1 << 30) + int((now - 1000) * (5 << 20)), 3 << 30))
+    finding = found(busy(make_virtual(monkeypatch), output=1900), "memory_growth")
+    assert "300 MiB" in finding.summary and finding.effect == "memory lasts for 10 minutes more"
+
+
+def test_a_machine_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = found(busy(make_virtual(monkeypatch, load=Load(slower=1.6))), "busy_machine")
+    assert 1.4 < float(finding.evidence["steps, against their costs"].split()[0]) <= 1.6  # some of it moves the costs
+
+
+def test_a_loop_without_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = found(busy(make_virtual(monkeypatch, load=Load(schedule=20 * MS, processor=0.3))), "busy_machine")
+    assert finding.evidence["processor time of the loop"] == "30%"
+
+
+def test_each_trunk_is_known(healthy: Trace) -> None:
+    """Effects are predicted by the engine's own costs, which travel with a trace."""
+    costs = Trace.from_json(healthy.to_json()).step_costs
+    assert costs.trunk_seconds(TrunkKey(8, 0)) == pytest.approx(10.16 * MS, rel=0.05)

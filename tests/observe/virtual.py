@@ -1,0 +1,184 @@
+"""The real engine and scheduler on a virtual clock: what a step takes of the host and of the device is given, so findings are certain."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jengine import engine as engine_module
+from jengine.engine import Engine
+from jengine.execution.runner import StepResult
+from jengine.observe import pauses, step_recorder
+from jengine.observe.trace import Trace
+from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
+from jengine.request import Request, SamplingParams, TokenMask
+from jengine.scheduling.costs import Slopes, StepCosts
+from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.step_plan import StepPlan
+
+MS = 1e-3
+TILE = 64
+
+
+@dataclass
+class Clock:
+    """Seconds, and those in which the loop's thread had a processor."""
+
+    now: float = 1000.0
+    cpu: float = 0.0
+
+    def work(self, seconds: float, processor: float = 1.0) -> None:
+        self.now += seconds
+        self.cpu += processor * seconds
+
+
+@dataclass
+class InFlight:
+    plan: StepPlan
+    started: float
+    done: float
+
+
+@dataclass
+class Load:
+    """What a step takes, in seconds, beside what the device takes by its costs.
+
+    Attributes:
+        slower: times as long as costs say that the device takes.
+        processor: share of the host's work in which it has one.
+    """
+
+    schedule: float = 0.5 * MS
+    dispatch: float = 0.2 * MS
+    collect: float = 0.2 * MS
+    text: float = 0.1 * MS
+    away: float = 0.0
+    slower: float = 1.0
+    processor: float = 1.0
+
+
+class VirtualRunner:
+    """Steps end when their costs say; each token is 7."""
+
+    def __init__(self, clock: Clock, costs: StepCosts, load: Load) -> None:
+        self._clock, self._costs, self._load = clock, costs, load
+        self._free = 0.0
+
+    def begin(self, plan: StepPlan) -> InFlight:
+        seconds = self._costs.trunk_seconds(plan.trunk) + self._costs.sampler_seconds(plan.sampler) + self._costs.slopes.seconds(plan.work)
+        step = InFlight(plan, self._clock.now, max(self._free, self._clock.now) + self._load.slower * seconds)
+        self._free = step.done
+        self._clock.work(self._load.dispatch, self._load.processor)
+        return step
+
+    def dispatch(self, plan: StepPlan) -> InFlight:
+        return self.begin(plan)
+
+    def sample(self, step: InFlight, mask: object = None) -> InFlight:
+        return step
+
+    def read(self, step: InFlight) -> StepResult:
+        waited = step.done > self._clock.now
+        self._clock.now = max(self._clock.now, step.done)
+        return StepResult([[7]] * len(step.plan.samples), waited=waited)
+
+
+@dataclass
+class Virtual:
+    """An engine, its clock and what it has to do."""
+
+    engine: Engine
+    clock: Clock
+    load: Load
+    arrivals: deque[tuple[float, Request]] = field(default_factory=deque)
+    each_step: Callable[[], object] = lambda: None
+    asked: int = 0
+
+    def ask(self, prompt: int, output: int, at: float = 0.0, mask: TokenMask | None = None) -> None:
+        """A request of these lengths; requests come in order."""
+        number, self.asked = self.asked, self.asked + 1
+        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+        tokens = [number + 10, *range(prompt - 1)]
+        request = Request(request_id=f"r{number}", prompt_token_ids=tokens, params=params, arrival=1000.0 + at, mask=mask)
+        self.arrivals.append((1000.0 + at, request))
+
+    def run(self) -> Trace:
+        """Until all are answered. Returns the trace."""
+        while self.arrivals or self.engine.has_work:
+            self.turn()
+        return self.engine.trace()
+
+    def turn(self) -> None:
+        """A turn of the loop; where there is nothing to do, until the next request."""
+        engine, clock, load = self.engine, self.clock, self.load
+        while self.arrivals and self.arrivals[0][0] <= clock.now:
+            engine.add(self.arrivals.popleft()[1])
+        if not engine.has_work:
+            clock.now = self.arrivals[0][0]
+            return
+        engine.step()
+        clock.work(load.text, load.processor)
+        engine.passed_on()
+        clock.now += load.away
+        self.each_step()
+
+
+def make_virtual(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    load: Load | None = None,
+    places: int = 8,
+    pages: int = 1000,
+    overlap: bool = True,
+    base: float = 10 * MS,
+    token: float = 0.02 * MS,
+    trunk: Callable[[TrunkKey], float] | None = None,
+    budget: int = 0,
+) -> Virtual:
+    """A step takes `base` and `token` for each of its program's tokens, or what `trunk` says."""
+    clock, load = Clock(), load or Load()
+    virtual_time = SimpleNamespace(
+        perf_counter=lambda: clock.now, thread_time=lambda: clock.cpu, time=lambda: clock.now, monotonic=lambda: clock.now, sleep=clock.work
+    )
+    monkeypatch.setattr(pauses, "_pauses", pauses.GarbagePauses())
+    for module in (engine_module, step_recorder, pauses):
+        monkeypatch.setattr(module, "time", virtual_time)
+    budget = budget or places + 8 * TILE
+    table = ProgramTable.build(max_num_seqs=places, max_num_batched_tokens=budget, tile_size=TILE)
+    seconds = trunk or (lambda key: base + token * table.tokens(key))
+    known: dict[TrunkKey, float] = {key: seconds(key) for key in table.trunks()}
+    samplers: dict[SamplerKey, float] = {key: 0.1 * MS for key in table.samplers()}
+    costs = StepCosts(table, trunks=known, samplers=samplers, slopes=Slopes(0.0, 0.0, 0.0))
+    truth = StepCosts(table, trunks=known, samplers=samplers, slopes=Slopes(0.0, 0.0, 0.0))
+    scheduler = Scheduler(
+        table,
+        page_size=16,
+        num_pages=pages + 1,
+        max_num_seqs=places,
+        max_num_batched_tokens=budget,
+        max_model_len=2048,
+        prefix_caching=False,
+        costs=costs,
+        clock=lambda: clock.now,
+    )
+    slow(scheduler, "schedule", lambda: clock.work(load.schedule, load.processor))
+    slow(scheduler, "collect", lambda: clock.work(load.collect, load.processor))
+    model: Any = SimpleNamespace(vocab_size=500, eos_token_ids=())
+    runner: Any = VirtualRunner(clock, truth, load)
+    return Virtual(Engine(model, runner, scheduler, overlap=overlap), clock, load)
+
+
+def slow(owner: Any, method: str, work: Callable[[], None]) -> None:
+    """The method takes time."""
+    inner = getattr(owner, method)
+
+    def slowed(*arguments: Any) -> Any:
+        work()
+        return inner(*arguments)
+
+    setattr(owner, method, slowed)
