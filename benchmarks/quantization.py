@@ -1,6 +1,6 @@
 """What fewer bits cost and give: perplexity of SmolLM2-135M-Instruct, and memory and speed of the 134M shape, against bfloat16.
 
-    python -m benchmarks.quantization [--parts perplexity speed] [--repeat 5] [--quick]
+    python -m benchmarks.quantization [--parts perplexity speed] [--arms ...] [--repeat 5] [--quick]
 
 Perplexity is that of a fixed English text (english.txt) and of greedy answers at float32 to sixteen chats (tests/golden/smollm2.json), each
 token given all before it. The model is stored in four bits (GGUF's Q4_1): other forms start from what those stand for.
@@ -63,7 +63,7 @@ def texts(tokenizer: Any) -> dict[str, list[Scored]]:
 
 
 def perplexity(arm: str) -> dict[str, Any]:
-    llm = make(str(smollm2()), arm, max_model_len=1024)
+    llm = make(str(smollm2()), arm, max_model_len=1024, max_num_seqs=4)
     found: dict[str, Any] = {}
     for name, pieces in texts(llm.tokenizer).items():
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -79,9 +79,9 @@ def perplexity(arm: str) -> dict[str, Any]:
 
 def sizes(llm: LLM) -> dict[str, float]:
     """MiB of weights, and KiB of cache a token."""
-    runner: Any = llm.engine.runner
-    weights, cache = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (runner.params, runner.cache))
-    spec = runner.spec
+    worker: Any = llm.engine.runner.worker
+    weights, cache = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (worker.params, worker.cache))
+    spec = worker.spec
     return {"weights_mib": round(weights / 2**20, 2), "cache_kib_a_token": round(cache / spec.num_pages / spec.page_size / 2**10, 3)}
 
 
@@ -130,9 +130,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=("perplexity", "speed"), default=["perplexity", "speed"])
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="fewer than all; nothing is saved then")
     parser.add_argument("--quick", action="store_true", help="two arms, nothing saved; speed of the demo model")
     options = parser.parse_args()
-    arms = ["bfloat16", "w8a8"] if options.quick else list(ARMS)
+    arms = ["bfloat16", "w8a8"] if options.quick else options.arms or list(ARMS)
     result: dict[str, Any] = {}
     if "perplexity" in options.parts:
         result["perplexity"] = {arm: perplexity(arm) for arm in arms}
@@ -140,7 +141,7 @@ def main() -> None:
     if "speed" in options.parts:
         result["speed"] = measure_speed("demo" if options.quick else str(made_model("134m")), arms, 1 if options.quick else options.repeat)
         show_speed(result["speed"])
-    if not options.quick:
+    if not options.quick and options.arms is None:
         save("quantization" if len(options.parts) == 2 else f"quantization_{options.parts[0]}", result)
 
 

@@ -20,6 +20,8 @@ SHRUNK = 1.0, 0.95, 0.9, 0.85, 0.8, 0.7  # of a group's range, that its sixteen 
 SMALLEST = 1e-30  # range of a group that has one value only
 SCALES = 4  # their number, for each row, is a multiple of this
 
+Try = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # squared errors, numbers, scales, offsets
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("size", "group", "dtype"))
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1) -> Int4:
     rows = jnp.pad(apart, _last(x, missing), mode="edge").reshape(*apart.shape[:-1], -1, group)
     low, high = rows.min(-1, keepdims=True), rows.max(-1, keepdims=True)
 
-    def tried(shrunk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    def tried(shrunk: jax.Array) -> Try:
         scale = jnp.maximum(shrunk * (high - low), SMALLEST) / (HIGHEST - LOWEST)
         offset = shrunk * low - LOWEST * scale
         numbers = jnp.clip(jnp.round((rows - offset) / scale), LOWEST, HIGHEST)
@@ -103,9 +105,9 @@ def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1) -> Int4:
         offset = center - scale * mean
         return ((numbers * scale + offset - rows) ** 2).sum(-1, keepdims=True), numbers, scale, offset
 
-    def better(best: tuple[jax.Array, ...], shrunk: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+    def better(best: Try, shrunk: jax.Array) -> tuple[Try, None]:
         found = tried(shrunk)
-        return tuple(jnp.where(found[0] < best[0], new, old) for new, old in zip(found, best, strict=True)), None
+        return jax.tree.map(lambda new, old: jnp.where(found[0] < best[0], new, old), found, best), None
 
     (_, numbers, scale, offset), _ = jax.lax.scan(better, tried(jnp.float32(SHRUNK[0])), jnp.array(SHRUNK[1:], jnp.float32))
     numbers = numbers.astype(jnp.int8).reshape(*apart.shape[:-1], -1)[..., :size].reshape(x.shape)

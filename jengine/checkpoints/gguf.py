@@ -109,7 +109,7 @@ def read_gguf(path: Path, wanted: list[str], heads: tuple[int, int], layers: int
         if (stored := names.file(name)) in tensors:
             interleaved = file.architecture in INTERLEAVED and re.search(r"\.([qk])_proj\.", name)
             count = 0 if not interleaved else heads[interleaved[1] == "k"]
-            out[name] = Tensor(path, _tensor(tensors.pop(stored), count))  # type: ignore[arg-type]
+            out[name] = Tensor(path, _tensor(tensors.pop(stored), count))
     return out | {name: Tensor(path, _tensor(tensor, 0)) for name, tensor in tensors.items()}
 
 
@@ -121,7 +121,7 @@ def _names(file: GgufFile, layers: int) -> _Names:
 
 
 def _kind(file: GgufFile, name: str | None) -> str:
-    tensor = file.tensors.get(name)
+    tensor = file.tensors.get(name or "")
     return "" if tensor is None else str(tensor.tensor_type.name)
 
 

@@ -45,6 +45,7 @@ def _check(method: str, config: Mapping[str, Any]) -> None:
     elif method == "compressed-tensors":
         only("format", config.get("format"), FORMATS)
         only("kv_cache_scheme", config.get("kv_cache_scheme"), (None,))
+        only("transform_config", config.get("transform_config") or None, (None,))
         only("sparsity_config.format", (config.get("sparsity_config") or {}).get("format", "dense"), ("dense",))
         for group in config_groups(config):
             weights = group["weights"]

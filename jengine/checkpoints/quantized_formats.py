@@ -73,7 +73,7 @@ def _gptq(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> StoredT
         return np.asarray(_fields(words, bits).transpose(0, 2, 1).reshape(shape[1], shape[0]))
 
     def zero_points() -> np.ndarray:
-        return (_fields(zeros, bits).reshape(zeros.shape[0], -1) + one) & (2**bits - 1)
+        return np.asarray((_fields(zeros, bits).reshape(zeros.shape[0], -1) + one) & (2**bits - 1))
 
     return _by_input(shape, numbers, scales, zero_points, 2 ** (bits - 1), index)
 
@@ -136,7 +136,7 @@ def _scaled(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Store
     rows, columns = values.shape
 
     def read() -> Groups:
-        wide = scale.astype(np.float32).reshape(scale.shape if scale.ndim == 2 else (-1, 1))
+        wide = scale.astype(np.float32).reshape(scale.shape[0] if scale.ndim == 2 else -1, scale.shape[1] if scale.ndim == 2 else 1)
         each = -(-rows // wide.shape[0]), -(-columns // wide.shape[1])
         if block and wide.shape == (-(-rows // block[0]), -(-columns // block[1])):
             each = int(block[0]), int(block[1])  # the last ones may be smaller

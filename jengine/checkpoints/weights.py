@@ -105,23 +105,21 @@ def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: di
 def _kept(target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> Quantized | Int4:
     """A parameter whose tensors are stored in the form that programs take."""
     numbers, scale = parts_of(target)
-    group = target.group if isinstance(target, Int4) else None
-    size = group or target.shape[-1]
     found: dict[str, Groups] = {}
     for piece in source:
         tensor = tensors[piece.name]
         if not isinstance(tensor.array, StoredTensor) or not isinstance(groups := tensor.array.read(), Groups):
             raise ModelError("is not stored as the configuration says: it is not quantized", file=tensor.file, tensor=piece.name)
-        found[piece.name] = groups if group is None else groups.by_group(size)
+        found[piece.name] = groups.by_group(target.group) if isinstance(target, Int4) else groups
 
     def placed(target: jax.ShapeDtypeStruct, part: Callable[[Groups], np.ndarray], pieces: tuple[Piece, ...]) -> jax.Array:
         return _placed(target, pieces, {name: Tensor(Path(), part(groups)) for name, groups in found.items()})
 
-    if group is None:
+    if isinstance(target, Quantized):
         by_output = tuple(piece._replace(part=piece.part[: len(scale.shape)], columns=slice(None)) for piece in source)
         scales = placed(scale, lambda groups: groups.by_output(), by_output)
         return joined(placed(numbers, lambda groups: groups.values, source), scales, None, target)
-    by_group = tuple(piece.grouped(len(target.shape), group) for piece in source)
+    by_group = tuple(piece.grouped(len(target.shape), target.group) for piece in source)
     scales = placed(scale, lambda groups: groups.scale, by_group)
     offsets = None
     if target.offset is not None:  # of tensors without, they are zero

@@ -17,7 +17,7 @@ from jengine.parallel.collectives import all_reduce, shard_index, shards
 from pallas_kernels.activations import ACTIVATIONS, gated
 from pallas_kernels.int4 import Int4
 from pallas_kernels.products import Weight, product
-from pallas_kernels.quantized import Quantized, dequantize, is_quantized
+from pallas_kernels.quantized import Quantized, dequantize
 from pallas_kernels.xla import Rotation
 
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
@@ -80,7 +80,7 @@ def flattened(weight: Any) -> Any:
 def lookup(table: Weight, rows: jax.Array) -> jax.Array:
     """table [n, size] at int32[N] -> [N, size]. Padding may ask for rows beyond the table."""
     taken: Weight = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), table)
-    return dequantize(taken) if is_quantized(taken) else taken  # type: ignore[arg-type]
+    return dequantize(taken) if isinstance(taken, Quantized | Int4) else taken
 
 
 def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> nnx.Param[Any]:

@@ -12,13 +12,14 @@ from jax import lax
 from jengine.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, window_everywhere
-from jengine.models.layers import Block, Weight, dense, matrix, param
+from jengine.models.layers import Block, dense, matrix, param
 from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
 from jengine.parallel.collectives import all_reduce
 from pallas_kernels.activations import gated
 from pallas_kernels.int4 import Int4
+from pallas_kernels.products import Weight
 from pallas_kernels.quantized import Quantized, dequantize, quantize
 
 PRODUCT = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [experts, out, in]

@@ -110,7 +110,7 @@ def test_logits_are_those_of_the_dequantized(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(kept, params[0], tokens), logits(plain, params[1], tokens), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w4a16_zeros", "w8a16", "fp8"])
+@pytest.mark.parametrize("name", ["w4a16", "w8a16", "fp8"])
 def test_what_the_formats_own_package_writes(name: str) -> None:
     """Logits are those that transformers computes from the same files."""
     folder = Path(__file__).parents[1] / "data" / "quantized" / name
@@ -133,6 +133,7 @@ def test_what_the_formats_own_package_writes(name: str) -> None:
         (compressed("nvfp4-pack-quantized"), "format='nvfp4-pack-quantized' is not supported"),
         (compressed("pack-quantized", num_bits=2), "config_groups: weights='int2' is not supported"),
         ({**compressed("int-quantized"), "kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme=.* is not supported"),
+        ({**compressed("int-quantized"), "transform_config": {"config_groups": {}}}, r"transform_config=.* is not supported"),
     ],
 )
 def test_what_is_refused(quantization: dict[str, Any], reason: str) -> None:

@@ -59,7 +59,6 @@ def compressed_tensors(model: Any, folder: Path, **weights: Any) -> None:
 FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 FORMATS: dict[str, Callable[[Any, Path], None]] = {
     "w4a16": lambda model, folder: compressed_tensors(model, folder, **FOUR, symmetric=True),
-    "w4a16_zeros": lambda model, folder: compressed_tensors(model, folder, **FOUR, symmetric=False),
     "w8a16": lambda model, folder: compressed_tensors(model, folder, num_bits=8, type="int", strategy="channel", symmetric=True),
     "fp8": lambda model, folder: compressed_tensors(model, folder, num_bits=8, type="float", strategy="channel", symmetric=True),
 }
