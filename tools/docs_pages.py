@@ -82,14 +82,14 @@ def options(of: type, sections: dict[str, str], defaults: dict[str, Any] | None 
         if field.name not in flags:
             continue
         flag = flags[field.name]
-        lines += [f"### `{field.name}` {{ #{field.name} }}", "", _facts(field, flag, of, (defaults or {})), "", _text(flag), ""]
+        lines += [f"### `{field.name}` {{ #{field.name} }}", "", _facts(field, flag, of, defaults or {}), "", _text(flag, of), ""]
     return "\n".join(lines)
 
 
 def _facts(field: dataclasses.Field[Any], flag: argparse.Action, of: type, defaults: dict[str, Any]) -> str:
     value = "" if flag.nargs == 0 else " " + ("{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else str(flag.metavar))
     default = defaults.get(field.name, field.default)
-    facts = ["argument `MODEL`" if field.name == "model" else f"`{' / '.join(flag.option_strings)}{value}`"]
+    facts = ["Argument `MODEL`" if field.name == "model" else f"`{' / '.join(flag.option_strings)}{value}`"]
     if of is not SamplingParams:
         facts.append(f"`JENGINE_{field.name.upper()}`")
     if default not in (None, ()):
@@ -97,10 +97,16 @@ def _facts(field: dataclasses.Field[Any], flag: argparse.Action, of: type, defau
     return " · ".join(facts)
 
 
-def _text(flag: argparse.Action) -> str:
-    text = (flag.help or "").replace("%%", "%")
-    text = re.sub(r" \(default: [^()]*\)$", "", text)
+def _text(flag: argparse.Action, of: type) -> str:
+    """A flag's help, with values as code and options as links."""
+    text = re.sub(r" \(default: [^()]*\)$", "", (flag.help or "").replace("%%", "%"))
     text = text[:1].upper() + text[1:]
+    for value in flag.choices or ():
+        text = re.sub(rf"(?<![\w`-])({value}): ", r"`\1`: ", text, flags=re.IGNORECASE)
+    names = {field.name for field in dataclasses.fields(of)} - {flag.dest}
+    text = re.sub(
+        r"(?<![\w`-])[a-z]+(?:_[a-z]+)+(?![\w`-])", lambda name: f"[`{name[0]}`](#{name[0]})" if name[0] in names else name[0], text
+    )
     return text if text.endswith(".") else text + "."
 
 
