@@ -99,7 +99,7 @@ def _facts(field: dataclasses.Field[Any], flag: argparse.Action, of: type, defau
 
 def _text(flag: argparse.Action, of: type) -> str:
     """A flag's help, with values as code and options as links."""
-    text = re.sub(r" \(default: [^()]*\)$", "", (flag.help or "").replace("%%", "%"))
+    text = re.sub(r"( \(repeatable\))?( \(default: [^()]*\))?$", "", (flag.help or "").replace("%%", "%"))
     text = text[:1].upper() + text[1:]
     for value in flag.choices or ():
         text = re.sub(rf"(?<![\w`-])({value}): ", r"`\1`: ", text, flags=re.IGNORECASE)

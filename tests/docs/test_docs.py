@@ -34,7 +34,7 @@ from tests.text.conftest import byte_level, write
 ENGINE = {"max_num_seqs": 4, "max_num_batched_tokens": 80, "max_model_len": 512, "batch_invariant": True, "embeddings": True}
 GRPC, HTTP = "127.0.0.1:50051", "http://127.0.0.1:8000/v1"
 CHECKED = {"python", "bash", "console", "json", "toml", "pycon", "promql"}
-ALIASES = {"FinishReason", "OutputKind", "StrategyName", "MAX_CLIENT", "Update", "Updates", "__version__"}
+ALIASES = {"FinishReason", "GenerationParams", "OutputKind", "StrategyName", "MAX_CLIENT", "Update", "Updates", "__version__"}
 
 ids = {"ids": name_of}
 
