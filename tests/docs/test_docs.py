@@ -75,6 +75,18 @@ def test_files_and_metrics_that_a_page_names_exist(page: Path) -> None:
         assert re.sub("_(bucket|sum|count)$", "", name) in exposed, name
 
 
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md"])
+def test_links_beside_the_site(name: str) -> None:
+    """To files and to headings; MkDocs checks those of its pages."""
+    page = ROOT / name
+    headings = {
+        re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    }
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        assert (page.parent / path).exists(), path
+        assert path or anchor in headings, anchor
+
+
 # --- blocks ------------------------------------------------------------------------------------------
 
 
