@@ -171,6 +171,25 @@ def sharing() -> str:
     return "\n".join([*rows, "", _machine(found)])
 
 
+def targets() -> str:
+    """The share of requests within their targets, by load."""
+    found = json.loads((RESULTS / "scheduling.json").read_text())
+    loads = {name: load for name, load in found["latency"]["tight"].items() if name != "targets"}
+    arms = {"best_fixed": "best of the fixed settings", "throughput": "`throughput`", "latency, serve": '`latency`, `on_late="serve"`'}
+    arms |= {"latency, reject": '`latency`, `on_late="reject"`', "auto": "`auto`"}
+    rows = ["| Strategy | " + " | ".join(map(str.capitalize, loads)) + " |", "| --- |" + " ---: |" * len(loads)]
+    rows += [f"| {title} | " + " | ".join(f"{load[arm]['in_target']:.2f}" for load in loads.values()) + " |" for arm, title in arms.items()]
+    return "\n".join([*rows, "", _machine(found)])
+
+
+def simulation() -> str:
+    million = json.loads((RESULTS / "simulation.json").read_text())["million"]
+    return (
+        f"A million requests with the lengths of Azure's conversations, {million['output_tokens'] / 1e6:.0f} million output tokens, "
+        f"simulate in {million['seconds'] / 60:.0f} minutes on one core."
+    )
+
+
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 20 else f"{value:.1f}"
 
@@ -218,6 +237,8 @@ CONTENT: dict[str, Callable[[], str]] = {
     "perplexity": perplexity,
     "start time": start_time,
     "sharing": sharing,
+    "targets": targets,
+    "simulation": simulation,
     "support matrix": lambda: readme("support matrix"),
     "popular checkpoints": lambda: readme("popular checkpoints"),
     "ARCHITECTURE.md": lambda: included("ARCHITECTURE.md"),
