@@ -20,7 +20,7 @@ PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolve
 MAKEFLAGS += --jobs=2  # environments are made side by side
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-full lint format goldens goldens-vllm support compare protos clean
+.PHONY: help setup demo serve-demo test test-full lint format docs goldens goldens-vllm support compare protos clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,10 @@ format: setup ## let ruff format and repair
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
+docs: setup ## build the documentation into site/ (`.venv/bin/mkdocs serve` shows it as you write)
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 # The reference implementation, PyTorch, has an environment of its own: no test and no user needs it.
 goldens: ## record the golden tests' expected values again, under PyTorch
 	@test -e .venv-goldens/.ready || { \
@@ -97,5 +101,5 @@ compare: setup ## compare with other engines on this CPU (installs them, 13 GB; 
 	$(PYTHON) -m benchmarks.compare
 
 clean: ## delete the environments and all caches
-	rm -rf .venv .venv-lowest .venv-goldens .venv-vllm .cache .hypothesis .pytest_cache .ruff_cache .mypy_cache *.egg-info dist
+	rm -rf .venv .venv-lowest .venv-goldens .venv-vllm site .cache .hypothesis .pytest_cache .ruff_cache .mypy_cache *.egg-info dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,12 +19,12 @@ class BeamSearchParams:
     best of all. Those that end with an end-of-sequence token are set aside; at the end the best of these and of the beams are returned.
 
     Args:
-        beam_width: beams, at most MAX_BEAM_WIDTH.
-        max_tokens: tokens generated at most.
-        ignore_eos: go on after end-of-sequence tokens.
+        beam_width: the number of beams, at most MAX_BEAM_WIDTH.
+        max_tokens: the most tokens to generate.
+        ignore_eos: continue after end-of-sequence tokens.
         temperature: above 0, each beam has a sampled token among its candidates. Log probabilities are those of the raw logits.
-        length_penalty: a beam's score is its cumulative log probability over its length to this power. The length counts the prompt, but no
-            end-of-sequence token. In [-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY].
+        length_penalty: a beam's score is its cumulative log probability divided by its length to this power. The length includes the
+            prompt, and no end-of-sequence token. In [-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY].
         include_stop_str_in_output: keep an end-of-sequence token's text at the end of the text.
 
     Raises:

@@ -21,12 +21,13 @@ class ChatOptions(TypedDict, total=False):
     """How a conversation becomes a prompt.
 
     Attributes:
-        add_generation_prompt: end with the beginning of an answer; True unless the last message is to be continued.
-        continue_final_message: the model goes on with the last message instead of answering it.
+        add_generation_prompt: end the prompt with the beginning of an answer. True unless continue_final_message is set.
+        continue_final_message: continue the last message instead of answering it.
         tools: descriptions of tools, as JSON schemas, for templates that show them.
-        chat_template: a Jinja template to take instead of the model's.
-        chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}; those that it lacks are ignored.
-        cache_salt: of the prompt; see TextPrompt.
+        chat_template: a Jinja template to use instead of the model's.
+        chat_template_kwargs: further variables for the template, such as {"enable_thinking": False}. Variables that the template does
+            not use are ignored.
+        cache_salt: see TextPrompt.
     """
 
     add_generation_prompt: bool | None
@@ -49,7 +50,7 @@ def chat_prompt(
     chat_template_kwargs: dict[str, Any] | None = None,
     cache_salt: str | None = None,
 ) -> TokensPrompt:
-    """The prompt for one conversation; the options are those of ChatOptions, max_model_len as for make_requests.
+    """Make the prompt for one conversation. The options are those of ChatOptions.
 
     Raises:
         InvalidArgument: a message or option is wrong, or the template refuses the conversation.

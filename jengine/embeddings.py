@@ -55,7 +55,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(slots=True, kw_only=True)
 class ScoringOutput:
-    """How well a document fits a query."""
+    """The score of a document for a query: higher is better."""
 
     score: float
 

@@ -12,7 +12,7 @@ class JengineError(Exception):
 
 
 class InvalidArgument(JengineError, ValueError):
-    """A value that cannot be applied: names the field, the value and the limit."""
+    """A value that jengine cannot apply. The message names the field, the value and the limit."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         self.field, self.value, self.limit = field, value, limit
@@ -21,7 +21,7 @@ class InvalidArgument(JengineError, ValueError):
 
 
 class ModelError(JengineError):
-    """A model that cannot be read or is not supported: names the file and, where there is one, the tensor."""
+    """A model that cannot be read or is not supported. The message names the file and, if there is one, the tensor."""
 
     def __init__(self, reason: str, *, file: object = None, tensor: str | None = None) -> None:
         self.reason, self.file, self.tensor = reason, file, tensor
@@ -31,8 +31,8 @@ class ModelError(JengineError):
 
 
 class OutOfMemory(JengineError):
-    """The device cannot hold the weights, or has no room left for one page of cache a sequence."""
+    """The device has no room for the weights, or none beside them for the KV cache."""
 
 
 class EngineDead(JengineError):
-    """The engine stopped after an internal error; the request cannot be answered."""
+    """The engine has stopped, after an internal error or because it was closed. The request has no answer."""

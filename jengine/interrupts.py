@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 
 
 class uninterrupted:
-    """Holds SIGINT back until the block has ended, then handles it as it would have been: by default with a KeyboardInterrupt.
+    """Delay SIGINT until the block has ended, then handle it as usual: by default with a KeyboardInterrupt.
 
     Python handles signals in the main thread only, so this does nothing in others.
     """

@@ -16,11 +16,11 @@ class Limits:
     """Plain data: it may cross threads and processes.
 
     Attributes:
-        sequence: what one sequence can have at most.
+        sequence: the limits of one sequence.
         max_num_seqs: sequences running at once.
-        strategies: that may be set.
-        eos_token_ids: at which a sequence ends, unless its request ignores them.
-        embedder: how the model embeds; None: there are no programs for it.
+        strategies: the strategies that set_strategy accepts.
+        eos_token_ids: tokens that end a sequence, unless its request sets ignore_eos.
+        embedder: how the model embeds; None if the engine has no programs for embeddings.
     """
 
     sequence: SequenceLimits

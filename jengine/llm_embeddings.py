@@ -57,9 +57,9 @@ class Embeddings(ABC):
         """Embed every prompt: a vector each, in `outputs.embedding`; results in the order of the prompts.
 
         Args:
-            prompts, priority, client: as for `generate`. They are embedded as they are: instructions are yours to add.
-            pooling, normalize, dimensions: see PoolingParams. None takes what the model's sentence-transformers files say, else the last
-                token, normalized; and all dimensions.
+            prompts, priority, client: as for `generate`. Prompts are embedded as they are; add instructions yourself.
+            pooling, normalize, dimensions: see PoolingParams. None uses the settings in the model's sentence-transformers files, or else
+                the last token, normalized, with all dimensions.
 
         Raises:
             InvalidArgument: a prompt or parameter that can never be answered, or an engine without `embeddings`. Nothing has been run
@@ -75,12 +75,12 @@ class Embeddings(ABC):
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], *, instruction: str | None = None, use_tqdm: bool = True
     ) -> list[ScoringRequestOutput]:
-        """Score pairs of a query and a document, in `outputs.score`: by an embedding model the cosine of their embeddings' angle, in
-        [-1, 1]; by a reranker the probability that the document fits, in [0, 1].
+        """Score pairs of a query and a document, in `outputs.score`. An embedding model gives the cosine similarity, in [-1, 1]; a
+        reranker gives the probability that the document fits, in [0, 1].
 
         Args:
-            queries, documents: one query for all documents, or as many as documents.
-            instruction: a reranker's; None is the one of its files.
+            queries, documents: one query for all documents, or one query for each document.
+            instruction: for rerankers; None takes the one in the model's files.
 
         Raises:
             InvalidArgument: a text that can never be scored, or a model that is neither. Nothing has been run then.

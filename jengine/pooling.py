@@ -18,10 +18,10 @@ class PoolingParams:
     """How the final hidden states of a prompt's tokens become one vector.
 
     Args:
-        pooling: last: that of the last token; mean: the mean over all tokens. With mean a request computes its whole prompt: it takes no
-            pages from the prefix cache.
-        normalize: scale the vector to length 1, after it was cut.
-        dimensions: keep only so many of its numbers, the first ones, for models trained so (Matryoshka); None keeps all.
+        pooling: last takes the last token's hidden state; mean averages over all tokens. With mean, a request computes its whole prompt
+            and does not use the prefix cache.
+        normalize: scale the vector to length 1, after it was shortened to `dimensions`.
+        dimensions: keep only the first numbers of the vector, for models that were trained for this (Matryoshka); None keeps all.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.
@@ -50,10 +50,10 @@ class Embedder:
     """How a model embeds. Plain data: it may cross threads and processes.
 
     Attributes:
-        size: numbers of an embedding.
-        pooling, normalize: of requests that leave them open.
-        max_tokens: that it was made for; None: as many as a sequence may have.
-        generates: whether it can also generate: some checkpoints come without the output head.
+        size: numbers in an embedding.
+        pooling, normalize: defaults for requests that do not set them.
+        max_tokens: the longest prompt that the model was made for; None: as many tokens as a sequence may have.
+        generates: whether the model can also generate. Some checkpoints have no output head.
     """
 
     size: int

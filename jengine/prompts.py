@@ -20,14 +20,14 @@ POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokeni
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text. `cache_salt`: it shares cached pages only with prompts of an equal salt."""
+    """A prompt as text. With a `cache_salt`, it shares cached pages only with prompts that have the same salt."""
 
     prompt: str
     cache_salt: NotRequired[str | None]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is tokenized already; `prompt` is its text, to be shown; `cache_salt` as in TextPrompt."""
+    """A tokenized prompt. `prompt` is its text, for display only; `cache_salt` is as in TextPrompt."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
@@ -39,7 +39,7 @@ Prompt = str | list[int] | TextPrompt | TokensPrompt
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt's requests, checked and ready to be submitted, once. See AsyncLLM.prepare."""
+    """A checked and tokenized prompt, to be submitted once. Made by AsyncLLM.prepare."""
 
     requests: list[Request]
     stops: StopAutomaton  # all of them share it

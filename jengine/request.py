@@ -50,11 +50,11 @@ INSTEAD = {  # of parameters that users of other engines and older versions of v
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What an output must look like: exactly one of a JSON schema, a regular expression, a choice of texts, a Lark grammar.
+    """A constraint on the output: exactly one of a JSON schema, a regular expression, a choice of texts and a Lark grammar.
 
     Args:
-        json: a schema as text or as a dict, or a class with `model_json_schema`, such as a pydantic model; kept as a dict then. The
-            output has at most 100 whitespace characters in a row, unless the schema's `x-guidance` sets `whitespace_pattern`.
+        json: a schema as text or as a dict, or a class with `model_json_schema`, such as a pydantic model, which is stored as a dict.
+            The output has at most 100 whitespace characters in a row, unless the schema's `x-guidance` sets `whitespace_pattern`.
     """
 
     json: str | dict[str, Any] | type | None = None
@@ -83,35 +83,36 @@ class SamplingParams:
     Lists have a maximal length, which is checked first; then duplicates are removed.
 
     Args:
-        n: completions of the prompt, at most MAX_SAMPLES, each sampled independently; must be 1 where temperature is 0, as in vLLM. The
-            prompt is computed once and they share its cache pages; each takes a slot, and pages for its own tokens.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        n: completions of the prompt, at most MAX_SAMPLES, each sampled independently. Must be 1 if temperature is 0, as in vLLM. The
+            prompt is computed once and its cache pages are shared; each completion counts towards max_num_seqs.
+        temperature: divides the logits; 0 selects the likeliest token (greedy decoding).
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-        top_p: keep the likeliest tokens until their mass reaches this; in (0, 1].
-        min_p: drop tokens less likely than this times the likeliest; in [0, 1].
-        seed: 64-bit; the same seed gives a prompt the same tokens, independent of batch composition, and another prompt other
-            random numbers. By default random.
-        max_tokens: tokens generated at most; None: up to the model's length.
-        min_tokens: fewest tokens to generate: no end-of-sequence and no stop token comes before.
-        ignore_eos: go on after the model's end-of-sequence token.
-        stop: strings at which the text ends; the string itself is left out. At most MAX_TEXTS, of MAX_TEXTS_CHARACTERS together.
-        stop_token_ids: token ids at which the output ends, at most MAX_STOP_TOKEN_IDS with end-of-sequence.
-        repetition_penalty: above 1 makes tokens of prompt and output less likely, below 1 likelier; above 0.
-        presence_penalty: taken from the logits of tokens in the output; in [-2, 2].
-        frequency_penalty: taken from them once for each occurrence; in [-2, 2].
-        logit_bias: what is added to the logits of these token ids, at most MAX_LOGIT_BIAS of them.
-        allowed_token_ids: nothing else is sampled; at most MAX_ALLOWED_TOKEN_IDS.
-        bad_words: texts whose last token is not sampled where it would complete them; at most MAX_TEXTS, of MAX_TEXTS_CHARACTERS
-            together.
-        structured_outputs: constrains the output: an object with exactly one of the fields json, regex, choice and grammar,
-            such as {"regex": "[0-9]+"}; in Python also a StructuredOutputs.
-        include_stop_str_in_output: keep the stop string, or a stop token's text, at the end of the text.
-        skip_special_tokens: leave special tokens out of the text.
-        detokenize: turn tokens into text; stop strings need it.
-        logprobs: return, for each position, log probabilities (of the raw logits) of this many likeliest tokens and of the chosen
-            one; 0 gives the chosen one's only. At most MAX_LOGPROBS; by default none.
-        prompt_logprobs: the same for each token of the prompt, except for the first. Such a request computes its whole prompt: it takes
-            no pages from the prefix cache.
+        top_p: keep the likeliest tokens until their total probability reaches this; in (0, 1].
+        min_p: drop tokens whose probability is below this times that of the likeliest token; in [0, 1].
+        seed: a 64-bit number. With the same seed, a prompt gets the same random numbers in every batch; other prompts get others. By
+            default, each request draws one.
+        max_tokens: the most tokens to generate; None: up to the model's length.
+        min_tokens: the fewest tokens to generate. End-of-sequence and stop tokens are not sampled before.
+        ignore_eos: continue after the model's end-of-sequence token.
+        stop: strings that end the output. The text ends before the string. At most MAX_TEXTS strings, MAX_TEXTS_CHARACTERS characters
+            in all.
+        stop_token_ids: tokens that end the output; at most MAX_STOP_TOKEN_IDS, the end-of-sequence tokens included.
+        repetition_penalty: above 1, tokens of the prompt and the output become less likely; below 1, likelier. Must be above 0.
+        presence_penalty: subtracted from the logits of tokens that occur in the output; in [-2, 2].
+        frequency_penalty: subtracted from the logits of tokens in the output, once for each occurrence; in [-2, 2].
+        logit_bias: token ids and the values to add to their logits; at most MAX_LOGIT_BIAS.
+        allowed_token_ids: the only tokens that may be sampled; at most MAX_ALLOWED_TOKEN_IDS.
+        bad_words: texts that must not occur in the output: a token that would complete one is not sampled. At most MAX_TEXTS texts,
+            MAX_TEXTS_CHARACTERS characters in all.
+        structured_outputs: a constraint on the output: an object with exactly one of the fields json, regex, choice and grammar,
+            such as {"regex": "[0-9]+"}. In Python, also a StructuredOutputs.
+        include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
+        skip_special_tokens: omit special tokens from the text.
+        detokenize: turn tokens into text. Stop strings need it.
+        logprobs: return, for each output token, its log probability and those of this many likeliest tokens; 0 returns the token's own
+            only. Computed from the raw logits. At most MAX_LOGPROBS; by default none.
+        prompt_logprobs: the same for each token of the prompt but the first. Such a request computes its whole prompt: it does not use
+            the prefix cache.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.
@@ -202,7 +203,7 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
 
     def clone(self, **changes: Any) -> SamplingParams:
-        """A copy with these fields changed; raises as the constructor."""
+        """A copy with these fields changed. Raises as the constructor does."""
         for name, value in changes.items():
             if name not in type(self).__dataclass_fields__:
                 raise InvalidArgument(name, value, f"there is no such sampling parameter{_hint(name, type(self))}")
@@ -289,21 +290,21 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 class TokenMask(Protocol):
-    """Which tokens may come next, worked out on the host, one token after the other."""
+    """Decides on the host which tokens may come next, one token after the other."""
 
     def fill(self, words: np.ndarray) -> None:
-        """Clear the bits of tokens that may not come next: token t is bit t % 32 of words[t // 32], uint32."""
+        """Clear the bits of tokens that must not come next. Token t is bit t % 32 of words[t // 32], uint32."""
 
     def accept(self, token: int) -> None:
-        """The token that did come."""
+        """Take note of the token that was sampled."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """One completion of a prompt, on its way through the engine; each of n is a separate request.
+    """One completion of a prompt inside the engine. Each of the n completions is a separate request.
 
     Attributes:
-        cache_salt: requests share cached pages only with requests of an equal salt; None equals None.
+        cache_salt: requests share cached pages only with requests that have the same salt, or none.
         pooling: it asks for an embedding; its sampling parameters are POOLED then.
         beams: it asks for beams; its sampling parameters are those of beams.sampling_of, with as many log probabilities as come back.
     """
@@ -356,7 +357,7 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """When things happened, in seconds of time.monotonic(), and how often the request was interrupted."""
+    """When a request was queued, started and finished, in seconds of time.monotonic(), and how often it was preempted."""
 
     arrival: float = 0.0
     scheduled: float | None = None  # first; known with the first token
@@ -367,11 +368,11 @@ class RequestMetrics:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A request with what has been generated for it so far: `outputs` are its n completions, by index. Finished when all are.
+    """A request's output so far: `outputs` are its n completions, by index. It is finished when all of them are.
 
     Attributes:
-        num_cached_tokens: prompt tokens that the first completion took from the prefix cache; None until the first token has come.
-        embedding: of a request that asked for one, float32 [dimensions], once it has finished; its completion stays empty.
+        num_cached_tokens: prompt tokens that the first completion took from the prefix cache; None before the first token.
+        embedding: float32 [dimensions], if the request asked for one and has finished; its completion stays empty.
     """
 
     request_id: str

@@ -14,16 +14,15 @@ OUTPUT_KINDS = ("cumulative", "delta", "final")
 
 
 class RequestHandle:
-    """What AsyncLLM.submit returns: an iterator over the request's outputs. Belongs to the event loop; one reader at a time.
+    """An iterator over the outputs of a request, made by AsyncLLM.submit. Use it in the event loop, with one reader at a time.
 
-    Close it, or leave its `async with`: that aborts a request that has not finished, and frees its id. Reading it to its end does
-    so, too.
+    Closing it, or leaving its `async with`, aborts an unfinished request and frees its id. So does reading it to its end.
 
     Attributes:
         request_id: for AsyncLLM.abort.
-        output: as far as it has come; it grows.
+        output: everything generated so far; it grows.
 
-    Example:
+    Examples:
         >>> async with llm.submit("def fib(n):", output_kind="delta") as handle:
         ...     async for output in handle:
         ...         print(output.outputs[0].text, end="")
@@ -54,7 +53,7 @@ class RequestHandle:
         return self.output.finished
 
     def abort(self, why: str | None = None) -> bool:
-        """End the request: its last output has finish_reason "abort" and this stop_reason. False where it has ended."""
+        """End the request. Its last output has finish_reason "abort" and this stop_reason. Returns False if it has already ended."""
         if not self._end(why):
             return False
         self._grown.set()

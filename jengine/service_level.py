@@ -15,12 +15,12 @@ MAX_CLIENT = 256  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLevel:
-    """What scheduling knows of a request beside its tokens.
+    """The urgency and the owner of a request.
 
     Args:
-        priority: lower runs first, under policy="priority".
-        ttft_ms, tpot_ms: targets of this request, instead of the engine's: see EngineConfig.
-        client: whose share of the engine it takes, under policy="fair"; at most MAX_CLIENT characters.
+        priority: with policy="priority", lower runs first.
+        ttft_ms, tpot_ms: latency targets of this request, instead of the engine's; see EngineConfig.
+        client: with policy="fair", the client whose share of the engine it uses; at most MAX_CLIENT characters.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.

@@ -18,11 +18,11 @@ FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.2, 2.0, 5.0  # seconds, where the s
 
 
 class ServerError(JengineError):
-    """What a server answered instead, or that none was reached.
+    """The server answered with an error, or could not be reached.
 
     Attributes:
-        code: gRPC's status.
-        retry_seconds: when to come again, if the server said so.
+        code: the gRPC status.
+        retry_seconds: when to retry, if the server said so.
     """
 
     def __init__(self, code: grpc.StatusCode, message: str, retry_seconds: float | None = None) -> None:
@@ -71,11 +71,11 @@ def _value_at(request: Message, path: str) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retries:
-    """How far a client goes to be answered.
+    """How often and how long a client retries a request.
 
     Args:
-        attempts: at most, the first included.
-        seconds: after the first attempt, no other begins later than this.
+        attempts: the most attempts, the first included.
+        seconds: no attempt begins later than this after the first.
     """
 
     attempts: int = 6

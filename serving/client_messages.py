@@ -19,7 +19,7 @@ FINISH_REASONS = {value: cast(FinishReason, name) for name, value in REASONS.ite
 
 
 class Usage(NamedTuple):
-    """Tokens of a request; cached prompt tokens are those that the first completion took from the prefix cache."""
+    """Tokens of a request. `cached_prompt_tokens` counts those that the first completion took from the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -28,11 +28,11 @@ class Usage(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class ServedOutput(RequestOutput):
-    """A server's RequestOutput. `prompt_token_ids` are those that were sent; the times in `metrics` are seconds from the request's
-    arrival.
+    """A RequestOutput from a server. `prompt_token_ids` are the ids that the client sent; the times in `metrics` are seconds since the
+    request arrived.
 
     Attributes:
-        model: that answered.
+        model: the name of the model that answered.
         usage: None until the request has finished.
     """
 

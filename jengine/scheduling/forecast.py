@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Seconds from now until a request has its first token and its last."""
+    """The predicted seconds from now until a request has its first and its last token."""
 
     first_token: float
     last_token: float

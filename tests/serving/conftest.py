@@ -74,12 +74,17 @@ MakeServer = Callable[..., AbstractContextManager[MockServer]]
 
 @contextmanager
 def serve_mock(
-    folder: Path, *, server: dict[str, Any] | None = None, defaults: SamplingParams | None = None, **engine_options: Any
+    folder: Path,
+    *,
+    name: str = "mock",
+    server: dict[str, Any] | None = None,
+    defaults: SamplingParams | None = None,
+    **engine_options: Any,
 ) -> Iterator[MockServer]:
-    """Options of ServerConfig, and of MockEngine; the model's sampling parameters by default."""
+    """Options of ServerConfig, and of MockEngine; the model's name, and its sampling parameters by default."""
     engine = MockEngine(**{"vocab_size": 501, **engine_options})
-    info = ModelInfo(name="mock", limits=engine.limits, dtype="float32", devices="1 mock", mesh={"tensor": 1}, has_chat_template=True)
-    metrics = PrometheusMetrics("mock", lambda: engine.load, lambda: 0)
+    info = ModelInfo(name=name, limits=engine.limits, dtype="float32", devices="1 mock", mesh={"tensor": 1}, has_chat_template=True)
+    metrics = PrometheusMetrics(name, lambda: engine.load, lambda: 0)
     started, box = threading.Event(), []
 
     async def main() -> None:

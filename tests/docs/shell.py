@@ -1,0 +1,136 @@
+"""Checks commands of the documentation against what would read them, without running them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from urllib.parse import urlparse
+
+from google.protobuf import json_format
+
+from jengine import EngineConfig
+from jengine.cli import _parser
+from jengine.serving.config import ServerConfig, resolve_config
+from jengine.serving.generated.jengine.v1 import generate_pb2
+from tests.docs.blocks import ROOT
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+PATHS = {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models", "/metrics", "/healthz", "/readyz", "/health"}
+UNCHECKED = {"source", "echo", "openssl", "chmod", "kill", ".venv/bin/jupyter"}
+
+
+def commands(script: str) -> Iterator[list[str]]:
+    """The words of each simple command: of lines, pipes and lists; without redirections."""
+    text = ""
+    for line in script.splitlines():
+        text += line
+        if text.endswith("\\"):
+            text = text[:-1]
+            continue
+        try:
+            lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;<>")
+            lexer.whitespace_split = True
+            words = list(lexer)
+        except ValueError:  # a quotation goes on in the next line
+            text += "\n"
+            continue
+        text = ""
+        yield from _split(words)
+    assert not text, f"an unfinished command: {text}"
+
+
+def _split(words: list[str]) -> Iterator[list[str]]:
+    simple: list[str] = []
+    skip = False
+    for word in words:
+        if set(word) <= set("|&;") and word:
+            yield simple
+            simple = []
+        elif set(word) <= set("<>") and word:
+            skip = True
+        elif skip:
+            skip = False
+        else:
+            simple.append(word)
+    if simple:
+        yield simple
+
+
+def check(words: list[str]) -> None:
+    """Raises AssertionError, SystemExit or InvalidArgument for a command that would be refused."""
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        _check_variable(*words.pop(0).split("=", 1))
+    head, *rest = words
+    if head in ("jengine", ".venv/bin/jengine"):
+        _check_jengine(rest)
+    elif head == "make":
+        _check_make(rest)
+    elif head == "pip":
+        _check_extras(re.findall(r"jengine\[(.*?)\]", " ".join(rest)))
+    elif head == "python":
+        assert rest[0] == "-c" or importlib.util.find_spec(rest[rest.index("-m") + 1]), rest
+    elif head == "curl":
+        _check_curl(rest)
+    elif head == "grpcurl":
+        _check_grpcurl(rest)
+    elif head in ("docker", "kubectl"):
+        named = [rest[i + 1] for i, word in enumerate(rest[:-1]) if word == "-f"]
+        assert all((ROOT / name).exists() for name in named), named
+        if "jengine" in rest and head == "docker" and rest[0] == "run":
+            _check_jengine(["serve", *rest[rest.index("jengine") + 1 :]])
+    elif head == "serve":
+        source = (ROOT / "jengine" / "ray" / "serve.py").read_text()
+        assert rest[:2] == ["run", "jengine.ray.serve:app"]
+        assert all(f"\n    {word.partition('=')[0]}: " in source for word in rest[2:]), rest
+    else:
+        assert head in UNCHECKED, f"a command that no test knows: {head}"
+
+
+def _check_variable(name: str, _: str) -> None:
+    if name.startswith("JENGINE_"):
+        option = name.removeprefix("JENGINE_").lower()
+        assert option in EngineConfig.__dataclass_fields__ or option in ServerConfig.__dataclass_fields__, name
+    else:
+        assert name == "JAX_NUM_CPU_DEVICES", name
+
+
+def _check_jengine(arguments: list[str]) -> None:
+    options = vars(_parser().parse_args(arguments))
+    if arguments[:1] == ["serve"] and "config" not in options and "--help" not in arguments:
+        resolve_config({name: value for name, value in options.items() if name != "run"}, {"JENGINE_MODEL": "demo"})
+
+
+def _check_make(arguments: list[str]) -> None:
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if equals:
+            assert name == "EXTRAS", word
+            _check_extras([value])
+        else:
+            assert re.search(rf"^{name}:", MAKEFILE, re.M), word
+
+
+def _check_extras(lists: list[str]) -> None:
+    for names in lists:
+        assert set(names.split(",")) <= EXTRAS.keys(), names
+
+
+def _check_curl(arguments: list[str]) -> None:
+    [url] = [word for word in arguments if word.startswith("http")]
+    assert urlparse(url).path in PATHS, url
+    if "-d" in arguments:
+        json.loads(arguments[arguments.index("-d") + 1])
+
+
+def _check_grpcurl(arguments: list[str]) -> None:
+    service = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"]
+    if arguments[-1] != "list":
+        name, _, method = arguments[-1].rpartition("/")
+        assert name == service.full_name
+        message = getattr(generate_pb2, service.methods_by_name[method].input_type.name)()
+        json_format.Parse(arguments[arguments.index("-d") + 1], message)

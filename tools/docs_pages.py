@@ -1,0 +1,252 @@
+"""What the documentation takes from the code, put where a page has a line `<!-- from the code: NAME -->`.
+
+mkdocs.yml names this file among its hooks. Options, sampling parameters, metrics and figures are never copied by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from jengine import EngineConfig, Load, SamplingParams
+from jengine.commands.flags import add_fields
+from jengine.serving.config import ServerConfig
+from jengine.serving.metrics import PrometheusMetrics
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MARKER = re.compile(r"^<!-- from the code: (.+) -->$", re.MULTILINE)
+
+# The field that each section of the engine's options begins with, in the order of EngineConfig.
+ENGINE_SECTIONS = {
+    "model": "Model",
+    "dtype": "Number formats",
+    "embeddings": "Embeddings",
+    "max_model_len": "Capacity",
+    "page_size": "KV cache",
+    "batch_invariant": "Reproducibility",
+    "policy": "Scheduling",
+    "record_trace": "Running",
+    "cache_dir": "Programs",
+    "cpu_threads": "Devices",
+}
+SERVER_SECTIONS = {
+    "host": "Ports",
+    "tool_call_parser": "Model",
+    "max_waiting": "Limits",
+    "client_chat_templates": "Clients",
+    "lame_duck_seconds": "Life cycle",
+    "tls_cert": "Security",
+    "request_log": "Logs",
+}
+SAMPLING_SECTIONS = {
+    "n": "Choosing tokens",
+    "max_tokens": "Ending",
+    "repetition_penalty": "Penalties and constraints",
+    "include_stop_str_in_output": "Output",
+}
+ENGINES = {"jengine": "jengine", "vllm": "vLLM", "openvino": "OpenVINO GenAI"}
+MEASURES = {
+    "stream": "One stream, tokens/s",
+    "batch": "32 at once, tokens/s",
+    "prefill": "Prompt of 1,024, tokens/s",
+    "later start": "Start, s",
+}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """MkDocs calls this with each page's text. Raises KeyError for an unknown name."""
+    return MARKER.sub(lambda marker: CONTENT[marker[1]](), markdown)
+
+
+# --- options -----------------------------------------------------------------------------------------
+
+
+def options(of: type, sections: dict[str, str], defaults: dict[str, Any] | None = None, skip: tuple[str, ...] = ()) -> str:
+    """A heading for each field of a dataclass: its flag, its variable, its default and its help, as the command line has them."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_fields(parser, of, skip, defaults)  # type: ignore[arg-type]  # a parser takes arguments as a group does
+    flags = {action.dest: action for action in parser._actions}
+    lines = []
+    for field in dataclasses.fields(of):
+        if field.name in sections:
+            lines += [f"## {sections[field.name]}", ""]
+        if field.name not in flags:
+            continue
+        flag = flags[field.name]
+        lines += [f"### `{field.name}` {{ #{field.name} }}", "", _facts(field, flag, of, defaults or {}), "", _text(flag, of), ""]
+    return "\n".join(lines)
+
+
+def _facts(field: dataclasses.Field[Any], flag: argparse.Action, of: type, defaults: dict[str, Any]) -> str:
+    value = "" if flag.nargs == 0 else " " + ("{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else str(flag.metavar))
+    default = defaults.get(field.name, field.default)
+    facts = ["Argument `MODEL`" if field.name == "model" else f"`{' / '.join(flag.option_strings)}{value}`"]
+    if of is not SamplingParams:
+        facts.append(f"`JENGINE_{field.name.upper()}`")
+    if default not in (None, ()):
+        facts.append(f"default `{json.dumps(default)}`")
+    return " · ".join(facts)
+
+
+def _text(flag: argparse.Action, of: type) -> str:
+    """A flag's help, with values as code and options as links."""
+    text = re.sub(r"( \(repeatable\))?( \(default: [^()]*\))?$", "", (flag.help or "").replace("%%", "%"))
+    text = text[:1].upper() + text[1:]
+    for value in flag.choices or ():
+        text = re.sub(rf"(?<![\w`-])({value}): ", r"`\1`: ", text, flags=re.IGNORECASE)
+    names = {field.name for field in dataclasses.fields(of)} - {flag.dest}
+    text = re.sub(
+        r"(?<![\w`-])[a-z]+(?:_[a-z]+)+(?![\w`-])", lambda name: f"[`{name[0]}`](#{name[0]})" if name[0] in names else name[0], text
+    )
+    return text if text.endswith(".") else text + "."
+
+
+# --- metrics -----------------------------------------------------------------------------------------
+
+
+def metrics() -> str:
+    """All metrics of a server, as Prometheus reads them."""
+    load = Load(running=0, waiting=0, free_pages=0, pages=0, preemptions=0, compiles_since_start=0)
+    server = PrometheusMetrics("model", lambda: load, lambda: 0)
+    server.certificate_expiry = lambda: 0.0
+    rows = [f"| `{_exposed(metric)}` | {metric.type} | {metric.documentation} |" for metric in server.collect()]
+    return "\n".join(["| Metric | Type | Meaning |", "| --- | --- | --- |", *sorted(rows)])
+
+
+def _exposed(metric: Metric) -> str:
+    return f"{metric.name}_total" if metric.type == "counter" else metric.name
+
+
+# --- figures -----------------------------------------------------------------------------------------
+
+
+def compare() -> str:
+    """Medians of jengine and other engines on one machine."""
+    found = json.loads((RESULTS / "compare_avx512_bf16.json").read_text())
+    rows = ["| | " + " | ".join(MEASURES.values()) + " |", "| --- |" + " ---: |" * len(MEASURES)]
+    for arm, result in found["arms"].items():
+        engine, _, numbers = arm.partition(" ")
+        if not result["failed"] and result["measured"].keys() >= MEASURES.keys():
+            medians = [result["measured"][name]["median"] for name in MEASURES]
+            rows.append(f"| {ENGINES.get(engine, engine)}, {numbers} | " + " | ".join(map(_number, medians)) + " |")
+    return "\n".join([*rows, "", _machine(found)])
+
+
+def perplexity() -> str:
+    found = json.loads((RESULTS / "quantization_perplexity.json").read_text())
+    base = found["perplexity"]["bfloat16"]["perplexity"]
+    rows = ["| | Perplexity | Ratio to bfloat16 | Weights, MiB | Cache, KiB a token |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, row in found["perplexity"].items():
+        value, bytes = row["perplexity"], f"{row['weights_mib']:.2f} | {row['cache_kib_a_token']:.2f}"
+        rows.append(f"| {name} | {value:.3f} | {value / base:.4f} | {bytes} |")
+    return "\n".join([*rows, "", _machine(found)])
+
+
+def start_time() -> str:
+    found = json.loads((RESULTS / "start_time.json").read_text())
+    rows = ["| | First start, s | Later start, s |", "| --- | ---: | ---: |"]
+    rows += [f"| {name} | {model['first']['seconds']:.1f} | {model['later']['seconds']:.1f} |" for name, model in found["models"].items()]
+    return "\n".join([*rows, "", _machine(found)])
+
+
+def sharing() -> str:
+    found = json.loads((RESULTS / "sharing.json").read_text())
+    arrivals, chat, ratios = found["arrivals"], found["chat"], found["arrivals"]["ratios"]
+    rows = [
+        "| Requests | Quantity | Factor |",
+        "| --- | --- | ---: |",
+        f"| {arrivals['requests']} at once, with a common prefix | median time to first token | {ratios['first_token_median']} |",
+        f"| the same | output tokens a second | {ratios['tokens_per_second']} |",
+        f"| turn {chat['turns']} of a conversation | time to first token | {chat['ratio_last_turn']} |",
+    ]
+    return "\n".join([*rows, "", _machine(found)])
+
+
+def targets() -> str:
+    """The share of requests within their targets, by load."""
+    found = json.loads((RESULTS / "scheduling.json").read_text())
+    loads = {name: load for name, load in found["latency"]["tight"].items() if name != "targets"}
+    arms = {"best_fixed": "best of the fixed settings", "throughput": "`throughput`", "latency, serve": '`latency`, `on_late="serve"`'}
+    arms |= {"latency, reject": '`latency`, `on_late="reject"`', "auto": "`auto`"}
+    rows = ["| Strategy | " + " | ".join(map(str.capitalize, loads)) + " |", "| --- |" + " ---: |" * len(loads)]
+    rows += [f"| {title} | " + " | ".join(f"{load[arm]['in_target']:.2f}" for load in loads.values()) + " |" for arm, title in arms.items()]
+    return "\n".join([*rows, "", _machine(found)])
+
+
+def simulation() -> str:
+    million = json.loads((RESULTS / "simulation.json").read_text())["million"]
+    return (
+        f"A million requests with the lengths of Azure's conversations, {million['output_tokens'] / 1e6:.0f} million output tokens, "
+        f"simulate in {million['seconds'] / 60:.0f} minutes on one core."
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 20 else f"{value:.1f}"
+
+
+def _machine(found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    others = machine["used_by_others"]
+    busy = "" if others < 0.05 else f", while other work took {others:.0%} of the machine"
+    return f"*{machine['cpu']}, {machine['cores']} cores, JAX {machine['jax']}, {machine['date'][:10]}{busy}.*"
+
+
+# --- other files -------------------------------------------------------------------------------------
+
+
+def included(name: str) -> str:
+    """A file of the repository, without its title: the page has one."""
+    return (ROOT / name).read_text().partition("\n")[2]
+
+
+def readme(block: str) -> str:
+    """A generated block of README.md."""
+    return (ROOT / "README.md").read_text().split(f"<!-- {block}: begin -->")[1].split(f"<!-- {block}: end -->")[0].strip()
+
+
+def notebook() -> str:
+    """The cells of the quickstart notebook but for the title, which the page has, and the installation."""
+    cells = json.loads((ROOT / "notebooks" / "01_quickstart.ipynb").read_text())["cells"]
+    return "\n\n".join(_cells(cells[1:]))
+
+
+def _cells(cells: list[dict[str, Any]]) -> Iterator[str]:
+    for cell in cells:
+        if cell["id"] == "install":
+            continue
+        text = "".join(cell["source"])
+        yield f"```python\n{text}\n```" if cell["cell_type"] == "code" else text
+
+
+CONTENT: dict[str, Callable[[], str]] = {
+    "engine options": lambda: options(EngineConfig, ENGINE_SECTIONS),
+    "server options": lambda: options(ServerConfig, SERVER_SECTIONS),
+    "sampling parameters": lambda: options(SamplingParams, SAMPLING_SECTIONS),
+    "metrics": metrics,
+    "comparison": compare,
+    "perplexity": perplexity,
+    "start time": start_time,
+    "sharing": sharing,
+    "targets": targets,
+    "simulation": simulation,
+    "support matrix": lambda: readme("support matrix"),
+    "popular checkpoints": lambda: readme("popular checkpoints"),
+    "ARCHITECTURE.md": lambda: included("ARCHITECTURE.md"),
+    "CONTRIBUTING.md": lambda: included("CONTRIBUTING.md"),
+    "CHANGELOG.md": lambda: included("CHANGELOG.md"),
+    "benchmarks/NOTES.md": lambda: included("benchmarks/NOTES.md"),
+    "notebook": notebook,
+}
+
+if __name__ == "__main__":  # python tools/docs_pages.py "engine options"
+    print(CONTENT[sys.argv[1]]())
