@@ -1,6 +1,6 @@
 """What the host's memory saves: a chat of more conversations than the device's cache holds, with the tier and without it.
 
-    python -m benchmarks.host_tier [--rounds 2] [--quick]
+    python -m benchmarks.host_tier [--rounds 2] [--dtype float32] [--quick]
 
 50 conversations take turns, in the same order each time, four at once: so each has been evicted when its next turn comes. Every
 turn brings the whole talk so far and a new question. One engine and one set of programs, the tier on and off in turn, both caches empty
@@ -43,12 +43,14 @@ class Chat:
 
 
 class Bench:
-    def __init__(self, model: str, turns: int) -> None:
+    def __init__(self, model: str, turns: int, dtype: str = "auto") -> None:
         self.turns = turns
         longest = OPENING + turns * (QUESTION + ANSWER)
         held = CONVERSATIONS // 6  # conversations that the device holds
         options = {"max_num_seqs": 8, "max_model_len": longest, "num_pages": 1 + held * -(-longest // PAGE_SIZE), "page_size": PAGE_SIZE}
-        self.engine, started = start_engine(EngineConfig.of(model, {**options, "swap_space": 4.0, "max_num_batched_tokens": 264}))
+        self.engine, started = start_engine(
+            EngineConfig.of(model, {**options, "swap_space": 4.0, "max_num_batched_tokens": 264, "dtype": dtype})
+        )
         self.engine.wait_until_compiled()
         self.dtype, self.held = started.dtype, held
         runner = self.engine.runner
@@ -121,9 +123,12 @@ def summary(found: Chat, tier: Any) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--dtype", default="auto", help="in float32, talks with and without the tier are equal; in bfloat16 near-ties may turn"
+    )
     parser.add_argument("--quick", action="store_true", help="the demo model, one round, fewer turns, nothing saved")
     options = parser.parse_args()
-    bench = Bench("demo" if options.quick else str(made_model("134m")), 3 if options.quick else TURNS)
+    bench = Bench("demo" if options.quick else str(made_model("134m")), 3 if options.quick else TURNS, options.dtype)
     talks: dict[bool, list[list[int]]] = {}
 
     def run(on: bool) -> dict[str, Any]:
