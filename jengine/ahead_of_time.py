@@ -152,7 +152,7 @@ def compile_table(
 
 def _check(spec: ExecutionSpec, memory: DeviceMemory) -> None:
     """The number of pages came from a few programs: whether there is room with all of them."""
-    need = spec.num_pages * memory.page + memory.weights + memory.state + memory.working
+    need = spec.num_pages * memory.page + memory.beside
     if need > memory.limit:
         sizes = f"{spec.num_pages} pages, weights and what programs take need {need / 2**30:.1f} GiB of {memory.limit / 2**30:.1f} GiB"
         raise OutOfMemory(f"no room for the KV cache: {sizes}")

@@ -191,6 +191,9 @@ class EngineConfig:
         num_pages: pages of the cache, instead of a size in bytes; the null page is one of them.
         enable_prefix_caching: keep the pages of prompts and answers until they are needed elsewhere; a request whose prompt begins with
             the same tokens, and has the same cache_salt, takes them instead of computing them.
+        swap_space: GiB of the host's memory, for each device, that keep cached pages which the device gives to others, those of preempted
+            requests among them. A request takes them back where that is predicted to be faster than computing them. 0: none; the host's
+            memory is the caller's to give. Needs enable_prefix_caching.
         batch_invariant: a request's tokens and log probabilities are the same to the last bit, whatever runs beside it, and whether it is
             preempted, found in the prefix cache or neither. A step computes all decode rows or a few prompt tiles, never both;
             max_num_batched_tokens bounds the prompt tokens between two steps of rows. Refused with what cannot keep it.
@@ -253,6 +256,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     num_pages: int | None = None
     enable_prefix_caching: bool = True
+    swap_space: float = 0.0
     batch_invariant: bool = False
     policy: Policy = "fcfs"
     priority_ageing: float = 60.0
@@ -323,7 +327,7 @@ class EngineConfig:
         for name, kinds in (("policy", Policy), ("strategy", StrategyName), ("on_late", OnLate), ("batching", Batching)):
             if getattr(self, name) not in get_args(kinds):
                 raise InvalidArgument(name, getattr(self, name), f"must be one of {', '.join(get_args(kinds))}")
-        for name in ("priority_ageing", "batch_wait_ms"):
+        for name in ("swap_space", "priority_ageing", "batch_wait_ms"):
             check_number(name, getattr(self, name), 0.0, math.inf, "a finite number, at least 0")
         check_targets(self.ttft_ms, self.tpot_ms)
         if self.strategy in ("latency", "auto") and self.batching != "continuous":

@@ -9,17 +9,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 
 from jengine.config import ModelConfig
 from jengine.cost_report import CostReport, cost_report
+from jengine.engine_parts import Arrivals, ModelRunner
 from jengine.errors import JengineError
 from jengine.execution.logits import ALL_ALLOWED, mask_words
-from jengine.execution.runner import InFlight, PendingSample, StepResult
+from jengine.execution.runner import InFlight, StepResult
 from jengine.execution.sampler import SampledLogprobs
 from jengine.limits import Limits
+from jengine.load import load_of
 from jengine.mask_rows import fill_mask
 from jengine.mask_thread import MASK_SECONDS, MaskThread
 from jengine.observe.compiles import compile_count
@@ -43,35 +44,6 @@ from jengine.step_updates import burst_updates, found_after_beams, logprobs_of, 
 from jengine.updates import BeamsFound, Ended, Load, Pooled, PromptScores, TokenUpdate, Update
 
 BATCH_POLL_SECONDS = 0.005
-
-
-class ModelRunner(Protocol):
-    """What an engine needs from a runner."""
-
-    def dispatch(self, plan: StepPlan) -> InFlight:
-        """Start a step; returns before it has run."""
-
-    def begin(self, plan: StepPlan) -> PendingSample:
-        """Start a step's trunk alone."""
-
-    def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
-        """Start its sampler."""
-
-    def read(self, step: InFlight) -> StepResult:
-        """Wait for its tokens."""
-
-
-class Arrivals(Protocol):
-    """Programs that become ready while the engine runs; see execution/background.py."""
-
-    keys: list[Any]
-
-    @property
-    def ready(self) -> int: ...
-
-    def wait(self, timeout: float | None = None) -> bool: ...
-
-    def stop(self) -> None: ...
 
 
 class Engine:
@@ -151,28 +123,11 @@ class Engine:
     @property
     def load(self) -> Load:
         """How busy it is now. May be read from any thread."""
-        scheduler = self.scheduler
-        blocks = scheduler.blocks
-        return Load(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            free_pages=blocks.capacity - blocks.owned,
-            pages=blocks.capacity,
-            preemptions=scheduler.num_preemptions,
+        return load_of(
+            self.scheduler,
             compiles_since_start=self.compiles_since_start,
-            cached_pages=blocks.cached,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
-            hit_pages=tuple(blocks.hit_pages.values()),
-            cache_groups=tuple(blocks.hit_pages),
-            evictions=blocks.evictions,
             programs_ready=self._num_programs if self._programs is None else self._programs.ready,
             programs=self._num_programs,
-            strategy=scheduler.strategy,
-            decisions=tuple(scheduler.decisions.items()),
-            targets_met=scheduler.goodput.met,
-            targets_missed=scheduler.goodput.missed,
-            targets_rejected=scheduler.goodput.rejected,
             first_token_seconds=self._outlook.first_token_seconds(),
         )
 
@@ -241,12 +196,14 @@ class Engine:
         now = time.perf_counter()
         self._clock.planning(now, self.scheduler.costs)
         self.records.turn(now)
-        plan = self.scheduler.schedule()
+        plan, swapping = self._plan()
         planned = time.perf_counter()
         updates += self._rejected()
         if plan is None:
             updates += self._read_all_but(0)
-            if not updates:
+            if not updates and self.scheduler.fetching:
+                self.runner.wait_for_staged()
+            elif not updates:
                 self._wait_for_batch()
             return updates
         masked = plan.sampler.variant == "full" and bool(self._masked(plan))
@@ -267,10 +224,21 @@ class Engine:
             self._clock.dispatched(plan, now, self.scheduler.costs)
         record = self.records.dispatched(plan, planned, step.started, now, masking)
         counted = any([reset.counted is not None for reset in plan.resets])
-        self._in_flight.append((record, not masked and not counted, step))
+        self._in_flight.append((record, not masked and not counted and not swapping, step))
         updates += self._read_all_but(1 if self.overlap else 0)
         self.records.turned(record, time.perf_counter())
         return updates
+
+    def _plan(self) -> tuple[StepPlan | None, bool]:
+        """The next step, and whether pages move before it between the device and the host."""
+        scheduler = self.scheduler
+        if scheduler.blocks.tier is None:
+            return scheduler.schedule(), False
+        scheduler.swapped(*self.runner.swapped())
+        plan, swaps = scheduler.schedule(), scheduler.take_swaps()
+        if swaps is not None:
+            self.runner.swap(swaps)
+        return plan, swaps is not None
 
     def set_strategy(self, strategy: StrategyName) -> None:
         """From the next step on; see EngineConfig.strategy. One that `limits` lets pass."""

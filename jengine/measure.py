@@ -7,13 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
+import jax
+
 from jengine.execution.runner import InFlight, Runner
 from jengine.observe.progress import progress_bar
+from jengine.pages import SWAPS
 from jengine.program_table import VARIANTS, BurstKey, SamplerKey, TrunkKey, Variant
 from jengine.ready_programs import ReadyPrograms
 from jengine.request import SamplingParams
-from jengine.scheduling.costs import Cost, Slopes, StepCosts
-from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
+from jengine.scheduling.costs import Cost, Slopes, StepCosts, SwapCosts
+from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan, Swaps
 from jengine.scheduling.work import Work, pairs, rows_work
 
 RUNS = 4  # of each step, after one that is not counted; their lower median counts
@@ -51,6 +54,8 @@ def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress:
             plan = bench.burst(burst)
             seconds = bench.seconds(plan)
             costs.bursts[burst] = Cost(max(seconds - costs.slopes.seconds(plan.work), seconds / 10))
+    if runner.spec.host_pages and costs.swaps is None:
+        costs.swaps = bench.swaps()
     runner.forget()
     return {*samplers, *trunks}
 
@@ -126,6 +131,24 @@ class Bench:
         """Of a step, beside others like it."""
         again = StepPlan(plan.trunk, plan.sampler, plan.spans, plan.samples, work=plan.work, steps=plan.steps)
         return self._typical(self._runner.dispatch(plan), lambda: self._runner.dispatch(again))
+
+    def swaps(self) -> SwapCosts:
+        """Of as many pages as one call moves, or as there are; until they are there."""
+        runner, count = self._runner, min(SWAPS, self._spec.staged, self._spec.num_pages - 1)
+        numbers, times = range(1, count + 1), []
+
+        def seconds(swaps: Swaps) -> float:
+            begun = time.perf_counter()
+            runner.swap(swaps)
+            jax.block_until_ready(runner.moving)
+            runner.swapped()
+            return time.perf_counter() - begun
+
+        for _ in range(RUNS + 1):
+            spill = seconds(Swaps(spills=[(0, number, number) for number in numbers]))
+            fetch = seconds(Swaps(fetches=[(number, number) for number in numbers]))
+            times.append((spill, fetch, seconds(Swaps(fills=[(0, number, number) for number in numbers]))))
+        return SwapCosts(*[sorted(column)[(RUNS - 1) // 2] for column in zip(*times[1:], strict=True)])
 
     def _typical(self, first: InFlight, dispatch: Callable[[], InFlight]) -> float:
         """One is dispatched before the one before it is read, as the engine does."""

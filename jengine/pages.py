@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+SWAPS = 16  # pages that one call moves between the device and the host
+
 
 def pages_of(tokens: int, page_size: int) -> int:
     """Pages that hold this many tokens."""

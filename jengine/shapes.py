@@ -59,12 +59,26 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
         num_pages=0,
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
     )
+    if config.swap_space:
+        spec = dataclasses.replace(spec, host_pages=_host_pages(config, spec))
     if config.batch_invariant:
         check_batch_invariant(spec, config.num_processes)
     if on_cpu or kernels_refused(spec) is None:
         return spec
     pages = page_buckets(spec.table_width)[-1:] if config.batch_invariant else page_buckets(spec.table_width)
     return dataclasses.replace(spec, table=dataclasses.replace(table, page_buckets=pages))
+
+
+def _host_pages(config: EngineConfig, spec: ExecutionSpec) -> int:
+    """Pages of each device that fit into its share of the host's memory."""
+    pages = int(config.swap_space * 2**30) // spec.page_bytes
+    if not config.enable_prefix_caching:
+        raise InvalidArgument(
+            "swap_space", config.swap_space, "must be 0 without enable_prefix_caching: pages are found as cached ones are"
+        )
+    if not pages:
+        raise InvalidArgument("swap_space", config.swap_space, f"must be 0 or at least {spec.page_bytes / 2**30:.2g}, a page")
+    return pages
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -30,6 +30,7 @@ from jengine.engine import Engine
 from jengine.errors import InvalidArgument
 from jengine.execution.background import BackgroundPrograms
 from jengine.execution.cache_folders import cache_limit, cache_root, saved_page_counts
+from jengine.execution.host_store import check_host_memory
 from jengine.execution.memory import check_room, claim_gpu_memory, pages_that_fit, pages_to_use
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.product_forms import product_forms, with_forms
@@ -114,7 +115,8 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
     ready = ReadyPrograms(spec.table, [key for key in keys if key in programs and not isinstance(key, str)])
     saved = SavedCosts(process_root(config), spec.fingerprint())
     costs = saved.load(spec.table) or StepCosts(spec.table)
-    if programs.compiled or any(key not in costs.trunks for key in ready.trunks()):
+    unmeasured = any(key not in costs.trunks for key in ready.trunks()) or (spec.host_pages and costs.swaps is None)
+    if programs.compiled or unmeasured:
         runner.warm_up(ready, progress=progress, ran=measure(runner, ready, costs, progress=progress))
         saved.save(costs)
     else:
@@ -130,6 +132,8 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         max_model_len=spec.max_model_len,
         groups=[GroupPages(group.window) for group in spec.groups],
         prefix_caching=config.enable_prefix_caching,
+        host_pages=spec.host_pages,
+        staged=spec.staged,
         options=SchedulingOptions.of(config),
         costs=costs,
     )
@@ -238,7 +242,7 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     params = load(started.folder, shapes.model, mesh, progress=progress)
     lap("weights")
     spec = _with_pages(config, shapes, root, link)
-    link.agree(spec.fingerprint(), partial(_same, "config", "options, versions or models differ"))
+    link.agree(f"{spec.fingerprint()} {spec.host_pages}", partial(_same, "config", "options, versions or models differ"))
     store = given or open_cache(spec, root, limit, wait=config.num_processes == 1)
     threads = sizes(config, mesh.devices.flat[0].platform).compile_threads
     first = first_keys(spec) if config.warm_up == "progressive" and given is None else None
@@ -247,6 +251,8 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     if given is not None:
         check_room(spec, running(programs.memory))
     lap("programs")
+    if spec.host_pages:
+        check_host_memory(config.swap_space, spec)
     worker = Worker(spec, programs, params)
     link.agree(None, _first)  # all are ready
     if isinstance(link, Leader):

@@ -111,6 +111,11 @@ class Load(NamedTuple):
         hit_pages: pages found since the start, by cache group.
         cache_groups: their names, such as "full" or "window[512]".
         evictions: cached pages that were given to other tokens since the start.
+        host_pages, host_used: pages of the host's memory, and those that are not free; 0 without swap_space.
+        host_queries, host_hits: prompt tokens that the device had not, looked up on the host since the start, and those fetched from there.
+        host_declined: those that were there and computed again, since that was predicted to be faster.
+        host_spilled, host_fetched: pages copied to the host since the start, and back.
+        host_evictions: pages on the host that were given to other tokens since the start.
         programs_ready, programs: of the table, those that steps can use so far, and all.
         strategy: in use.
         decisions: steps with prompts, by strategy and the reason for their size, since the start.
@@ -139,3 +144,11 @@ class Load(NamedTuple):
     targets_missed: int = 0
     targets_rejected: int = 0
     first_token_seconds: float = 0.0
+    host_pages: int = 0
+    host_used: int = 0
+    host_queries: int = 0
+    host_hits: int = 0
+    host_declined: int = 0
+    host_spilled: int = 0
+    host_fetched: int = 0
+    host_evictions: int = 0

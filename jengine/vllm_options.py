@@ -17,7 +17,6 @@ NO_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {  # the values that ask 
         "cached pages are found by their tokens themselves, see enable_prefix_caching",
     ),
     "skip_tokenizer_init": ((False,), "the tokenizer is always loaded"),
-    "swap_space": ((0,), "the cache is not swapped to the host"),
     "tokenizer_mode": (("auto",), "the tokenizer is the folder's tokenizer.json"),
     "trust_remote_code": ((False,), "code that comes with a model is never run; model families are part of jengine"),
 }

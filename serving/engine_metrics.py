@@ -27,6 +27,7 @@ def load_families(families: Families, load: Load) -> Iterator[Metric]:
     groups = [((group,), count) for group, count in zip(load.cache_groups, load.hit_pages, strict=True)]
     yield families.counters("prefix_cache_hit_pages", "Pages found in the prefix cache, by cache group", ("group",), groups)
     yield families.counter("prefix_cache_evictions", "Cached pages that were given to other tokens", load.evictions)
+    yield from _host(families, load)
     yield families.counter("num_preemptions", "Times that a running request lost its place", load.preemptions)
     outcomes = [((outcome,), getattr(load, f"targets_{outcome}")) for outcome in ("met", "missed", "rejected")]
     yield families.counters("request_targets", "Requests with ttft_ms or tpot_ms by how they ended", ("outcome",), outcomes)
@@ -57,3 +58,16 @@ def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:
     yield families.counters("gc_collections", "Collections of Python's garbage collector in the engine's process", ("generation",), pauses)
     yield families.counter("gc_pause_seconds", "Seconds that they took", totals.pause_seconds)
     yield families.gauge("engine_resident_memory_bytes", "Memory of the engine's process", totals.resident)
+
+
+def _host(families: Families, load: Load) -> Iterator[Metric]:
+    """Of the cache's second tier, see EngineConfig.swap_space."""
+    used = load.host_used / max(load.host_pages, 1)
+    yield families.gauge("cpu_cache_usage_perc", "Share of the host's pages for cached ones that are in use; 1 is all", used)
+    queries, hits, declined = load.host_queries, load.host_hits, load.host_declined
+    yield families.counter("external_prefix_cache_queries", "Prompt tokens that the device had not, looked up on the host", queries)
+    yield families.counter("external_prefix_cache_hits", "Prompt tokens fetched from the host", hits)
+    yield families.counter("external_prefix_cache_declined", "Prompt tokens found on the host, and computed since that is faster", declined)
+    yield families.counter("external_prefix_cache_evictions", "Pages on the host that were given to other tokens", load.host_evictions)
+    yield families.counter("swapped_out_pages", "Pages copied to the host", load.host_spilled)
+    yield families.counter("swapped_in_pages", "Pages copied from the host to the device", load.host_fetched)

@@ -20,6 +20,7 @@ SHORTEST_RETRY, LONGEST_OVERDUE = 1.0, 30.0  # seconds
 COUNTERS = (  # of a Load: since its engine's start
     "preemptions", "compiles_since_start", "prefix_queries", "prefix_hits", "evictions",
     "targets_met", "targets_missed", "targets_rejected",
+    "host_queries", "host_hits", "host_declined", "host_spilled", "host_fetched", "host_evictions",
 )  # fmt: skip
 
 

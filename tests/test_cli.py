@@ -103,7 +103,7 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
         "skip_special_tokens": False, "detokenize": True, "prompt_logprobs": 3,
         "revision": "main", "tokenizer": "other", "dtype": "bfloat16", "max_model_len": 99, "max_num_seqs": 4,
         "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
-        "num_pages": 12, "enable_prefix_caching": False, "batch_invariant": True,
+        "num_pages": 12, "enable_prefix_caching": False, "swap_space": 2.5, "batch_invariant": True,
         "policy": "priority", "priority_ageing": 5.0, "strategy": "memory", "ttft_ms": 500.0, "tpot_ms": 40.0, "on_late": "reject",
         "batching": "dynamic", "batch_wait_ms": 7.0,
         "overlap": False, "cache_dir": "somewhere", "cache_max_size": "2GiB", "compile_threads": 3, "cpu_threads": 1,

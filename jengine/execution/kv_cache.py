@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.config import ModelConfig
 from jengine.models.cache import cache_groups
+from jengine.pages import SWAPS
 from jengine.parallel.collectives import AXIS
 from pallas_kernels import dispatch
 from pallas_kernels.quantized import LARGEST, Pages, Quantized, movable, quantize
@@ -50,6 +52,34 @@ def make_copy(device: jax.Device) -> Callable[[Cache, jax.Array, jax.Array], Cac
         return [dispatch.copy_pages(k, v, sources, targets, device=device) for k, v in cache]
 
     return copy
+
+
+def abstract_page(model: ModelConfig, *, page_size: int, dtype: np.dtype, mesh: Mesh) -> Pages:
+    """A page on its way between the device and the host, keys and values of all places in a group: [2 * places, kv_heads, page_size,
+    head_dim], kv heads sharded over the mesh; an eight-bit dtype comes with its scales.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(None, AXIS))
+    page = _pages(model, 2 * _places(model), page_size, dtype)
+    placed: Pages = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), page)
+    return placed
+
+
+def spill_pages(cache: Cache, pages: jax.Array) -> list[Pages]:
+    """Copies of pages int32 [SWAPS], each an array that can go its way alone; see `abstract_page`."""
+    halves = [half for pair in cache for half in pair]
+    copies = jax.tree.map(lambda *arrays: jnp.stack([array[pages] for array in arrays], 1), *halves)
+    return [jax.tree.map(itemgetter(number), copies) for number in range(SWAPS)]
+
+
+def fill_pages(cache: Cache, copies: list[Pages], pages: jax.Array) -> Cache:
+    """The cache with SWAPS copies put into pages int32 [SWAPS], in place where the caller donates it. Padding goes to the null page."""
+    every = jax.tree.map(lambda *arrays: jnp.stack(arrays, 1), *copies)
+
+    def put(half: Pages, place: int) -> Pages:
+        filled: Pages = jax.tree.map(lambda array, new: array.at[pages].set(new[place]), half, every)
+        return filled
+
+    return [(put(k, 2 * place), put(v, 2 * place + 1)) for place, (k, v) in enumerate(cache)]
 
 
 def _places(model: ModelConfig) -> int:

@@ -15,7 +15,6 @@ from jax._src import xla_bridge  # whether a backend exists: JAX has no public w
 
 from jengine.config import EngineConfig, parse_bytes
 from jengine.errors import OutOfMemory
-from jengine.execution.kv_cache import page_bytes
 from jengine.execution.spec import ExecutionSpec
 from jengine.program_table import SamplerKey, TrunkKey
 from pallas_kernels.devices import skip_cuda_check
@@ -53,12 +52,19 @@ class DeviceMemory:
     state: int  # slots, and the counts that penalties need
     working: int  # of the program that takes most beside its arguments
     page: int
+    staging: int = 0  # pages under way between the device and the host
 
     @classmethod
     def of(cls, limit: int, spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> DeviceMemory:
         state = device_bytes((spec.slots, spec.counts))
         page = device_bytes(dataclasses.replace(spec, num_pages=1).cache)
-        return cls(limit, device_bytes(spec.params), state, max(program.working for program in programs), page)
+        working = max(program.working for program in programs)
+        return cls(limit, device_bytes(spec.params), state, working, page, spec.staging_bytes)
+
+    @property
+    def beside(self) -> int:
+        """What is in them beside the cache."""
+        return self.weights + self.state + self.working + self.staging
 
     @property
     def margin(self) -> int:
@@ -67,7 +73,7 @@ class DeviceMemory:
     @property
     def pages(self) -> int:
         """How many fit, on the grid; may be negative."""
-        free = self.limit - self.weights - self.state - self.working - self.margin
+        free = self.limit - self.beside - self.margin
         return free // self.page // PAGE_GRID * PAGE_GRID
 
 
@@ -97,7 +103,7 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
     """
     if config.num_pages is not None:
         return config.num_pages
-    each = page_bytes(spec.model.config, spec.page_size, spec.cache_dtype)
+    each = spec.page_bytes
     everyone = 1 + spec.max_slots * spec.most_pages(spec.max_model_len)
     given = parse_bytes("kv_cache_memory", config.kv_cache_memory)
     device = spec.mesh.devices.flat[0]
@@ -108,7 +114,8 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
     else:
         stats = device.memory_stats() or {}
         limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
-        count = min(everyone, (limit - used - limit // PROGRAM_SHARE) // each // PAGE_GRID * PAGE_GRID)
+        free = limit - used - limit // PROGRAM_SHARE - spec.staging_bytes
+        count = min(everyone, free // each // PAGE_GRID * PAGE_GRID)
     return _enough(count, spec.page_size, each)
 
 
@@ -135,7 +142,7 @@ def check_room(spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> None:
     if "bytes_limit" not in stats:  # a CPU
         return
     memory = DeviceMemory.of(stats["bytes_limit"], spec, programs)
-    need, free = spec.num_pages * memory.page + memory.state + memory.working, stats["bytes_limit"] - stats["bytes_in_use"]
+    need, free = spec.num_pages * memory.page + memory.beside - memory.weights, stats["bytes_limit"] - stats["bytes_in_use"]
     if need > free:
         sizes = f"{spec.num_pages} pages and what programs take need {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
         raise OutOfMemory(f"no room for the KV cache that the programs were compiled for: {sizes}")

@@ -18,7 +18,7 @@ from jengine.execution.batch_invariance import DETERMINISTIC
 from jengine.execution.burst import make_burst
 from jengine.execution.cache_folders import folder_name
 from jengine.execution.kernels import prepare
-from jengine.execution.kv_cache import COPIES, Cache, make_copy
+from jengine.execution.kv_cache import COPIES, Cache, fill_pages, make_copy, spill_pages
 from jengine.execution.logits import COUNT_CHUNK, count_tokens
 from jengine.execution.memory import ProgramMemory
 from jengine.execution.pooler import make_pooler
@@ -31,6 +31,7 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
 from jengine.observe.compiles import announced, retrieval_count
 from jengine.observe.progress import progress_bar
+from jengine.pages import SWAPS
 from jengine.parallel.mesh import shard_mapped
 from jengine.program_table import BurstKey, PoolKey, SamplerKey, ScoreKey, TrunkKey
 from jengine.ready_programs import by_use, first_needed
@@ -42,11 +43,21 @@ ALLOCATE_COUNTS: Literal["allocate-counts"] = "allocate-counts"
 COUNT: Literal["count"] = "count"
 UPDATE: Literal["update"] = "update"
 COPY: Literal["copy"] = "copy"
+SPILL: Literal["spill"] = "spill"
+FILL: Literal["fill"] = "fill"
 SMALL = ALLOCATE, ALLOCATE_COUNTS, COUNT, UPDATE, COPY
+SWAPPING = SPILL, FILL  # with a host tier
 UNTUNED: CompilerOptions = {
     "xla_gpu_enable_triton_gemm": False
 }  # without a GPU to tune them on, cuBLASLt's products are faster than Triton's
-Key = TrunkKey | SamplerKey | ScoreKey | PoolKey | BurstKey | Literal["allocate", "allocate-counts", "count", "update", "copy"]
+Key = (
+    TrunkKey
+    | SamplerKey
+    | ScoreKey
+    | PoolKey
+    | BurstKey
+    | Literal["allocate", "allocate-counts", "count", "update", "copy", "spill", "fill"]
+)
 
 
 class Programs:
@@ -187,12 +198,16 @@ def open_cache(spec: ExecutionSpec, root: Path, max_bytes: int, *, wait: bool = 
 
 def program_keys(spec: ExecutionSpec) -> list[Key]:
     """All programs, in the order in which a table becomes ready: see first_needed and by_use."""
-    return [*SMALL, *dict.fromkeys([*first_needed(spec.table), *by_use(spec.table)])]
+    return [*_small(spec), *dict.fromkeys([*first_needed(spec.table), *by_use(spec.table)])]
 
 
 def first_keys(spec: ExecutionSpec) -> list[Key]:
     """The first of them, which serve any request."""
-    return [*SMALL, *first_needed(spec.table)]
+    return [*_small(spec), *first_needed(spec.table)]
+
+
+def _small(spec: ExecutionSpec) -> list[Key]:
+    return [*SMALL, *(SWAPPING if spec.host_pages else ())]
 
 
 def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
@@ -224,6 +239,13 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
         pages = jax.ShapeDtypeStruct((COPIES,), jnp.int32, sharding=everywhere)
         copy = make_copy(spec.mesh.devices.flat[0])
         return _lower(spec, copy, "copy_pages", (spec.cache, pages, pages), cache_specs, (0,))
+    if key == SPILL:
+        pages = jax.ShapeDtypeStruct((SWAPS,), jnp.int32, sharding=everywhere)
+        one = jax.tree.map(lambda x: x.sharding.spec, spec.page)
+        return _lower(spec, spill_pages, "spill_pages", (spec.cache, pages), [one] * SWAPS)
+    if key == FILL:
+        pages = jax.ShapeDtypeStruct((SWAPS,), jnp.int32, sharding=everywhere)
+        return _lower(spec, fill_pages, "fill_pages", (spec.cache, [spec.page] * SWAPS, pages), cache_specs, (0,))
     if key == UPDATE:
         packed = jax.ShapeDtypeStruct((UPDATE_WORDS,), jnp.int32, sharding=everywhere)
         return jax.jit(update_slots, donate_argnums=0, out_shardings=slots_out).lower(spec.slots, packed)

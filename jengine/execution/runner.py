@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import batched
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -19,10 +21,11 @@ from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.slots import UPDATE_WORDS, pack_updates
 from jengine.execution.worker import Call, Worker, encode
 from jengine.observe.progress import progress_bar
+from jengine.pages import SWAPS
 from jengine.parallel.link import Link, SingleProcess
 from jengine.program_table import PoolKey, SamplerKey, ScoreKey, TrunkKey
 from jengine.ready_programs import ReadyPrograms
-from jengine.scheduling.step_plan import Span, StepPlan
+from jengine.scheduling.step_plan import Span, StepPlan, Swaps
 
 
 @dataclass(slots=True)
@@ -65,12 +68,24 @@ class StepResult:
     waited: bool = False
 
 
+class UnderWay(NamedTuple):
+    """Pages that move between the device and the host: host pages or places, and the arrays that are ready when they are there."""
+
+    numbers: list[int]
+    arrays: list[Any]
+
+    @property
+    def there(self) -> bool:
+        return all([array.is_ready() for array in self.arrays])
+
+
 class Runner:
     """Turns plans into a worker's calls, here and in the processes that the link leads to."""
 
     def __init__(self, worker: Worker, link: Link | None = None) -> None:
         self.worker, self._link = worker, SingleProcess() if link is None else link
         self.spec, self.programs = worker.spec, worker.programs
+        self._spilling, self._staging = deque[UnderWay](), deque[UnderWay]()
         self._layouts = {key: self.spec.layout(key) for key in self.spec.table.trunks()}
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -124,6 +139,39 @@ class Runner:
         else:
             tokens = [sampled.tokens[: span.length, row].tolist() for row, span in enumerate(step.plan.spans)]
         return StepResult(tokens, sampled if isinstance(sampled, SampledLogprobs) else None, scores, pooled, waited)
+
+    def swap(self, swaps: Swaps) -> None:
+        """Start to move pages, before the next step; returns before they are there."""
+        for spills in batched(swaps.spills, SWAPS):
+            self._spilling.append(
+                UnderWay([host for _, _, host in spills], self._move("spill", [(page, host) for _, page, host in spills]))
+            )
+        for fills in batched(swaps.fills, SWAPS):
+            self._move("fill", [(place, page) for _, place, page in fills])
+        if swaps.fetches:
+            arrays = jax.tree.leaves(self._make(Call("stage", None, np.array(swaps.fetches, np.int32).T)))
+            self._staging.append(UnderWay([place for _, place in swaps.fetches], arrays))
+
+    def swapped(self) -> tuple[list[int], list[int]]:
+        """Host pages whose spills have ended since the last call, and places whose pages have been staged."""
+        return _ended(self._spilling), _ended(self._staging)
+
+    @property
+    def moving(self) -> list[Any]:
+        """Arrays that are ready when all pages that move have been moved."""
+        return [self.worker.cache, *(one.arrays for one in (*self._spilling, *self._staging))]
+
+    def wait_for_staged(self) -> None:
+        """Until the pages are there that have been on their way to the device for longest, if any are."""
+        if self._staging:
+            first = self._staging[0]
+            self._link.wait(lambda: first.there)
+            jax.block_until_ready(first.arrays)
+
+    def _move(self, what: Literal["spill", "fill"], numbers: list[tuple[int, int]]) -> list[Any]:
+        padded = np.zeros((2, SWAPS), np.int32)
+        padded[:, : len(numbers)] = np.array(numbers, np.int32).reshape(-1, 2).T
+        return jax.tree.leaves(self._make(Call(what, None, padded)))
 
     def _make(self, call: Call) -> Any:
         if not isinstance(self._link, SingleProcess):
@@ -180,6 +228,9 @@ class Runner:
             self._run(StepPlan(trunk, ready.sampler(trunk, "greedy"), spans))
         self._make(Call("update", None, np.zeros(UPDATE_WORDS, np.int32)))
         self._copy([])
+        if self.spec.host_pages:
+            self._move("spill", [])
+            self._move("fill", [])
         self._count(0, [0], 1)
         self.forget()
 
@@ -201,3 +252,11 @@ class Runner:
         smallest = {table.sample_rows(key): key for key in sorted(trunks, key=table.tokens, reverse=True)}
         covered = {plan.sampler for plan in plans}
         return plans + [StepPlan(smallest[key.rows], key) for key in ready.samplers() if key not in covered]
+
+
+def _ended(under_way: deque[UnderWay]) -> list[int]:
+    """Takes out the first ones, as far as they are there: they started in this order."""
+    numbers = list[int]()
+    while under_way and under_way[0].there:
+        numbers += under_way.popleft().numbers
+    return numbers

@@ -19,17 +19,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jengine
 from jengine.cpu_threads import cpu_threads
 from jengine.execution.batch import BatchLayout
-from jengine.execution.kv_cache import Cache, abstract_cache, page_bytes
+from jengine.execution.kv_cache import Cache, abstract_cache, abstract_page, page_bytes
 from jengine.execution.logits import mask_words
 from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.sources import source_digest
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, cache_groups
-from jengine.pages import most_pages, pages_of
+from jengine.pages import SWAPS, most_pages, pages_of
 from jengine.parallel.mesh import with_shardings
 from jengine.program_table import BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.products import cpu_refused
+from pallas_kernels.quantized import Pages
+
+STAGING = 256 << 20  # bytes of pages under way between the device and the host, in each direction; at least those of one call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ class ExecutionSpec:
         max_slots: sequences running at once; the null slot comes on top.
         num_pages: pages of the cache, the null page included.
         kv_cache_dtype: int8 or float8_e4m3fn; None is the model's dtype.
+        host_pages: of the host's memory, for cached pages that the device gives to others; 0: there is no such tier and no program for it.
         product_forms: of a CPU, see `pallas_kernels.products.using`.
     """
 
@@ -52,6 +56,7 @@ class ExecutionSpec:
     page_size: int
     num_pages: int
     kv_cache_dtype: str | None = None
+    host_pages: int = 0
     product_forms: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -78,7 +83,22 @@ class ExecutionSpec:
     @property
     def cache_bytes(self) -> int:
         """On each device."""
-        return self.num_pages * page_bytes(self.model.config, self.page_size, self.cache_dtype)
+        return self.num_pages * self.page_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page, on each device."""
+        return page_bytes(self.model.config, self.page_size, self.cache_dtype)
+
+    @property
+    def staged(self) -> int:
+        """Pages that may be under way between the device and the host at once, in each direction."""
+        return min(self.host_pages, max(SWAPS, STAGING // self.page_bytes // SWAPS * SWAPS))
+
+    @property
+    def staging_bytes(self) -> int:
+        """What they take of each device."""
+        return 2 * self.staged * self.page_bytes
 
     def layout(self, key: TrunkKey) -> BatchLayout:
         return BatchLayout.of(key, self.table, page_size=self.page_size, groups=len(self.groups))
@@ -92,6 +112,11 @@ class ExecutionSpec:
     @functools.cached_property
     def cache(self) -> Cache:
         return abstract_cache(self.model.config, num_pages=self.num_pages, page_size=self.page_size, dtype=self.cache_dtype, mesh=self.mesh)
+
+    @property
+    def page(self) -> Pages:
+        """One, on its way between the device and the host."""
+        return abstract_page(self.model.config, page_size=self.page_size, dtype=self.cache_dtype, mesh=self.mesh)
 
     @functools.cached_property
     def slots(self) -> SlotState:

@@ -8,13 +8,15 @@ import jax
 import msgspec
 import numpy as np
 
+from jengine.execution.host_store import HostStore
 from jengine.execution.logits import ALL_ALLOWED, mask_words
-from jengine.execution.programs import ALLOCATE, ALLOCATE_COUNTS, COPY, COUNT, UPDATE, Programs
+from jengine.execution.programs import ALLOCATE, ALLOCATE_COUNTS, COPY, COUNT, FILL, SPILL, UPDATE, Programs
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import ToSample
 from jengine.models import Params
 from jengine.program_table import BurstKey, PoolKey, SamplerKey, ScoreKey, TrunkKey
+from pallas_kernels.quantized import Pages
 
 
 class Call(NamedTuple):
@@ -27,11 +29,14 @@ class Call(NamedTuple):
     - sample: the last trunk's rows, under a token mask uint32 [sampler rows, words], see logits.mask_words; None allows every token
     - update: changes of slots that a trunk's batch has no room for, see slots.pack_updates
     - copy: pages, array int32 [2, COPIES] of sources and targets
+    - spill: pages to the host, array int32 [2, SWAPS] of pages and host pages
+    - stage: host pages to the device, array int32 [2, n] of host pages and places
+    - fill: what is staged into pages, array int32 [2, SWAPS] of places and pages
     - count: a chunk of a sequence's tokens, see logits.count_tokens
     - forget: the counts
     """
 
-    what: Literal["trunk", "score", "pool", "burst", "sample", "update", "copy", "count", "forget"]
+    what: Literal["trunk", "score", "pool", "burst", "sample", "update", "copy", "spill", "stage", "fill", "count", "forget"]
     key: TrunkKey | ScoreKey | PoolKey | BurstKey | SamplerKey | None = None
     array: np.ndarray | None = None
 
@@ -57,6 +62,7 @@ class Worker:
     def __init__(self, spec: ExecutionSpec, programs: Programs, params: Params) -> None:
         self.spec, self.programs, self.params = spec, programs, params
         self.cache, self.slots = programs[ALLOCATE]()
+        self.store = HostStore(spec) if spec.host_pages else None
         self._counts: jax.Array | None = None
         self._to_sample: ToSample | None = None  # of the last trunk
         self._tiles: jax.Array | None = None
@@ -65,7 +71,7 @@ class Worker:
 
     def execute(self, call: Call) -> Any:
         """Returns before it has run. Of a burst Sampled, of a sample Sampled or SampledLogprobs, of a score SampledLogprobs, of a pool an
-        array, else None."""
+        array, of a spill and a stage the pages, which have arrived when they are ready; else None."""
         match call:
             case Call("trunk", TrunkKey() as key, np.ndarray() as packed):
                 outs = self.programs[key](self.params, self.cache, self.slots, self._put(packed))
@@ -88,6 +94,8 @@ class Worker:
             case Call("copy", None, np.ndarray() as pages):
                 self.cache = self.programs[COPY](self.cache, *map(self._put, pages))
                 return None
+            case Call("spill" | "stage" | "fill" as what, None, np.ndarray() as numbers) if self.store is not None:
+                return self._swap(self.store, what, *numbers.tolist())
             case Call("count", None, np.ndarray() as chunk):
                 self._counts = self.programs[COUNT](self._get_counts(), self._put(chunk))
                 return None
@@ -95,6 +103,14 @@ class Worker:
                 self._counts = None  # allocated again when a request needs it
                 return None
         raise ValueError(f"no such call: {call.what} with {call.key}")
+
+    def _swap(self, store: HostStore, what: str, sources: list[int], targets: list[int]) -> list[Pages] | None:
+        if what == "spill":
+            return store.keep(targets, self.programs[SPILL](self.cache, self._put(np.array(sources, np.int32))))
+        if what == "stage":
+            return store.stage(sources, targets)
+        self.cache = self.programs[FILL](self.cache, store.take(sources), self._put(np.array(targets, np.int32)))
+        return None
 
     def _sample(self, key: SamplerKey, mask: np.ndarray | None) -> Sampled | SampledLogprobs:
         program, slots = self.programs[key], self.slots

@@ -114,7 +114,7 @@ def make_plan(config: EngineConfig, target: str, *, exact: bool = False, progres
         pages = pages_beside(config, spec, memory)
     except OutOfMemory:
         pages = 0
-    if pages * memory.page + memory.weights + memory.state + memory.working > memory.limit:  # of pages that were asked for
+    if pages * memory.page + memory.beside > memory.limit:  # of pages that were asked for
         pages = 0
     formats = formats_of(spec)
     model = spec.model.config

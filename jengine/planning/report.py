@@ -23,12 +23,17 @@ def report(name: str, plan: Plan) -> str:
     largest = max(plan.programs, key=lambda key: plan.programs[key].working)
     how = "results included" if plan.seconds else "at most: an estimate, which --exact replaces by the compiler's figure"
     cache = plan.pages * memory.page
-    used = memory.weights + memory.state + memory.working + memory.margin + cache
+    used = memory.beside + memory.margin + cache
     parts = [
         ("weights", memory.weights, ""),
         ("KV cache", cache, f"{plan.pages:,} pages of {spec.page_size} tokens, {memory.page:,} bytes each"),
         ("temporaries", memory.working, f"of {largest}, {how}"),
         ("slots and counts", memory.state, f"of {spec.max_slots} sequences"),
+        *(
+            [("staging", memory.staging, f"{2 * spec.staged} pages on their way from and to {spec.host_pages:,} of the host")]
+            if spec.host_pages
+            else []
+        ),
         ("margin", memory.margin, "fragmentation"),
         ("free", memory.limit - used, "" if used <= memory.limit else "negative: it does not fit"),
         ("limit", memory.limit, f"{memory.limit / device.memory:.0%} of the device's {device.memory / GIB:.1f} GiB"),

@@ -36,10 +36,18 @@ class Copy(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A cached prefix: its blocks, and its length in tokens. Each group has the pages that it needs to continue from there."""
+    """A cached prefix. Each group has the pages that it needs to continue from there.
+
+    Attributes:
+        tokens: of the blocks.
+        fetches: pages that are on the host and not on the device.
+        from_host: tokens that the device alone would not have found.
+    """
 
     blocks: list[Block]
     tokens: int
+    fetches: int = 0
+    from_host: int = 0
 
 
 NO_HIT = Hit([], 0)

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 
-from jengine.pages import most_pages, pages_of
+from jengine.pages import SWAPS, most_pages, pages_of
 from jengine.scheduling.block_table import NO_HIT, BlockTable, Copy, Entry, GroupPages, Hit
+from jengine.scheduling.host_tier import Fetch, HostTier
 from jengine.scheduling.page_pool import PagePool
+from jengine.scheduling.prefix_finder import PrefixFinder
 from jengine.scheduling.prefix_index import PrefixIndex
 
 
@@ -26,6 +28,11 @@ class BlockManager:
         groups: the model's cache groups.
         prefix_caching: whether pages are kept to be found again.
         hit_grid: tokens, whole pages, of which a hit is a multiple; None: a page's.
+        host_pages: of the second tier; 0: there is none. It needs prefix_caching.
+        staged: pages that may be under way between the tiers at once, in each direction.
+
+    Attributes:
+        tier: the second tier.
     """
 
     def __init__(
@@ -36,6 +43,8 @@ class BlockManager:
         *,
         prefix_caching: bool = False,
         hit_grid: int | None = None,
+        host_pages: int = 0,
+        staged: int = SWAPS,
     ) -> None:
         self.page_size, self.groups, self.prefix_caching = page_size, tuple(groups), prefix_caching
         self.hit_grid = hit_grid or page_size
@@ -44,9 +53,10 @@ class BlockManager:
         self._groups_of = Counter(group.pool for group in self.groups)
         self.hit_pages = dict.fromkeys((group.name for group in self.groups), 0)  # pages found, by the groups' names
         self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
-        self._unwindowed = [i for i, group in enumerate(self.groups) if group.window is None]
         self._index = PrefixIndex(len(self.groups), page_size)
+        self._finder = PrefixFinder(self._index, page_size, self.hit_grid, [group.window for group in self.groups])
         self._tables: dict[int, BlockTable] = {}
+        self.tier = HostTier(host_pages, min(staged, host_pages), self._index, len(pools)) if host_pages else None
 
     # --- pages ------------------------------------------------------------------------------------
 
@@ -97,20 +107,23 @@ class BlockManager:
         """The longest prefix that is in the cache: multiples of hit_grid, and never the last token, which must be computed to get on."""
         if not self.prefix_caching:
             return NO_HIT
-        chain, grid = (
-            self._index.chain(salt, tokens, (len(tokens) - 1) // self.page_size, self._unwindowed),
-            self.hit_grid // self.page_size,
-        )
-        del chain[len(chain) // grid * grid :]
-        while chain and self._windowed:
-            firsts = [self._first_seen(group, len(chain) * self.page_size) for group in range(len(self.groups))]
-            for index in range(len(chain) - 1, min(firsts[group] for group in self._windowed) - 1, -1):
-                if any(not page and index >= first for page, first in zip(chain[index].pages, firsts, strict=True)):
-                    del chain[index // grid * grid :]  # any longer prefix needs this page too
-                    break
-            else:
-                break
-        return Hit(chain, len(chain) * self.page_size)
+        blocks = self._finder.longest(tokens, salt)
+        return Hit(blocks, len(blocks) * self.page_size)
+
+    def match_both(self, tokens: Sequence[int], salt: str | None, hit: Hit) -> Hit:
+        """The longest prefix whose pages are on the device or on the host, if it is longer than `hit`, which the device has alone."""
+        if self.tier is None:
+            return hit
+        blocks = self._finder.longest(tokens, salt, self.tier.find)
+        found = len(blocks) * self.page_size
+        return Hit(blocks, found, len(self._finder.missing(blocks)), found - hit.tokens) if found > hit.tokens else hit
+
+    def coming(self, hit: Hit) -> bool:
+        """Whether pages of a hit are being fetched for another sequence: they will be found on the device."""
+        tier = self.tier
+        if tier is None or not hit.fetches:
+            return False
+        return any(tier.coming(hit.blocks[index], group) for group, index in self._finder.missing(hit.blocks))
 
     def needed(self, hit: Hit, tokens: int, ahead: int) -> Counter[int]:
         """Pages by pool that admitting a sequence takes from those available; pages of the hit that others own are not among them.
@@ -121,23 +134,38 @@ class BlockManager:
         """
         wanted: Counter[int] = Counter()
         for group, (window, pool) in enumerate(self.groups):
-            first, holders = self._first_seen(group, hit.tokens), self.pools[pool].holders
+            first, holders = self._finder.first_seen(group, hit.tokens), self.pools[pool].holders
             shared = sum(holders(block.pages[group]) > 0 for block in hit.blocks[first:])
             most = most_pages(tokens, window, self.page_size, ahead)
             wanted[pool] += max(min(self.pages_of(tokens) - first, most) - shared, 0)
         return wanted
 
     def admit(self, number: int, hit: Hit, tokens: int, salt: str | None) -> None:
-        """Gives a sequence its block table: the pages of the hit, and for groups without a window those of all known tokens."""
-        firsts = [self._first_seen(group, hit.tokens) for group in range(len(self.groups))]
+        """Gives a sequence its block table: the pages of the hit, and for groups without a window those of all known tokens.
+
+        Pages of the hit that are on the host are fetched; until they have come (see `land`), the sequence waits.
+        """
+        firsts = [self._finder.first_seen(group, hit.tokens) for group in range(len(self.groups))]
         pages = [[0] * first + [block.pages[group] for block in hit.blocks[first:]] for group, first in enumerate(firsts)]
         table = BlockTable(pages, firsts, [*firsts], salt, self.prefix_caching, [*hit.blocks])
         self._enter(number, table)  # first: taking pages could evict those of the hit
         for group, first in enumerate(firsts):
             self.hit_pages[self.groups[group].name] += len(hit.blocks) - first
+        if self.tier is not None and hit.fetches:
+            self._fetch(self.tier, number, table)
         for group, (window, _) in enumerate(self.groups):
             if window is None:
                 self._grow(table, group, self.pages_of(tokens))
+
+    def _fetch(self, tier: HostTier, number: int, table: BlockTable) -> None:
+        """Takes pages for the blocks of a hit that are on the host alone, and has them fetched; the tail first, as they are released."""
+        missing = self._finder.missing(table.blocks)
+        hosts = [tier.pin(table.blocks[index], group) for group, index in missing]  # all first: taking pages could evict them too
+        for (group, index), host in zip(missing, hosts, strict=True):
+            (page,) = self._pool_of[group].take(1)
+            table.pages[group][index] = page
+            self.hit_pages[self.groups[group].name] -= 1
+            tier.fetch(Fetch(number, table.blocks[index], group, self.groups[group].pool, host, page))
 
     def fork(self, number: int, child: int) -> None:
         """Another sequence with the same tokens: it shares all pages. What either writes must be `unshare`d before."""
@@ -168,7 +196,7 @@ class BlockManager:
         if self._windowed:
             table = self._tables[number]
             for group in self._windowed:
-                first = min(self._first_seen(group, position), len(table.pages[group]))
+                first = min(self._finder.first_seen(group, position), len(table.pages[group]))
                 for index in range(table.first[group], first):
                     self._release(group, table.pages[group][index])
                     table.pages[group][index] = 0
@@ -244,6 +272,8 @@ class BlockManager:
 
     def release(self, number: int) -> None:
         """Takes a sequence's pages back, the tail first, so that of a prefix the beginning is evicted last."""
+        if self.tier is not None:
+            self.tier.cancel(number)
         self._give_up(self._tables.pop(number))
 
     def _give_up(self, table: BlockTable) -> None:
@@ -257,14 +287,42 @@ class BlockManager:
     def reset(self) -> None:
         """Forgets all cached pages. What running sequences have computed cannot be found either."""
         self._index.clear()
+        if self.tier is not None:
+            self.tier.reset()
         for pool in self.pools:
             pool.forget()
         for table in self._tables.values():
             table.findable = False
 
+    # --- the second tier --------------------------------------------------------------------------
+
+    def fetches(self, number: int) -> bool:
+        """Whether a sequence waits for pages that are on the host."""
+        return self.tier is not None and self.tier.waits(number)
+
+    def land(self) -> list[int]:
+        """Begins a plan: what was fetched goes into its pages, and cached pages that are evicted next are saved.
+
+        Returns:
+            Numbers of sequences that waited for pages and have them all now.
+        """
+        if self.tier is None:
+            return []
+        complete = self.tier.land(self._hold_fetched)
+        for number, pool in enumerate(self.pools):
+            self.tier.save_ahead(number, pool.capacity, pool.available)
+        return complete
+
+    def _hold_fetched(self, fetch: Fetch) -> None:
+        assert fetch.number is not None
+        if self._tables[fetch.number].findable:
+            self._index.hold(fetch.block, fetch.group, fetch.page)
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page is free, cached or owned, and every holder known."""
         self._index.check_integrity()
+        if self.tier is not None:
+            self.tier.check_integrity()
         for number, pool in enumerate(self.pools):
             held: Iterable[int] = (
                 page
@@ -280,14 +338,12 @@ class BlockManager:
         self._tables[number] = table
         for group, pages in enumerate(table.pages):
             for page in pages[table.first[group] :]:
-                self._pool_of[group].share(page)
+                if page:
+                    self._pool_of[group].share(page)
+                    if self.tier is not None:
+                        self.tier.taken(self.groups[group].pool, page)
         if table.blocks:
             self._index.use(table.blocks[-1])
-
-    def _first_seen(self, group: int, position: int) -> int:
-        """The index of the first page that a query at this position sees."""
-        window = self.groups[group].window
-        return 0 if window is None else max(position - window + 1, 0) // self.page_size
 
     def _grow(self, table: BlockTable, group: int, pages: int) -> None:
         missing = pages - len(table.pages[group])
@@ -295,10 +351,15 @@ class BlockManager:
             table.pages[group] += self._pool_of[group].take(missing)
 
     def _release(self, group: int, page: int) -> None:
-        self._pool_of[group].release(page, keep=self._index.holds(group, page))
+        pool, keep = self._pool_of[group], self._index.holds(group, page)
+        pool.release(page, keep=keep)
+        if self.tier is not None and keep and not pool.holders(page):
+            self.tier.cached(self.groups[group].pool, page, self._index.block(group, page), group)
 
     def _forget(self, pool: int, page: int) -> None:
         """An evicted page's block loses it."""
         for group, (_, own) in enumerate(self.groups):
             if own == pool and self._index.holds(group, page):
+                if self.tier is not None:
+                    self.tier.evicted(pool, page, self._index.block(group, page), group)
                 self._index.forget(group, page)

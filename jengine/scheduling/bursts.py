@@ -24,7 +24,7 @@ class Bursts(BeamSearches):
         """
         steps, blocks = self.table.steps, self.blocks
         rank = max([sequence.variant_rank for sequence in rows])
-        if VARIANTS[rank] == VARIANTS[-1] or (self.options.num_scheduler_steps == "auto" and self.num_waiting):
+        if VARIANTS[rank] == VARIANTS[-1] or (self.options.num_scheduler_steps == "auto" and (self.num_waiting or self.fetching)):
             return 1
         lengths = [min(steps, s.last_position - s.num_computed) for s in rows]
         if max(lengths) < steps:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from jengine.pages import SWAPS
 from jengine.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, TrunkKey
 from jengine.scheduling.drift import Drift
 from jengine.scheduling.host_costs import HostCosts, HostSeconds
@@ -34,6 +35,19 @@ class Slopes(NamedTuple):
 
     def seconds(self, work: Work) -> float:
         return self.context * work.context + self.longest * work.longest + self.attended * work.attended
+
+
+class SwapCosts(NamedTuple):
+    """Seconds to move SWAPS pages between the device and the host.
+
+    Attributes:
+        spill, fill: of the device, between its steps.
+        fetch: from the host to the device, beside its steps.
+    """
+
+    spill: float = STEP_SECONDS
+    fetch: float = STEP_SECONDS
+    fill: float = STEP_SECONDS
 
 
 class Cost(msgspec.Struct):
@@ -68,6 +82,7 @@ class SavedCosts(msgspec.Struct):
     spread: float
     host: HostCosts
     bursts: dict[str, Cost] = {}
+    swaps: SwapCosts | None = None
 
 
 class StepCosts:
@@ -96,6 +111,7 @@ class StepCosts:
         self.bursts: dict[BurstKey, Cost] = {}
         self.slopes = Slopes() if slopes is None else slopes
         self.host = HostCosts()
+        self.swaps: SwapCosts | None = None  # None: not measured, and guessed
         self._drift = Drift()
         self._estimates: dict[TrunkKey | SamplerKey, float] = {}  # of programs that are not known
         self._greedy: dict[TrunkKey, SamplerKey] = {}
@@ -136,6 +152,20 @@ class StepCosts:
         """Of a sampler alone, on a machine as busy as usual."""
         known = self.samplers.get(key)
         return self._estimated(key) if known is None else known.seconds
+
+    def work_seconds(self, work: Work) -> float:
+        """Of a step's work alone."""
+        return self._drift.factor * self.slopes.seconds(work)
+
+    def swap_seconds(self, spills: int, fills: int) -> float:
+        """Device seconds that so many pages take beside a step."""
+        swaps = self.swaps or SwapCosts()
+        return self._drift.factor * (-(-spills // SWAPS) * swaps.spill + -(-fills // SWAPS) * swaps.fill)
+
+    def fetch_seconds(self, pages: int) -> float:
+        """Until so many pages of the host are where steps can read them."""
+        swaps = self.swaps or SwapCosts()
+        return self._drift.factor * -(-pages // SWAPS) * (swaps.fetch + swaps.fill)
 
     def observe(self, trunk: TrunkKey, sampler: SamplerKey, work: Work, seconds: float) -> None:
         """A step took `seconds` on the device."""
@@ -187,14 +217,14 @@ class StepCosts:
             if key.tiles * size % other == 0
         }
         costs = StepCosts(table, trunks=same, samplers={key: cost.seconds for key, cost in self.samplers.items()}, slopes=self.slopes)
-        costs.host = self.host
+        costs.host, costs.swaps = self.host, self.swaps
         return costs
 
     def to_json(self) -> bytes:
         """What `from_json` reads: all but how busy the machine is now."""
         kinds = self.trunks, self.samplers, self.bursts
         trunks, samplers, bursts = ({str(key): cost for key, cost in [*known.items()]} for known in kinds)
-        return msgspec.json.encode(SavedCosts(self.table, trunks, samplers, self.slopes, self.spread, self.host, bursts))
+        return msgspec.json.encode(SavedCosts(self.table, trunks, samplers, self.slopes, self.spread, self.host, bursts, self.swaps))
 
     @classmethod
     def from_json(cls, data: bytes | str) -> StepCosts:
@@ -204,7 +234,7 @@ class StepCosts:
         costs.trunks = {key: saved.trunks[str(key)] for key in saved.table.trunks() if str(key) in saved.trunks}
         costs.samplers = {key: saved.samplers[str(key)] for key in saved.table.samplers() if str(key) in saved.samplers}
         costs.bursts = {key: saved.bursts[str(key)] for key in saved.table.bursts() if str(key) in saved.bursts}
-        costs._drift.spread, costs.host = saved.spread, saved.host
+        costs._drift.spread, costs.host, costs.swaps = saved.spread, saved.host, saved.swaps
         return costs
 
     # --- learning -----------------------------------------------------------------------------------

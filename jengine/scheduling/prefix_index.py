@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class Block:
@@ -11,7 +11,7 @@ class Block:
     Attributes:
         parent: the block before it; the salt for a sequence's first.
         pages: by cache group; 0 where there is none.
-        users: blocks that follow it, and sequences that will add one.
+        users: blocks that follow it, sequences that will add one, and copies on the host.
     """
 
     __slots__ = ("pages", "parent", "tokens", "users")
@@ -20,6 +20,9 @@ class Block:
         self.parent, self.tokens = parent, tokens
         self.pages = [0] * groups
         self.users = 0
+
+
+Find = Callable[[Block, int], int]  # another place of a block's page of a cache group; 0 where there is none
 
 
 class PrefixIndex:
@@ -37,12 +40,16 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def chain(self, salt: str | None, tokens: Sequence[int], most: int, groups: Sequence[int]) -> list[Block]:
-        """The known blocks of a prefix, `most` at most, as far as they have pages of these groups, whatever others they have."""
+    def chain(self, salt: str | None, tokens: Sequence[int], most: int, groups: Sequence[int], find: Find | None = None) -> list[Block]:
+        """The known blocks of a prefix, `most` at most, as far as they have pages of these groups, whatever others they have.
+
+        Args:
+            find: where else a page may be.
+        """
         size, blocks, parent, found = self._page_size, self._blocks, salt, []
         for start in range(0, most * size, size):
             block = blocks.get((parent, tuple(tokens[start : start + size])))
-            if block is None or not all([block.pages[group] for group in groups]):
+            if block is None or not all([block.pages[group] or (find and find(block, group)) for group in groups]):
                 break
             found.append(block)
             parent = block  # type: ignore[assignment]
@@ -67,6 +74,10 @@ class PrefixIndex:
     def holds(self, group: int, page: int) -> bool:
         """Whether a page can be found."""
         return page in self._holding[group]
+
+    def block(self, group: int, page: int) -> Block:
+        """The block of a page that can be found."""
+        return self._holding[group][page]
 
     def forget(self, group: int, page: int) -> None:
         """A page can no longer be found."""

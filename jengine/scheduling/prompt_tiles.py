@@ -17,7 +17,7 @@ from jengine.scheduling.pending import PendingTiles
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.scheduling.step_plan import Sample, SlotReset, Span
-from jengine.scheduling.work import pairs
+from jengine.scheduling.work import Work, pairs
 
 
 class PromptTiles(Admissions):
@@ -35,6 +35,8 @@ class PromptTiles(Admissions):
         super().__init__(blocks, sequence, ready=ReadyPrograms(table), **others)
         self.table = table
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
+        # Of the others, those looked up on the host, those fetched from there, and those computed again because that takes less.
+        self.host_queries = self.host_hits = self.host_declined = 0
         self._admitting = 0  # waiting sequences that the strategy lets run in this step
         self._last_match = (-1, 0), NO_HIT  # (sequence, version of the index), what was found
 
@@ -55,6 +57,18 @@ class PromptTiles(Admissions):
             admitting, room, running = admitting - 1, room - sequence.slots, running + sequence.slots
         return pending
 
+    @property
+    def fetching(self) -> bool:
+        """Whether a sequence waits for pages from the host."""
+        return self.blocks.tier is not None and self.blocks.tier.fetching
+
+    def _land(self) -> None:
+        """Sequences go on whose pages have come from the host."""
+        for number in self.blocks.land():
+            sequence = self._by_number[number]
+            sequence.state = State.PREFILLING
+            self._arrived[sequence] = None
+
     def _prefill(self, draft: Draft, begun: list[Sequence], budget: int) -> int:
         """Cuts prompts into a plan, `budget` tiles at most: each to its end before the next one's turn. Returns how many tiles.
 
@@ -69,12 +83,17 @@ class PromptTiles(Admissions):
             if first is None or first.in_flight or first.slots > self._room:
                 break
             hit = self._match(first)
-            if not self._fits(self._needed(first, hit), len(self._running)):
+            if self.blocks.coming(hit) or not self._fits(self._needed(first, hit), len(self._running)):
                 break
-            self._admit(draft, first)
+            self._take_slots(first)
             self.blocks.admit(first.number, hit, self.composition.prefilled(first), first.request.cache_salt)
-            first.state, first.num_computed = State.PREFILLING, hit.tokens
-            self._note_hit(first, hit.tokens)
+            first.num_computed = hit.tokens
+            self._note_hit(first, hit.tokens, hit)
+            if hit.fetches:
+                first.state = State.FETCHING
+                continue
+            first.state = State.PREFILLING
+            self._set_slots(draft, first)
             left -= self._cut(draft, first, left)
         return budget - left
 
@@ -90,9 +109,27 @@ class PromptTiles(Admissions):
             return NO_HIT
         question = sequence.number, self.blocks.version
         if self._last_match[0] != question:  # the first of those waiting is looked up in each step
-            tokens, count = sequence.tokens, self.composition.prefilled(sequence)
-            self._last_match = question, self.blocks.match(tokens[:count] if count < len(tokens) else tokens, sequence.request.cache_salt)
+            tokens, count, salt = sequence.tokens, self.composition.prefilled(sequence), sequence.request.cache_salt
+            tokens = tokens[:count] if count < len(tokens) else tokens
+            hit = self.blocks.match(tokens, salt)
+            self._last_match = question, self._or_fetch(hit, self.blocks.match_both(tokens, salt, hit), count)
         return self._last_match[1]
+
+    def _or_fetch(self, hit: Hit, longer: Hit, count: int) -> Hit:
+        """The longer hit, whose pages have to be fetched, if that is predicted to take less than computing what they hold.
+
+        Args:
+            count: tokens of the prompt.
+        """
+        if not longer.fetches:
+            return hit
+        saved = self._compute_seconds(hit.tokens, count) - self._compute_seconds(longer.tokens, count)
+        return longer if self.costs.fetch_seconds(longer.fetches) < saved else hit._replace(from_host=longer.from_host)
+
+    def _compute_seconds(self, start: int, end: int) -> float:
+        """What a prompt's tokens at [start, end) take alone."""
+        work = Work(attended=pairs(start, end - start, self.sequence.windows))
+        return self._prefill_seconds(end - start) + self.costs.work_seconds(work)
 
     def _needed(self, sequence: Sequence, hit: Hit) -> Counter[int]:
         """Pages by pool that admitting a sequence takes: those of its known tokens, so that a prefill does not stop half-way. Of
@@ -108,17 +145,27 @@ class PromptTiles(Admissions):
         """Whether there are these pages, and one for each running sequence, so that none is soon preempted."""
         return self.blocks.available(wanted + self.blocks.new_pages(running))
 
-    def _note_hit(self, sequence: Sequence, tokens: int) -> None:
+    def _note_hit(self, sequence: Sequence, tokens: int, hit: Hit = NO_HIT) -> None:
+        """So many of its tokens are not computed. hit: what was found, where the host may have had a part in it."""
         if self.blocks.prefix_caching:
-            self.prefix_queries += self.composition.prefilled(sequence)
-            self.prefix_hits += tokens
+            queries, fetched = self.composition.prefilled(sequence), hit.from_host if hit.fetches else 0
+            self.prefix_queries += queries
+            self.prefix_hits += tokens - fetched
+            if self.blocks.tier is not None:
+                self.host_queries += queries - (tokens - fetched)
+                self.host_hits += fetched
+                self.host_declined += hit.from_host - fetched
         if not sequence.scheduled:
             sequence.scheduled, sequence.num_cached = self.clock(), tokens
 
-    def _admit(self, draft: Draft, sequence: Sequence) -> None:
-        request, beams = sequence.request, sequence.request.beams
+    def _take_slots(self, sequence: Sequence) -> list[Sequence]:
         self._admitting -= 1
-        for index, member in enumerate(self._take_slots(sequence), request.sample_index):
+        return super()._take_slots(sequence)
+
+    def _set_slots(self, draft: Draft, sequence: Sequence) -> None:
+        request, beams = sequence.request, sequence.request.beams
+        members = [sequence] if sequence.beams is None else sequence.beams.members
+        for index, member in enumerate(members, request.sample_index):
             draft.resets.append(
                 SlotReset(
                     slot=member.slot,
@@ -139,6 +186,9 @@ class PromptTiles(Admissions):
         end = self.composition.end(blocks.room(number, min(start + tiles * self.table.tile_size, last)), last)
         if end <= start:
             return 0
+        if sequence in self._arrived:
+            del self._arrived[sequence]
+            self._set_slots(draft, sequence)
         draft.enter(sequence.slot, blocks.grow(number, end))
         wanted = _targets(sequence, start, end), _pooled(sequence, start, end)
         draft.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], *wanted))
@@ -168,7 +218,8 @@ class PromptTiles(Admissions):
             child = self._waiting.first
             if child is None or child.family != parent.family or child.in_flight or len(child.tokens) > child.prompt_len:
                 return
-            self._admit(draft, child)
+            self._take_slots(child)
+            self._set_slots(draft, child)
             blocks.fork(parent.number, child.number)
             draft.enter(child.slot, blocks.grow(child.number, child.prompt_len))
             child.num_computed = child.prompt_len

@@ -8,6 +8,7 @@ from collections.abc import Sequence as List
 from itertools import chain, islice
 from types import MappingProxyType
 
+from jengine.pages import SWAPS
 from jengine.program_table import VARIANTS, ProgramTable
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.blocks import BlockManager
@@ -20,7 +21,7 @@ from jengine.scheduling.pending import PendingTiles
 from jengine.scheduling.policy import victim
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
-from jengine.scheduling.step_plan import Sample, Span, StepPlan
+from jengine.scheduling.step_plan import Sample, Span, StepPlan, Swaps
 from jengine.scheduling.strategies import Situation, latency, throughput
 from jengine.scheduling.work import Work, rows_work
 from jengine.updates import Found
@@ -45,6 +46,8 @@ class Scheduler(Bursts):
         max_model_len: tokens of a sequence, prompt and output together.
         groups: the model's cache groups.
         prefix_caching: whether prompts reuse the pages of earlier ones.
+        host_pages: of the host's memory, for cached pages that the device gives to others; see HostTier. 0: there are none.
+        staged: pages that may be under way between the device and the host at once, in each direction.
         options: how requests are ordered, batched and promised.
         clock: seconds, monotonic; Request.arrival is by the same clock. A simulation brings a virtual one.
     """
@@ -60,6 +63,8 @@ class Scheduler(Bursts):
         max_model_len: int,
         groups: List[GroupPages] = (GroupPages(),),
         prefix_caching: bool = False,
+        host_pages: int = 0,
+        staged: int = SWAPS,
         options: SchedulingOptions = DEFAULTS,
         costs: StepCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -67,7 +72,9 @@ class Scheduler(Bursts):
         composition = BatchInvariant(table.tile_size, max_num_batched_tokens) if table.batch_invariant else Composition()
         grid = composition.hit_grid(page_size)
         super().__init__(
-            BlockManager(page_size, [num_pages], groups, prefix_caching=prefix_caching, hit_grid=grid),
+            BlockManager(
+                page_size, [num_pages], groups, prefix_caching=prefix_caching, hit_grid=grid, host_pages=host_pages, staged=staged
+            ),
             SequenceLimits(
                 max_model_len=max_model_len,
                 page_size=page_size,
@@ -95,6 +102,7 @@ class Scheduler(Bursts):
         see `composition`.
         """
         now, how = self.clock(), self.composition
+        self._land()
         self._begin_step(now)
         draft, rows, tiles, longest = Draft(), list[Sequence](), 0, 0
         if how.prompts_first:
@@ -132,9 +140,21 @@ class Scheduler(Bursts):
         )
         costs, work = self.costs, draft.work
         seconds = costs.seconds(trunk, sampler, work) if steps == 1 else costs.burst_seconds(plan.burst, work)
+        if self.blocks.tier is not None:
+            seconds += costs.swap_seconds(*self.blocks.tier.planned)
         plan.seconds = seconds
         self._expect(draft.sampled, len(rows), self._timeline.plan(now, seconds))
         return plan
+
+    def take_swaps(self) -> Swaps | None:
+        """What is to be moved between the device and the host before the step that `schedule` has just planned, if any."""
+        return None if self.blocks.tier is None else self.blocks.tier.take_swaps() or None
+
+    def swapped(self, saved: List[int], staged: List[int]) -> None:
+        """Swaps that were taken have ended: spills into these host pages, fetches into these places."""
+        assert self.blocks.tier is not None
+        self.blocks.tier.saved(saved)
+        self.blocks.tier.landed(staged)
 
     def collect(
         self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, Found] = NOTHING_FOUND

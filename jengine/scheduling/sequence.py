@@ -17,6 +17,7 @@ Order = tuple[int, int, float, int]  # place under the policy, see order_of; sma
 
 class State(Enum):
     WAITING = "waiting"  # owns no slot and no pages: new, or preempted
+    FETCHING = "fetching"  # owns a slot and pages; some of these are on their way from the host
     PREFILLING = "prefilling"  # part of its known tokens is still to be computed
     DECODING = "decoding"  # all known tokens are computed; each step adds one
     HELD = "held"  # of beams: no row until it is known which beam comes next

@@ -46,6 +46,7 @@ class Sequences:
         self._repeating: dict[Sequence, None] = {}  # running; rows compute again what they had generated before they were preempted
         self._searching: dict[Sequence, Beams[Sequence]] = {}  # running; leaders of beams
         self._forked: dict[Sequence, None] = {}  # running; the device does not know all of their block tables
+        self._arrived: dict[Sequence, None] = {}  # running; their pages have come, and their slots are not set yet
         self._free_slots = list(range(max_num_seqs, 0, -1))
 
     @property
@@ -161,9 +162,11 @@ class Sequences:
         slots = sorted([*self._free_slots, *(sequence.slot for sequence in running)])
         assert slots == list(range(1, self.max_num_seqs + 1)), f"a slot is shared or lost: {slots}"
         assert all(s.slot == 0 and s.state is State.WAITING for s in waiting), "a waiting sequence owns something"
-        assert all(s.state in (State.PREFILLING, State.DECODING, State.HELD) for s in running), (
-            "a running sequence neither prefills nor decodes"
+        assert all(s.state in (State.FETCHING, State.PREFILLING, State.DECODING, State.HELD) for s in running), (
+            "a running sequence has nothing to do"
         )
+        assert all((s.state is State.FETCHING) == self.blocks.fetches(s.number) for s in running), "a sequence waits for pages in vain"
+        assert {*self._arrived} <= {*running}, "a sequence that does not run has got its pages"
         assert {*requests, *waiting} == {*self._live.values()}, "a request is lost"
         assert {*running, *waiting} == {*self._by_number.values()}, "a sequence is lost"
         assert len(requests) + len(waiting) == len(self._live), "a request is in two places"
@@ -229,7 +232,7 @@ class Sequences:
         beams = self._searching.pop(sequence, None)
         for one in [sequence] if beams is None else beams.members:
             del self._running[one]
-            for some in (self._sharing, self._repeating, self._forked):
+            for some in (self._sharing, self._repeating, self._forked, self._arrived):
                 some.pop(one, None)
             self.blocks.commit(one.number, one.tokens, min(one.num_computed, self.composition.prefilled(one)))
             self.blocks.release(one.number)

@@ -86,3 +86,20 @@ class StepPlan:
     def burst(self) -> BurstKey:
         """The program of a burst."""
         return BurstKey(self.trunk, self.sampler, self.steps)
+
+
+class Swaps(msgspec.Struct, gc=False):
+    """Pages that move between the device and the host, in this order, and before the step that was planned with them.
+
+    Attributes:
+        spills: (pool, page, host page) that are copied to the host.
+        fills: (pool, place, page): what was staged in a place on the device is put into a page.
+        fetches: (host page, place) that are staged from now on, beside the steps.
+    """
+
+    spills: list[tuple[int, int, int]] = []
+    fills: list[tuple[int, int, int]] = []
+    fetches: list[tuple[int, int]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.spills or self.fills or self.fetches)

@@ -173,7 +173,7 @@ class Targets(Sequences):
     def _buckets(self, rows: int) -> list[int]:
         """Tiles of the programs that can run beside this many rows."""
         most = max((self.max_num_batched_tokens - rows) // self.sequence.tile_size, 1)
-        return [tiles for tiles in self.ready.tile_buckets if tiles <= most]
+        return [tiles for tiles in self.ready.tile_buckets if tiles <= most] or [self.ready.tile_buckets[0]]
 
     def _seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
         """What a step takes, if its longest sequence has this many tokens; or two, where rows and tiles may not share one."""

@@ -48,6 +48,8 @@ class Setup:
             raise InvalidArgument("num_scheduler_steps", config.num_scheduler_steps, limit)
         if config.batch_invariant:
             raise InvalidArgument("batch_invariant", True, "cannot be simulated yet: replays have steps of rows and prompts together")
+        if config.swap_space:
+            raise InvalidArgument("swap_space", config.swap_space, "must be 0: a host tier cannot be simulated yet")
         claim_gpu_memory(config.gpu_memory_utilization)
         config, spec = describe_engine(config)
         if costs_file is None:

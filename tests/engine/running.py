@@ -8,9 +8,11 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import jax
 import numpy as np
 
 from jengine.engine import Engine
+from jengine.execution.runner import Runner
 from jengine.request import Request, SamplingParams, TokenMask
 from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.costs import StepCosts
@@ -35,9 +37,16 @@ Work = tuple[list[int], SamplingParams] | tuple[list[int], SamplingParams, str |
 
 def limit_pages(engine: Engine, num_pages: int) -> None:
     """Let an idle engine use fewer pages than its cache has: it preempts, with programs that are compiled already. Its cache is empty."""
-    scheduler = engine.scheduler
+    scheduler, runner = engine.scheduler, engine.runner
+    if scheduler.blocks.tier is not None:
+        assert isinstance(runner, Runner)
+        jax.block_until_ready(runner.moving)
+        runner.swapped()  # what the old tier had under way
     old = scheduler.blocks
-    scheduler.blocks = BlockManager(old.page_size, [num_pages], old.groups, prefix_caching=old.prefix_caching, hit_grid=old.hit_grid)
+    tier = {} if old.tier is None else {"host_pages": old.tier.capacity, "staged": old.tier.staged}
+    scheduler.blocks = BlockManager(
+        old.page_size, [num_pages], old.groups, prefix_caching=old.prefix_caching, hit_grid=old.hit_grid, **tier
+    )
     scheduler.sequence = dataclasses.replace(scheduler.sequence, pages=num_pages - 1)
 
 

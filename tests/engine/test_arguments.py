@@ -73,7 +73,7 @@ def test_options_of_vllm_that_change_nothing(options: dict[str, Any]) -> None:
 
 
 def test_options_of_vllm_that_would_change_something() -> None:
-    for name, value, reason in (("trust_remote_code", True, "never run"), ("swap_space", 4, "not swapped")):
+    for name, value, reason in (("trust_remote_code", True, "never run"), ("cpu_offload_gb", 4, "not offloaded")):
         with pytest.raises(InvalidArgument, match=reason) as refused:
             EngineConfig.of("demo", {name: value})
         assert refused.value.field == name

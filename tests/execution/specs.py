@@ -19,6 +19,7 @@ def make_spec(
     quantization: str | None = None,
     kv_cache_dtype: str | None = None,
     devices: int = 1,
+    host_pages: int = 0,
 ) -> ExecutionSpec:
     table = ProgramTable((16,), (8,), (1,), 32, page_buckets)  # one of each kind, all with samplers of 16 rows
     model = build(model_config(VARIANTS[variant]), dtype, 192, quantization, devices)
@@ -31,4 +32,5 @@ def make_spec(
         page_size=16,
         num_pages=num_pages,
         kv_cache_dtype=kv_cache_dtype,
+        host_pages=host_pages,
     )

@@ -18,8 +18,9 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.config import EngineConfig
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.memory import temporaries_bound
-from jengine.execution.programs import UNTUNED, compile_all, lower, program_keys
+from jengine.execution.programs import FILL, SPILL, UNTUNED, compile_all, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
+from jengine.pages import SWAPS
 from jengine.parallel.mesh import make_mesh
 from jengine.shapes import describe
 from pallas_kernels import ahead_of_time
@@ -45,7 +46,7 @@ def loops_of_unknown_length(text: str) -> list[str]:
 
 
 def check_on_hopper(devices: int) -> None:
-    spec = described("h200", devices)
+    spec = dataclasses.replace(described("h200", devices), host_pages=64)
     assert kernels_refused(spec) is None and spec.table.page_buckets == (0,)
     for key in spec.table.trunks():
         compiled = lower(spec, key).compile()
@@ -57,6 +58,18 @@ def check_on_hopper(devices: int) -> None:
         assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == (2 * LAYERS + 1 if devices > 1 else 0)
         assert memory.alias_size_in_bytes >= spec.cache_bytes + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(spec.slots))
         assert memory.temp_size_in_bytes <= temporaries_bound(spec, key)
+    check_swaps(spec)
+
+
+def check_swaps(spec: ExecutionSpec) -> None:
+    """Pages leave the cache, and come back, without a copy of it."""
+    for key in (SPILL, FILL):
+        compiled = lower(spec, key).compile()
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        assert text is not None and memory is not None
+        assert not loops_of_unknown_length(text) and not re.search(r"\bconditional\(| all-(reduce|gather|to-all)", text)
+        assert memory.alias_size_in_bytes >= (spec.cache_bytes if key == FILL else 0)
+        assert memory.temp_size_in_bytes <= 4 * SWAPS * spec.page_bytes + (1 << 16) < spec.cache_bytes // 8
 
 
 def elsewhere(check: Callable[..., None], *args: Any) -> None:
@@ -114,6 +127,7 @@ def check_without_hopper(target: str, kv_cache_dtype: str | None) -> None:
         assert not loops_of_unknown_length(text) and not re.search(r"\bconditional\(", text)
         assert memory.alias_size_in_bytes >= spec.cache_bytes
         assert memory.temp_size_in_bytes <= temporaries_bound(spec, key)
+    check_swaps(dataclasses.replace(spec, host_pages=64))
 
 
 @pytest.mark.full

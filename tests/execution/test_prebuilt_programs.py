@@ -23,7 +23,9 @@ from jengine.start import start_engine
 from tests.execution.specs import make_spec
 from tests.golden.weights import Golden, write_model
 
-OPTIONS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 68, "max_model_len": 192, "kv_cache_memory": "512KiB"}
+OPTIONS: dict[str, Any] = {
+    "max_num_seqs": 4, "max_num_batched_tokens": 68, "max_model_len": 192, "kv_cache_memory": "512KiB", "swap_space": 0.01,
+}  # fmt: skip
 START = """
 import json, sys
 from jengine.observe.compiles import compile_count

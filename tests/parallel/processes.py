@@ -19,16 +19,21 @@ from typing import Any
 from jengine import LLM, AsyncLLM, EngineConfig, EngineDead, SamplingParams, follow
 from jengine.execution import programs
 from jengine.execution.worker import Call
+from jengine.scheduling.costs import SwapCosts
+from tests.engine.running import limit_pages
 
 PROMPTS = [[1, 2, 3], list(range(4, 90)), [7] * 20]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, detokenize=False)
 SAMPLES = SamplingParams(n=3, seed=5, max_tokens=24, ignore_eos=True, detokenize=False)
 LONG = SamplingParams(temperature=0.0, max_tokens=170, ignore_eos=True, detokenize=False)
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 72, "page_size": 16}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 72, "page_size": 16, "swap_space": 0.05,
+}  # fmt: skip
 
 
-def answers(llm: LLM) -> tuple[list[list[int]], int, Counter[str]]:
-    """Outputs, of which the later ones share pages; prompt tokens that were found in the cache; the calls made."""
+def answers(llm: LLM) -> tuple[list[list[int]], int, Counter[str], bool]:
+    """Outputs, of which the later ones share pages, and the last begin with pages from the host; prompt tokens that were found in
+    the cache, and the calls made before that; whether pages went to the host and came back."""
     engine: Any = llm.engine
     calls: Counter[str] = Counter()
     execute = engine.runner.worker.execute
@@ -41,7 +46,11 @@ def answers(llm: LLM) -> tuple[list[list[int]], int, Counter[str]]:
     first = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     turns = [[*out.prompt_token_ids, *out.outputs[0].token_ids, 5, 6] for out in first]
     outputs = [*first, *llm.generate(turns, GREEDY, use_tqdm=False), *llm.generate(PROMPTS, SAMPLES, use_tqdm=False)]
-    return [one.token_ids for out in outputs for one in out.outputs], engine.scheduler.prefix_hits, calls
+    found = engine.scheduler.prefix_hits, Counter(calls)
+    limit_pages(engine, 9)  # one request at a time
+    engine.scheduler.costs.swaps = SwapCosts(0.0, 0.0, 0.0)
+    outputs += [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(3) for prompt in (PROMPTS[1], [*range(90, 4, -1)])]
+    return [one.token_ids for out in outputs for one in out.outputs], *found, min(calls["spill"], calls["stage"], calls["fill"]) > 0
 
 
 async def wait_for_ever(model: str, options: dict[str, Any]) -> None:

@@ -46,11 +46,11 @@ def line(process: subprocess.Popen[str], start: str) -> str:
 
 
 def test_they_give_the_tokens_of_one(text_model: Path) -> None:
-    """Hits, copied pages and updates of slots among their steps."""
-    tokens, hits, calls = answers(LLM(text_model, progress=False, **OPTIONS))
-    assert len(tokens) == 5 * len(PROMPTS) and hits > 100 and min(calls["copy"], calls["update"]) > 0
+    """Hits, copied pages, updates of slots, and pages that went to the host and came back among their steps."""
+    tokens, hits, calls, swapped = answers(LLM(text_model, progress=False, **OPTIONS))
+    assert len(tokens) == 5 * len(PROMPTS) + 6 and hits > 100 and min(calls["copy"], calls["update"]) > 0 and swapped
     with two(text_model, "answers") as processes:
-        assert json.loads(line(processes[0], "[[")) == [tokens, hits, calls]
+        assert json.loads(line(processes[0], "[[")) == [tokens, hits, calls, True]
         assert [process.wait(60) for process in processes] == [0, 0]
 
 

@@ -140,6 +140,18 @@ def test_pages_of_8b_on_an_h200_by_hand() -> None:
     assert (formats_of(spec).kv_bytes, formats_of(spec).weight_bytes) == (131_072, 2)
 
 
+def test_staging_is_taken_from_the_cache(tiny: Path) -> None:
+    """Of 64 GiB on the host, 8,192 pages of 8 MiB; 32 are under way in each direction."""
+    config = EngineConfig(model=str(DATA / "llama-3.1-8b"), swap_space=64)
+    spec = describe_for(config, "h200")
+    memory = DeviceMemory.of(memory_limit(config, spec, "h200"), spec, [ProgramMemory(0, 0, 0, 60_000_000)])
+    assert (spec.host_pages, spec.staged, memory.staging) == (8192, 32, 64 * 8_388_608)
+    assert pages_beside(config, spec, memory) == 13_952 - 64
+    plain, tiered = (make_plan(EngineConfig.of(str(tiny), {**TINY, "swap_space": space}), "h200", progress=False) for space in (0, 0.5))
+    assert tiered.total_programs == plain.total_programs + 2
+    assert "staging" in report("tiny", tiered) and "staging" not in report("tiny", plain)
+
+
 def test_70b_on_eight_h200s_by_hand() -> None:
     """Each has an eighth of the matrices, whole norms, and one kv head."""
     spec = describe_for(EngineConfig(model=str(DATA / "llama-3.1-70b"), tensor_parallel_size=8), "h200")

@@ -8,6 +8,7 @@ and of all tokens before it: a wrong token anywhere shows in everything that fol
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, fields
 
@@ -23,6 +24,7 @@ from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
 from jengine.updates import Found
 from tests.scheduling.answers import EOS, alone, beams_alone, found_after, next_token
+from tests.scheduling.host_memory import Content, HostMemory
 
 FULL = (GroupPages(),)
 
@@ -59,6 +61,7 @@ class StrictDevice:
         self.cache: dict[tuple[int, int], tuple[int, int, bool]] = {}
         self.bursts = self.hits = self.copies = self.prefilled = self.repeated = 0
         self.ready = {*table.trunks(), *table.samplers(), *table.scores(), *table.bursts()}
+        self.host = HostMemory(self._page, self._set_page)
 
     def run(self, plan: StepPlan) -> tuple[list[list[int]], dict[int, Found]]:
         """The tokens of every sample, and what is found after beams."""
@@ -126,6 +129,13 @@ class StrictDevice:
                     slot.last_token = next_token(slot.reset.seed, slot.reset.sample_index, slot.tokens, *how)
                     given.append(slot.last_token)
         return tokens
+
+    def _page(self, _: int, page: int) -> Content:
+        return {offset: self.cache[page, offset] for offset in range(self.page_size)}  # whole pages alone are worth a copy
+
+    def _set_page(self, _: int, page: int, content: Content) -> None:
+        for offset, token in content.items():
+            self.cache[page, offset] = token  # type: ignore[assignment]
 
     def _check_size(self, plan: StepPlan) -> int:
         table, placement = self.table, self.table.place(plan.spans)
@@ -250,6 +260,8 @@ class Loop:
         self.admitted: list[int] = []  # seeds, in the order of the slot resets
         self._coming: list[TableKey] = []
         self.last: StepPlan  # the newest plan
+        self._draw = random.Random(0)
+        self.ending = 0.5  # share of the copies under way that end in a step
         self.exhausted = False  # whether every page has been owned
 
     def add_beams(
@@ -315,7 +327,11 @@ class Loop:
 
     def step(self, ahead: int) -> bool:
         """Plans and runs one step, then collects all but the last `ahead` steps. False if there was nothing to run."""
+        if self.scheduler.blocks.tier is not None:
+            self.scheduler.swapped(*self.device.host.ended(self._draw, self.ending))
         plan = self.scheduler.schedule()
+        if (swaps := self.scheduler.take_swaps()) is not None:
+            self.device.host.swap(swaps)
         if plan is not None:
             self.last = plan
             self.admitted += [reset.seed for reset in plan.resets]
@@ -339,7 +355,7 @@ class Loop:
                 break
             under_way = bool(self.dispatched)
             rejected = len(self.scheduler.rejected)
-            assert self.step(ahead) or under_way or len(self.scheduler.rejected) > rejected, (
+            assert self.step(ahead) or under_way or len(self.scheduler.rejected) > rejected or self.scheduler.fetching, (
                 "unfinished requests, and nothing to run or to wait for"
             )
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -9,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jengine.pages import most_pages
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.blocks import BlockManager
+from tests.scheduling.host_memory import HostMemory
 
 GROUPS = [
     [GroupPages()],
@@ -22,16 +25,52 @@ LONGEST = 40
 
 
 class BlocksMachine(RuleBasedStateMachine):
-    @initialize(page_size=st.integers(1, 4), groups=st.sampled_from(GROUPS), more=st.integers(0, 10), prefix_caching=st.booleans())
-    def start(self, page_size, groups, more, prefix_caching):
+    @initialize(
+        page_size=st.integers(1, 4),
+        groups=st.sampled_from(GROUPS),
+        more=st.integers(0, 10),
+        prefix_caching=st.booleans(),
+        host_pages=st.sampled_from([0, 1, 5, 50]),
+        staged=st.integers(1, 6),
+    )
+    def start(self, page_size, groups, more, prefix_caching, host_pages, staged):
         pools = [1 + more] * (1 + max(group.pool for group in groups))
         for window, pool in groups:
             pools[pool] += most_pages(LONGEST, window, page_size, 1)
-        self.blocks = BlockManager(page_size, pools, groups, prefix_caching=prefix_caching)
+        host_pages = host_pages if prefix_caching else 0
+        self.blocks = BlockManager(page_size, pools, groups, prefix_caching=prefix_caching, host_pages=host_pages, staged=staged)
+        self.host = HostMemory(self.page, self.set_page)
+        self.fetching: dict[int, list[int]] = {}  # by sequence, the tokens to compute once its pages have come
         self.tokens: dict[int, list[int]] = {}  # by sequence, those computed
         self.salts: dict[int, str | None] = {}
         self.held: dict[tuple[int, int, int], object] = {}  # (pool, page, offset) -> what was written there
         self.numbers = 0
+
+    def page(self, pool, page):
+        return {offset: self.held[pool, page, offset] for offset in range(self.blocks.page_size)}
+
+    def set_page(self, pool, page, content):
+        for offset, token in content.items():
+            self.held[pool, page, offset] = token
+
+    def swap(self):
+        """What was planned happens before anything is copied or written."""
+        if self.blocks.tier is not None and (swaps := self.blocks.tier.take_swaps()):
+            self.host.swap(swaps)
+
+    @precondition(lambda self: self.blocks.tier is not None)
+    @rule(seed=st.integers(0, 99), share=st.sampled_from([0.3, 1.0]))
+    def copies_end(self, seed, share):
+        saved, staged = self.host.ended(random.Random(seed), share)
+        self.blocks.tier.saved(saved)
+        self.blocks.tier.landed(staged)
+
+    @rule()
+    def begin_plan(self):
+        complete = self.blocks.land()
+        self.swap()
+        for number in complete:
+            self.compute(number, self.fetching.pop(number))
 
     def content(self, number, group, at):
         return group, self.salts[number], tuple(self.tokens[number][: at + 1])
@@ -41,21 +80,34 @@ class BlocksMachine(RuleBasedStateMachine):
         size, pages = self.blocks.page_size, self.blocks._tables[number].pages[group]
         return [(at, (self.blocks.groups[group].pool, pages[at // size], at % size)) for at in range(start, len(self.tokens[number]))]
 
-    @rule(tokens=TOKENS, salt=st.sampled_from([None, None, "a"]))
-    def come(self, tokens, salt):
+    @rule(tokens=TOKENS, salt=st.sampled_from([None, None, "a"]), fetch=st.booleans())
+    def come(self, tokens, salt, fetch):
         hit = self.blocks.match(tokens, salt)
+        if fetch:
+            longer = self.blocks.match_both(tokens, salt, hit)
+            assert longer is hit or (longer.fetches > 0 and longer.from_host == longer.tokens - hit.tokens > 0)
+            hit = longer
         assert hit.tokens < len(tokens) and hit.tokens % self.blocks.page_size == 0
         if not self.blocks.available(self.blocks.needed(hit, len(tokens), 1)):
             return
         number, self.numbers = self.numbers, self.numbers + 1
         self.blocks.admit(number, hit, len(tokens), salt)
         self.tokens[number], self.salts[number] = tokens[: hit.tokens], salt
-        self.compute(number, tokens[hit.tokens :])
+        self.swap()
+        assert self.blocks.fetches(number) == (hit.fetches > 0)
+        if hit.fetches:
+            self.fetching[number] = tokens[hit.tokens :]
+        else:
+            self.compute(number, tokens[hit.tokens :])
 
-    @precondition(lambda self: self.tokens)
+    @property
+    def ready(self):
+        return sorted({*self.tokens} - {*self.fetching})
+
+    @precondition(lambda self: self.ready)
     @rule(data=st.data(), tokens=TOKENS)
     def grow(self, data, tokens):
-        number = data.draw(st.sampled_from(sorted(self.tokens)))
+        number = data.draw(st.sampled_from(self.ready))
         self.compute(number, tokens[: LONGEST - len(self.tokens[number])])
 
     def compute(self, number, tokens):
@@ -69,6 +121,7 @@ class BlocksMachine(RuleBasedStateMachine):
         foreseen = blocks.copies([(number, start)])
         copies, _ = blocks.unshare(number, start)
         taken = [was - pool.available for was, pool in zip(before, blocks.pools, strict=True)]
+        self.swap()
         assert taken == [foreseen[pool] for pool in range(len(blocks.pools))] and sum(taken) == len(copies)
         for pool, source, target in copies:
             for offset in range(blocks.page_size):
@@ -79,6 +132,7 @@ class BlocksMachine(RuleBasedStateMachine):
         assert start <= end <= start + len(tokens)
         entries = blocks.grow(number, end)
         assert all(page > 0 for _, _, page in entries)
+        self.swap()
         known += tokens[: end - start]
         for group, (_, pool) in enumerate(blocks.groups):
             for at, place in self.places(number, group, start):
@@ -94,10 +148,10 @@ class BlocksMachine(RuleBasedStateMachine):
             for at, place in self.places(number, group, 0 if window is None else max(position - window + 1, 0)):
                 assert self.held[place] == self.content(number, group, at)
 
-    @precondition(lambda self: self.tokens)
+    @precondition(lambda self: self.ready)
     @rule(data=st.data(), count=st.integers(1, 3))
     def fork(self, data, count):
-        parent = data.draw(st.sampled_from(sorted(self.tokens)))
+        parent = data.draw(st.sampled_from(self.ready))
         for _ in range(count):
             child, self.numbers = self.numbers, self.numbers + 1
             self.blocks.fork(parent, child)
@@ -109,6 +163,7 @@ class BlocksMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.tokens)))
         self.blocks.release(number)
         del self.tokens[number]
+        self.fetching.pop(number, None)
 
     @rule()
     def reset(self):
@@ -120,8 +175,8 @@ class BlocksMachine(RuleBasedStateMachine):
         if hasattr(self, "blocks"):
             self.blocks.check_integrity()
             assert self.blocks.numbers == {*self.tokens}
-            for number, tokens in self.tokens.items():
-                self.read(number, len(tokens))
+            for number in self.ready:
+                self.read(number, len(self.tokens[number]))
 
     def teardown(self):
         if hasattr(self, "blocks"):
@@ -131,6 +186,13 @@ class BlocksMachine(RuleBasedStateMachine):
             assert self.blocks.owned == 0
             self.blocks.reset()
             assert len(self.blocks._index) == 0 and sum(pool.free for pool in self.blocks.pools) == self.blocks.capacity
+            if self.blocks.tier is not None:
+                self.swap()
+                self.copies_end(0, 1.0)
+                self.begin_plan()
+                self.begin_plan()
+                self.blocks.check_integrity()
+                assert self.blocks.tier.used == 0, "a host page is lost"
 
 
 BlocksMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)

@@ -51,6 +51,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         few=st.booleans(),
         invariant_tiles=st.sampled_from([0, 0, 1, 2]),
         steps=st.sampled_from([1, 8, "auto"]),
+        host_pages=st.sampled_from([0, 0, 1, 4, 30]),
+        staged=st.integers(1, 5),
     )
     def start(
         self,
@@ -72,6 +74,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         few,
         invariant_tiles,
         steps,
+        host_pages,
+        staged,
     ):
         pages = -(-max_model_len // page_size)  # of the longest sequence
         most = sum(most_pages(max_model_len - 1, window, page_size, tile_size) for window in windows)
@@ -94,6 +98,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             costs=None if costs is None else random_costs(costs),
             invariant_tiles=invariant_tiles,
             num_scheduler_steps=steps if tile_size == 8 and not invariant_tiles else 1,
+            host_pages=host_pages if prefix_caching else 0,
+            staged=staged,
         )
         if few:
             self.loop.begin_with_few()

@@ -23,7 +23,7 @@ OTHER: dict[str, Any] = {
     "dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8", "embeddings": True,
     "max_model_len": 99, "max_num_seqs": 4,
     "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
-    "num_pages": 12, "enable_prefix_caching": False, "batch_invariant": True,
+    "num_pages": 12, "enable_prefix_caching": False, "swap_space": 2.5, "batch_invariant": True,
     "policy": "priority", "priority_ageing": 5.5, "strategy": "memory", "ttft_ms": 300.5, "tpot_ms": 40.5, "on_late": "reject",
     "batching": "static", "batch_wait_ms": 20.5, "record_trace": "trace.jsonl",
     "overlap": False, "seed": 6, "cache_dir": "somewhere", "cache_max_size": "2GiB",

@@ -23,6 +23,7 @@ from jengine.serving.security import ApiKeys, hash_line
 LOAD = Load(
     running=3, waiting=2, free_pages=30, pages=40, preemptions=5, compiles_since_start=1, cached_pages=12, prefix_queries=900,
     prefix_hits=320, hit_pages=(20, 4), cache_groups=("full", "window[512]"), evictions=6,
+    host_pages=50, host_used=20, host_queries=580, host_hits=160, host_declined=16, host_spilled=30, host_fetched=10, host_evictions=1,
 )  # fmt: skip
 
 
@@ -82,6 +83,11 @@ def test_the_engine_as_last_heard() -> None:
     }  # fmt: skip
     assert {key[0].removeprefix("prefix_cache_"): value for key, value in got.items() if key[0].startswith("prefix") and len(key) == 1} == {
         "queries_total": 900, "hits_total": 320, "evictions_total": 6,
+    }  # fmt: skip
+    assert {key[0]: value for key, value in got.items() if key[0].startswith(("external_", "swapped", "cpu_cache"))} == {
+        "cpu_cache_usage_perc": 0.4, "external_prefix_cache_queries_total": 580, "external_prefix_cache_hits_total": 160,
+        "external_prefix_cache_declined_total": 16, "external_prefix_cache_evictions_total": 1, "swapped_out_pages_total": 30,
+        "swapped_in_pages_total": 10,
     }  # fmt: skip
     assert got[("prefix_cache_hit_pages_total", "full")] == 20 and got[("prefix_cache_hit_pages_total", "window[512]")] == 4
     assert got[("compiles_since_start_total",)] == 1 and got[("process_open_fds",)] > 0
