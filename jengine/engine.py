@@ -243,6 +243,7 @@ class Engine:
         self.records.turn(now)
         plan = self.scheduler.schedule()
         planned = time.perf_counter()
+        self.records.planned()
         updates += self._rejected()
         if plan is None:
             updates += self._read_all_but(0)
@@ -269,7 +270,7 @@ class Engine:
         counted = any([reset.counted is not None for reset in plan.resets])
         self._in_flight.append((record, not masked and not counted, step))
         updates += self._read_all_but(1 if self.overlap else 0)
-        self.records.turned(record, time.perf_counter())
+        self.records.turned(time.perf_counter())
         return updates
 
     def set_strategy(self, strategy: StrategyName) -> None:
