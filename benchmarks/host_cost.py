@@ -191,7 +191,7 @@ def run(sequences: int, steps: int) -> Iterator[dict[str, float]]:
         for method in ("planning", "dispatched", "read"):
             if StepClock is not None:
                 clock.wrap(StepClock, method, "observe")
-        for method in ("turn", "dispatched", "read", "turned", "passed_on", "totals"):
+        for method in ("turn", "planned", "dispatched", "read", "turned", "passed_on", "totals"):
             if StepRecorder is not None:
                 clock.wrap(StepRecorder, method, "record")
         for step in range(warm_up + steps):

@@ -198,6 +198,7 @@ class Engine:
         self.records.turn(now)
         plan, swapping = self._plan()
         planned = time.perf_counter()
+        self.records.planned()
         updates += self._rejected()
         if plan is None:
             updates += self._read_all_but(0)
@@ -226,7 +227,7 @@ class Engine:
         counted = any([reset.counted is not None for reset in plan.resets])
         self._in_flight.append((record, not masked and not counted and not swapping, step))
         updates += self._read_all_but(1 if self.overlap else 0)
-        self.records.turned(record, time.perf_counter())
+        self.records.turned(time.perf_counter())
         return updates
 
     def _plan(self) -> tuple[StepPlan | None, bool]:

@@ -10,7 +10,7 @@ from jengine.explanations.window import Window
 from jengine.observe.records import Memory
 
 DRIFT = 1.25  # times as long as usual
-HOST = 0.05  # share of the time that the host's own work must take for its processor time to say something
+HOST = 0.02  # share of the time that planning must take for its processor time to say something
 SAMPLES, SECONDS = 8, 15.0  # of memory, from which on a trend shows
 GROWTH = 16 << 20  # bytes a minute
 MIB = 1 << 20
@@ -21,12 +21,13 @@ def busy_machine(window: Window) -> Finding | None:
     if not window.enough:
         return None
     drift = statistics.median([step.drift for step in window.steps])
-    own = sum([step.host for step in window.steps])
-    starved = window.processor < STARVED and own >= HOST * window.busy
+    spent = window.spent
+    own = sum([spent[stage] for stage in ("schedule", "pack", "collect", "text")])
+    starved = window.processor < STARVED and spent["schedule"] >= HOST * window.busy
     if drift < DRIFT and not starved:
         return None
     waits = (1.0 - window.processor) * own
-    without = max(window.busy - waits - (1.0 - 1.0 / max(drift, 1.0)) * window.spent["wait"], window.busy / 10)
+    without = max(window.busy - waits - (1.0 - 1.0 / max(drift, 1.0)) * spent["wait"], window.busy / 10)
     return Finding(
         "busy_machine",
         1.0 - without / window.busy,

@@ -79,10 +79,8 @@ class Window:
 
     @cached_property
     def processor(self) -> float:
-        """The share of its own time in which the loop's thread had a processor. Masks are filled in another thread."""
-        own = [step for step in self.steps if not step.mask]
-        host = sum([step.host for step in own])
-        return sum([step.cpu for step in own]) / host if host > 0.0 else 1.0
+        """The share of the time in which the loop's thread had a processor, while it planned: all other stages may wait for something."""
+        return sum([step.cpu for step in self.steps]) / self.spent["schedule"] if self.spent["schedule"] > 0.0 else 1.0
 
     # --- load -----------------------------------------------------------------------------------------
 

@@ -41,8 +41,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
         predicted: the same, as predicted when it was planned.
         predicted_plan: schedule, pack and dispatch, as predicted.
         predicted_collect: collect, text and away, as predicted.
-        host: seconds of the loop's turn in which it was dispatched, without the wait for the step before.
-        cpu: processor seconds that the loop's thread got in that turn.
+        cpu: processor seconds that the loop's thread got while it was planned.
         drift: how much longer steps took than usual, as a factor.
         running, waiting: requests, when it was planned.
         free, cached, owned: pages.
@@ -88,6 +87,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     strategy: str
     reason: str
     steps: int = 1
+    cpu: float = 0.0
     wait: float = 0.0
     waited: bool = False
     ended: float = 0.0
@@ -95,8 +95,6 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     text: float = 0.0
     away: float = 0.0
     device: float = 0.0
-    host: float = 0.0
-    cpu: float = 0.0
 
     @property
     def padded_rows(self) -> int:

@@ -41,7 +41,7 @@ class StepRecorder:
         self._pauses = garbage_pauses()
         self._number = 0
         self._begun = self._cpu = 0.0  # of this turn
-        self._waits = self._reading = 0.0  # seconds of this turn: of waits, and of waits and collecting
+        self._reading = 0.0  # seconds of this turn in which earlier steps were read and collected
         self._last: StepRecord | None = None  # the step that was read last, until the loop turns to the next one
         self._passed_on = self._look = 0.0
         self._paused = False
@@ -60,7 +60,11 @@ class StepRecorder:
             self.memories.append(memory(now))
             self._look = now + MEMORY_SECONDS
         self._paused = False
-        self._begun, self._waits, self._reading, self._cpu = now, 0.0, 0.0, time.thread_time()
+        self._begun, self._reading, self._cpu = now, 0.0, time.thread_time()
+
+    def planned(self) -> None:
+        """The scheduler has made its plan."""
+        self._cpu = time.thread_time() - self._cpu
 
     def dispatched(self, plan: StepPlan, planned: float, started: float, now: float, mask: float = 0.0) -> StepRecord:
         """A step is planned, and its programs are called.
@@ -121,20 +125,19 @@ class StepRecorder:
             scheduler.strategy,
             reason,
             plan.steps,
+            self._cpu,
         )
 
     def read(self, record: StepRecord, asked: float, now: float, collected: float, *, waited: bool, device: float) -> None:
         """A step's tokens were asked for, are here, and were given to their sequences; see StepRecord."""
         record.wait, record.waited, record.ended = now - asked, waited, now
         record.collect, record.device = collected - now, device
-        self._waits += now - asked
         self._reading += collected - asked
         self._last, self._passed_on = record, collected
         self.steps.append(record)
 
-    def turned(self, record: StepRecord, now: float) -> None:
-        """The turn in which this step was dispatched is over."""
-        record.host, record.cpu = now - self._begun - self._waits, time.thread_time() - self._cpu
+    def turned(self, now: float) -> None:
+        """The turn is over; what came of it is passed on."""
         self._passed_on = now
 
     def passed_on(self, now: float) -> None:
