@@ -110,7 +110,7 @@ def test_logits_are_those_of_the_dequantized(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(kept, params[0], tokens), logits(plain, params[1], tokens), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["w4a16"])
+@pytest.mark.parametrize("name", ["w4a16", "w8a16", "fp8"])
 def test_what_the_formats_own_package_writes(name: str) -> None:
     """Logits are those that transformers computes from the same files."""
     folder = Path(__file__).parents[1] / "data" / "quantized" / name
