@@ -40,7 +40,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
     Args:
         model, progress, options: as for LLM.
 
-    Example:
+    Examples:
         >>> async with AsyncLLM("demo") as llm:
         ...     async for output in llm.generate("def fib(n):", output_kind="delta"):
         ...         print(output.outputs[0].text, end="")

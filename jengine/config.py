@@ -168,27 +168,29 @@ class EngineConfig:
         model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
         revision: branch, tag or commit of a model on the hub.
         tokenizer: another model to take the tokenizer from; by default the model's own.
-        generation_config: where sampling parameters come from for requests that bring none. auto: the model's
-            generation_config.json; vllm: SamplingParams' own defaults.
+        generation_config: the source of sampling parameters for requests that set none. auto: the model's generation_config.json; vllm:
+            the defaults of SamplingParams.
         dtype: number format of weights, activations and cache. auto: the checkpoint's where the device supports it, float16 on a GPU
             without bfloat16; on a CPU float32 instead of a narrower one, unless the CPU multiplies that one natively or is measured
             to be faster with it.
-        quantization: of weights, on load; by default they stay as the checkpoint has them. Eight bits have a scale for each output
-            channel: int8: weights alone; w8a8: activations too, with a scale for each row; fp8: both, as e4m3, emulated on devices
-            older than Hopper and Ada. int4: weights alone, with a scale and an offset for each group of 128 inputs; embeddings
-            become int8. none: weights of a quantized checkpoint become dtype.
-        kv_cache_dtype: number format of the KV cache; int8 and fp8 (e4m3) have a scale for each token and kv head. auto is dtype.
-        embeddings: have programs for embeddings, from the start; by default where the model's folder has sentence-transformers' files
-            that say how it embeds.
-        max_model_len: tokens a sequence may have, prompt and output together; by default the model's length.
-        max_num_seqs: sequences running at once; by default 32 on a CPU, 256 on a GPU.
-        max_num_batched_tokens: tokens a step may carry, decode rows and prompt tiles together; by default 512 on a CPU, 8192 on a GPU.
-        page_size: tokens a page of the cache holds; by default 16 on a CPU, 64 on a GPU.
-        tile_size: tokens of a prompt tile.
-        kv_cache_memory: bytes for pages on each device; a number, or text such as "512MiB". By default, on a CPU, enough for
-            max_num_seqs sequences of max_model_len, at most 1 GiB; on a GPU, see gpu_memory_utilization.
-        gpu_memory_utilization: share of a GPU's memory for weights, programs and cache together.
-        num_pages: pages of the cache, instead of a size in bytes; the null page is one of them.
+        quantization: quantizes weights on load. By default they stay as the checkpoint has them. int8: weights in eight bits, with a
+            scale for each output channel; w8a8: activations too, with a scale for each row; fp8: both as e4m3, emulated on devices
+            older than Hopper and Ada; int4: weights in four bits, with a scale and an offset for each group of 128 inputs, and
+            embeddings in int8; none: converts the weights of a quantized checkpoint to dtype.
+        kv_cache_dtype: number format of the KV cache. int8 and fp8 (e4m3) have a scale for each token and kv head; auto: the same as
+            dtype.
+        embeddings: compile programs for embeddings. By default, if the model's folder has sentence-transformers' files that say how it
+            embeds.
+        max_model_len: the most tokens of a sequence, prompt and output together. By default the model's length.
+        max_num_seqs: the most sequences that run at once. By default 32 on a CPU, 256 on a GPU.
+        max_num_batched_tokens: the most tokens in a step, those of decoding sequences and of prompts together. By default 512 on a CPU,
+            8192 on a GPU.
+        page_size: tokens in a page of the KV cache. By default 16 on a CPU, 64 on a GPU.
+        tile_size: tokens in a tile, the unit in which a step computes prompts.
+        kv_cache_memory: size of the KV cache on each device: bytes, or text such as "512MiB". By default, on a CPU, enough for
+            max_num_seqs sequences of max_model_len tokens, but at most 1 GiB; on a GPU, see gpu_memory_utilization.
+        gpu_memory_utilization: the share of a GPU's memory for weights, programs and KV cache together.
+        num_pages: size of the KV cache in pages instead of bytes, the null page included.
         enable_prefix_caching: keep the pages of prompts and answers until they are needed elsewhere; a request whose prompt begins with
             the same tokens, and has the same cache_salt, takes them instead of computing them.
         swap_space: GiB of the host's memory, for each device, that keep cached pages which the device gives to others, those of preempted
@@ -197,46 +199,45 @@ class EngineConfig:
         batch_invariant: a request's tokens and log probabilities are the same to the last bit, whatever runs beside it, and whether it is
             preempted, found in the prefix cache or neither. A step computes all decode rows or a few prompt tiles, never both;
             max_num_batched_tokens bounds the prompt tokens between two steps of rows. Refused with what cannot keep it.
-        policy: order of waiting requests. fcfs: first come first served; priority: by their priority, see priority_ageing; fair: clients
-            get equal shares by tokens, the one that has been served least comes next.
-        priority_ageing: seconds of waiting that count as much as one level of priority, so that no request waits for ever; 0: a level
-            is worth any wait.
-        strategy: what steps are composed for. throughput: most tokens a second; latency: that requests meet ttft_ms and tpot_ms; memory:
-            fewest preemptions: a request is admitted when there are pages for what it is expected to generate; auto: one of these, by
-            the load. May be changed while the engine runs.
-        ttft_ms: target of milliseconds from a request's arrival to its first token. A request may have another one.
-        tpot_ms: target of milliseconds for each further token: the n-th is due n times as long after the first. A request may have
-            another one.
-        on_late: with strategy latency, what becomes of requests that cannot meet their targets. serve: they run after those that can;
-            reject: they end at once, with finish_reason "abort" and stop_reason "rejected", and what was accepted is not late unless the
-            machine is slower than it was.
-        batching: when waiting requests may run. continuous: at any time; dynamic: in batches, which form when max_num_seqs wait or
-            batch_wait_ms have passed, of requests of similar lengths; static: so too, but a batch starts when all of the one before
-            has ended. Steps run the same programs.
-        batch_wait_ms: milliseconds that the first request of a batch waits for others, where batching is dynamic or static.
-        record_trace: a file to which a line is appended for each request that has ended, for `jengine simulate`: lengths, times, targets,
-            and keyed hashes that tell which prompts begin alike; no texts and no tokens.
+        policy: the order of waiting requests. fcfs: first come, first served; priority: lower priority values first, see
+            priority_ageing; fair: equal shares by tokens, so the client that has been served least comes next.
+        priority_ageing: seconds of waiting that count as one level of priority, so that no request starves. With 0, waiting does not
+            count.
+        strategy: the goal of each step. throughput: the most tokens a second; latency: requests meet ttft_ms and tpot_ms; memory: the
+            fewest preemptions, by admitting a request only when there are pages for what it is expected to generate; auto: one of
+            these, by the load. May be changed while the engine runs.
+        ttft_ms: target for the time from a request's arrival to its first token, in milliseconds. A request may set its own.
+        tpot_ms: target for each further token, in milliseconds: the n-th is due n times tpot_ms after the first. A request may set its
+            own.
+        on_late: the treatment of requests that cannot meet their targets, with strategy latency. serve: they run after those that can;
+            reject: they end at once, with finish_reason "abort" and stop_reason "rejected", and accepted requests meet their targets
+            unless the machine becomes slower.
+        batching: when waiting requests may start. continuous: at any time; dynamic: in batches of similar lengths, formed when
+            max_num_seqs requests wait or batch_wait_ms have passed; static: the same, but a batch starts only when the previous one
+            has ended.
+        batch_wait_ms: with dynamic and static batching, the milliseconds that the first request of a batch waits for others.
+        record_trace: a file that gets a line for each finished request, for `jengine simulate`: lengths, times, targets and keyed hashes
+            that show which prompts begin alike; no text and no tokens.
         overlap: dispatch a step before the last one's tokens are read.
-        num_scheduler_steps: decode steps that are run in a row, without the host in between: 1 or 8; auto: 8 while no request waits.
-            A step is single where it has prompts, or where a row needs the full sampler (masks, penalties, log probabilities, beams). A
-            request that comes meanwhile waits for up to two such bursts.
-        stream_interval: tokens that are new in a stream's next output, at least, but for its first and its last one.
-        seed: from which requests without a seed of their own draw theirs.
-        cache_dir: where compiled programs are kept; by default jengine's folder in the user's cache.
-        cache_max_size: size of the programs kept there, such as "20GiB"; beyond it the least recently used are evicted.
-            By default 10GiB. With several processes, of each.
-        programs: a folder that `jengine compile` wrote for this model, these options and this device; nothing is compiled then. dtype
-            auto and num_pages, where not given, are as the folder has them.
-        warm_up: when the engine is ready. progressive: once the few programs that can serve any request are compiled or loaded; the
-            others follow while it runs, and steps use them as they come. all: once every program is. A server waits for all.
-        compile_threads: programs compiled at once; by default 2 on a CPU, one for each core of the host on a GPU, at most cpu_threads.
-        cpu_threads: threads of a CPU that compute, compile and tokenize at once; by default all cores that the process may use. It holds
-            for the process: engines that share one have the same, and JAX must not have started before the first of them.
-        tensor_parallel_size: devices that share the model. Kv heads are repeated where they are fewer, which takes as much more cache.
-        coordinator: host:port where process 0 listens, if several processes, on one machine or on many, share the model; all are
-            started with the same options. Only process 0 takes requests.
-        num_processes: processes that share the model. Their devices together are as many as tensor_parallel_size.
-        process_id: index of this process among them, from 0.
+        num_scheduler_steps: decode steps that run as one program, without the host in between: 1 or 8; auto: 8 while no request waits.
+            Steps with prompts, masks, penalties, log probabilities or beams run singly. A new request waits for up to two such bursts.
+        stream_interval: the fewest new tokens in an output of a stream, its first and last output excepted.
+        seed: seeds the requests that set no seed.
+        cache_dir: the folder of saved programs. By default jengine's folder in the user's cache.
+        cache_max_size: the largest size of that folder, such as "20GiB"; above it, the least recently used programs are removed. By
+            default 10GiB. With several processes, each has this much.
+        programs: a folder that `jengine compile` wrote for this model, these options and this device. The engine then compiles nothing.
+            A dtype of auto and an unset num_pages take the folder's values.
+        warm_up: when the engine is ready. progressive: when the few programs that can serve any request are there; the others follow
+            while it runs. all: when every program is there.
+        compile_threads: programs compiled at once. By default 2 on a CPU, one for each core of the host on a GPU, at most cpu_threads.
+        cpu_threads: threads of a CPU that compute, compile and tokenize at once. By default all cores that the process may use. All
+            engines of a process must agree on it, and JAX must not have started before the first of them.
+        tensor_parallel_size: devices that share the model. Kv heads are repeated if they are fewer, which takes as much more cache.
+        coordinator: host:port where process 0 listens, if several processes share the model, on one machine or on many. Start all with
+            the same options; only process 0 takes requests.
+        num_processes: processes that share the model. Together they have tensor_parallel_size devices.
+        process_id: index of this process, from 0.
     """
 
     model: str = "demo"

@@ -50,7 +50,7 @@ class LLM(Embeddings, BeamSearches):
         ModelError: the model cannot be read, or is not supported.
         OutOfMemory: the device is too small.
 
-    Example:
+    Examples:
         >>> with LLM("demo") as llm:
         ...     llm.generate("def fib(n):", SamplingParams(temperature=0.0))[0].outputs[0].text
     """
@@ -142,10 +142,10 @@ class LLM(Embeddings, BeamSearches):
         *,
         prompt_tokens: int | Sequence[int] = (),
     ) -> list[Prediction]:
-        """What these prompts may expect if `generate` were called with them now: seconds until each has its first token and its last.
+        """Predict the seconds until each of these prompts has its first and its last token, if `generate` were called with them now.
 
-        It depends on what steps cost, on what other threads' calls have running and waiting, and on cached pages. Outputs that a token
-        or a string may end are taken to be as long as others were, of late. Nothing is run.
+        The prediction uses the costs of steps, the running and waiting requests of other threads, and the cached pages. Outputs that may
+        stop early are assumed to be as long as recent ones. Nothing is run.
 
         Args:
             prompts, sampling_params: as for `generate`.
@@ -169,7 +169,7 @@ class LLM(Embeddings, BeamSearches):
         return expect(scheduler, [one._replace(cached=0) for one in asked] if lengths else asked)
 
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
-        """What `chat` completes for one conversation; to be streamed, or counted. Raises as `chat`."""
+        """Make the prompt that `chat` would complete for one conversation, for `stream` or to count its tokens. Raises as `chat`."""
         return chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
 
     def reset_prefix_cache(self) -> bool:
@@ -208,10 +208,10 @@ class LLM(Embeddings, BeamSearches):
         return explain(self.trace(seconds))
 
     def set_strategy(self, strategy: str) -> None:
-        """What steps are composed for, from the next one on; see EngineConfig.strategy.
+        """Change the strategy, from the next step on; see EngineConfig.strategy.
 
         Raises:
-            InvalidArgument: there is no such strategy, or it cannot be had with this batching.
+            InvalidArgument: there is no such strategy, or this batching mode excludes it.
             EngineDead: as `generate`.
         """
         self._shared.set_strategy(strategy)
@@ -239,7 +239,7 @@ class LLM(Embeddings, BeamSearches):
         return self.engine.wait_until_compiled(timeout)
 
     def close(self) -> None:
-        """Let go of weights and cache; calls in other threads end with EngineDead. May be called again."""
+        """Free weights and cache. Calls in other threads end with EngineDead. May be called again."""
         self._shared.quit()
 
     def __enter__(self) -> LLM:

@@ -43,19 +43,7 @@ GRACE = 10.0  # seconds after a request's own timeout, in which the server ends 
 
 
 class _Connection:
-    """What both clients have in common.
-
-    Args:
-        address: host:port.
-        api_key: sent with every request.
-        tls: encrypt, and trust the authorities that this machine trusts.
-        tls_ca: PEM file of the authorities to trust instead; turns TLS on.
-        tls_cert, tls_key: PEM files of the client's own certificate, for mutual TLS.
-        retries: how often and how long a request is tried again that the server could not take.
-
-    Raises:
-        InvalidArgument: a file that cannot be read.
-    """
+    """What both clients have in common."""
 
     def __init__(
         self,
@@ -68,6 +56,18 @@ class _Connection:
         tls_key: str | Path | None = None,
         retries: Retries | None = None,
     ) -> None:
+        """
+        Args:
+            address: host:port.
+            api_key: sent with every request.
+            tls: encrypt, and trust the authorities that this machine trusts.
+            tls_ca: PEM file of the authorities to trust instead; turns TLS on.
+            tls_cert, tls_key: PEM files of the client's own certificate, for mutual TLS.
+            retries: how often and how long to retry a request that the server cannot take.
+
+        Raises:
+            InvalidArgument: a file cannot be read.
+        """
         self.address, self._retries = address, retries or Retries()
         metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         ca, key, cert = _read("tls_ca", tls_ca), _read("tls_key", tls_key), _read("tls_cert", tls_cert)
@@ -92,26 +92,27 @@ def _deadline(request: pb.GenerateRequest | pb.ChatRequest) -> float | None:
 
 
 class Client(_Connection):
-    """Blocking; may be used from several threads.
+    """A blocking client of `jengine serve`. Threads may share one.
 
-    A request that the server could not take (it is full, or starting) is tried again, as long as nothing of its answer has come.
-    The methods that generate take these options; instead of `sampling_params`, SamplingParams' own fields; and those that chat, the
-    options of the template (`tools` and others: jengine's ChatOptions):
+    Methods that generate take SamplingParams, or its fields as keywords; methods that chat also take the fields of ChatOptions. All of
+    them take these options:
 
-        request_id: for `abort`; the server makes one otherwise.
-        priority: lower runs first, under the server's policy="priority".
-        ttft_ms, tpot_ms: targets of milliseconds to the first token, and to each further one, instead of the server's.
-        timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
-        cache_salt: the request takes cached prompt pages only of requests with an equal salt.
+    - `request_id`: for `abort`. By default the server makes one.
+    - `priority`: lower runs first, if the server's policy is "priority".
+    - `ttft_ms`, `tpot_ms`: latency targets in milliseconds for the first token and for each further one, instead of the server's.
+    - `timeout`: seconds after which the request ends, with finish_reason "abort" and stop_reason "timeout".
+    - `cache_salt`: the request shares cached pages only with requests that have the same salt.
+
+    A request that the server cannot take, because it is full or starting, is retried while nothing of its answer has come.
 
     Raises:
-        InvalidArgument: a field of the request is wrong, here or by the server's judgement.
-        ServerError: any other status; no server was reached.
+        InvalidArgument: a field of the request is wrong.
+        ServerError: the server answered with another error, or could not be reached.
 
-    Example:
+    Examples:
         >>> with Client("127.0.0.1:50051") as client:
-        ...     for news in client.stream("def fib(n):", temperature=0.0, max_tokens=100):
-        ...         print(news.outputs[0].text, end="")
+        ...     for output in client.stream("def fib(n):", temperature=0.0, max_tokens=100):
+        ...         print(output.outputs[0].text, end="")
     """
 
     def generate(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
@@ -142,7 +143,7 @@ class Client(_Connection):
         return str(self._ask(self._stub.Detokenize, request, SHORT).text)
 
     def abort(self, request_id: str) -> bool:
-        """End a request of whichever client; False where it is unknown or has ended."""
+        """End a request of this API key, or, on a server without keys, of any client. Returns False if it is unknown or has ended."""
         return bool(self._ask(self._stub.Abort, pb.AbortRequest(request_id=request_id), SHORT).found)
 
     def model(self) -> pb.GetModelResponse:
@@ -156,7 +157,7 @@ class Client(_Connection):
         return got
 
     def set_strategy(self, strategy: str) -> None:
-        """What the server composes steps for: throughput, latency, memory or auto. Allowed to whom reset_prefix_cache is."""
+        """Change the server's strategy: throughput, latency, memory or auto. Needs the rights that reset_prefix_cache needs."""
         self._ask(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
 
     def trace(self, seconds: float | None = None) -> Trace:
@@ -221,7 +222,7 @@ class Client(_Connection):
 
 
 class AsyncClient(_Connection):
-    """As Client, with the same methods, inside an asyncio event loop."""
+    """A client for asyncio event loops, with the methods and options of Client."""
 
     async def generate(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
         return await self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))

@@ -26,33 +26,32 @@ class ServerConfig:
     """A server's options.
 
     Args:
-        host: address to listen on; the default is reached from this machine only.
-        port: for gRPC; 0 takes a free one.
-        metrics_port: for plain HTTP on the same address, without keys or TLS: /metrics for Prometheus, /healthz and /readyz for probes;
-            0 takes a free one. By default there is none.
-        http_port: for OpenAI's API over HTTP on the same address, with the same keys, TLS and limits (needs jengine[http]); 0 takes a free
-            one. By default there is none.
-        tool_call_parser: the format of the model's tool calls, for HTTP; auto finds it by the chat template or the tokenizer's
+        host: the address to listen on. By default only this machine can connect.
+        port: the port for gRPC; 0 takes a free one.
+        metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and /readyz for probes; 0 takes a
+            free one. By default there is none.
+        http_port: the port for OpenAI's API over HTTP, with the same keys, TLS and limits (needs jengine[http]); 0 takes a free one. By
+            default there is none.
+        tool_call_parser: the format of the model's tool calls, for HTTP. auto detects it from the chat template or the tokenizer's
             response_template.
-        reasoning_parser: of the reasoning before its answers, for HTTP; auto as for tool_call_parser.
-        served_model_name: name that clients see and may ask for; by default the model's.
-        max_waiting: requests that may wait beside the running ones; more are refused with RESOURCE_EXHAUSTED.
-        max_streams_per_client: completions that one client (the name of an API key, or else an address) may have at once; a request
-            with n counts n times. The keys file may give a key another number.
-        max_calls_per_client: calls of every kind that one client may have at once: requests, aborts, questions, watched health; at least as
-            many as streams.
-        max_tokens_limit: the largest max_tokens that a request may ask for; one that asks for no limit gets this one.
-        max_request_seconds: the longest timeout that a request may ask for, and that of requests without one.
-        max_message_bytes: of one request.
-        client_chat_templates: clients may send chat templates of their own. A template is a program: it runs in a separate process,
-            which is ended when it takes too much time or memory.
-        write_timeout: seconds that a client may leave a finished message unread before its request is ended.
-        lame_duck_seconds: after SIGTERM health says NOT_SERVING, but requests are still accepted for this long, so that load balancers
-            can leave; then the drain begins. Without a drain there is none.
-        drain_seconds: time for requests in flight at the end; then they are aborted. By default a stop takes at most 28 s; Kubernetes
-            kills after 30: raise terminationGracePeriodSeconds with this.
-        watchdog_seconds: without a sign of life after which the engine process is killed and replaced; a step may take five times the
-            longest one known beside that. 0 waits for ever.
+        reasoning_parser: the format of the model's reasoning, for HTTP. auto detects it as for tool_call_parser.
+        served_model_name: the name that clients see and may ask for. By default the model's.
+        max_waiting: the most requests that may wait; further ones are rejected with RESOURCE_EXHAUSTED.
+        max_streams_per_client: the most completions that one client (an API key's name, or an address) may have at once. A request
+            counts n times. The keys file may set another number for a key.
+        max_calls_per_client: the most calls of every kind that one client may have at once; at least max_streams_per_client.
+        max_tokens_limit: the largest max_tokens that a request may ask for. A request without a limit gets this one.
+        max_request_seconds: the longest timeout that a request may ask for. A request without a timeout gets this one.
+        max_message_bytes: the largest request.
+        client_chat_templates: accept chat templates from clients. A template is a program: it runs in a separate process, which is
+            ended when it takes too much time or memory.
+        write_timeout: seconds after which a client that does not read is disconnected.
+        lame_duck_seconds: seconds after SIGTERM in which health says NOT_SERVING but requests are still accepted, so that load balancers
+            can leave. Then the drain begins. Has no effect if drain_seconds is 0.
+        drain_seconds: seconds for requests in flight to finish at the end; then they are aborted. By default a stop takes at most 28 s,
+            and Kubernetes kills after 30: raise terminationGracePeriodSeconds together with this.
+        watchdog_seconds: seconds without progress after which the engine process is killed and replaced. A step may take five times as
+            long as the longest known one in addition. 0 waits for ever.
         tls_cert: PEM file of the server's certificate chain; turns TLS on.
         tls_key: PEM file of its private key.
         tls_client_ca: PEM file of the authorities whose client certificates are required (mutual TLS).
