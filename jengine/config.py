@@ -335,7 +335,9 @@ class EngineConfig:
             raise InvalidArgument("batching", self.batching, f"must be continuous with strategy={self.strategy}: batches wait for others")
         if self.strategy in ("latency", "auto") and self.batch_invariant:
             raise InvalidArgument("batch_invariant", True, f"not with strategy={self.strategy}: prompts and rows take turns")
-        if str(self.num_scheduler_steps) not in ("1", str(BURST_STEPS), "auto"):
+        if str(self.num_scheduler_steps).isdecimal():  # text where an option's file or flag gave it
+            object.__setattr__(self, "num_scheduler_steps", int(self.num_scheduler_steps))
+        if isinstance(self.num_scheduler_steps, bool) or self.num_scheduler_steps not in (1, BURST_STEPS, "auto"):
             raise InvalidArgument("num_scheduler_steps", self.num_scheduler_steps, f"must be 1, {BURST_STEPS} or auto")
         if self.burst_steps > 1 and self.batch_invariant:
             raise InvalidArgument(
@@ -359,7 +361,7 @@ class EngineConfig:
     @property
     def burst_steps(self) -> int:
         """Steps in a row; 1: there are no bursts."""
-        return 1 if str(self.num_scheduler_steps) == "1" else BURST_STEPS
+        return 1 if self.num_scheduler_steps == 1 else BURST_STEPS
 
 
 def check_budget(max_num_seqs: int, max_num_batched_tokens: int, tile_size: int) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from jengine.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SUFFIX = ".gguf"
 FEW_FILES = 2  # kept open; a model's configuration, tokenizer and weights are read one after the other
@@ -57,6 +58,7 @@ class GgufFile:
 
     def floats(self, name: str) -> np.ndarray:
         """A tensor as float32."""
+        import numpy as np
         from gguf import dequantize
 
         tensor = self.tensors[name]

@@ -29,7 +29,7 @@ OTHER: dict[str, Any] = {
     "overlap": False, "seed": 6, "cache_dir": "somewhere", "cache_max_size": "2GiB",
     "compile_threads": 3, "cpu_threads": 1,
     "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 1, "programs": "compiled",
-    "warm_up": "progressive",
+    "warm_up": "progressive", "stream_interval": 3, "num_scheduler_steps": 1,  # batch_invariant allows no other
 }  # fmt: skip
 
 
