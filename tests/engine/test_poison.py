@@ -22,8 +22,8 @@ EIGHT_BITS = {"quantization": "w8a8", "kv_cache_dtype": "int8"}  # programs that
 FORMS: list[Any] = [
     ("llama_gqa", "llvm", {}),
     ("gemma2", "llvm", {}),
-    ("llama_gqa", "llvm", EIGHT_BITS),
-    ("mistral_window", "xla", SMALLER),
+    pytest.param(("llama_gqa", "llvm", EIGHT_BITS), marks=pytest.mark.full),
+    pytest.param(("mistral_window", "xla", SMALLER), marks=pytest.mark.full),
     *(
         pytest.param((variant, form, {**SMALLER, "kv_cache_dtype": dtype}), marks=pytest.mark.full)
         for variant, dtypes in (("gemma2", ("auto", "int8", "fp8")), ("gemma3", ("int8",)), ("mistral_window", ("int8",)))

@@ -130,6 +130,7 @@ def test_compilations_while_requests_run_change_nothing(model: Path, whole: Engi
     assert rounds > 0 and tokens(engine) == expected and engine.compiles_since_start == 0
 
 
+@pytest.mark.full
 def test_what_was_compiled_before_an_interruption_is_kept(gate: Gate, model: Path, tmp_path: Path) -> None:
     first = start(model, warm_up="progressive", cache_dir=tmp_path)
     gate.wait()
@@ -150,6 +151,7 @@ def test_what_was_compiled_before_an_interruption_is_kept(gate: Gate, model: Pat
     assert (started.programs_compiled, started.programs_loaded) == (0, started.programs) and last.wait_until_compiled()
 
 
+@pytest.mark.full
 def test_a_compilation_that_fails_leaves_the_engine_with_the_others(
     model: Path, whole: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +169,7 @@ def test_a_compilation_that_fails_leaves_the_engine_with_the_others(
     assert "the engine goes on with the others: out of registers" in caplog.text
 
 
+@pytest.mark.full
 def test_the_interpreter_ends_in_the_midst_of_it(model: Path, tmp_path: Path) -> None:
     """The compilation that runs is finished and saved; no other is begun."""
     script = """

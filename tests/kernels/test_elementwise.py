@@ -19,7 +19,7 @@ from pallas_kernels.cpu import calls, elementwise, native
 from tests.kernels.test_masked import SETS, X86, runs_here
 
 DTYPES = "bfloat16", "float32"
-few = settings(max_examples=5, deadline=None, phases=[Phase.generate])  # each is compiled
+few = settings(max_examples=3, deadline=None, phases=[Phase.generate])  # each is compiled
 SHARED_ROWS = 90  # enough that threads share the work
 
 
@@ -73,7 +73,7 @@ def activated(activation: str, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", sorted(activations.KERNELS))
+@pytest.mark.parametrize("activation", ["silu", "gelu_new"])
 @few
 @given(st.one_of(st.integers(1, 5), st.just(SHARED_ROWS)), st.integers(16, 130))
 def test_gates(dtype: str, activation: str, rows: int, size: int) -> None:

@@ -54,6 +54,7 @@ def test_they_give_the_tokens_of_one(text_model: Path) -> None:
         assert [process.wait(60) for process in processes] == [0, 0]
 
 
+@pytest.mark.full
 def test_a_program_is_ready_when_every_process_has_it(text_model: Path, tmp_path: Path) -> None:
     with two(text_model, f"widen:{tmp_path / 'go'}") as processes:
         before, after = json.loads(line(processes[0], "[["))
