@@ -26,7 +26,7 @@ class ExactRunner:
         config = SimpleNamespace(vocab_size=100)
         self.spec: Any = SimpleNamespace(
             table=TABLE, groups=[SimpleNamespace(window=window) for window in windows], max_model_len=max_model_len, num_pages=num_pages,
-            page_size=4, max_slots=12, table_width=-(-max_model_len // 4), model=SimpleNamespace(config=config),
+            page_size=4, host_pages=0, max_slots=12, table_width=-(-max_model_len // 4), model=SimpleNamespace(config=config),
         )  # fmt: skip
         self.costs = StepCosts(
             TABLE,

@@ -104,7 +104,6 @@ def test_rows_that_repeat_take_their_tokens_from_the_batch() -> None:
     layout = BatchLayout.of(plan.trunk, table, page_size=16, groups=1)
     batch = layout.unpack(jax.numpy.asarray(layout.pack(plan)))
     assert batch.row_tokens.tolist()[:3] == [-1, 0, 42]
-    assert BatchLayout.of(TrunkKey(8, 0), ProgramTable((8,), (8,), (1,), 16), page_size=16, groups=1).size == layout.size - 8
 
 
 def test_a_samplers_row_does_not_see_where_it_is_nor_what_is_beside_it() -> None:
