@@ -72,11 +72,11 @@ def test_all_answers_are_those_of_one_thread(llm: LLM) -> None:
     work = [(prompt(thread, i), params(thread, i)) for thread in range(THREADS) for i in range(EACH)]
     outputs = llm.generate([one for one, _ in work], [one for _, one in work], use_tqdm=False)
     expected = [answers(outputs[thread * EACH : (thread + 1) * EACH]) for thread in range(THREADS)]
-    steps = llm.engine._steps
+    steps = llm.engine.records.steps[-1].number
     got = in_threads(THREADS, lambda thread: [one for i in range(EACH) for one in ask(llm, thread, i)])
     assert got == expected
     alone = sum(one.max_tokens or 0 for _, one in work)  # steps, were each request answered by itself
-    assert llm.engine._steps - steps < alone / 2, "the threads took turns"
+    assert llm.engine.records.steps[-1].number - steps < alone / 2, "the threads took turns"
 
 
 def test_a_thread_that_waits_sleeps(llm: LLM) -> None:
