@@ -42,7 +42,9 @@ def test_a_prediction_knows_what_runs_and_what_is_cached(llm: LLM, monkeypatch: 
     assert asked_of(scheduler, request).cached == 0
     llm.generate(prompt, params, use_tqdm=False)
     assert asked_of(scheduler, request).cached == 48
-    streams = [llm.stream([7 + i] * 8, params.clone(max_tokens=40)) for i in range(3)]
+    streams = [
+        llm.stream([7 + i] * 8, params.clone(max_tokens=40)) for i in range(scheduler.max_num_seqs)
+    ]  # it has to wait for one of them
     for stream in streams:
         next(stream)
     (beside,) = llm.predict([[9] * 60], params)

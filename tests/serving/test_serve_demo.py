@@ -168,6 +168,7 @@ def test_1000_requests_at_once_give_the_same_tokens() -> None:
             assert list(grpc) == expected
 
 
+@pytest.mark.full
 def test_killed_and_drained(server: ServerProcess, expected: list[str]) -> None:
     patient = Retries(attempts=100, seconds=100.0)  # a start takes seconds, or more on a busy machine
     with Client(server.address, retries=patient) as client, grpc.insecure_channel(server.address) as channel:
