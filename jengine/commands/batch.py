@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from jengine import InvalidArgument, SamplingParams
-from jengine.commands.batch_files import Output
-from jengine.commands.batch_lines import Form, JsonLines, Line, Record, Source, numbered, read_again
+from jengine.commands.batch_files import STDOUT, Output
+from jengine.commands.batch_lines import JsonLines, Line, Source, numbered, read_again
 from jengine.commands.batch_openai import OpenAiBatch, is_batch_line
 from jengine.commands.batch_order import ordered
+from jengine.commands.batch_records import Form, Record
 from jengine.commands.batch_tables import Table
 from jengine.commands.flags import engine_fields, given_fields, sampling_fields
 from jengine.display import counted
@@ -73,6 +74,8 @@ def run(options: argparse.Namespace) -> int:
     engine_options = engine_fields(options)
     if options.input.exists() and options.output.exists() and options.input.samefile(options.output):
         raise InvalidArgument("output", str(options.output), "must be another file than --input")
+    if options.retry_errors and options.output == STDOUT:
+        raise InvalidArgument("retry_errors", True, "needs --output FILE, which holds the errors")
     source = _source(options)
     total = source.count()
     with source.output(options.output) as answers:

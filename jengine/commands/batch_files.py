@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Protocol
 
 from jengine import InvalidArgument, JengineError
-from jengine.commands.batch_lines import OWN, Form, Key, Record
+from jengine.commands.batch_records import OWN, Form, Key, Record
 from jengine.commands.terminal import write
 
 STDOUT = Path("-")
@@ -61,8 +61,7 @@ class Stdout:
     def write(self, records: list[Record]) -> None:
         write("".join(json.dumps(record) + "\n" for record in records))
 
-    def forget_errors(self) -> None:
-        raise InvalidArgument("retry_errors", True, "needs --output FILE, which holds the errors")
+    def forget_errors(self) -> None: ...
 
     def finish(self) -> None: ...
 

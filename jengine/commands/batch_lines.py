@@ -9,23 +9,21 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from jengine import InvalidArgument, JengineError, ModelError, RequestOutput, SamplingParams
 from jengine.chat import ChatOptions
+from jengine.commands.batch_files import Output, output_of
+from jengine.commands.batch_records import OWN, Form, Key, Record
 
 if TYPE_CHECKING:
     from jengine import AsyncLLM
-    from jengine.commands.batch_files import Output
 
 STDIN = Path("-")
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
 IDS = ("id", "custom_id")
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 CHAT = tuple(ChatOptions.__annotations__)
-
-Key = tuple[str, str | int]  # ("id", a request's own id) or ("line", its number)
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +55,6 @@ class Line:
         return {"line": self.number, **named, **content}
 
 
-class Form(NamedTuple):
-    """How records of the output are read.
-
-    Attributes:
-        start: how each of them begins, in JSON.
-        key: raises KeyError, TypeError or ValueError where it is no such record.
-        error: why the line failed; None where it was answered.
-        tokens: that were generated.
-    """
-
-    start: bytes
-    key: Callable[[Record], Key]
-    error: Callable[[Record], str | None]
-    tokens: Callable[[Record], int]
-
-
 Answer = Callable[[Line], Awaitable[Record]]
 
 
@@ -92,18 +74,6 @@ class Source(Protocol):
 
     def answering(self, llm: AsyncLLM) -> contextlib.AbstractContextManager[Answer]:
         """How a request is answered."""
-
-
-def _key(record: Record) -> Key:
-    return ("id", record["id"]) if "id" in record else ("line", record["line"])
-
-
-OWN = Form(
-    start=b'{"line": ',
-    key=_key,
-    error=lambda record: record.get("error"),
-    tokens=lambda record: sum(len(output["token_ids"]) for output in record["outputs"]),
-)
 
 
 class JsonLines:
@@ -126,8 +96,6 @@ class JsonLines:
         return unique(read_line(number, text, self._defaults) for number, text in self._raw)
 
     def output(self, path: Path) -> Output:
-        from jengine.commands.batch_files import output_of
-
         return output_of(path, self.form)
 
     @contextlib.contextmanager

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jengine import EngineDead, InvalidArgument, JengineError
 from jengine.commands.batch_files import Output, output_of
-from jengine.commands.batch_lines import Answer, Form, Key, Line, Record, count_lines, excerpt, json_object, unique
+from jengine.commands.batch_lines import Answer, Line, count_lines, excerpt, json_object, unique
+from jengine.commands.batch_records import Form, Key, Record
 
 if TYPE_CHECKING:
     from jengine import AsyncLLM

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jengine import InvalidArgument, JengineError
 from jengine.commands.batch_files import STDOUT, Answers, Output
-from jengine.commands.batch_lines import OWN, PROMPTS, Answer, Line, Record, answer_line, read_again, request
+from jengine.commands.batch_lines import PROMPTS, Answer, Line, answer_line, read_again, request
+from jengine.commands.batch_records import OWN, Record
 from jengine.commands.table_files import batches_of, reading, rows_of, schema_of, writer_of
 
 if TYPE_CHECKING:

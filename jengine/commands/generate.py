@@ -57,8 +57,6 @@ def _generate(options: argparse.Namespace) -> int:
     if (options.prompt is None) == (options.input is None):
         raise JengineError("give either a PROMPT (- reads it from stdin) or --input FILE")
     if options.input is not None:
-        if options.retry_errors and options.output is None:
-            raise InvalidArgument("retry_errors", True, "needs --output FILE, which holds the errors")
         options.output = options.output or STDOUT
         return batch.run(options)
     for name in ("output", "input_format", "prompt_column", "served_model_name", "retry_errors"):
