@@ -9,15 +9,14 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
 from jengine import CompletionOutput, InvalidArgument, OutputKind, RequestHandle
-from jengine.serving.answers import Answer, new_id
+from jengine.serving.answers import Answer
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import CHAT
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.chat_request import Chat, call_id, reason
 from jengine.serving.http.chat_stream import ChatStream
-from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.parameters import chat_params
-from jengine.serving.http.service import HttpService, check_conversation, level_of, present, stop_reason, tokens_of
+from jengine.serving.http.service import CreateService, check_conversation, level_of, present, stop_reason, tokens_of
 from jengine.serving.http.tool_choice import read_tools
 from jengine.serving.parsers.events import Arguments, Call, Content, Reasoning
 from jengine.serving.service import Asked, Conversation
@@ -27,16 +26,10 @@ OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "
 PATH = "/v1/chat/completions"
 
 
-class ChatService(HttpService):
+class ChatService(CreateService):
     """Answers conversations."""
 
-    async def create(self, call: HttpCall) -> None:
-        given, size = await self._json(call)
-        await while_connected(call, self._create(call, given, size))
-
-    async def _create(self, call: HttpCall, given: dict[str, Any], size: int) -> None:
-        request_id = given.get("request_id")
-        request_id = request_id if isinstance(request_id, str) and request_id else new_id()
+    async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
         with self._tracker.track(f"POST {PATH}", request_id, call) as tracked:
             self._admission.stream(call)
             chat = await self._chat(call, given)

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 from openai.types import CompletionUsage
 
 from jengine import AsyncLLM, CompletionOutput, GenerationParams, InvalidArgument, OutputKind, RequestOutput
-from jengine.serving.answers import Answer, new_id
+from jengine.serving.answers import Answer
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import COMPLETION, Body
 from jengine.serving.http.calls import HttpCall, id_headers
-from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.logprobs import CompletionLogprobs, Position, TokenTexts
 from jengine.serving.http.parameters import completion_params
-from jengine.serving.http.service import HttpService, StreamUsage, level_of, stop_reason, tokens_of
+from jengine.serving.http.service import CreateService, StreamUsage, level_of, stop_reason, tokens_of
 from jengine.serving.service import Asked
 from jengine.serving.tracking import TrackedRequest
 
@@ -51,16 +50,10 @@ class Task(NamedTuple):
         return replies.text_of(reply)
 
 
-class CompletionService(HttpService):
+class CompletionService(CreateService):
     """Continues texts and tokens."""
 
-    async def create(self, call: HttpCall) -> None:
-        given, size = await self._json(call)
-        await while_connected(call, self._create(call, given, size))
-
-    async def _create(self, call: HttpCall, given: dict[str, Any], size: int) -> None:
-        request_id = given.get("request_id")
-        request_id = request_id if isinstance(request_id, str) and request_id else new_id()
+    async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
         with ExitStack() as stack:
             first = stack.enter_context(self._tracker.track(f"POST {PATH}", request_id, call))
             self._admission.stream(call)

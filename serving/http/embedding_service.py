@@ -13,14 +13,13 @@ from openai.types import CompletionUsage, CreateEmbeddingResponse
 from openai.types import Embedding as OpenAIEmbedding
 
 from jengine import AsyncLLM, RequestOutput, SamplingParams
-from jengine.serving.answers import Answer, new_id
+from jengine.serving.answers import Answer
 from jengine.serving.errors import Refusal
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import EMBEDDING, Body
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.completion_service import Prompt, listed
-from jengine.serving.http.endpoint import while_connected
-from jengine.serving.http.service import HttpService, level_of
+from jengine.serving.http.service import CreateService, level_of
 from jengine.serving.service import Asked
 
 PATH = "/v1/embeddings"
@@ -38,16 +37,10 @@ class Embeddings(CreateEmbeddingResponse):
     usage: CompletionUsage  # type: ignore[assignment]
 
 
-class EmbeddingService(HttpService):
+class EmbeddingService(CreateService):
     """Embeds texts and tokens."""
 
-    async def create(self, call: HttpCall) -> None:
-        given, size = await self._json(call)
-        await while_connected(call, self._create(call, given, size))
-
-    async def _create(self, call: HttpCall, given: dict[str, Any], size: int) -> None:
-        request_id = given.get("request_id")
-        request_id = request_id if isinstance(request_id, str) and request_id else new_id()
+    async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
         with ExitStack() as stack:
             tracked = [stack.enter_context(self._tracker.track(f"POST {PATH}", request_id, call))]
             self._admission.stream(call)

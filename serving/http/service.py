@@ -11,11 +11,13 @@ from openai.types import CompletionUsage
 
 from jengine import AsyncLLM, CompletionOutput, InvalidArgument
 from jengine.serving.admission import client_of
+from jengine.serving.answers import new_id
 from jengine.serving.bounds import check_priority
 from jengine.serving.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
 from jengine.serving.errors import check_model
 from jengine.serving.http.bodies import Body, Form
 from jengine.serving.http.calls import BadBody, HttpCall, json_object
+from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.parameters import names_of
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.service import Service, Shared
@@ -59,6 +61,20 @@ class HttpService(Service):
         if self._format is None:
             self._format = await asyncio.to_thread(AnswerFormat, llm.tokenizer, *self._parsers)
         return self._format
+
+
+class CreateService(HttpService):
+    """The base of services whose requests the engine answers."""
+
+    async def create(self, call: HttpCall) -> None:
+        given, size = await self._json(call)
+        name = given.get("request_id")
+        request_id = name if isinstance(name, str) and name else new_id()
+        await while_connected(call, self._create(call, given, size, request_id))
+
+    async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
+        """Answer a request, whose body has `size` bytes."""
+        raise NotImplementedError
 
 
 def level_of(body: Body) -> dict[str, Any]:
