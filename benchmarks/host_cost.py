@@ -2,9 +2,9 @@
 
     python -m benchmarks.host_cost [--sequences 256] [--steps 1000] [--against DIR] [--quick]
 
-Schedule, pack and collect are the host's own work, and their sum is what the goal is about; with it, what it takes to observe a step's
-cost, as if each had been waited for, and its record, which has a goal of its own. Listed apart: the buffer's transfer with the calls of
-two empty programs, the wait for the tokens (here none), and text. Then what the scheduler takes for prompts' pages: see admission.py.
+The goal applies to the host's work: schedule, pack, collect, and observing what each step cost. Recording a step has a separate goal
+(see records.py). Listed apart: the buffer's transfer with the calls of two empty programs, the wait for the tokens (here none), and
+text. Then what the scheduler takes for prompts' pages: see admission.py.
 With --against, this file measures another checkout as well, in turn, and prints ratios.
 """
 

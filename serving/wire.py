@@ -161,7 +161,7 @@ class Batch(Message):
     """What came of a step, and how busy the engine is after it.
 
     Attributes:
-        totals: of all steps, where they are told again; see TOTALS_SECONDS.
+        totals: of all steps so far, sent every TOTALS_SECONDS; else None.
     """
 
     tokens: list[TokenUpdate]

@@ -19,21 +19,21 @@ class Endpoint(Protocol):
     """Where requests go."""
 
     def stream(self, ask: Ask) -> AsyncIterator[tuple[int, int]]:
-        """Tokens that have come, and those of the prompt, where they are told (else 0).
+        """Yields (new tokens, prompt tokens); 0 prompt tokens where the server has not reported them.
 
         Raises:
             JengineError, OSError: there is no answer.
         """
 
     async def tokens(self, text: str) -> int:
-        """Of a text. Raises as `stream`."""
+        """How many tokens a text has. Raises as `stream`."""
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Close its connections."""
 
 
 class OpenAIEndpoint:
-    """OpenAI's API. Each request has a connection of its own, over bare sockets: a library would cost more than a small model.
+    """OpenAI's API. Opens a connection for each request, on plain sockets: an HTTP library takes more time than a small model.
 
     Args:
         base_url: http://host:port or https://..., without the path.

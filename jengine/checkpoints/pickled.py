@@ -1,8 +1,7 @@
 """Reads PyTorch's .bin files without PyTorch, through a memory map, and runs nothing that they name.
 
-A file is a zip archive: data.pkl, a pickle of a dictionary whose tensors name storages, and each storage's bytes as a member of its own,
-not compressed (torch/serialization.py). The unpickler admits the names that tensors need; any other one is an error, since what a pickle
-names it can call.
+A file is a zip archive (torch/serialization.py). data.pkl is a pickled dictionary of tensors; the bytes of their storages are separate,
+uncompressed members. A pickle can call whatever it can import, so the unpickler allows only the few names that tensors need.
 """
 
 from __future__ import annotations
