@@ -82,11 +82,10 @@ class _Arguments:
 
     def __init__(self, code: Kernel, frame: Value, form: Form) -> None:
         self.code, self.form = code, form
-        buffers, index = code.load(I64, frame + 9 * 8), iter(range(9))
+        index = iter(range(9))
 
         def argument() -> tuple[Value, Value]:
-            buffer = code.load(I64, buffers + next(index) * 8)
-            return code.load(I64, buffer + 3 * 8), code.load(I64, buffer + 5 * 8)
+            return code.argument(frame, next(index))
 
         self.q, q_shape = argument()
         self.tables, table_shape = argument()
@@ -97,7 +96,7 @@ class _Arguments:
         self.k_scales = argument()[0] if form.quantized else None
         self.values, _ = argument()
         self.v_scales = argument()[0] if form.quantized else None
-        self.out = code.load(I64, code.load(I64, code.load(I64, frame + 14 * 8)) + 3 * 8)
+        self.out, _ = code.result(frame, 0)
         self.tiles, self.width, self.kv_heads = (
             code.load(I64, shape + n * 8) for shape, n in ((q_shape, 0), (table_shape, 1), (k_shape, 1))
         )

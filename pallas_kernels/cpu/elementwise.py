@@ -88,12 +88,11 @@ class _Arrays:
     def __init__(self, code: Kernel, dtype: str, converts: bool) -> None:
         self.code, self.dtype, self.size, self._converts = code, dtype, SIZES[dtype], converts
         self._frame, self.part, self.parts = code.arguments
-        self.out = code.load(I64, code.load(I64, code.load(I64, self._frame + 14 * 8)) + 3 * 8)
+        self.out, _ = code.result(self._frame, 0)
 
     def argument(self, index: int) -> tuple[Value, Value]:
         """Places of its numbers and of its shape."""
-        buffer = self.code.load(I64, self.code.load(I64, self._frame + 9 * 8) + index * 8)
-        return self.code.load(I64, buffer + 3 * 8), self.code.load(I64, buffer + 5 * 8)
+        return self.code.argument(self._frame, index)
 
     def extent(self, shape: Value, axis: int) -> Value:
         return self.code.load(I64, shape + axis * 8)

@@ -199,6 +199,17 @@ class Kernel:
     def store(self, value: Value, address: Value, align: int = 1) -> None:
         self.builder.store(value.raw, self._place(address), align=align)
 
+    def argument(self, frame: Value, index: int) -> tuple[Value, Value]:
+        """Places of an argument's data and of its shape, in XLA's call frame."""
+        return self._buffer(self.load(I64, frame + 9 * 8), index)
+
+    def result(self, frame: Value, index: int) -> tuple[Value, Value]:
+        return self._buffer(self.load(I64, frame + 14 * 8), index)
+
+    def _buffer(self, buffers: Value, index: int) -> tuple[Value, Value]:
+        buffer = self.load(I64, buffers + index * 8)
+        return self.load(I64, buffer + 3 * 8), self.load(I64, buffer + 5 * 8)
+
     def load_some(self, kind: Any, address: Value, count: int) -> Value:
         """A vector whose first lanes are read, the others 0."""
         if count >= kind.count:
