@@ -35,7 +35,7 @@ class BeamSearchSequence:
         tokens: ids of the prompt and the output, an end-of-sequence token included.
         logprobs: of each position of the output, those of its candidates.
         cum_logprob: of the output, natural logarithm.
-        text: of all tokens.
+        text: of all tokens but special ones.
         finish_reason: "stop" where it ends with an end-of-sequence token.
     """
 

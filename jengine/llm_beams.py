@@ -70,7 +70,7 @@ class BeamSearches(ABC):
                     tokens=tokens,
                     logprobs=beam.logprobs or [],
                     cum_logprob=beam.cumulative_logprob or 0.0,
-                    text=self.tokenizer.decode(tokens[:-1] if hides else tokens, skip_special_tokens=False),
+                    text=self.tokenizer.decode(tokens[:-1] if hides else tokens),
                     finish_reason=beam.finish_reason,
                 )
             )

@@ -1,4 +1,4 @@
-"""Beam search through the engine: against transformers' logits and transformers' own beams; beside other requests."""
+"""Beam search through the engine: against transformers' logits, transformers' own beams and vLLM's answers; beside other requests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from jengine.request import Request
 from jengine.updates import Beam, BeamsFound
 from tests.engine.counting import assert_idle
 from tests.engine.running import SMALL
+from tests.golden.vllm.cases import BEAM_ANSWERS, BEAMS, MAX_MODEL_LEN, MODELS, write_case_model
 
 TEXT = "The quick brown fox"
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent.parent / "golden" / "beams.json").read_text())
+VLLM: dict[str, Any] = json.loads(BEAM_ANSWERS.read_text())
 QUICK = {"llama_gqa", "gemma2"}  # the rest differ outside what beams add
 VARIANTS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in RECORDED if name != "versions"]
 
@@ -120,7 +122,7 @@ def test_one_beam_is_greedy(llm: LLM) -> None:
     [output] = llm.beam_search(TEXT, BeamSearchParams(beam_width=1, max_tokens=12, ignore_eos=True))
     [beam] = output.sequences
     assert beam.tokens == [*greedy.prompt_token_ids, *greedy.outputs[0].token_ids]
-    assert beam.text == llm.tokenizer.decode(beam.tokens, skip_special_tokens=False)
+    assert beam.text == llm.tokenizer.decode(beam.tokens)
     assert beam.cum_logprob == pytest.approx(greedy.outputs[0].cumulative_logprob)
     assert (beam.finish_reason, beam.stop_reason) == ("length", None)
 
@@ -202,3 +204,28 @@ def test_what_cannot_be_searched_is_rejected(llm: LLM) -> None:
     with pytest.raises(InvalidArgument, match=r"use_beam_search.*BeamSearchParams"):
         SamplingParams(use_beam_search=True)  # type: ignore[call-arg]
     assert llm.beam_search([], BeamSearchParams(beam_width=2, max_tokens=2)) == []
+
+
+# vLLM's answers.
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LLM]:
+    made = {}
+    for name in MODELS:
+        folder: Path = tmp_path_factory.mktemp(name)
+        write_case_model(folder, name)
+        made[name] = LLM(folder, progress=False, dtype="float32", max_model_len=MAX_MODEL_LEN, **SMALL)
+    return made
+
+
+@pytest.mark.parametrize("name", BEAMS)
+def test_vllms_answers(name: str, models: dict[str, LLM]) -> None:
+    case = BEAMS[name]
+    [output] = models[case.model].beam_search(case.prompt, BeamSearchParams(**case.params, include_stop_str_in_output=True))
+    for mine, theirs in zip(output.sequences, VLLM[name], strict=True):
+        assert mine.tokens == theirs["tokens"] and mine.text == theirs["text"]
+        assert mine.cum_logprob == pytest.approx(theirs["cum_logprob"], abs=1e-3)
+    for position, recorded in zip(output.sequences[0].logprobs, VLLM[name][0]["logprobs"], strict=True):
+        assert [(token, entry.rank) for token, entry in position.items()] == [(token, rank) for token, _, rank, _ in recorded]
+        assert [entry.logprob for entry in position.values()] == pytest.approx([value for _, value, _, _ in recorded], abs=1e-4)

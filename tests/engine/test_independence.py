@@ -7,9 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
+from jengine import BeamSearchParams
+from jengine.beams import sampling_of
 from jengine.engine import Engine
-from jengine.request import SamplingParams
-from tests.engine.running import limit_pages, overlapped_steps, prompts, run
+from jengine.request import Request, SamplingParams
+from jengine.scheduling.costs import SwapCosts
+from jengine.updates import BeamsFound, TokenUpdate
+from tests.engine.running import limit_pages, overlapped_steps, prompts, requests_of, run
 
 LENGTH = 40  # tokens generated
 PARAMS = [
@@ -58,6 +62,44 @@ def test_without_overlap(alone: list[list[int]], make_engine: Callable[..., Engi
     assert [answer.tokens for answer in run(engine, WORK[:8])] == alone[:8]
     overlapped, steps = overlapped_steps(engine)
     assert steps > LENGTH and overlapped == 0
+
+
+@pytest.mark.full
+def test_with_bursts_beams_and_a_host_tier(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
+    """All at once, in a cache that is too small; the second time, much of it is in the host's memory."""
+    engine = make_engine(num_scheduler_steps=8, swap_space=0.05)
+    bursts, dispatch = [], engine.runner.dispatch
+    engine.runner.dispatch = lambda plan: bursts.append(plan.steps > 1) or dispatch(plan)  # type: ignore[method-assign,func-returns-value]
+
+    def search(number: int) -> Request:
+        params = BeamSearchParams(beam_width=4, max_tokens=20, ignore_eos=True)
+        return Request(request_id=f"beams {number}", prompt_token_ids=[*range(number, 70)], params=sampling_of(params), beams=params)
+
+    def answers(requests: list[Request]) -> dict[str, list[object]]:
+        found: dict[str, list[object]] = {request.request_id: [] for request in requests}
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            for update in engine.step():
+                assert isinstance(update, TokenUpdate | BeamsFound)
+                new = [update.token] if isinstance(update, TokenUpdate) else [beam.tokens for beam in update.beams]
+                found[update.request_id] += new
+            engine.scheduler.check_integrity()
+        return found
+
+    searches = [search(number) for number in range(4)]
+    expected = {name: found for one in searches for name, found in answers([one]).items()}
+    expected |= {f"{i}.0": list[object](tokens) for i, tokens in enumerate(alone)}
+    limit_pages(engine, 26)
+    engine.scheduler.costs.swaps = SwapCosts(0.0, 0.0, 0.0)
+    for _ in range(2):
+        requests = [request for i, work in enumerate(WORK) for request in requests_of(str(i), *work)]
+        for number, one in enumerate(searches):
+            requests.insert(9 * number + 3, one)
+        assert answers(requests) == expected
+    tier = engine.scheduler.blocks.tier
+    assert tier is not None and tier.fetched > 10 and engine.scheduler.num_preemptions > 5 and sum(bursts) > 10
+    assert engine.compiles_since_start == 0
 
 
 def test_seeds(make_engine: Callable[..., Engine]) -> None:

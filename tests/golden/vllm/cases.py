@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tests.golden.weights import write_model
 
 HERE = Path(__file__).parent
-ANSWERS = HERE / "answers.json"
+ANSWERS, BEAM_ANSWERS = HERE / "answers.json", HERE / "beams.json"
 MAX_MODEL_LEN = 192
 
 
@@ -147,6 +147,20 @@ CASES: dict[str, Case] = {
     "grammar": Case("bytes", END, {"structured_outputs": {"grammar": 'start: "the" rest\nrest: " dog" | " fox" rest'}}),
     "choice, a second tokenizer": Case("spaces", FOX, {"structured_outputs": {"choice": ["the end", "The dog"]}}),
     "regex with a space at the start": Case("spaces", FOX, {"structured_outputs": {"regex": " (the|a) end"}}),
+}
+
+# Beam searches: fields of BeamSearchParams.
+BEAMS: dict[str, Case] = {
+    "plain": Case("bytes", END, {"beam_width": 4, "max_tokens": 8}),
+    "wide": Case("bytes", FOX, {"beam_width": 8, "max_tokens": 10}),
+    "one beam": Case("bytes", FOX, {"beam_width": 1, "max_tokens": 6}),
+    "one token": Case("bytes", END, {"beam_width": 3, "max_tokens": 1}),
+    "short outputs": Case("bytes", END, {"beam_width": 3, "max_tokens": 8, "length_penalty": -1.0}),
+    "long outputs": Case("bytes", END, {"beam_width": 3, "max_tokens": 8, "length_penalty": 3.0}),
+    "token ids": Case("bytes", [275, 298, 371, 269], {"beam_width": 3, "max_tokens": 6, "length_penalty": 0.0}),
+    "end-of-sequence": Case("bytes", [1], {"beam_width": 8, "max_tokens": 12, "length_penalty": 0.0}),
+    "ignore_eos": Case("bytes", [1], {"beam_width": 8, "max_tokens": 12, "length_penalty": 0.0, "ignore_eos": True}),
+    "a second tokenizer": Case("spaces", FOX, {"beam_width": 4, "max_tokens": 8}),
 }
 
 # What both must refuse.

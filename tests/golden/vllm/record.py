@@ -18,9 +18,9 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 
 import vllm
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
-from tests.golden.vllm.cases import ANSWERS, CASES, DEFAULTS, MAX_MODEL_LEN, MODELS, REFUSED, write_case_model
+from tests.golden.vllm.cases import ANSWERS, BEAM_ANSWERS, BEAMS, CASES, DEFAULTS, MAX_MODEL_LEN, MODELS, REFUSED, write_case_model
 
 
 def sampling_params(changes: dict[str, Any]) -> SamplingParams:
@@ -58,6 +58,14 @@ def answer(llm: LLM, prompt: str | list[int], params: dict[str, Any]) -> dict[st
     }
 
 
+def beams(llm: LLM, prompt: str | list[int], params: dict[str, Any]) -> list[dict[str, Any]]:
+    given = {"prompt": prompt} if isinstance(prompt, str) else TokensPrompt(prompt_token_ids=prompt)
+    [output] = llm.beam_search([given], BeamSearchParams(**params))
+    found = [{"tokens": list(beam.tokens), "text": beam.text, "cum_logprob": beam.cum_logprob} for beam in output.sequences]
+    found[0]["logprobs"] = entries(output.sequences[0].logprobs)
+    return found
+
+
 def refusal(llm: LLM, params: dict[str, Any]) -> str | None:
     """The kind of error; None where there is an answer."""
     try:
@@ -67,8 +75,8 @@ def refusal(llm: LLM, params: dict[str, Any]) -> str | None:
     return None
 
 
-def record(name: str) -> tuple[dict[str, Any], dict[str, str | None]]:
-    """A model's answers and refusals, in a process of its own: vLLM takes one model a process."""
+def record(name: str) -> tuple[dict[str, Any], dict[str, str | None], dict[str, Any]]:
+    """A model's answers, refusals and beams, in a process of its own: vLLM takes one model a process."""
     with tempfile.TemporaryDirectory() as folder:
         write_case_model(Path(folder), name)
         llm = LLM(
@@ -80,16 +88,20 @@ def record(name: str) -> tuple[dict[str, Any], dict[str, str | None]]:
             structured_outputs_config={"backend": "guidance"},
         )
     answers = {key: answer(llm, case.prompt, case.params) for key, case in CASES.items() if case.model == name}
-    return answers, {key: refusal(llm, params) for key, params in REFUSED.items()}
+    found = {key: beams(llm, case.prompt, case.params) for key, case in BEAMS.items() if case.model == name}
+    return answers, {key: refusal(llm, params) for key, params in REFUSED.items()}, found
 
 
 def main() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         recorded = list(pool.map(record, MODELS))
-    answers = {key: value for some, _ in recorded for key, value in some.items()}
+    answers = {key: value for some, _, _ in recorded for key, value in some.items()}
     lines = [f"{json.dumps(key)}: {json.dumps(answers[key])}" for key in CASES]
     head = f'"vllm": {json.dumps(vllm.__version__)},\n"refused": {json.dumps(recorded[0][1])},\n"answers": {{\n'
     ANSWERS.write_text("{\n" + head + ",\n".join(lines) + "\n}\n}\n")
+    found = {key: value for _, _, some in recorded for key, value in some.items()}
+    lines = [f"{json.dumps(key)}: {json.dumps(found[key])}" for key in BEAMS]
+    BEAM_ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"{len(answers)} answers, {ANSWERS.stat().st_size} bytes")
 
 

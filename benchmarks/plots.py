@@ -1,0 +1,54 @@
+"""The picture in README, of what `compare` measured: python -m benchmarks.plots (needs matplotlib, which the extra bench brings)."""
+
+from __future__ import annotations
+
+import json
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.machine import RESULTS, ROOT
+
+SOURCE, TARGET = RESULTS / "compare_avx512_bf16.json", ROOT / "docs" / "assets" / "compare.svg"
+ARMS = {
+    "jengine w8a8": "jengine w8a8",
+    "jengine bfloat16": "jengine bfloat16",
+    "vLLM bfloat16": "vllm bfloat16",
+    "OpenVINO bfloat16": "openvino bfloat16",
+    "OpenVINO int8": "openvino int8",
+}
+PANELS = {
+    "later start": "seconds from the start of\nthe process to the first token",
+    "stream": "tokens/s, one stream",
+    "batch": "tokens/s, 32 at once",
+    "prefill": "tokens/s, prompt of 1,024",
+}
+OURS, OTHERS, TEXT = "#3f51b5", "#a9aebd", "#6b7280"  # the last is readable on light and on dark pages
+
+
+def draw(axes: Axes, title: str, values: list[float]) -> None:
+    names = [*ARMS]
+    bars = axes.barh(range(len(names)), values, color=[OURS if name.startswith("jengine") else OTHERS for name in names], height=0.7)
+    axes.bar_label(bars, [f"{value:,.1f}" if value < 100 else f"{value:,.0f}" for value in values], padding=3, color=TEXT, fontsize=8)
+    axes.set_title(title, fontsize=8.5, color=TEXT, loc="left", linespacing=1.3)
+    axes.set_xlim(0, 1.25 * max(values))
+    axes.set_xticks([])
+    axes.tick_params(length=0, labelcolor=TEXT, labelsize=8.5)
+    axes.spines[:].set_visible(False)
+
+
+def main() -> None:
+    result = json.loads(SOURCE.read_text())
+    figure = Figure(figsize=(9.2, 1.9), layout="constrained")
+    for axes, (measured, title) in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS.items(), strict=True):
+        draw(axes, title, [result["arms"][arm]["measured"][measured]["median"] for arm in ARMS.values()])
+        axes.set_yticks(range(len(ARMS)), [*ARMS])
+    axes.invert_yaxis()  # all of them: they share it
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    figure.savefig(TARGET, transparent=True, metadata={"Date": None})
+    print(f"saved {TARGET.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
