@@ -24,8 +24,9 @@ REST = [
     ("gemma2", {"kv_cache_dtype": "int8"}),
     ("qwen2_window", {}),
     ("llama_gqa", {"kv_cache_dtype": "fp8"}),
-    ("gemma3", {"dtype": "bfloat16"}),
+    ("gemma3", {}),
 ]
+pytestmark = pytest.mark.filterwarnings("ignore:kv_cache_dtype='fp8' is emulated")
 LOGPROBS = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)
 
 
