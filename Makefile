@@ -94,7 +94,7 @@ goldens-vllm: ## record again what vLLM answers, under vLLM for CPUs
 protos: setup ## generate serving/generated from serving/protos
 	$(PYTHON) tools/make_protos.py
 
-support: setup ## run the golden tests and write the support matrix in README.md
+support: setup ## run the golden tests and write the support matrix in docs/guides/models.md
 	$(PYTHON) tools/support_matrix.py
 
 compare: setup ## compare with other engines on this CPU (installs them, 13 GB; about half an hour)

@@ -239,7 +239,6 @@ CONTENT: dict[str, Callable[[], str]] = {
     "sharing": sharing,
     "targets": targets,
     "simulation": simulation,
-    "support matrix": lambda: readme("support matrix"),
     "popular checkpoints": lambda: readme("popular checkpoints"),
     "ARCHITECTURE.md": lambda: included("ARCHITECTURE.md"),
     "CONTRIBUTING.md": lambda: included("CONTRIBUTING.md"),

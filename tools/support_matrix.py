@@ -1,4 +1,4 @@
-"""Run the golden tests and write what passed into README.md, between its markers.
+"""Run the golden tests and write what passed into docs/guides/models.md, between its markers.
 
     python tools/support_matrix.py
 
@@ -67,13 +67,13 @@ def table(found: Outcomes, platform: str) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
-def write(readme: Path, content: str, begin: str = BEGIN, end: str = END) -> None:
-    text = readme.read_text()
+def write(page: Path, content: str, begin: str = BEGIN, end: str = END) -> None:
+    text = page.read_text()
     before, after = text.split(begin)[0], text.split(end)[1]
-    readme.write_text(f"{before}{begin}\n{content}\n{end}{after}")
+    page.write_text(f"{before}{begin}\n{content}\n{end}{after}")
 
 
 if __name__ == "__main__":
     found = run()
-    write(ROOT / "README.md", table(found, jax.default_backend()))
+    write(ROOT / "docs" / "guides" / "models.md", table(found, jax.default_backend()))
     sys.exit(any(counts[False] for counts in found.values()))
