@@ -78,11 +78,13 @@ def copy_pages(k_pages: Pages, v_pages: Pages, sources: jax.Array, destinations:
         sources, destinations: int32 [copies], page ids. No page is written twice, nor both written and read; padding copies
             the null page, 0, to itself.
     """
+    return copied(k_pages, sources, destinations), copied(v_pages, sources, destinations)
 
-    def copied(pages: jax.Array) -> jax.Array:
-        return pages.at[destinations].set(pages[sources])
 
-    return jax.tree.map(copied, k_pages), jax.tree.map(copied, v_pages)
+def copied(pages: Pages, sources: jax.Array, destinations: jax.Array) -> Pages:
+    """`copy_pages` for one array."""
+    new: Pages = jax.tree.map(lambda array: array.at[destinations].set(array[sources]), pages)
+    return new
 
 
 def paged_attention_decode(

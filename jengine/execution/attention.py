@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jengine.execution.batch import Batch
+from jengine.execution.kv_cache import Place
 from jengine.program_table import TrunkKey
 from pallas_kernels import dispatch
-from pallas_kernels.quantized import Pages
 from pallas_kernels.xla import Rotation
 
 
@@ -53,10 +53,11 @@ class PagedAttention:
 
         @partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))  # traced and lowered once for all layers that are alike
         def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, kv: tuple[Pages, Pages], rotation: Rotation | None, **options: Any
-        ) -> tuple[jax.Array, tuple[Pages, Pages]]:
+            q: jax.Array, k: jax.Array, v: jax.Array, kv: Place, rotation: Rotation | None, **options: Any
+        ) -> tuple[jax.Array, Place]:
             q = q if rotation is None else dispatch.rotate(q, rotation, device=device)
-            kv = dispatch.kv_write(*kv, k, v, pages, offsets, rotation=rotation, device=device)
+            k_pages, v_pages = kv
+            kv = dispatch.kv_write(k_pages, v_pages, k, v, pages, offsets, rotation=rotation, device=device)
             how = {**options, "pages": key.pages, "device": device}
             out = []
             if key.rows:

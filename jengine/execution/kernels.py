@@ -14,13 +14,13 @@ from pallas_kernels.quantized import is_quantized
 def prepare(spec: ExecutionSpec) -> None:
     """Make known to XLA what these programs call by name, before they are loaded."""
     weights = jax.tree.leaves(spec.params, is_leaf=is_quantized)
-    dispatch.prepare(weights, _queries(spec, 1), _own(spec.cache[0][0]), device=spec.mesh.devices.flat[0])
+    dispatch.prepare(weights, _queries(spec, 1), _own(spec.cache[0][0][0]), device=spec.mesh.devices.flat[0])
 
 
 def kernels_refused(spec: ExecutionSpec) -> str | None:
     """Why attention's kernels cannot serve these programs on their devices, or None if they can."""
     device = spec.mesh.devices.flat[0]
-    k, v = map(_own, spec.cache[0])
+    k, v = map(_own, spec.cache[0][0])
     row, tile = _queries(spec, 1), _queries(spec, 1, spec.table.tile_size)
     return dispatch.why_decode_unsupported(row, k, v, device=device) or dispatch.why_prefill_unsupported(tile, k, v, device=device)
 

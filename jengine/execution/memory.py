@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import warnings
@@ -57,9 +56,8 @@ class DeviceMemory:
     @classmethod
     def of(cls, limit: int, spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> DeviceMemory:
         state = device_bytes((spec.slots, spec.counts))
-        page = device_bytes(dataclasses.replace(spec, num_pages=1).cache)
         working = max(program.working for program in programs)
-        return cls(limit, device_bytes(spec.params), state, working, page, spec.staging_bytes)
+        return cls(limit, device_bytes(spec.params), state, working, spec.page_bytes, spec.staging_bytes)
 
     @property
     def beside(self) -> int:

@@ -6,11 +6,13 @@ decides. Left out, because they are small or overlap: norms, activations, sampli
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 from jengine.config import ModelConfig
 from jengine.device_spec import DeviceSpec
+from jengine.models.cache import cache_groups
 
 Resource = Literal["memory", "products", "links"]
 ALL_REDUCES = 2  # of a layer: after attention, and after the MLP
@@ -107,18 +109,19 @@ def experts_met(config: ModelConfig, tokens: int) -> float:
 
 def kv_token_bytes(config: ModelConfig, itemsize: float, devices: int = 1) -> float:
     """A token's keys and values over all layers, on each device; kv heads repeat where there are fewer than devices."""
-    return 2 * config.num_layers * -(-config.num_kv_heads // devices) * config.head_dim * itemsize
+    groups = cache_groups(dataclasses.replace(config, shards=devices))
+    return sum(group.token_bytes(itemsize, devices) for group in groups)
 
 
 def seen(config: ModelConfig, context: float) -> float:
     """Cached tokens that a query after so many sees, over all layers: fewer in layers with a window."""
-    return sum(min(context, config.window(layer) or context) for layer in range(config.num_layers))
+    return sum(len(group.layers) * min(context, group.window or context) for group in cache_groups(config))
 
 
 def mean_seen(config: ModelConfig, prompt: int) -> float:
     """The same, on average over the tokens of a prompt."""
-    windows = (min(prompt, config.window(layer) or prompt) for layer in range(config.num_layers))
-    return sum(window - window**2 / (2 * prompt) for window in windows)
+    windows = ((len(group.layers), min(prompt, group.window or prompt)) for group in cache_groups(config))
+    return sum(layers * (window - window**2 / (2 * prompt)) for layers, window in windows)
 
 
 def decode(config: ModelConfig, formats: Formats, batch: int, context: int) -> Work:
