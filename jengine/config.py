@@ -44,13 +44,13 @@ class StoredWeights:
     """How a checkpoint holds its matrices, where these are quantized already and stay so in memory.
 
     Attributes:
-        form: of numbers; int4 has a scale for each group of inputs, the others for each output.
+        form: of numbers; int4 and e2m1, of MXFP4, have a scale for each group of inputs, the others for each output.
         group: inputs that share a scale.
         offset: groups have offsets too.
         others: regular expressions of modules' names, matched from the start: those that are stored otherwise.
     """
 
-    form: Literal["int4", "int8", "float8_e4m3fn"]
+    form: Literal["int4", "e2m1", "int8", "float8_e4m3fn"]
     group: int = 0
     offset: bool = False
     others: tuple[str, ...] = ()
@@ -81,6 +81,8 @@ class ModelConfig:
         expert_layers: which layers route tokens to experts.
         expert_size: an expert's intermediate size.
         normalize_experts: the chosen experts' probabilities are scaled to a sum of 1.
+        swiglu_alpha, swiglu_limit: of gpt-oss's experts: gates, cut at the limit, are multiplied by the sigmoid of alpha times them, and
+            by 1 plus what is multiplied with gates, cut at plus and minus the limit.
         stored: how matrices are stored, where they are quantized; None where they are not, or are to become dtype.
         shards: devices that the parameters are laid out for. Kv heads repeat where there are fewer than devices; heads, intermediate
             sizes and the vocabulary are padded with zeros to what divides. The other fields are the checkpoint's.
@@ -126,6 +128,8 @@ class ModelConfig:
     experts_per_token: int = 0
     expert_size: int = 0
     normalize_experts: bool = False
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float = 0.0
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredWeights | None = None

@@ -105,6 +105,7 @@ def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: di
 def _kept(target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> Quantized | Int4:
     """A parameter whose tensors are stored in the form that programs take."""
     numbers, scale = parts_of(target)
+    source = tuple(piece._replace(transposed=False) for piece in source)  # groups are [out, in] in any case
     found: dict[str, Groups] = {}
     for piece in source:
         tensor = tensors[piece.name]
@@ -174,7 +175,7 @@ def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: d
     arrays = {name: dense(tensors[name].array) for name in {piece.name for piece in source}}
     for piece in source:
         part, array = out[piece.part], arrays[piece.name]
-        part[...] = (array.T if piece.transposed else array)[piece.rows][..., piece.columns].reshape(part.shape)
+        part[...] = (_turned(array) if piece.transposed else array)[piece.rows][..., piece.columns].reshape(part.shape)
     return out
 
 
@@ -184,9 +185,14 @@ def disassemble(parameter: np.ndarray, source: tuple[Piece, ...]) -> dict[str, T
     for piece in source:
         tensor = tensors.setdefault(piece.name, Tensor(Path(), np.empty(piece.shape, parameter.dtype)))
         stored = dense(tensor.array)
-        part = (stored.T if piece.transposed else stored)[piece.rows][..., piece.columns]
+        part = (_turned(stored) if piece.transposed else stored)[piece.rows][..., piece.columns]
         part[...] = parameter[piece.part].reshape(part.shape)
     return tensors
+
+
+def _turned(array: np.ndarray) -> np.ndarray:
+    """[..., in, out] as [..., out, in]."""
+    return array if array.ndim < 2 else array.swapaxes(-1, -2)
 
 
 def _is_source(node: Any) -> bool:

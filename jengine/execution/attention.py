@@ -53,12 +53,18 @@ class PagedAttention:
 
         @partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))  # traced and lowered once for all layers that are alike
         def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, kv: Place, rotation: Rotation | None, **options: Any
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            kv: Place,
+            rotation: Rotation | None,
+            sinks: jax.Array | None,
+            **options: Any,
         ) -> tuple[jax.Array, Place]:
             q = q if rotation is None else dispatch.rotate(q, rotation, device=device)
             k_pages, v_pages = kv
             kv = dispatch.kv_write(k_pages, v_pages, k, v, pages, offsets, rotation=rotation, device=device)
-            how = {**options, "pages": key.pages, "device": device}
+            how = {**options, "sinks": sinks, "pages": key.pages, "device": device}
             out = []
             if key.rows:
                 out.append(dispatch.paged_attention_decode(q[: key.rows], *kv, row_tables, row_lengths, **how))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -74,11 +74,13 @@ def _attend(cache: Cache, groups: tuple[CacheGroup, ...], attentions: list[Paged
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         group, place = home[layer]
         pool = cache[groups[group].pool]
         out: jax.Array
-        out, pool[place] = attentions[group].attend(q, k, v, pool[place], rotation, scale=scale, window=window, soft_cap=soft_cap)
+        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        out, pool[place] = attentions[group].attend(q, k, v, pool[place], rotation, sinks, **how)
         return out
 
     return attend

@@ -24,6 +24,7 @@ from jengine.models import (
     glm,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -41,7 +42,7 @@ from jengine.models.family import Decoder, Family, TextPart
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import RULES
 from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.int4 import pack, quantize_int4
+from pallas_kernels.int4 import KINDS, pack, quantize_int4
 from pallas_kernels.quantized import quantize
 
 QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations are quantized to it as well
@@ -51,7 +52,26 @@ QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations ar
 }
 EMBEDDINGS = {"int4": "int8"}  # and output heads, which bear four bits less well
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
-_FILES = (falcon, gemma, glm, gpt2, gpt_neox, granite, llama, mistral, moe, olmo, opt, phi, phi3, qwen3, smollm3, stablelm, starcoder2)
+_FILES = (
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    moe,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    qwen3,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 FAMILIES: dict[str, Family] = dict(sorted(item for file in _FILES for item in file.FAMILIES.items()))
 
 
@@ -139,12 +159,12 @@ def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence
     modules = {piece.name.rpartition(".")[0] for piece in source}
     if any(re.match(pattern, module) for module in modules for pattern in stored.others):
         return plain
-    if stored.form != "int4":
+    if stored.form not in KINDS:
         return jax.eval_shape(partial(quantize, dtype=stored.form), plain)
     size = plain.shape[-1] // parts
     if size % stored.group:
         raise InvalidArgument("tensor_parallel_size", parts, f"cuts {plain.shape[-1]} inputs within groups of {stored.group}")
     values = jax.ShapeDtypeStruct(plain.shape, jnp.int8)
     scale = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
-    made = partial(pack, group=stored.group, parts=parts, dtype=str(plain.dtype))
+    made = partial(pack, group=stored.group, parts=parts, dtype=str(plain.dtype), kind=stored.form)
     return jax.eval_shape(made, values, scale, scale if stored.offset else None)

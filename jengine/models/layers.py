@@ -38,11 +38,13 @@ class Attend(Protocol):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """q [N, heads, head_dim], k and v [N, kv_heads, head_dim] -> [N, heads, head_dim]; this device's heads.
 
         Query head h reads kv head h // (heads / kv_heads). Scores are multiplied by scale; with soft_cap, s then
         becomes soft_cap * tanh(s / soft_cap); with window, a query at position p sees keys in (p - window, p].
+        sinks float32 [heads] are one more score of each head's softmax, without a value.
         """
 
 
@@ -128,6 +130,8 @@ class LayerNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention. q, k and v are one product, laid out by kv head so that it shards without shuffling."""
 
+    sinks: nnx.Param[jax.Array] | None = None  # float32 [kv heads, group], in families that have them
+
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config = config
         laid, dim, hidden = config.num_kv_heads_padded, config.head_dim, config.hidden_size
@@ -155,7 +159,9 @@ class Attention(nnx.Module):
         q, k, v = qkv[:, :, :group].reshape(tokens, kv_heads * group, dim), qkv[:, :, group], qkv[:, :, group + 1]
         q, k = self.normalize(q, k)
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
-        y = attend(layer, q, k, v, rotation=rotation, scale=scale, window=config.window(layer), soft_cap=config.attention_soft_cap)
+        sinks = None if self.sinks is None else self.sinks[...].reshape(-1)
+        how: dict[str, Any] = {"window": config.window(layer), "soft_cap": config.attention_soft_cap, "sinks": sinks}
+        y = attend(layer, q, k, v, rotation=rotation, scale=scale, **how)
         return row_parallel_dense(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
 
     def normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 import transformers
 
+from tests.golden.expert_variants import EXPERT_VARIANTS
 from tests.golden.more_variants import MORE_VARIANTS
 from tests.golden.weights import VARIANTS, max_model_len, uniform, write_model
 
 NEW_TOKENS = 24
 LENGTHS = (1, 5, 16, 17, 63, 65, 130)  # around pages of 16 and tiles of 64
-FEWER = (1, 17, 65, 130)  # of MORE_VARIANTS; EVERYWHERE then for the first alone
+FEWER = (1, 17, 65, 130)  # of MORE_VARIANTS and EXPERT_VARIANTS; EVERYWHERE then for the first alone
 EVERYWHERE = (17, 65)
 MARGIN = 1e-3  # between the two best tokens, for greedy tokens to be equal elsewhere
 
@@ -58,7 +59,7 @@ class Oracle:
 
 def record(variant: str) -> dict[str, np.ndarray]:
     config, oracle = VARIANTS[variant], Oracle(variant)
-    more = variant in MORE_VARIANTS
+    more = variant in MORE_VARIANTS or variant in EXPERT_VARIANTS
     lengths = [n for n in (FEWER if more else LENGTHS) if n + NEW_TOKENS <= oracle.length]
     vocab = config.get("text_config", config)["vocab_size"]
     out: dict[str, np.ndarray] = {"config": np.array(json.dumps(config)), "lengths": np.array(lengths, np.int32)}

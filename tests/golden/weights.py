@@ -34,15 +34,20 @@ def weights(variant: str, config: dict[str, Any] | None = None) -> dict[str, np.
 
 def _weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = uniform(f"{variant}/{name}", math.prod(shape)).reshape(shape)
-    if name.endswith(".bias"):
+    if name.endswith("sinks"):
+        scaled = (4.0 if variant.endswith("sinks") else 0.0) + noise
+    elif name.endswith("bias"):
         scaled = (0.1 if variant.startswith(("gpt2", "opt")) else 0.3) * noise
     elif "norm" in name or ".ln_" in name:
         scaled = (0.0 if variant.startswith("gemma") else 1.0) + 0.3 * noise  # Gemma's norms add 1
     elif any(table in name for table in ("embed_", "embeddings", "lm_head", "wte", "wpe")):
         scaled = next((scale for family, scale in TABLES.items() if variant.startswith(family)), 0.5) * noise
     else:
-        inputs = shape[0] if ".c_" in name else shape[-1]  # GPT-2's are [in, out]
+        stacked = ".experts." in name and len(shape) == 3  # [experts, in, out], as GPT-2's are [in, out]
+        inputs = shape[0] if ".c_" in name else shape[1] if stacked else shape[-1]
         scaled = 1.3 / math.sqrt(inputs) * noise
+    if variant.endswith("ties") and (".router." in name or ".experts." in name):
+        scaled[1::2] = scaled[::2]  # experts are alike in pairs, so that it does not matter which of them a tie gives
     return scaled.astype(np.float32)
 
 

@@ -24,6 +24,7 @@ def dense_causal(sequence: jax.Array, positions: jax.Array) -> Attend:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
@@ -32,6 +33,9 @@ def dense_causal(sequence: jax.Array, positions: jax.Array) -> Attend:
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         visible = causal if window is None else causal & (distance < window)
-        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), v)
+        scores = jnp.where(visible, scores, -jnp.inf)
+        if sinks is not None:
+            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1)
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores)[..., : k.shape[0]], v)
 
     return attend
