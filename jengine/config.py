@@ -57,6 +57,37 @@ class StoredWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention: one vector a token is cached, from which all heads' keys and values are made.
+
+    Attributes:
+        rank: channels of that vector from which they are made.
+        query_rank: the same of queries, which are not cached; None: they are made from hidden states.
+        key_dim: channels of a head's query and key that do not rotate.
+        rotary_dim: those that do; all heads share the key's, which are cached too.
+        value_dim: channels of a head's value.
+        interleaved: in the checkpoint channels rotate with their neighbours.
+    """
+
+    rank: int
+    query_rank: int | None
+    key_dim: int
+    rotary_dim: int
+    value_dim: int
+    interleaved: bool = True
+
+    @property
+    def query_dim(self) -> int:
+        """Channels of a head's query."""
+        return self.key_dim + self.rotary_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Channels of what is cached of a token."""
+        return self.rank + self.rotary_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer's shape, in one vocabulary for every family.
 
@@ -80,9 +111,14 @@ class ModelConfig:
         embedding_size: of tokens, projected to and from hidden_size; None is hidden_size, without projections.
         expert_layers: which layers route tokens to experts.
         expert_size: an expert's intermediate size.
+        shared_expert_size: that of the expert that all tokens meet; 0: there is none.
         normalize_experts: the chosen experts' probabilities are scaled to a sum of 1.
+        router: what makes experts' scores of a router's results.
+        expert_groups, expert_groups_kept: a token chooses among the experts of as many groups, the best of all.
+        routed_scaling: multiplies the experts' results.
         swiglu_alpha, swiglu_limit: of gpt-oss's experts: gates, cut at the limit, are multiplied by the sigmoid of alpha times them, and
             by 1 plus what is multiplied with gates, cut at plus and minus the limit.
+        latent: heads share keys and values in a compressed form; None: they do not.
         stored: how matrices are stored, where they are quantized; None where they are not, or are to become dtype.
         shards: devices that the parameters are laid out for. Kv heads repeat where there are fewer than devices; heads, intermediate
             sizes and the vocabulary are padded with zeros to what divides. The other fields are the checkpoint's.
@@ -127,11 +163,17 @@ class ModelConfig:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
+    shared_expert_size: int = 0
     normalize_experts: bool = False
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    expert_groups: int = 1
+    expert_groups_kept: int = 1
+    routed_scaling: float = 1.0
     swiglu_alpha: float = 1.0
     swiglu_limit: float = 0.0
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
+    latent: LatentAttention | None = None
     stored: StoredWeights | None = None
     shards: int = 1
 

@@ -45,15 +45,17 @@ def kv_write(
         offsets: int32 [tokens], in [0, page_size). No two tokens have the same place but in the null page.
         rotation: turns the keys first, as `rotate` does; None where they are turned already, or never.
     """
+    k = k if rotation is None else rotate(k, rotation)
+    return page_write(k_pages, k, page_ids, offsets), page_write(v_pages, v, page_ids, offsets)
 
-    def put(pages: Any, new: jax.Array) -> Any:
-        if isinstance(pages, Quantized):
-            added = movable(quantize(new, pages.kind))
-            values, scale = put(pages.values, added.values), put(pages.scale, added.scale)
-            return dataclasses.replace(pages, values=values, scale=scale)
-        return pages.at[page_ids, :, offsets].set(new.astype(pages.dtype))
 
-    return put(k_pages, k if rotation is None else rotate(k, rotation)), put(v_pages, v)
+def page_write(pages: Any, new: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> Any:
+    """`kv_write` of keys or values alone."""
+    if isinstance(pages, Quantized):
+        added = movable(quantize(new, pages.kind))
+        values, scale = page_write(pages.values, added.values, page_ids, offsets), page_write(pages.scale, added.scale, page_ids, offsets)
+        return dataclasses.replace(pages, values=values, scale=scale)
+    return pages.at[page_ids, :, offsets].set(new.astype(pages.dtype))
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:

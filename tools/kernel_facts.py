@@ -27,10 +27,14 @@ ALL = {"window": 1024, "soft_cap": 30.0}
 THREADS = 256  # of a block
 
 
+def _last_as_sinks(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args[:-1], sinks=args[-1])
+
+
 def _sinks(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Case:
     """The same with attention sinks."""
     heads = jax.ShapeDtypeStruct((arrays[0].shape[-2],), jnp.float32)
-    return lambda *args: function(*args[:-1], sinks=args[-1]), (*arrays, heads)
+    return partial(_last_as_sinks, function), (*arrays, heads)
 
 
 def decode(

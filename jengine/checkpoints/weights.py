@@ -151,6 +151,7 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
             tensors = read_quantized(tensors, quantization)
         if model.text_part is not None:
             tensors = _of_text(tensors, model.text_part)
+        tensors = _without(tensors, model.skipped, "only the next token is predicted")
         tensors = _named(tensors, model.prefix)
     _check(path, tensors, pieces, model.config.tie_embeddings)
     return tensors
@@ -209,11 +210,17 @@ def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _of_text(tensors: dict[str, Tensor], part: TextPart) -> dict[str, Tensor]:
     """The text model's tensors, named as in its own checkpoints."""
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    mine = {name: tensor for name, tensor in bare.items() if not name.startswith(part.skipped)}
-    if len(mine) < len(bare):
-        parts = ", ".join(name.removesuffix(".") for name in part.skipped)
-        log.warning("%d tensors of %s are not loaded: the model takes text alone", len(bare) - len(mine), parts)
+    mine = _without(bare, part.skipped, "the model takes text alone")
     return {name.removeprefix("language_model.").removeprefix("model."): tensor for name, tensor in mine.items()}
+
+
+def _without(tensors: dict[str, Tensor], skipped: tuple[str, ...], why: str) -> dict[str, Tensor]:
+    """The tensors but for those whose names begin so; says that there are such."""
+    mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(skipped)} if skipped else tensors
+    if len(mine) < len(tensors):
+        parts = ", ".join(name.removesuffix(".") for name in skipped)
+        log.warning("%d tensors of %s are not loaded: %s", len(tensors) - len(mine), parts, why)
+    return mine
 
 
 def _check(path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bool) -> None:

@@ -68,7 +68,7 @@ def _attend(cache: Cache, groups: tuple[CacheGroup, ...], attentions: list[Paged
         layer: int,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         *,
         rotation: Rotation | None,
         scale: float,

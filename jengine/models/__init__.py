@@ -19,6 +19,7 @@ from flax import nnx
 from jengine.config import ModelConfig, StoredWeights
 from jengine.errors import InvalidArgument, ModelError
 from jengine.models import (
+    deepseek,
     falcon,
     gemma,
     glm,
@@ -53,6 +54,7 @@ QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations ar
 EMBEDDINGS = {"int4": "int8"}  # and output heads, which bear four bits less well
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 _FILES = (
+    deepseek,
     falcon,
     gemma,
     glm,
@@ -84,7 +86,7 @@ class Model:
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors each parameter is made of, a tuple of pieces.Piece.
         prefix: the Decoder's.
-        text_part: the family's.
+        text_part, skipped: the family's.
     """
 
     config: ModelConfig
@@ -95,6 +97,7 @@ class Model:
     sources: Any
     prefix: str
     text_part: TextPart | None
+    skipped: tuple[str, ...]
     graph: nnx.GraphDef[Any] = field(repr=False)
 
     def bind(self, params: Params) -> Decoder:
@@ -150,6 +153,7 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
         sources=tree(lambda p: p.get_metadata("source")),
         prefix=module.prefix,
         text_part=FAMILIES[config.family].text_part,
+        skipped=tuple(name.format(num_layers=config.num_layers) for name in FAMILIES[config.family].skipped),
         graph=graph,
     )
 

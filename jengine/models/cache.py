@@ -40,12 +40,13 @@ class CacheGroup:
     largest group's: layer `layers[i]` of each of them has the pool's i-th arrays.
 
     Attributes:
-        kind: "full": a query reads all tokens before it; "window": the last `window` of them, its own included.
-        arrays: of each layer, in the order in which its attention takes them; keys and values here.
+        kind: "full": a query reads all tokens before it; "window": the last `window` of them, its own included;
+            "latent": all, of which it keeps a compressed form that all heads share.
+        arrays: of each layer, in the order in which its attention takes them: keys and values, or what both are made of.
         pool: index of the pool of its pages.
     """
 
-    kind: Literal["full", "window"]
+    kind: Literal["full", "window", "latent"]
     layers: tuple[int, ...]
     window: int | None = None
     arrays: tuple[PageArray, ...] = ()
@@ -61,6 +62,9 @@ class CacheGroup:
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """The groups of a model, full attention first. Layers of one kind are split into groups about as large as the rarest kind's."""
+    if config.latent is not None:  # one vector a token, on each device
+        array = PageArray((1, TOKENS, config.latent.cached_dim), sharded=None)
+        return (CacheGroup("latent", tuple(range(config.num_layers)), arrays=(array,)),)
     kinds: dict[int | None, list[int]] = {}
     for layer in range(config.num_layers):
         kinds.setdefault(config.window(layer), []).append(layer)

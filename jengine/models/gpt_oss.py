@@ -36,7 +36,8 @@ class GptOssExperts(Experts):
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         config = self.config
         experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
-        laid, real = -(-ffn // (GROUP * config.shards)) * GROUP * config.shards, slice(0, ffn)
+        least = config.shards * (1 if config.stored is None else GROUP)
+        laid, real = -(-ffn // least) * least, slice(0, ffn)
         gates = Piece(f"{name}.experts.gate_up_proj", (experts, hidden, 2 * ffn), (EVERY, real), transposed=True)
         downs = Piece(f"{name}.experts.down_proj", (experts, ffn, hidden), (EVERY, EVERY, real), transposed=True)
         self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden)))

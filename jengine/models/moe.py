@@ -16,7 +16,7 @@ from jengine.models.layers import Block, dense, matrix, param, value
 from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
-from jengine.parallel.collectives import all_reduce
+from jengine.parallel.collectives import all_reduce, shard_index
 from pallas_kernels.activations import gated
 from pallas_kernels.int4 import Int4
 from pallas_kernels.products import Weight
@@ -74,12 +74,19 @@ class Experts(nnx.Module):
         return gated(gate_up, self.config.activation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        return all_reduce(self.own_part(x))
+
+    def own_part(self, x: jax.Array) -> jax.Array:
+        """What this device's part of each expert gives; the sum over devices is the result."""
         weights, chosen = self.route(x)
         params = self.gate_up[...], self.down[...], value(self.gate_up_bias)
         rows = jnp.repeat(x, chosen.shape[1], axis=0)
         y = lax.platform_dependent(rows, chosen.reshape(-1), *params, cpu=self.by_block, default=self.by_ragged_dot)
-        y = all_reduce(_weighted(y.reshape(*chosen.shape, -1), weights).astype(x.dtype))
-        return y if self.down_bias is None else y + _weighted(self.down_bias[...][chosen], weights).astype(y.dtype)
+        y = _weighted(y.reshape(*chosen.shape, -1), weights)
+        if self.down_bias is not None:  # on one device, since results are summed
+            bias = _weighted(self.down_bias[...][chosen], weights)
+            y += jnp.where(jnp.equal(shard_index(), 0), bias, 0)
+        return y.astype(x.dtype)
 
     def by_ragged_dot(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None) -> jax.Array:
         """Row i of x [rows, hidden] through expert chosen[i]: one product over rows in the experts' order."""

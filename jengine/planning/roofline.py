@@ -64,7 +64,12 @@ class Bound:
 
 def attention_elements(config: ModelConfig) -> int:
     """Of a layer's matrices for queries, keys, values and output."""
-    return (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
+    latent, hidden, heads = config.latent, config.hidden_size, config.num_heads
+    if latent is None:
+        return (2 * heads + 2 * config.num_kv_heads) * config.head_dim * hidden
+    down, inputs = (0, hidden) if latent.query_rank is None else (hidden * latent.query_rank, latent.query_rank)
+    expanded = heads * (latent.key_dim + latent.value_dim) * latent.rank
+    return down + heads * latent.query_dim * inputs + hidden * latent.cached_dim + expanded + heads * latent.value_dim * hidden
 
 
 def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
@@ -72,7 +77,14 @@ def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
     matrices = 3 if config.gated_mlp else 2
     if layer not in config.expert_layers:
         return matrices * config.hidden_size * config.intermediate_size
-    return config.hidden_size * (config.num_experts + experts * matrices * config.expert_size)
+    return config.hidden_size * (config.num_experts + matrices * (experts * config.expert_size + config.shared_expert_size))
+
+
+def attended_channels(config: ModelConfig) -> int:
+    """That a token's queries of a layer meet of each cached token: of keys, and of values."""
+    if config.latent is not None:
+        return config.num_heads * (config.latent.cached_dim + config.latent.rank)
+    return 2 * config.num_heads * config.head_dim
 
 
 def head_elements(config: ModelConfig) -> int:
@@ -132,7 +144,7 @@ def decode(config: ModelConfig, formats: Formats, batch: int, context: int) -> W
     kv = formats.kv_bytes / config.num_layers
     return Work(
         products=2 * batch * (layers + head_elements(config)) / formats.devices,
-        attention=4 * batch * config.num_heads * config.head_dim * attended / formats.devices,
+        attention=2 * batch * attended_channels(config) * attended / formats.devices,
         read=met * formats.weight_bytes / formats.devices + batch * attended * kv,
         sent=_sent(config, formats, batch),
     )
@@ -146,7 +158,7 @@ def prefill(config: ModelConfig, formats: Formats, tokens: int, prompt: int) -> 
     attended, kv = mean_seen(config, prompt), formats.kv_bytes / config.num_layers
     return Work(
         products=2 * (tokens * layers + tokens / prompt * head_elements(config)) / formats.devices,
-        attention=4 * tokens * config.num_heads * config.head_dim * attended / formats.devices,
+        attention=2 * tokens * attended_channels(config) * attended / formats.devices,
         read=met * formats.weight_bytes / formats.devices + max(1.0, tokens / prompt) * attended * kv,
         sent=_sent(config, formats, tokens),
     )

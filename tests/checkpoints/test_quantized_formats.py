@@ -125,7 +125,7 @@ def test_what_the_formats_own_package_writes(name: str) -> None:
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported; awq, compressed-tensors, fp8, gptq are"),
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported; awq, compressed-tensors, fp8, gptq, mxfp4 are"),
         ({"quant_method": "awq"}, "bits=None is not supported; 4 are"),
         ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version='marlin' is not supported; gemm are"),
         ({**GPTQ, "bits": 3}, "bits=3 is not supported; 4, 8 are"),

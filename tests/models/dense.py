@@ -18,7 +18,7 @@ def dense_causal(sequence: jax.Array, positions: jax.Array) -> Attend:
         layer: int,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         *,
         rotation: Rotation | None,
         scale: float,
@@ -28,7 +28,7 @@ def dense_causal(sequence: jax.Array, positions: jax.Array) -> Attend:
     ) -> jax.Array:
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, k if v is None else v))
         scores = jnp.einsum("qhd,khd->hqk", q, k) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
