@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _BASE: dict[str, Any] = {
-    "vocab_size": 64,
+    "vocab_size": 96,
     "hidden_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -66,4 +66,5 @@ EXPERT_VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v3_ties": {**_DEEPSEEK_V3, "num_hidden_layers": 2, "rope_interleave": False},
     "glm4_moe_lite": _GLM4_MOE_LITE,
+    "kimi_k2": {**_DEEPSEEK_V3, "model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "num_hidden_layers": 2},
 }

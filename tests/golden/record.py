@@ -26,6 +26,7 @@ NEW_TOKENS = 24
 LENGTHS = (1, 5, 16, 17, 63, 65, 130)  # around pages of 16 and tiles of 64
 FEWER = (1, 17, 65, 130)  # of MORE_VARIANTS and EXPERT_VARIANTS; EVERYWHERE then for the first alone
 EVERYWHERE = (17, 65)
+SAME = {"kimi_k2": "deepseek_v3"}  # model_types that transformers knows by another name
 MARGIN = 1e-3  # between the two best tokens, for greedy tokens to be equal elsewhere
 
 
@@ -35,7 +36,8 @@ class Oracle:
     def __init__(self, variant: str) -> None:
         self.length = max_model_len(variant)
         with tempfile.TemporaryDirectory() as folder:
-            write_model(Path(folder), variant)
+            kind = VARIANTS[variant]["model_type"]
+            write_model(Path(folder), variant, model_type=SAME.get(kind, kind))
             parts = "text_config" in VARIANTS[variant]
             loader = transformers.AutoModelForImageTextToText if parts else transformers.AutoModelForCausalLM
             self.model = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

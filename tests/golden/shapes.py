@@ -110,5 +110,5 @@ MAKERS = {
     **dict.fromkeys(("gpt_neox", "falcon"), fused),
     **dict.fromkeys(("gemma3", "mistral3"), with_images),
     "gpt_oss": gpt_oss,
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), deepseek),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), deepseek),
 }

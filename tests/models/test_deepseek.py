@@ -65,12 +65,6 @@ def test_a_layer_that_predicts_further_ahead_is_skipped_and_said(tmp_path: Path,
     jax.tree.map(np.testing.assert_array_equal, got, loaded(write(tmp_path / "plain", tensors)))
 
 
-def test_kimi_k2_is_a_deepseek_v3() -> None:
-    fields = {**CONFIG, "model_type": "kimi_k2", "n_group": 1, "topk_group": 1}
-    kimi, v3 = (build(model_config({**fields, "model_type": kind}), "float32", 64) for kind in ("kimi_k2", "deepseek_v3"))
-    assert kimi.sources == v3.sources and kimi.params == v3.params
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
