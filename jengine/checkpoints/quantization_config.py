@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jengine.config import StoredWeights
 from jengine.errors import ModelError
+from jengine.model_parts import StoredWeights
 from pallas_kernels.int4 import GROUPS
 
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.config import ModelConfig, StoredWeights
+from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument, ModelError
+from jengine.model_parts import StoredWeights
 from jengine.models import (
     deepseek,
     falcon,

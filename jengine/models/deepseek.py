@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jengine.config import LatentAttention, ModelConfig
+from jengine.config import ModelConfig
 from jengine.errors import ModelError
+from jengine.model_parts import LatentAttention
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import decoder, given_rope
 from jengine.models.latent_attention import MultiHeadLatentAttention

@@ -12,8 +12,8 @@ import pytest
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.quantization_config import stored_weights
-from jengine.config import StoredWeights
 from jengine.errors import ModelError
+from jengine.model_parts import StoredWeights
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4
