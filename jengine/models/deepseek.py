@@ -45,8 +45,8 @@ class DeepseekExperts(Experts):
         weights = jax.nn.softmax(scores) if self.correction is None else jax.nn.sigmoid(scores)
         ranked = weights if self.correction is None else weights + self.correction[...]
         if config.expert_groups > 1:
-            best = 1 if self.correction is None else 2  # of a group's experts, that speak for it
             grouped = ranked.reshape(x.shape[0], config.expert_groups, -1)
+            best = 1 if self.correction is None else min(2, grouped.shape[-1])  # of a group's experts, that speak for it
             kept = lax.top_k(lax.top_k(grouped, best)[0].sum(-1), config.expert_groups_kept)[1]
             allowed = jax.nn.one_hot(kept, config.expert_groups, dtype=jnp.bool_).any(1)
             ranked = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranked.shape)
@@ -78,9 +78,7 @@ class Deepseek(Llama):
 
 def read_deepseek(hf: Fields) -> dict[str, Any]:
     """What all of them share; routing is theirs."""
-    rope = given_rope(hf)
-    heads = int(hf["num_attention_heads"])
-    rank = hf["q_lora_rank"]
+    rope, heads, rank = given_rope(hf), int(hf["num_attention_heads"]), hf["q_lora_rank"]
     latent = LatentAttention(
         rank=int(hf["kv_lora_rank"]),
         query_rank=None if rank is None else int(rank),
@@ -91,14 +89,14 @@ def read_deepseek(hf: Fields) -> dict[str, Any]:
     )
     if latent.rotary_dim % 2:
         raise ModelError(f"qk_rope_head_dim={latent.rotary_dim} must be even, for rotary embedding")
-    fields = decoder(Fields({**hf, "num_key_value_heads": heads, "head_dim": latent.query_dim}), rope)
-    hf.seen |= {"hidden_act", "rope_theta", "tie_word_embeddings"}
     layers, experts = int(hf["num_hidden_layers"]), int(hf["n_routed_experts"])
     groups = int(hf.get("n_group") or 1)
     if experts % groups:
         raise ModelError(f"n_routed_experts={experts} is no multiple of n_group={groups}")
     return {
-        **fields,
+        **decoder(hf, rope),
+        "num_kv_heads": heads,
+        "head_dim": latent.query_dim,
         "latent": latent,
         "rotary_dim": latent.rotary_dim,
         "attention_scale": latent.query_dim**-0.5 * _magnitude(rope) ** 2,

@@ -27,10 +27,11 @@ SINKS: Ways = {"scale": 0.3, "window": 70, "sinks": True}
 # head_dim, kv_heads, group, page_size, tile, dtype, ways
 SMALL = [
     (128, 1, 2, 64, 64, "bfloat16", PLAIN),
-    (64, 1, 3, 16, 64, "bfloat16", WINDOW),
+    (64, 1, 3, 16, 64, "bfloat16", SINKS),
+    pytest.param(64, 1, 3, 16, 64, "bfloat16", WINDOW, marks=pytest.mark.full),
     (64, 2, 1, 32, 64, "float16", LONG),
     (256, 1, 5, 64, 16, "bfloat16", BOTH),
-    (64, 1, 3, 32, 48, "bfloat16", SINKS),
+    pytest.param(64, 1, 3, 32, 48, "bfloat16", SINKS, marks=pytest.mark.full),
     pytest.param(128, 2, 1, 64, 64, "bfloat16", SINKS, marks=pytest.mark.full),
     pytest.param(64, 1, 1, 128, 128, "float16", BOTH, marks=pytest.mark.full),
 ]

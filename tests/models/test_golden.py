@@ -54,7 +54,7 @@ def differences(variant: str, folder: Path, tensor_parallel_size: int = 1) -> li
 
 FURTHER = {"smollm3_window", "granite_biases", "glm", "mistral3", "starcoder2_window", "stablelm_parallel", "gpt_neox_serial"}
 FURTHER |= {"falcon_7b", "falcon_11b", "falcon_serial"}  # of families that have another variant here
-FURTHER |= {"gpt_oss_ties", "deepseek_v2_lite", "deepseek_v3_ties", "kimi_k2"}
+FURTHER |= {"gpt_oss_wide_sinks", "gpt_oss_ties", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3_ties", "glm4_moe_lite", "kimi_k2"}
 CASES = [pytest.param(variant, marks=pytest.mark.full) if variant in FURTHER else variant for variant in VARIANTS]
 
 
