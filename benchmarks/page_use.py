@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jengine.config import ModelConfig
-from jengine.execution.kv_cache import page_bytes
+from jengine.execution.kv_cache import SHARED, page_bytes
 from jengine.models.cache import cache_groups
 from jengine.program_table import ProgramTable
 from jengine.request import Request, SamplingParams
@@ -46,7 +46,7 @@ def bytes_at_8k(page_size: int) -> dict[str, Any]:
     found = {}
     for name, model in SHAPES:
         groups = cache_groups(model)
-        one = page_bytes(model, page_size, DTYPE)
+        one = page_bytes(groups, SHARED, page_size, DTYPE, 1)
         every_layer = -(-LENGTH // page_size) * page_size * 2 * model.num_layers * model.num_kv_heads * model.head_dim * DTYPE.itemsize
         held = {}
         for how, step in (("prefill", TILE_SIZE), ("decode", 1)):

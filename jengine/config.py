@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from jengine.checks import check_number, check_targets, check_whole
 from jengine.errors import InvalidArgument
+from jengine.model_parts import LatentAttention, RopeScaling, StoredWeights
 from jengine.scheduling.options import Batching, OnLate, Policy, StrategyName
 from jengine.vllm_options import without_no_ops
 
@@ -18,42 +19,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int4", "int8", "w8a8", "fp8", "none"]
 BURST_STEPS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context. Fields as in Hugging Face configs."""
-
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
-    factor: float
-    original_max_position: int
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()  # longrope: for each pair of channels, within the trained context
-    long_factor: tuple[float, ...] = ()  # and beyond it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredWeights:
-    """How a checkpoint holds its matrices, where these are quantized already and stay so in memory.
-
-    Attributes:
-        form: of numbers; int4 has a scale for each group of inputs, the others for each output.
-        group: inputs that share a scale.
-        offset: groups have offsets too.
-        others: regular expressions of modules' names, matched from the start: those that are stored otherwise.
-    """
-
-    form: Literal["int4", "int8", "float8_e4m3fn"]
-    group: int = 0
-    offset: bool = False
-    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +45,14 @@ class ModelConfig:
         embedding_size: of tokens, projected to and from hidden_size; None is hidden_size, without projections.
         expert_layers: which layers route tokens to experts.
         expert_size: an expert's intermediate size.
+        shared_expert_size: that of the expert that all tokens meet; 0: there is none.
         normalize_experts: the chosen experts' probabilities are scaled to a sum of 1.
+        router: what makes experts' scores of a router's results.
+        expert_groups, expert_groups_kept: a token chooses among the experts of as many groups, the best of all.
+        routed_scaling: multiplies the experts' results.
+        swiglu_alpha, swiglu_limit: of gpt-oss's experts: gates, cut at the limit, are multiplied by the sigmoid of alpha times them, and
+            by 1 plus what is multiplied with gates, cut at plus and minus the limit.
+        latent: heads share keys and values in a compressed form; None: they do not.
         stored: how matrices are stored, where they are quantized; None where they are not, or are to become dtype.
         shards: devices that the parameters are laid out for. Kv heads repeat where there are fewer than devices; heads, intermediate
             sizes and the vocabulary are padded with zeros to what divides. The other fields are the checkpoint's.
@@ -125,9 +97,17 @@ class ModelConfig:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
+    shared_expert_size: int = 0
     normalize_experts: bool = False
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    expert_groups: int = 1
+    expert_groups_kept: int = 1
+    routed_scaling: float = 1.0
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float = 0.0
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
+    latent: LatentAttention | None = None
     stored: StoredWeights | None = None
     shards: int = 1
 

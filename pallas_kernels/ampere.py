@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.softmax import MASKED, SMALLEST, join, scores
+from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, join, scores
 
 BLOCKS_TO_FILL = 216  # two for each of an A100's 108 multiprocessors
 SPLIT_TOKENS = 256  # a split should have as many
@@ -54,11 +54,12 @@ def paged_attention_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     splits: int | None = None,
 ) -> jax.Array:
     """See `attention_decode.paged_attention_decode`."""
     tiles, real = q[:, None], jnp.minimum(lengths, 1)
-    ways: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "splits": splits}
+    ways: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "splits": splits}
     return paged_attention_prefill(tiles, k_pages, v_pages, block_tables, lengths - 1, real, **ways)[:, 0]
 
 
@@ -73,6 +74,7 @@ def paged_attention_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     splits: int | None = None,
 ) -> jax.Array:
     """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
@@ -84,7 +86,7 @@ def paged_attention_prefill(
         block_tables: int32 [tiles, width], page ids in order; read where a tile's queries see tokens.
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.
-        scale, window, soft_cap: as in `xla.paged_attention_decode`.
+        scale, window, soft_cap, sinks: as in `xla.paged_attention_decode`.
         splits: parts of a sequence that blocks of threads work on side by side; None chooses by the shapes.
 
     Returns:
@@ -101,7 +103,7 @@ def paged_attention_prefill(
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, blocks * columns - tile * group), (0, 0)))
 
     shape = (splits, items, kv_heads, blocks)
-    result = q.dtype if splits == 1 else jnp.dtype("float32")
+    result = q.dtype if splits == 1 and sinks is None else jnp.dtype("float32")
     out, lse = plgpu.kernel(
         partial(_kernel, group=group, scale=scale, window=window, soft_cap=soft_cap, splits=splits),
         out_type=(
@@ -119,7 +121,10 @@ def paged_attention_prefill(
         kernel_name="paged_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(queries, k_pages, v_pages, block_tables, positions, lengths)
-    joined = join(out.swapaxes(-1, -2), lse).reshape(items, kv_heads, blocks * columns, head_dim)[:, :, : tile * group]
+    if sinks is not None:  # of each column, a query head
+        by_column = jnp.arange(blocks * columns).reshape(blocks, columns) % group
+        sinks = sinks.reshape(kv_heads, group)[:, by_column] * LOG2_E
+    joined = join(out.swapaxes(-1, -2), lse, sinks).reshape(items, kv_heads, blocks * columns, head_dim)[:, :, : tile * group]
     return joined.reshape(items, kv_heads, tile, group, head_dim).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
 
 

@@ -6,7 +6,7 @@ al., 2022). The tensor cores want 64 queries: the query heads of a kv head are t
 set and never read back. That wastes products, of which decoding has plenty to spare, and no bandwidth, which it lives on.
 
 A sequence's tiles are shared among the splits, so that few long sequences still fill the chip. Each split gives its own
-softmax's result and the logarithm of its sum, and XLA joins them (Flash-Decoding; Dao et al., 2023).
+softmax's result and the logarithm of its sum, and XLA joins them (Flash-Decoding; Dao et al., 2023), and attention sinks with them.
 
 Tiles of an eight-bit cache come as they are stored, with their scales, and the memory warpgroup turns them into the queries'
 dtype, which has all of their numbers, on their way to the tensor cores. The scales multiply scores and weights, in float32.
@@ -27,7 +27,7 @@ from jax.experimental.pallas.mosaic_gpu import Tiling
 from pallas_kernels import tuning
 from pallas_kernels.hopper import accumulate, product
 from pallas_kernels.quantized import Pages, Quantized
-from pallas_kernels.softmax import MASKED, SMALLEST, join, scores
+from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, join, scores
 from pallas_kernels.tuning import DecodeCase, DecodeChoice
 
 QUERIES = 64  # rows of a product of the tensor cores
@@ -46,6 +46,7 @@ def paged_attention_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     splits: int | None = None,
     stages: int | None = None,
     device: jax.Device | None = None,
@@ -60,7 +61,7 @@ def paged_attention_decode(
             float8_e4m3fn. What they hold for tokens that no query sees, NaN included, never reaches a result.
         block_tables: int32 [rows, width], page ids in order; read as far as a row's length goes, and some behind its window.
         lengths: int32 [rows], tokens of each sequence, the query's own included; 0 gives zeros, width * page_size is the most.
-        scale, window, soft_cap: as in `xla.paged_attention_decode`.
+        scale, window, soft_cap, sinks: as in `xla.paged_attention_decode`.
         splits: parts of a sequence that blocks of threads work on side by side; None leaves them, and stages, to `tuning.decode`.
         stages: tiles of keys and values on their way to a block at a time, at least 2; None: as many as shared memory is meant for.
         device: that this will run on, for its limits; None: an H100 or H200.
@@ -83,7 +84,7 @@ def paged_attention_decode(
     queries = jnp.pad(q.reshape(rows, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, padded - group), (0, 0)))
     shape = (splits, rows, kv_heads, padded)
 
-    result = q.dtype if splits == 1 else jnp.dtype("float32")
+    result = q.dtype if splits == 1 and sinks is None else jnp.dtype("float32")
     copies = TILE // min(page_size, TILE)
     stages = choice.stages or max(2, STAGE_BYTES // (2 * TILE * head_dim * q.dtype.itemsize))
     scratch: dict[str, Any] = {}
@@ -122,7 +123,8 @@ def paged_attention_decode(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(queries, k_pages, v_pages, block_tables, lengths)
-    return join(out, lse)[:, :, :group].reshape(q.shape).astype(q.dtype)
+    out, lse = out[:, :, :, :group], lse[..., :group]
+    return join(out, lse, None if sinks is None else sinks.reshape(kv_heads, group) * LOG2_E).reshape(q.shape).astype(q.dtype)
 
 
 def _tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any]) -> Any:

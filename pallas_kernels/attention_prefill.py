@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.feed import Blocks, Ring, feed, ring
 from pallas_kernels.hopper import ROWS, accumulate, per_row, product, tiled
 from pallas_kernels.quantized import Pages, Quantized, numbers
-from pallas_kernels.softmax import MASKED, SMALLEST, scores
+from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, scores
 
 TILE_GRID = 8  # tokens of a tile are a multiple of it
 STAGE_BYTES = 1 << 17  # of keys and values in flight in a block
@@ -58,6 +58,7 @@ def paged_attention_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     block_k: int | None = None,
     stages: int | None = None,
     operand_in_registers: bool = True,
@@ -74,7 +75,7 @@ def paged_attention_prefill(
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values. A tile of none reads nothing.
         scale: positive.
-        window, soft_cap: as in `xla.paged_attention_decode`.
+        window, soft_cap, sinks: as in `xla.paged_attention_decode`.
         block_k: keys of a stage, a multiple of 64; None chooses by the shapes.
         stages: that are in flight; None fills the shared memory.
         operand_in_registers: the second product takes its left side from registers and adds to what is there. False, which
@@ -100,8 +101,12 @@ def paged_attention_prefill(
         "q_full": plgpu.Barrier(num_arrivals=ROWS // math.gcd(tile, ROWS), num_barriers=warpgroups),
         "turn": plgpu.Barrier(num_arrivals=2) if warpgroups == 2 else None,
     }
+    by_row = []
+    if sinks is not None:  # of each (head, token) pair
+        rows = jnp.repeat(sinks.reshape(kv_heads, -1) * LOG2_E, tile, axis=1)
+        by_row = [jnp.pad(rows, ((0, 0), (0, -(-units // warpgroups) * warpgroups * ROWS - rows.shape[1])))]
     out: jax.Array = plgpu.kernel(
-        partial(_kernel, scale=scale, window=window, soft_cap=soft_cap),
+        partial(_kernel, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types={name: what for name, what in scratch.items() if what is not None},
         grid=(kv_heads, tiles, -(-units // warpgroups)),
@@ -111,15 +116,16 @@ def paged_attention_prefill(
         kernel_name="paged_attention_prefill",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(q, block_tables, positions, lengths, *pages, *scales)
+    )(q, block_tables, positions, lengths, *by_row, *pages, *scales)
     return out
 
 
 def _kernel(
     q_ref: Any, table_ref: Any, position_ref: Any, length_ref: Any, *refs: Any,
     k: Ring, v: Ring, q_smem: Any, p_smem: Any = None, q_full: Any, turn: Any = None,
-    scale: float, window: int | None, soft_cap: float | None,
+    scale: float, window: int | None, soft_cap: float | None, sinks: bool,
 ) -> None:  # fmt: skip
+    sink_ref, refs = (refs[0], refs[1:]) if sinks else (None, refs)
     *cache_refs, out_ref = refs  # pages of keys and of values, and their scales if they are eight-bit numbers
     tiles, tile, heads, head_dim = q_ref.shape
     kv_heads, page_size = cache_refs[0].shape[1:3]
@@ -194,8 +200,11 @@ def _kernel(
 
         pl.when(warpgroup == 1)(take_turn)
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
-        _, total, acc = lax.fori_loop(0, count, fold, (per_row(MASKED), per_row(0.0), zeros))
+        m, total, acc = lax.fori_loop(0, count, fold, (per_row(MASKED), per_row(0.0), zeros))
         pl.when(warpgroup == 0)(take_turn)
+        if sink_ref is not None:
+            sink = plgpu.load(sink_ref.at[kv_head, pl.ds(row, ROWS)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            total += jnp.exp2(sink - m)
         inverse = 1.0 / jnp.maximum(total, SMALLEST)
         mine[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q_ref.dtype)
         plgpu.commit_smem()

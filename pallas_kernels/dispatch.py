@@ -51,6 +51,7 @@ def paged_attention_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     pages: int = 0,
     splits: int | None = None,
     impl: Impl = "auto",
@@ -67,11 +68,9 @@ def paged_attention_decode(
     Raises:
         ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
     """
+    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if not _kernel_serves(impl, why_decode_unsupported(q, k_pages, v_pages, device=device), device):
-        return xla.paged_attention_decode(
-            q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
-        )
-    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        return xla.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, pages=pages)
     if _on_cpu(device):
         from pallas_kernels.cpu import attention
 
@@ -110,6 +109,7 @@ def paged_attention_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     pages: int = 0,
     impl: Impl = "auto",
     device: jax.Device | None = None,
@@ -123,11 +123,9 @@ def paged_attention_prefill(
     Raises:
         ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
     """
+    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if not _kernel_serves(impl, why_prefill_unsupported(q, k_pages, v_pages, device=device), device):
-        return xla.paged_attention_prefill(
-            q, k_pages, v_pages, block_tables, positions, lengths, scale=scale, window=window, soft_cap=soft_cap, pages=pages
-        )
-    how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        return xla.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how, pages=pages)
     if _on_cpu(device):
         from pallas_kernels.cpu import attention
 

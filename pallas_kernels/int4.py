@@ -16,6 +16,8 @@ import jax.numpy as jnp
 TILE, WORDS = 128, 16  # inputs that are packed together, and the words that they fill
 GROUPS = 32, 64, 128  # inputs that may share a scale
 LOWEST, HIGHEST = -8, 7
+E2M1 = 0, 1, 2, 3, 4, 6, 8, 12  # twice the magnitudes of that format, by code; the fourth bit is the sign
+KINDS = "int4", "e2m1"
 SHRUNK = 1.0, 0.95, 0.9, 0.85, 0.8, 0.7  # of a group's range, that its sixteen numbers are tried on
 SMALLEST = 1e-30  # range of a group that has one value only
 SCALES = 4  # their number, for each row, is a multiple of this
@@ -23,10 +25,10 @@ SCALES = 4  # their number, for each row, is a multiple of this
 Try = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # squared errors, numbers, scales, offsets
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("size", "group", "dtype"))
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("size", "group", "dtype", "kind"))
 @dataclass(frozen=True)
 class Int4:
-    """Stands for number * scale + offset, each of -8 to 7.
+    """Stands for number * scale + offset, each of -8 to 7, or of kind e2m1 one of E2M1, with a sign.
 
     The inputs lie in as many parts as devices share them. Each part is padded to tiles; scales and offsets of padding are zero.
 
@@ -37,6 +39,7 @@ class Int4:
         size: inputs of a part.
         group: inputs that share a scale, one of GROUPS. A part's last group may have fewer.
         dtype: of what it stands for.
+        kind: of numbers, one of KINDS.
     """
 
     values: jax.Array
@@ -45,6 +48,7 @@ class Int4:
     size: int
     group: int = TILE
     dtype: str = "float32"
+    kind: str = "int4"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,9 +74,20 @@ def groups(size: int, group: int) -> int:
     return -(-(-(-size // TILE) * TILE // group) // SCALES) * SCALES
 
 
-def pack(numbers: jax.Array, scale: jax.Array, offset: jax.Array | None, *, group: int, parts: int = 1, dtype: str = "float32") -> Int4:
-    """From numbers int8 [..., in] of -8 to 7, and scale and offset [..., in / group]; in / parts is a multiple of group."""
+def pack(
+    numbers: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array | None,
+    *,
+    group: int,
+    parts: int = 1,
+    dtype: str = "float32",
+    kind: str = "int4",
+) -> Int4:
+    """From numbers int8 [..., in] of the kind, and scale and offset [..., in / group]; in / parts is a multiple of group."""
     size = numbers.shape[-1] // parts
+    if kind == "e2m1":
+        numbers = jnp.searchsorted(jnp.array(E2M1, jnp.int8), jnp.abs(numbers), method="compare_all") | jnp.where(numbers < 0, 8, 0)
     apart = jnp.pad(_parts(numbers, parts), _last(numbers, -size % TILE))
     fields = apart.reshape(*apart.shape[:-1], -1, 4, WORDS, 2).astype(jnp.uint32) & 15  # [..., parts, tiles, 4, words, 2]
     shifts = 4 * jnp.arange(4, dtype=jnp.uint32)[:, None, None] + 16 * jnp.arange(2, dtype=jnp.uint32)
@@ -83,7 +98,7 @@ def pack(numbers: jax.Array, scale: jax.Array, offset: jax.Array | None, *, grou
         return jnp.pad(apart, _last(by_group, groups(size, group) - apart.shape[-1])).reshape(*by_group.shape[:-1], -1)
 
     values = packed.reshape(*numbers.shape[:-1], -1)
-    return Int4(values, padded(scale), None if offset is None else padded(offset), size, group, dtype)
+    return Int4(values, padded(scale), None if offset is None else padded(offset), size, group, dtype, kind)
 
 
 def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1) -> Int4:
@@ -121,6 +136,10 @@ def dequantize_int4(x: Int4, dtype: jax.typing.DTypeLike | None = None) -> jax.A
     bits = bits.reshape(*bits.shape[:-1], -1, 1, WORDS, 1)
     shifts = 4 * jnp.arange(4)[:, None, None] + 16 * jnp.arange(2)
     numbers = (bits << (28 - shifts)) >> 28  # [..., parts, tiles, 4, words, 2]
+    if x.kind == "e2m1":
+        code = numbers & 7
+        magnitude = code + jnp.maximum(code - 4, 0) + 2 * jnp.maximum(code - 6, 0)
+        numbers = jnp.where(numbers < 0, -magnitude, magnitude)
     leading = numbers.shape[:-4]
     numbers = numbers.reshape(*leading, -1, x.group).astype(jnp.float32)
 

@@ -68,11 +68,12 @@ def paged_attention_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `xla.paged_attention_decode`."""
     tiles, real = q[:, None], jnp.minimum(lengths, 1)
-    out = paged_attention_prefill(tiles, k_pages, v_pages, block_tables, lengths - 1, real, scale=scale, window=window, soft_cap=soft_cap)
-    return out[:, 0]
+    ways: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    return paged_attention_prefill(tiles, k_pages, v_pages, block_tables, lengths - 1, real, **ways)[:, 0]
 
 
 def paged_attention_prefill(
@@ -86,6 +87,7 @@ def paged_attention_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `xla.paged_attention_prefill`."""
     tiles, tile, heads, head_dim = q.shape
@@ -107,7 +109,10 @@ def paged_attention_prefill(
     scores = jnp.einsum("tqhgd,thkd->thgqk", grouped, k) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    sink = jnp.full(heads, -jnp.inf) if sinks is None else sinks
+    sink = jnp.broadcast_to(sink.reshape(*scores.shape[1:3], 1, 1), (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
     out = jnp.einsum("thgqk,thkd->tqhgd", weights, v).reshape(q.shape)
     real = jnp.arange(tile) < lengths[:, None]
     return jnp.where(real[..., None, None], out, 0.0).astype(q.dtype)

@@ -26,9 +26,14 @@ def scores(s: jax.Array, scale: float, soft_cap: float | None) -> tuple[jax.Arra
     return 1.0 - 2.0 * inverse_root * inverse_root, soft_cap * LOG2_E
 
 
-def join(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """Results [splits, ..., head_dim] of parts of a softmax, and the base-2 logarithms [splits, ...] of their sums, to the whole's."""
-    if out.shape[0] == 1:
+def join(out: jax.Array, lse: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Results [splits, ..., head_dim] of parts of a softmax, and the base-2 logarithms [splits, ...] of their sums, to the whole's.
+
+    sinks: scores without a value, times log2(e), of a shape that broadcasts to a split's.
+    """
+    if sinks is None and out.shape[0] == 1:
         return out[0]
-    weights = jnp.exp2(lse - lse.max(0))
-    return (out * weights[..., None]).sum(0) / weights.sum(0)[..., None]
+    most = lse.max(0) if sinks is None else jnp.maximum(lse.max(0), sinks)
+    weights = jnp.exp2(lse - most)
+    total = weights.sum(0) if sinks is None else weights.sum(0) + jnp.exp2(sinks - most)
+    return (out * weights[..., None]).sum(0) / total[..., None]

@@ -45,15 +45,17 @@ def kv_write(
         offsets: int32 [tokens], in [0, page_size). No two tokens have the same place but in the null page.
         rotation: turns the keys first, as `rotate` does; None where they are turned already, or never.
     """
+    k = k if rotation is None else rotate(k, rotation)
+    return page_write(k_pages, k, page_ids, offsets), page_write(v_pages, v, page_ids, offsets)
 
-    def put(pages: Any, new: jax.Array) -> Any:
-        if isinstance(pages, Quantized):
-            added = movable(quantize(new, pages.kind))
-            values, scale = put(pages.values, added.values), put(pages.scale, added.scale)
-            return dataclasses.replace(pages, values=values, scale=scale)
-        return pages.at[page_ids, :, offsets].set(new.astype(pages.dtype))
 
-    return put(k_pages, k if rotation is None else rotate(k, rotation)), put(v_pages, v)
+def page_write(pages: Any, new: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> Any:
+    """`kv_write` of keys or values alone."""
+    if isinstance(pages, Quantized):
+        added = movable(quantize(new, pages.kind))
+        values, scale = page_write(pages.values, added.values, page_ids, offsets), page_write(pages.scale, added.scale, page_ids, offsets)
+        return dataclasses.replace(pages, values=values, scale=scale)
+    return pages.at[page_ids, :, offsets].set(new.astype(pages.dtype))
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
@@ -78,11 +80,13 @@ def copy_pages(k_pages: Pages, v_pages: Pages, sources: jax.Array, destinations:
         sources, destinations: int32 [copies], page ids. No page is written twice, nor both written and read; padding copies
             the null page, 0, to itself.
     """
+    return copied(k_pages, sources, destinations), copied(v_pages, sources, destinations)
 
-    def copied(pages: jax.Array) -> jax.Array:
-        return pages.at[destinations].set(pages[sources])
 
-    return jax.tree.map(copied, k_pages), jax.tree.map(copied, v_pages)
+def copied(pages: Pages, sources: jax.Array, destinations: jax.Array) -> Pages:
+    """`copy_pages` for one array."""
+    new: Pages = jax.tree.map(lambda array: array.at[destinations].set(array[sources]), pages)
+    return new
 
 
 def paged_attention_decode(
@@ -95,6 +99,7 @@ def paged_attention_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     pages: int = 0,
 ) -> jax.Array:
     """One query a sequence, over all of the sequence's tokens.
@@ -108,6 +113,7 @@ def paged_attention_decode(
         scale: multiplies the scores.
         window: a query at position p sees keys in (p - window, p]; None sees all up to p.
         soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap).
+        sinks: float32 [heads]; each is one more score of its head's softmax, without a value, so that weights may sum to less than 1.
         pages: pages read of every sequence; 0 reads as many as the longest of each few rows has.
 
     Returns:
@@ -120,7 +126,7 @@ def paged_attention_decode(
 
     def one(args: tuple[jax.Array, ...]) -> jax.Array:
         q, table, length = args
-        return _attend(q, k_pages, v_pages, table, length - 1, length, scale, window, soft_cap, pages, DECODE_BLOCK, dtype)
+        return _attend(q, k_pages, v_pages, table, length - 1, length, scale, window, soft_cap, sinks, pages, DECODE_BLOCK, dtype)
 
     out: jax.Array = lax.map(one, (queries, block_tables.reshape(rows // group, group, -1), lengths.reshape(rows // group, group)))
     return out.reshape(q.shape)
@@ -137,13 +143,14 @@ def paged_attention_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     pages: int = 0,
 ) -> jax.Array:
     """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
 
     Args:
         q: [tiles, tile, heads, head_dim]; the tile's own keys and values are already in the pages.
-        k_pages, v_pages, scale, window, soft_cap, pages: as in `paged_attention_decode`.
+        k_pages, v_pages, scale, window, soft_cap, sinks, pages: as in `paged_attention_decode`.
         block_tables: int32 [tiles, width]; pages behind the first query's window may be another sequence's, or the null page.
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.
@@ -154,7 +161,8 @@ def paged_attention_prefill(
 
     def one(i: jax.Array, tiles: jax.Array) -> jax.Array:
         tile, table, position, length = (lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, block_tables, positions, lengths))
-        out = _attend(tile, k_pages, v_pages, table, position, position + length, scale, window, soft_cap, pages, PREFILL_BLOCK, q.dtype)
+        how = scale, window, soft_cap, sinks, pages, PREFILL_BLOCK, q.dtype
+        out = _attend(tile, k_pages, v_pages, table, position, position + length, *how)
         return lax.dynamic_update_slice_in_dim(tiles, out, i, 0)
 
     out: jax.Array = lax.fori_loop(0, q.shape[0], one, q)  # results take the queries' places: nothing is copied
@@ -183,6 +191,7 @@ def _attend(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: jax.Array | None,
     pages: int,
     block: int,
     dtype: jax.typing.DTypeLike,
@@ -231,6 +240,8 @@ def _attend(
     first: int | jax.Array = 0
     if oldest is not None and not pages:  # the first block that any row can see
         first = jnp.maximum(jnp.min(jnp.where(ends > 0, oldest, 2**31 - 1)), 0) // span
-    _, total, acc = lax.fori_loop(first, blocks, body, start)
+    m, total, acc = lax.fori_loop(first, blocks, body, start)
+    if sinks is not None:
+        total += jnp.exp(sinks.reshape(*shape[1:3], 1) - m)
     out: jax.Array = acc / jnp.maximum(total, 1e-30)[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(n, queries, heads, head_dim).astype(q.dtype)

@@ -12,9 +12,11 @@ import pytest
 
 from pallas_kernels import reference, xla
 from pallas_kernels.quantized import dequantize, is_quantized, movable, quantize
+from tests.kernels.interpreted import with_sinks
 
 NUM_PAGES, WIDTH = 40, 7
 WAYS = [{}, {"soft_cap": 0.5}, {"window": 1}, {"window": 20}, {"window": 80, "soft_cap": 2.0}, {"window": 1000}]
+ALSO = [*WAYS, {"window": 20, "sinks": True}]
 
 
 def cache(rng, kv_heads, page_size, head_dim, dtype):
@@ -38,7 +40,7 @@ def poisoned(pages, tables, page_size, starts, ends):
 
 
 @pytest.mark.parametrize("pages", [0, WIDTH])
-@pytest.mark.parametrize(("shape", "how"), [*(((6, 1, 24, 16), how) for how in WAYS), ((4, 2, 64, 16), {}), ((3, 3, 32, 64), {})])
+@pytest.mark.parametrize(("shape", "how"), [*(((6, 1, 24, 16), how) for how in ALSO), ((4, 2, 64, 16), {}), ((3, 3, 32, 64), {})])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decode_matches_reference(shape, how, pages, dtype):
     heads, kv_heads, head_dim, page_size = shape
@@ -49,6 +51,7 @@ def test_decode_matches_reference(shape, how, pages, dtype):
     clean = cache(rng, kv_heads, page_size, head_dim, dtype)
     k, v = (poisoned(x, tables, page_size, lengths - how.get("window", 1000), lengths) for x in clean)
     q = jnp.asarray(rng.normal(size=(8, heads, head_dim)), dtype)
+    how = with_sinks(how, heads)
     run = jax.jit(partial(xla.paged_attention_decode, scale=0.3, pages=pages, **how))
     got = run(q, k, v, tables, lengths)
     np.testing.assert_array_equal(got, run(q, *clean, tables, lengths))
@@ -58,7 +61,7 @@ def test_decode_matches_reference(shape, how, pages, dtype):
 
 
 @pytest.mark.parametrize("pages", [0, WIDTH])
-@pytest.mark.parametrize(("tile", "page_size", "how"), [*((64, 16, how) for how in WAYS), (8, 16, {}), (64, 64, {})])
+@pytest.mark.parametrize(("tile", "page_size", "how"), [*((64, 16, how) for how in ALSO), (8, 16, {}), (64, 64, {})])
 def test_prefill_matches_reference(tile, page_size, pages, how):
     rng = np.random.default_rng(1)
     clean = cache(rng, 2, page_size, 32, "float32")
@@ -68,6 +71,7 @@ def test_prefill_matches_reference(tile, page_size, pages, how):
     q = jnp.asarray(rng.normal(size=(4, tile, 6, 32)), jnp.float32)
     starts, where = positions + 1 - how.get("window", 1000), (tables, positions, lengths)
     seen = [poisoned(x, tables, page_size, starts, positions + lengths) for x in clean]
+    how = with_sinks(how, 6)
     run = jax.jit(partial(xla.paged_attention_prefill, scale=0.2, pages=pages, **how))
     got = np.asarray(run(q, *seen, *where))
     np.testing.assert_array_equal(got, run(q, *clean, *where))

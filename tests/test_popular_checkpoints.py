@@ -19,10 +19,10 @@ def test_readme_has_the_share() -> None:
 
 
 def test_reasons() -> None:
-    groups = judged({"groups": [group("llama", "unheard_of"), group("llama", quantized=["awq", "mxfp4"]), group("opt", format="pickle")]})
+    groups = judged({"groups": [group("llama", "unheard_of"), group("llama", quantized=["awq", "nvfp4"]), group("opt", format="pickle")]})
     assert [list(found.reasons.values()) for found in groups] == [
         [None, "the family is not supported"],
-        ["mxfp4 is not read"],
+        ["nvfp4 is not read"],
         ["pickle files are not read"],
     ]
 

@@ -27,6 +27,16 @@ ALL = {"window": 1024, "soft_cap": 30.0}
 THREADS = 256  # of a block
 
 
+def _last_as_sinks(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args[:-1], sinks=args[-1])
+
+
+def _sinks(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Case:
+    """The same with attention sinks."""
+    heads = jax.ShapeDtypeStruct((arrays[0].shape[-2],), jnp.float32)
+    return partial(_last_as_sinks, function), (*arrays, heads)
+
+
 def decode(
     head_dim: int, page_size: int, splits: int, *, group: int = 4, dtype: Any = jnp.bfloat16, in_registers: bool = True, **ways: Any
 ) -> Case:
@@ -49,6 +59,7 @@ CASES: dict[str, Case] = {
     "head dim 128, pages of 16, window, cap": decode(128, 16, 4, **ALL),
     "head dim 256, pages of 16, window, cap": decode(256, 16, 4, **ALL),
     "head dim 128, pages of 128, one head": decode(128, 128, 4, group=1),
+    "head dim 64, group 8, window, sinks": _sinks(*decode(64, 64, 1, group=8, window=128)),
 }
 INTERPRETED: dict[str, Case] = {f"head dim {size}": decode(size, 64, 4, in_registers=False) for size in (64, 128, 256)}
 
@@ -140,6 +151,8 @@ PREFILL_CASES: dict[str, Case] = {
     "head dim 64, fp8": prefill(64, 64, kind="float8_e4m3fn"),
     "head dim 128, int8": prefill(128, 64, kind="int8"),
     "head dim 128, fp8, pages of 16, window, cap": prefill(128, 16, kind="float8_e4m3fn", **ALL),
+    "head dim 128, sinks": _sinks(*prefill(128, 64)),
+    "head dim 64, group 8, window, sinks": _sinks(*prefill(64, 64, group=8, window=128)),
 }
 PREFILL_WIDE: dict[str, Case] = {"head dim 256, int8": prefill(256, 64, kind="int8")}
 PREFILL_ALONE: dict[str, Case] = {f"head dim {size}, one head a kv head": prefill(size, 64, group=1) for size in (64, 128)}
@@ -172,6 +185,7 @@ AMPERE_CASES: dict[str, Case] = {
     "decode, head dim 64, pages of 16, window, cap": ampere_decode(64, 16, 4, **ALL),
     "decode, head dim 128, pages of 16, window, cap": ampere_decode(128, 16, 4, **ALL),
     "decode, head dim 256, pages of 16, window, cap": ampere_decode(256, 16, 4, **ALL),
+    "decode, head dim 64, sinks": _sinks(*ampere_decode(64, 64, 1)),
     "prefill, head dim 64": ampere_prefill(64, 64, 1),
     "prefill, head dim 128": ampere_prefill(128, 64, 1),
     "prefill, head dim 256": ampere_prefill(256, 64, 1),

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jengine.checkpoints.stored import Groups, StoredTensor, Tensor
-from jengine.config import StoredWeights
 from jengine.errors import ModelError
 from jengine.gguf_file import GgufFile, open_gguf
+from jengine.model_parts import StoredWeights
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # llama.cpp's name, and model_type
 INTERLEAVED = ("llama",)  # of which queries and keys are stored in another order

@@ -51,6 +51,6 @@ def joined(numbers: jax.Array, scale: jax.Array, offset: jax.Array | None, targe
     """A parameter in the form that programs take, from its parts."""
     if isinstance(target, Quantized):
         return dataclasses.replace(target, values=numbers, scale=scale)
-    made = partial(pack, group=target.group, parts=target.shape[-1] // target.size, dtype=target.dtype)
+    made = partial(pack, group=target.group, parts=target.shape[-1] // target.size, dtype=target.dtype, kind=target.kind)
     packed: Int4 = jax.block_until_ready(jax.jit(made, out_shardings=jax.tree.map(lambda x: x.sharding, target))(numbers, scale, offset))
     return packed

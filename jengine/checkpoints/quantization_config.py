@@ -1,4 +1,7 @@
-"""How a config.json's quantization_config says that weights are stored, and in which form they stay: AWQ, GPTQ, compressed-tensors, FP8."""
+"""How a config.json's quantization_config says that weights are stored, and in which form they stay.
+
+AWQ, GPTQ, compressed-tensors, FP8 and gpt-oss's MXFP4 are known.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jengine.config import StoredWeights
 from jengine.errors import ModelError
+from jengine.model_parts import StoredWeights
 from pallas_kernels.int4 import GROUPS
 
-METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")  # of compressed-tensors
 Group = dict[str, Any]
 
@@ -75,6 +78,8 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
         if weights["num_bits"] == 8 and weights.get("strategy") in ("channel", "tensor") and symmetric:
             return StoredWeights(form="int8" if weights["type"] == "int" else "float8_e4m3fn", others=others)
         return None
+    if method == "mxfp4":
+        return StoredWeights(form="e2m1", group=32, others=(r"(?!.*\.experts$)",))
     others = tuple(f".*{re.escape(name)}" for name in config.get("modules_to_not_convert") or [])  # of names that contain one
     if method == "awq":
         return _four_bits(int(config["group_size"]), bool(config.get("zero_point", True)), others)

@@ -1,10 +1,11 @@
-"""Quantized checkpoints in Hugging Face's layout: AWQ, GPTQ, compressed-tensors and FP8, as their quantization_config describes them.
+"""Quantized checkpoints in Hugging Face's layout, as their quantization_config describes them: AWQ, GPTQ, compressed-tensors, FP8, MXFP4.
 
 All are read into `stored.Groups`. How activations were to be quantized does not enter: an engine's own option says that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from jengine.checkpoints.quantization_config import config_groups
 from jengine.checkpoints.stored import Groups, StoredTensor, Tensor
 from jengine.errors import ModelError
+from pallas_kernels.int4 import E2M1
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of a word's fields
 ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale")  # how they were to be quantized
@@ -25,6 +27,8 @@ def read_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     Raises:
         ModelError: one of them is missing.
     """
+    if config["quant_method"] == "mxfp4":
+        return _mxfp4(tensors)
     modules: dict[str, dict[str, Tensor]] = {}
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -144,6 +148,39 @@ def _scaled(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Store
         return Groups(values, wide, offset, each)
 
     return StoredTensor((rows, columns), read)
+
+
+def _mxfp4(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With experts' weights in place of their blocks, uint8 [experts, out, in / 32, 16], and scales, uint8 [experts, out, in / 32]."""
+    out = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_blocks", "_scales"))}
+    for name, tensor in tensors.items():
+        weight, _, part = name.rpartition("_")
+        if part == "blocks":
+            if f"{weight}_scales" not in tensors:
+                raise ModelError("is missing", file=tensor.file, tensor=f"{weight}_scales")
+            out[weight] = Tensor(tensor.file, _Experts(_array(tensor), _array(tensors[f"{weight}_scales"])))
+    return out
+
+
+class _Experts(StoredTensor):
+    """Weights [experts, in, out] in MXFP4; their groups are those of [experts * out, in]."""
+
+    def __init__(self, blocks: np.ndarray, scales: np.ndarray) -> None:
+        experts, outs = blocks.shape[:2]
+        inputs = math.prod(blocks.shape[2:]) * 2
+        table = np.array([*E2M1, *(-n for n in E2M1)], np.int8)
+
+        def read() -> Groups:
+            bytes_ = blocks.reshape(experts * outs, -1)
+            values = table[np.stack([bytes_ & 15, bytes_ >> 4], axis=-1)].reshape(experts * outs, inputs)
+            halved = np.ldexp(np.float32(1), scales.reshape(experts * outs, -1).astype(np.int32) - 128)  # numbers are doubled
+            return Groups(values, halved.astype(np.float32), None, (1, inputs // scales.shape[-1]))
+
+        super().__init__((experts, inputs, outs), read)
+
+    def dense(self) -> np.ndarray:
+        experts, inputs, outs = self.shape
+        return super().dense().reshape(experts, outs, inputs).swapaxes(1, 2)
 
 
 def _fields(words: np.ndarray, bits: int) -> np.ndarray:

@@ -105,6 +105,7 @@ def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: di
 def _kept(target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> Quantized | Int4:
     """A parameter whose tensors are stored in the form that programs take."""
     numbers, scale = parts_of(target)
+    source = tuple(piece._replace(transposed=False) for piece in source)  # groups are [out, in] in any case
     found: dict[str, Groups] = {}
     for piece in source:
         tensor = tensors[piece.name]
@@ -150,6 +151,7 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
             tensors = read_quantized(tensors, quantization)
         if model.text_part is not None:
             tensors = _of_text(tensors, model.text_part)
+        tensors = _without(tensors, model.skipped, "only the next token is predicted")
         tensors = _named(tensors, model.prefix)
     _check(path, tensors, pieces, model.config.tie_embeddings)
     return tensors
@@ -174,7 +176,7 @@ def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: d
     arrays = {name: dense(tensors[name].array) for name in {piece.name for piece in source}}
     for piece in source:
         part, array = out[piece.part], arrays[piece.name]
-        part[...] = (array.T if piece.transposed else array)[piece.rows][..., piece.columns].reshape(part.shape)
+        part[...] = (_turned(array) if piece.transposed else array)[piece.rows][..., piece.columns].reshape(part.shape)
     return out
 
 
@@ -184,9 +186,14 @@ def disassemble(parameter: np.ndarray, source: tuple[Piece, ...]) -> dict[str, T
     for piece in source:
         tensor = tensors.setdefault(piece.name, Tensor(Path(), np.empty(piece.shape, parameter.dtype)))
         stored = dense(tensor.array)
-        part = (stored.T if piece.transposed else stored)[piece.rows][..., piece.columns]
+        part = (_turned(stored) if piece.transposed else stored)[piece.rows][..., piece.columns]
         part[...] = parameter[piece.part].reshape(part.shape)
     return tensors
+
+
+def _turned(array: np.ndarray) -> np.ndarray:
+    """[..., in, out] as [..., out, in]."""
+    return array if array.ndim < 2 else array.swapaxes(-1, -2)
 
 
 def _is_source(node: Any) -> bool:
@@ -203,11 +210,17 @@ def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _of_text(tensors: dict[str, Tensor], part: TextPart) -> dict[str, Tensor]:
     """The text model's tensors, named as in its own checkpoints."""
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    mine = {name: tensor for name, tensor in bare.items() if not name.startswith(part.skipped)}
-    if len(mine) < len(bare):
-        parts = ", ".join(name.removesuffix(".") for name in part.skipped)
-        log.warning("%d tensors of %s are not loaded: the model takes text alone", len(bare) - len(mine), parts)
+    mine = _without(bare, part.skipped, "the model takes text alone")
     return {name.removeprefix("language_model.").removeprefix("model."): tensor for name, tensor in mine.items()}
+
+
+def _without(tensors: dict[str, Tensor], skipped: tuple[str, ...], why: str) -> dict[str, Tensor]:
+    """The tensors but for those whose names begin so; says that there are such."""
+    mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(skipped)} if skipped else tensors
+    if len(mine) < len(tensors):
+        parts = ", ".join(name.removesuffix(".") for name in skipped)
+        log.warning("%d tensors of %s are not loaded: %s", len(tensors) - len(mine), parts, why)
+    return mine
 
 
 def _check(path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bool) -> None:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jengine.execution.batch import Batch
+from jengine.execution.kv_cache import Place
 from jengine.program_table import TrunkKey
-from pallas_kernels import dispatch
-from pallas_kernels.quantized import Pages
+from pallas_kernels import dispatch, xla
 from pallas_kernels.xla import Rotation
 
 
@@ -37,7 +37,7 @@ class TokenAxis:
 
 
 class PagedAttention:
-    """Keys and values are written to pages, and read through a block table.
+    """Keys and values, or one array that is both, are written to pages, and read through a block table.
 
     Args:
         block_table: int32 [slots, width], the group's.
@@ -53,17 +53,29 @@ class PagedAttention:
 
         @partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))  # traced and lowered once for all layers that are alike
         def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, kv: tuple[Pages, Pages], rotation: Rotation | None, **options: Any
-        ) -> tuple[jax.Array, tuple[Pages, Pages]]:
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array | None,
+            kv: Place,
+            rotation: Rotation | None,
+            sinks: jax.Array | None,
+            **options: Any,
+        ) -> tuple[jax.Array, Place]:
             q = q if rotation is None else dispatch.rotate(q, rotation, device=device)
-            kv = dispatch.kv_write(*kv, k, v, pages, offsets, rotation=rotation, device=device)
-            how = {**options, "pages": key.pages, "device": device}
+            if v is None:
+                kv = (xla.page_write(kv[0], k, pages, offsets),)
+            else:
+                kv = dispatch.kv_write(kv[0], kv[1], k, v, pages, offsets, rotation=rotation, device=device)
+            k_pages, v_pages = kv[0], kv[-1]
+            how = {**options, "sinks": sinks, "pages": key.pages, "device": device}
             out = []
             if key.rows:
-                out.append(dispatch.paged_attention_decode(q[: key.rows], *kv, row_tables, row_lengths, **how))
+                out.append(dispatch.paged_attention_decode(q[: key.rows], k_pages, v_pages, row_tables, row_lengths, **how))
             if key.tiles:
                 tiles = q[key.rows :].reshape(key.tiles, -1, *q.shape[1:])
-                got = dispatch.paged_attention_prefill(tiles, *kv, tile_tables, batch.tile_positions, batch.tile_lengths, **how)
+                got = dispatch.paged_attention_prefill(
+                    tiles, k_pages, v_pages, tile_tables, batch.tile_positions, batch.tile_lengths, **how
+                )
                 out.append(got.reshape(-1, *q.shape[1:]))
             return jnp.concatenate(out), kv
 

@@ -31,5 +31,7 @@ def why_not_batch_invariant(spec: ExecutionSpec, processes: int) -> str | None:
         return f"{model.family} has experts: {experts}" if model.num_experts else None
     if cpu_refused() is not None:
         return f"{cpu_refused()}: XLA's own products may sum a row by its place"
+    if model.latent is not None:
+        return f"{model.family} has latent attention: XLA's own products of each head may sum a row by its place"
     dtype = str(spec.model.dtype)
     return None if dtype in INPUTS else f"dtype={dtype}: XLA's own products may sum a row by its place; others are for {', '.join(INPUTS)}"

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jengine.errors import InvalidArgument
+from jengine.execution.kv_cache import Page
 from jengine.execution.spec import ExecutionSpec
-from pallas_kernels.quantized import Pages
 
 LARGEST_SHARE = 0.7  # of the host's memory
 PINNED = "pinned_host"  # JAX's name of a memory
@@ -28,30 +28,30 @@ class HostStore:
     def __init__(self, spec: ExecutionSpec) -> None:
         self._like = spec.page
         self._pinned = spec.mesh.local_devices[0].platform == "gpu"
-        self._pages: dict[int, Pages] = {}
-        self._staged: dict[int, Pages] = {}
-        self._blank: Pages = jax.tree.map(_zeros, self._like)
+        self._pages: dict[int, Page] = {}
+        self._staged: dict[int, Page] = {}
+        self._blank: Page = jax.tree.map(_zeros, self._like)
 
-    def keep(self, numbers: Sequence[int], pages: Sequence[Pages]) -> list[Pages]:
+    def keep(self, numbers: Sequence[int], pages: Sequence[Page]) -> list[Page]:
         """Moves pages to the host; number 0 is padding. Returns them: they have arrived when they are ready."""
         kept = {number: self._to(page, PINNED) if self._pinned else page for number, page in zip(numbers, pages, strict=True) if number}
         self._pages.update(kept)
         return [*kept.values()]
 
-    def stage(self, numbers: Sequence[int], places: Sequence[int]) -> list[Pages]:
+    def stage(self, numbers: Sequence[int], places: Sequence[int]) -> list[Page]:
         """Moves pages to places on the device. Returns them: they have arrived when they are ready."""
         staged = [self._pages[number] for number in numbers]
         staged = [self._to(page, None) for page in staged] if self._pinned else staged
         self._staged.update(zip(places, staged, strict=True))
         return staged
 
-    def take(self, places: Sequence[int]) -> list[Pages]:
+    def take(self, places: Sequence[int]) -> list[Page]:
         """What is staged in these places, once; zeros for place 0, which is padding."""
         return [self._staged.pop(place) if place else self._blank for place in places]
 
-    def _to(self, page: Pages, memory: str | None) -> Pages:
+    def _to(self, page: Page, memory: str | None) -> Page:
         """A copy of a page in a memory; None: the device's."""
-        copied: Pages = jax.tree.map(lambda array, like: _copied(array, like.sharding, memory), page, self._like)
+        copied: Page = jax.tree.map(lambda array, like: _copied(array, like.sharding, memory), page, self._like)
         return copied
 
 

@@ -14,13 +14,14 @@ from pallas_kernels.quantized import is_quantized
 def prepare(spec: ExecutionSpec) -> None:
     """Make known to XLA what these programs call by name, before they are loaded."""
     weights = jax.tree.leaves(spec.params, is_leaf=is_quantized)
-    dispatch.prepare(weights, _queries(spec, 1), _own(spec.cache[0][0]), device=spec.mesh.devices.flat[0])
+    dispatch.prepare(weights, _queries(spec, 1), _own(spec.cache[0][0][0]), device=spec.mesh.devices.flat[0])
 
 
 def kernels_refused(spec: ExecutionSpec) -> str | None:
     """Why attention's kernels cannot serve these programs on their devices, or None if they can."""
     device = spec.mesh.devices.flat[0]
-    k, v = map(_own, spec.cache[0])
+    pages = [*map(_own, spec.cache[0][0])]
+    k, v = pages[0], pages[-1]
     row, tile = _queries(spec, 1), _queries(spec, 1, spec.table.tile_size)
     return dispatch.why_decode_unsupported(row, k, v, device=device) or dispatch.why_prefill_unsupported(tile, k, v, device=device)
 
@@ -33,5 +34,7 @@ def _own(pages: Any) -> Any:
 def _queries(spec: ExecutionSpec, *shape: int) -> Any:
     """[*shape, heads, head_dim] of a device."""
     config = spec.model.config
+    if config.latent is not None:
+        return jax.ShapeDtypeStruct((*shape, config.padded(config.num_heads) // config.shards, config.latent.cached_dim), spec.model.dtype)
     heads = config.num_kv_heads_padded // config.shards * config.group_size_padded
     return jax.ShapeDtypeStruct((*shape, heads, config.head_dim), spec.model.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import warnings
@@ -57,9 +56,8 @@ class DeviceMemory:
     @classmethod
     def of(cls, limit: int, spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> DeviceMemory:
         state = device_bytes((spec.slots, spec.counts))
-        page = device_bytes(dataclasses.replace(spec, num_pages=1).cache)
         working = max(program.working for program in programs)
-        return cls(limit, device_bytes(spec.params), state, working, page, spec.staging_bytes)
+        return cls(limit, device_bytes(spec.params), state, working, spec.page_bytes, spec.staging_bytes)
 
     @property
     def beside(self) -> int:
@@ -181,6 +179,8 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     ffn = model.padded(model.intermediate_size) // model.shards
     scores = 4 * 8 * kv_heads * model.group_size_padded * table.tile_size * max(spec.page_size, 128)
     width = key.pages * spec.page_size * kv_heads * model.head_dim * 4 * 4 * max(key.rows, 1)
+    if model.latent is not None:  # a block of pages of a few rows at a time, on any device
+        width = 8 * max(spec.page_size, 128) * model.latent.cached_dim * 4 * 4
     return fixed + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + 4 * scores + width + (1 << 20)
 
 

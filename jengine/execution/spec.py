@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jengine
 from jengine.cpu_threads import cpu_threads
 from jengine.execution.batch import BatchLayout
-from jengine.execution.kv_cache import Cache, abstract_cache, abstract_page, page_bytes
+from jengine.execution.kv_cache import SHARED, Cache, Page, abstract_cache, abstract_page, page_bytes
 from jengine.execution.logits import mask_words
 from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.sources import source_digest
@@ -30,7 +30,6 @@ from jengine.pages import SWAPS, most_pages, pages_of
 from jengine.parallel.mesh import with_shardings
 from jengine.program_table import BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.products import cpu_refused
-from pallas_kernels.quantized import Pages
 
 STAGING = 256 << 20  # bytes of pages under way between the device and the host, in each direction; at least those of one call
 
@@ -81,6 +80,11 @@ class ExecutionSpec:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
+    def pool_pages(self) -> tuple[int, ...]:
+        """Pages of each pool, the null page included."""
+        return (self.num_pages,)
+
+    @property
     def cache_bytes(self) -> int:
         """On each device."""
         return self.num_pages * self.page_bytes
@@ -88,7 +92,7 @@ class ExecutionSpec:
     @property
     def page_bytes(self) -> int:
         """Of one page, on each device."""
-        return page_bytes(self.model.config, self.page_size, self.cache_dtype)
+        return page_bytes(self.groups, SHARED, self.page_size, self.cache_dtype, self.mesh.size)
 
     @property
     def staged(self) -> int:
@@ -111,12 +115,12 @@ class ExecutionSpec:
 
     @functools.cached_property
     def cache(self) -> Cache:
-        return abstract_cache(self.model.config, num_pages=self.num_pages, page_size=self.page_size, dtype=self.cache_dtype, mesh=self.mesh)
+        return abstract_cache(self.groups, self.pool_pages, self.page_size, self.cache_dtype, self.mesh)
 
     @property
-    def page(self) -> Pages:
+    def page(self) -> Page:
         """One, on its way between the device and the host."""
-        return abstract_page(self.model.config, page_size=self.page_size, dtype=self.cache_dtype, mesh=self.mesh)
+        return abstract_page(self.groups, self.page_size, self.cache_dtype, self.mesh)
 
     @functools.cached_property
     def slots(self) -> SlotState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,7 +12,7 @@ from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.kv_cache import Cache
 from jengine.execution.slots import SlotState, updated
 from jengine.models import Model, Params
-from jengine.models.cache import cache_groups, homes
+from jengine.models.cache import CacheGroup, cache_groups, homes
 from jengine.models.layers import Attend
 from pallas_kernels.xla import Rotation
 
@@ -51,32 +51,36 @@ def make_pass(model: Model, layout: BatchLayout, page_size: int, device: jax.Dev
 
     def run(params: Params, cache: Cache, slots: SlotState, batch: Batch) -> tuple[Cache, ToSample, jax.Array]:
         axis = TokenAxis(slots.last_token, batch)
-        cache = list(cache)
+        cache = [list(pool) for pool in cache]
         attentions = [PagedAttention(slots.block_table[i], batch, axis, key, page_size, device) for i in range(len(groups))]
-        hidden = model.bind(params).hidden(axis.tokens, axis.positions, _attend(cache, attentions, homes(groups)))
+        hidden = model.bind(params).hidden(axis.tokens, axis.positions, _attend(cache, groups, attentions))
         at = batch.sample_tokens
         return cache, ToSample(hidden[at], batch.sample_slots, axis.positions[at] + 1), hidden[key.rows :]
 
     return run
 
 
-def _attend(cache: Cache, attentions: list[PagedAttention], home: dict[int, tuple[int, int]]) -> Attend:
+def _attend(cache: Cache, groups: tuple[CacheGroup, ...], attentions: list[PagedAttention]) -> Attend:
     """What a model calls once a layer: by the attention of the layer's group, over the layer's place in the cache."""
+    home = homes(groups)
 
     def attend(
         layer: int,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         *,
         rotation: Rotation | None,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         group, place = home[layer]
+        pool = cache[groups[group].pool]
         out: jax.Array
-        out, cache[place] = attentions[group].attend(q, k, v, cache[place], rotation, scale=scale, window=window, soft_cap=soft_cap)
+        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        out, pool[place] = attentions[group].attend(q, k, v, pool[place], rotation, sinks, **how)
         return out
 
     return attend

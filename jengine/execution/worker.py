@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from jengine.execution.host_store import HostStore
+from jengine.execution.kv_cache import Page
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.programs import ALLOCATE, ALLOCATE_COUNTS, COPY, COUNT, FILL, SPILL, UPDATE, Programs
 from jengine.execution.sampler import Sampled, SampledLogprobs
@@ -16,7 +17,6 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import ToSample
 from jengine.models import Params
 from jengine.program_table import BurstKey, PoolKey, SamplerKey, ScoreKey, TrunkKey
-from pallas_kernels.quantized import Pages
 
 
 class Call(NamedTuple):
@@ -104,7 +104,7 @@ class Worker:
                 return None
         raise ValueError(f"no such call: {call.what} with {call.key}")
 
-    def _swap(self, store: HostStore, what: str, sources: list[int], targets: list[int]) -> list[Pages] | None:
+    def _swap(self, store: HostStore, what: str, sources: list[int], targets: list[int]) -> list[Page] | None:
         if what == "spill":
             return store.keep(targets, self.programs[SPILL](self.cache, self._put(np.array(sources, np.int32))))
         if what == "stage":

@@ -16,14 +16,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.config import ModelConfig, StoredWeights
+from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument, ModelError
+from jengine.model_parts import StoredWeights
 from jengine.models import (
+    deepseek,
     falcon,
     gemma,
     glm,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -41,7 +44,7 @@ from jengine.models.family import Decoder, Family, TextPart
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import RULES
 from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.int4 import pack, quantize_int4
+from pallas_kernels.int4 import KINDS, pack, quantize_int4
 from pallas_kernels.quantized import quantize
 
 QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations are quantized to it as well
@@ -51,7 +54,27 @@ QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations ar
 }
 EMBEDDINGS = {"int4": "int8"}  # and output heads, which bear four bits less well
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
-_FILES = (falcon, gemma, glm, gpt2, gpt_neox, granite, llama, mistral, moe, olmo, opt, phi, phi3, qwen3, smollm3, stablelm, starcoder2)
+_FILES = (
+    deepseek,
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    moe,
+    olmo,
+    opt,
+    phi,
+    phi3,
+    qwen3,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
 FAMILIES: dict[str, Family] = dict(sorted(item for file in _FILES for item in file.FAMILIES.items()))
 
 
@@ -64,7 +87,7 @@ class Model:
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors each parameter is made of, a tuple of pieces.Piece.
         prefix: the Decoder's.
-        text_part: the family's.
+        text_part, skipped: the family's.
     """
 
     config: ModelConfig
@@ -75,6 +98,7 @@ class Model:
     sources: Any
     prefix: str
     text_part: TextPart | None
+    skipped: tuple[str, ...]
     graph: nnx.GraphDef[Any] = field(repr=False)
 
     def bind(self, params: Params) -> Decoder:
@@ -130,6 +154,7 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
         sources=tree(lambda p: p.get_metadata("source")),
         prefix=module.prefix,
         text_part=FAMILIES[config.family].text_part,
+        skipped=tuple(name.format(num_layers=config.num_layers) for name in FAMILIES[config.family].skipped),
         graph=graph,
     )
 
@@ -139,12 +164,12 @@ def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence
     modules = {piece.name.rpartition(".")[0] for piece in source}
     if any(re.match(pattern, module) for module in modules for pattern in stored.others):
         return plain
-    if stored.form != "int4":
+    if stored.form not in KINDS:
         return jax.eval_shape(partial(quantize, dtype=stored.form), plain)
     size = plain.shape[-1] // parts
     if size % stored.group:
         raise InvalidArgument("tensor_parallel_size", parts, f"cuts {plain.shape[-1]} inputs within groups of {stored.group}")
     values = jax.ShapeDtypeStruct(plain.shape, jnp.int8)
     scale = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
-    made = partial(pack, group=stored.group, parts=parts, dtype=str(plain.dtype))
+    made = partial(pack, group=stored.group, parts=parts, dtype=str(plain.dtype), kind=stored.form)
     return jax.eval_shape(made, values, scale, scale if stored.offset else None)

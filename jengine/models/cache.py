@@ -1,7 +1,8 @@
-"""Which layers share a block table: cache groups, by what of the past their attention reads."""
+"""What a model keeps of the past: cache groups of layers, and the arrays in which each keeps it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -9,39 +10,82 @@ from typing import Literal
 from jengine.config import ModelConfig
 
 SIMILAR = 1.25  # kinds of about as many layers make groups of the larger count: a few layers' room is lost, not another block table
+TOKENS = -1  # in a shape: the tokens of a page
+
+
+@dataclass(frozen=True, slots=True)
+class PageArray:
+    """An array that each layer of a group has, [pages, *shape].
+
+    Attributes:
+        shape: of a page; TOKENS stands for the tokens that it holds.
+        sharded: the axis of `shape` that is spread over the mesh; None: each device has all of it.
+        dtype: None is the cache's; of eight bits, it comes with a float32 scale for each row of the last axis.
+    """
+
+    shape: tuple[int, ...]
+    sharded: int | None = 0
+    dtype: str | None = None
+
+    def page(self, page_size: int) -> tuple[int, ...]:
+        """The shape of a page that holds so many tokens."""
+        return tuple(page_size if size == TOKENS else size for size in self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers whose keys and values of a token lie in one page, and are kept for equally long.
+    """Layers that share a block table: what they keep of a token lies in one page, for equally long.
 
-    A page holds `page_size` tokens of every layer of its group. All groups' pages are of equal size, that of the largest group, and so
-    share one pool: layer `layers[i]` of each group lives in the pool's i-th pair of arrays.
+    A page holds `page_size` tokens of every layer of its group. Groups with the same arrays share a pool of pages, each as large as the
+    largest group's: layer `layers[i]` of each of them has the pool's i-th arrays.
 
     Attributes:
-        kind: "full": a query reads all tokens before it; "window": the last `window` of them, its own included.
+        kind: "full": a query reads all tokens before it; "window": the last `window` of them, its own included;
+            "latent": all, of which it keeps a compressed form that all heads share.
+        arrays: of each layer, in the order in which its attention takes them: keys and values, or what both are made of.
+        pool: index of the pool of its pages.
     """
 
-    kind: Literal["full", "window"]
+    kind: Literal["full", "window", "latent"]
     layers: tuple[int, ...]
     window: int | None = None
+    arrays: tuple[PageArray, ...] = ()
+    pool: int = 0
+
+    def token_bytes(self, itemsize: float, devices: int = 1) -> float:
+        """Of one token, on each device, over the group's layers. itemsize: of the cache's dtype, scales included."""
+        sizes = [
+            math.prod(size for size in array.shape if size != TOKENS) / (1 if array.sharded is None else devices) for array in self.arrays
+        ]
+        return len(self.layers) * sum(sizes) * itemsize
 
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     """The groups of a model, full attention first. Layers of one kind are split into groups about as large as the rarest kind's."""
+    if config.latent is not None:  # one vector a token, on each device
+        array = PageArray((1, TOKENS, config.latent.cached_dim), sharded=None)
+        return (CacheGroup("latent", tuple(range(config.num_layers)), arrays=(array,)),)
     kinds: dict[int | None, list[int]] = {}
     for layer in range(config.num_layers):
         kinds.setdefault(config.window(layer), []).append(layer)
     counts = [len(layers) for layers in kinds.values()]
     size = max(counts) if max(counts) < SIMILAR * min(counts) else min(counts)
+    heads = PageArray((config.num_kv_heads_padded, TOKENS, config.head_dim))
     groups = []
     for window in sorted(kinds, key=lambda window: (window is not None, window)):
         layers = kinds[window]
         parts = -(-len(layers) // size)
         cuts = [len(layers) * i // parts for i in range(parts + 1)]  # as even as can be
         for start, end in pairwise(cuts):
-            groups.append(CacheGroup("full" if window is None else "window", tuple(layers[start:end]), window))
+            groups.append(CacheGroup("full" if window is None else "window", tuple(layers[start:end]), window, (heads, heads)))
     return tuple(groups)
+
+
+def places(groups: tuple[CacheGroup, ...], pool: int) -> list[tuple[PageArray, ...]]:
+    """The arrays of a pool: as many times those of a layer as its largest group has layers."""
+    own = [group for group in groups if group.pool == pool]
+    [arrays] = {group.arrays for group in own}
+    return [arrays] * max(len(group.layers) for group in own)
 
 
 def homes(groups: tuple[CacheGroup, ...]) -> dict[int, tuple[int, int]]:

@@ -67,6 +67,8 @@ class Family:
             ModelError where they ask for what is not supported, KeyError where one is missing.
         defaults: fields that config.json may leave out, where transformers fills in another value than for Llama.
         text_part: of a model of several parts; None where the text model is all.
+        skipped: names that begin with one of these are tensors of what is not served, such as layers that predict tokens further ahead;
+            {num_layers} stands for the number of layers.
     """
 
     title: str
@@ -74,3 +76,4 @@ class Family:
     read: Callable[[Fields], dict[str, Any]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     text_part: TextPart | None = None
+    skipped: tuple[str, ...] = ()

@@ -8,13 +8,13 @@ import jax
 
 from jengine.config import ModelConfig
 from jengine.models.family import Family, Fields
-from jengine.models.layers import Attend, Attention, Block, Layer
+from jengine.models.layers import Attend, Block, Layer, Mixer
 from jengine.models.llama import Llama, read_llama
 from pallas_kernels.xla import Rotation
 
 
 class GraniteLayer(Layer):
-    def __init__(self, attention_norm: Block, attention: Attention, mlp_norm: Block, mlp: Block, multiplier: float) -> None:
+    def __init__(self, attention_norm: Block, attention: Mixer, mlp_norm: Block, mlp: Block, multiplier: float) -> None:
         super().__init__(attention_norm, attention, mlp_norm, mlp)
         self.multiplier = multiplier
 

@@ -32,18 +32,27 @@ class Attend(Protocol):
         layer: int,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         *,
         rotation: Rotation | None,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         """q [N, heads, head_dim], k and v [N, kv_heads, head_dim] -> [N, heads, head_dim]; this device's heads.
 
         Query head h reads kv head h // (heads / kv_heads). Scores are multiplied by scale; with soft_cap, s then
         becomes soft_cap * tanh(s / soft_cap); with window, a query at position p sees keys in (p - window, p].
+        Without v, a token's key is its value too. sinks float32 [heads] are one more score of each head's softmax, without a value.
         """
+
+
+class Mixer(Protocol):
+    """What of a layer looks at other tokens."""
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        """x [N, hidden] -> [N, hidden]."""
 
 
 def param(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[jax.Array]:
@@ -128,6 +137,8 @@ class LayerNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention. q, k and v are one product, laid out by kv head so that it shards without shuffling."""
 
+    sinks: nnx.Param[jax.Array] | None = None  # float32 [kv heads, group], in families that have them
+
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config = config
         laid, dim, hidden = config.num_kv_heads_padded, config.head_dim, config.hidden_size
@@ -155,7 +166,9 @@ class Attention(nnx.Module):
         q, k, v = qkv[:, :, :group].reshape(tokens, kv_heads * group, dim), qkv[:, :, group], qkv[:, :, group + 1]
         q, k = self.normalize(q, k)
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
-        y = attend(layer, q, k, v, rotation=rotation, scale=scale, window=config.window(layer), soft_cap=config.attention_soft_cap)
+        sinks = None if self.sinks is None else self.sinks[...].reshape(-1)
+        how: dict[str, Any] = {"window": config.window(layer), "soft_cap": config.attention_soft_cap, "sinks": sinks}
+        y = attend(layer, q, k, v, rotation=rotation, scale=scale, **how)
         return row_parallel_dense(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
 
     def normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -185,8 +198,12 @@ class GatedMlp(nnx.Module):
         return apart([f"{name}.{part}_proj.{kind}" for part in ("gate", "up")], parts, *inputs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate_up = dense(x, self.gate_up[...], value(self.gate_up_bias))
-        return row_parallel_dense(gated(gate_up, self.activation), self.down[...], value(self.down_bias))
+        y = all_reduce(self.own_part(x))
+        return y if self.down_bias is None else y + self.down_bias[...].astype(y.dtype)
+
+    def own_part(self, x: jax.Array) -> jax.Array:
+        """What this device's rows give, without the last bias; the sum over devices is the result."""
+        return dense(gated(dense(x, self.gate_up[...], value(self.gate_up_bias)), self.activation), self.down[...])
 
 
 class Mlp(nnx.Module):
@@ -213,7 +230,7 @@ class Mlp(nnx.Module):
 class Layer(nnx.Module):
     """Attention and MLP, each on a normed input and added to the residual stream."""
 
-    def __init__(self, attention_norm: Block, attention: Attention, mlp_norm: Block, mlp: Block) -> None:
+    def __init__(self, attention_norm: Block, attention: Mixer, mlp_norm: Block, mlp: Block) -> None:
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 

@@ -21,7 +21,7 @@ class Ministral3(Llama):
             return super().hidden(tokens, positions, attend)
         scales = (1 + beta * jnp.log(1.0 + positions // scaling.original_max_position))[:, None, None]
 
-        def scaled(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **how: Any) -> jax.Array:
+        def scaled(layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, **how: Any) -> jax.Array:
             return attend(layer, q * scales.astype(q.dtype), k, v, **how)
 
         return super().hidden(tokens, positions, scaled)

@@ -12,11 +12,11 @@ from jax import lax
 from jengine.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, window_everywhere
-from jengine.models.layers import Block, dense, matrix, param
+from jengine.models.layers import Block, dense, matrix, param, value
 from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
-from jengine.parallel.collectives import all_reduce
+from jengine.parallel.collectives import all_reduce, shard_index
 from pallas_kernels.activations import gated
 from pallas_kernels.int4 import Int4
 from pallas_kernels.products import Weight
@@ -31,12 +31,26 @@ MAX_BLOCK = 64  # rows
 class Experts(nnx.Module):
     """A weighted sum of the gated MLPs that a router picks for each token."""
 
-    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str]) -> None:
+    gate_up_bias: nnx.Param[jax.Array] | None = None
+    down_bias: nnx.Param[jax.Array] | None = None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jax.typing.DTypeLike,
+        name: str,
+        parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
         """parts: the checkpoint's names of gate, up and down."""
-        self.config = config
+        self.config, self.parts = config, parts
+        self.declare(dtype, name)
+
+    def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
+        """The parameters, and the checkpoint's tensors that they are made of."""
+        config = self.config
         experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
         laid, real = config.padded(ffn), slice(0, ffn)
-        gate_up, down = parts[:2], parts[2]
+        gate_up, down = self.parts[:2], self.parts[2]
 
         def piece(expert: int, part: str, shape: tuple[int, int], *place: int | slice) -> Piece:
             return Piece(f"{name}.experts.{expert}.{part}.weight", shape, (expert, *place))
@@ -48,17 +62,33 @@ class Experts(nnx.Module):
         self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *gates)
         self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), *downs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        k = self.config.experts_per_token
-        weights, chosen = lax.top_k(jax.nn.softmax(dense(x, self.router[...], dtype=jnp.float32)), k)  # [N, k]
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Each token's experts int32 [N, k], and what their results are multiplied by, float32 [N, k]: the latter first."""
+        weights, chosen = lax.top_k(jax.nn.softmax(dense(x, self.router[...], dtype=jnp.float32)), self.config.experts_per_token)
         if self.config.normalize_experts:
             weights /= weights.sum(-1, keepdims=True)
-        params = self.gate_up[...], self.down[...]
-        y = lax.platform_dependent(jnp.repeat(x, k, axis=0), chosen.reshape(-1), *params, cpu=self.by_block, default=self.by_ragged_dot)
-        y = jnp.einsum("nkh,nk->nh", y.reshape(*chosen.shape, -1), weights, precision=lax.Precision.HIGHEST)
-        return all_reduce(y.astype(x.dtype))
+        return weights, chosen
 
-    def by_ragged_dot(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
+    def gate(self, gate_up: jax.Array) -> jax.Array:
+        """[rows, size, 2] -> [rows, size]."""
+        return gated(gate_up, self.config.activation)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return all_reduce(self.own_part(x))
+
+    def own_part(self, x: jax.Array) -> jax.Array:
+        """What this device's part of each expert gives; the sum over devices is the result."""
+        weights, chosen = self.route(x)
+        params = self.gate_up[...], self.down[...], value(self.gate_up_bias)
+        rows = jnp.repeat(x, chosen.shape[1], axis=0)
+        y = lax.platform_dependent(rows, chosen.reshape(-1), *params, cpu=self.by_block, default=self.by_ragged_dot)
+        y = _weighted(y.reshape(*chosen.shape, -1), weights)
+        if self.down_bias is not None:  # on one device, since results are summed
+            bias = _weighted(self.down_bias[...][chosen], weights)
+            y += jnp.where(jnp.equal(shard_index(), 0), bias, 0)
+        return y.astype(x.dtype)
+
+    def by_ragged_dot(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None) -> jax.Array:
         """Row i of x [rows, hidden] through expert chosen[i]: one product over rows in the experts' order."""
         sizes, rank = _counted(chosen, self.config.num_experts)
         place = (jnp.cumsum(sizes) - sizes)[chosen] + rank
@@ -76,9 +106,10 @@ class Experts(nnx.Module):
             y = y.reshape(rows.shape[0], *weight.shape[1:-1])
             return y if scale is None else (y * scale).astype(rows.dtype)
 
-        return product(gated(product(jnp.zeros_like(x).at[place].set(x), gate_up), self.config.activation), down)[place]
+        y = product(jnp.zeros_like(x).at[place].set(x), gate_up)
+        return product(self.gate(y if bias is None else y + bias[owners].astype(y.dtype)), down)[place]
 
-    def by_block(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
+    def by_block(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None) -> jax.Array:
         """The same in blocks of rows that share an expert: on a CPU, ragged_dot copies all weights and multiplies by all of them."""
         experts, (rows, hidden) = self.config.num_experts, x.shape
         block = min(8 * -(-rows // (8 * experts)), MAX_BLOCK)
@@ -91,11 +122,16 @@ class Experts(nnx.Module):
 
         def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
             expert, rows = args
-            return dense(gated(dense(rows, gate_up[expert]), self.config.activation), down[expert])
+            return dense(self.gate(dense(rows, gate_up[expert], None if bias is None else bias[expert])), down[expert])
 
         owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)
         y: jax.Array = lax.map(one, (owners, padded.reshape(count, block, hidden)))
         return y.reshape(-1, hidden)[place]
+
+
+def _weighted(y: jax.Array, weights: jax.Array) -> jax.Array:
+    """y [N, k, hidden], weights [N, k] -> [N, hidden]."""
+    return jnp.einsum("nkh,nk->nh", y.astype(jnp.float32), weights, precision=lax.Precision.HIGHEST)
 
 
 def _counted(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
@@ -113,7 +149,7 @@ class Qwen3Moe(Qwen3):
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
         if index not in config.expert_layers:
             return super().mlp(config, dtype, name, index)
-        return Experts(config, dtype, f"{name}.mlp", ("gate_proj", "up_proj", "down_proj"))
+        return Experts(config, dtype, f"{name}.mlp")
 
 
 def read_mixtral(hf: Fields) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jengine.config import ModelConfig, RopeScaling
+from jengine.config import ModelConfig
+from jengine.model_parts import RopeScaling
 from pallas_kernels.xla import Rotation
 
 

@@ -168,7 +168,8 @@ def formats_of(spec: ExecutionSpec) -> Formats:
     width = jnp.dtype(kind).itemsize
     if model.quantization == "int4" or model.config.stored is not None:  # not all alike, and scales count
         width = num_bytes(matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
-    scale = 4 / model.config.head_dim if spec.kv_cache_dtype else 0.0  # float32, for each token and head
+    row = model.config.head_dim if model.config.latent is None else model.config.latent.cached_dim
+    scale = 4 / row if spec.kv_cache_dtype else 0.0  # float32, for each token and head
     return Formats(
         weight_bytes=width,
         product=kind if inputs else str(dtype),

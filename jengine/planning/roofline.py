@@ -6,11 +6,13 @@ decides. Left out, because they are small or overlap: norms, activations, sampli
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 from jengine.config import ModelConfig
 from jengine.device_spec import DeviceSpec
+from jengine.models.cache import cache_groups
 
 Resource = Literal["memory", "products", "links"]
 ALL_REDUCES = 2  # of a layer: after attention, and after the MLP
@@ -62,7 +64,12 @@ class Bound:
 
 def attention_elements(config: ModelConfig) -> int:
     """Of a layer's matrices for queries, keys, values and output."""
-    return (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
+    latent, hidden, heads = config.latent, config.hidden_size, config.num_heads
+    if latent is None:
+        return (2 * heads + 2 * config.num_kv_heads) * config.head_dim * hidden
+    down, inputs = (0, hidden) if latent.query_rank is None else (hidden * latent.query_rank, latent.query_rank)
+    expanded = heads * (latent.key_dim + latent.value_dim) * latent.rank
+    return down + heads * latent.query_dim * inputs + hidden * latent.cached_dim + expanded + heads * latent.value_dim * hidden
 
 
 def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
@@ -70,7 +77,14 @@ def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
     matrices = 3 if config.gated_mlp else 2
     if layer not in config.expert_layers:
         return matrices * config.hidden_size * config.intermediate_size
-    return config.hidden_size * (config.num_experts + experts * matrices * config.expert_size)
+    return config.hidden_size * (config.num_experts + matrices * (experts * config.expert_size + config.shared_expert_size))
+
+
+def attended_channels(config: ModelConfig) -> int:
+    """That a token's queries of a layer meet of each cached token: of keys, and of values."""
+    if config.latent is not None:
+        return config.num_heads * (config.latent.cached_dim + config.latent.rank)
+    return 2 * config.num_heads * config.head_dim
 
 
 def head_elements(config: ModelConfig) -> int:
@@ -107,18 +121,19 @@ def experts_met(config: ModelConfig, tokens: int) -> float:
 
 def kv_token_bytes(config: ModelConfig, itemsize: float, devices: int = 1) -> float:
     """A token's keys and values over all layers, on each device; kv heads repeat where there are fewer than devices."""
-    return 2 * config.num_layers * -(-config.num_kv_heads // devices) * config.head_dim * itemsize
+    groups = cache_groups(dataclasses.replace(config, shards=devices))
+    return sum(group.token_bytes(itemsize, devices) for group in groups)
 
 
 def seen(config: ModelConfig, context: float) -> float:
     """Cached tokens that a query after so many sees, over all layers: fewer in layers with a window."""
-    return sum(min(context, config.window(layer) or context) for layer in range(config.num_layers))
+    return sum(len(group.layers) * min(context, group.window or context) for group in cache_groups(config))
 
 
 def mean_seen(config: ModelConfig, prompt: int) -> float:
     """The same, on average over the tokens of a prompt."""
-    windows = (min(prompt, config.window(layer) or prompt) for layer in range(config.num_layers))
-    return sum(window - window**2 / (2 * prompt) for window in windows)
+    windows = ((len(group.layers), min(prompt, group.window or prompt)) for group in cache_groups(config))
+    return sum(layers * (window - window**2 / (2 * prompt)) for layers, window in windows)
 
 
 def decode(config: ModelConfig, formats: Formats, batch: int, context: int) -> Work:
@@ -129,7 +144,7 @@ def decode(config: ModelConfig, formats: Formats, batch: int, context: int) -> W
     kv = formats.kv_bytes / config.num_layers
     return Work(
         products=2 * batch * (layers + head_elements(config)) / formats.devices,
-        attention=4 * batch * config.num_heads * config.head_dim * attended / formats.devices,
+        attention=2 * batch * attended_channels(config) * attended / formats.devices,
         read=met * formats.weight_bytes / formats.devices + batch * attended * kv,
         sent=_sent(config, formats, batch),
     )
@@ -143,7 +158,7 @@ def prefill(config: ModelConfig, formats: Formats, tokens: int, prompt: int) -> 
     attended, kv = mean_seen(config, prompt), formats.kv_bytes / config.num_layers
     return Work(
         products=2 * (tokens * layers + tokens / prompt * head_elements(config)) / formats.devices,
-        attention=4 * tokens * config.num_heads * config.head_dim * attended / formats.devices,
+        attention=2 * tokens * attended_channels(config) * attended / formats.devices,
         read=met * formats.weight_bytes / formats.devices + max(1.0, tokens / prompt) * attended * kv,
         sent=_sent(config, formats, tokens),
     )

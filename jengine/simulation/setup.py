@@ -10,7 +10,6 @@ from typing import Any
 from jengine.config import EngineConfig
 from jengine.device_defaults import sizes
 from jengine.errors import InvalidArgument
-from jengine.execution.kv_cache import page_bytes
 from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_fit
 from jengine.execution.spec import ExecutionSpec
 from jengine.program_table import ProgramTable
@@ -92,7 +91,7 @@ class Setup:
             max_num_seqs=spec.max_slots,
             max_num_batched_tokens=chosen.max_num_batched_tokens,
             max_model_len=spec.max_model_len,
-            groups=[GroupPages(group.window) for group in spec.groups],
+            groups=[GroupPages(group.window, group.pool) for group in spec.groups],
             overlap=config.overlap,
             options={"prefix_caching": config.enable_prefix_caching, "options": SchedulingOptions.of(config)},
         )
@@ -103,4 +102,4 @@ def _pages(config: EngineConfig, spec: ExecutionSpec) -> int:
     pages = pages_that_fit(config, spec)
     if spec.mesh.devices.flat[0].platform == "cpu" or config.num_pages is not None or config.kv_cache_memory is not None:
         return pages
-    return max(pages - device_bytes(spec.params) // page_bytes(spec.model.config, spec.page_size, spec.cache_dtype), 2)
+    return max(pages - device_bytes(spec.params) // spec.page_bytes, 2)

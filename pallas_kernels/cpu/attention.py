@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import native
 from pallas_kernels.cpu.attention_form import form
-from pallas_kernels.cpu.attention_kernel import source
+from pallas_kernels.cpu.attention_kernel import NO_SINK, source
 from pallas_kernels.cpu.calls import call, register
 from pallas_kernels.quantized import Pages, Quantized
 
@@ -24,6 +24,7 @@ def paged_attention_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """One query a sequence, over all of the sequence's tokens: as `xla.paged_attention_decode`; weights and sums are float32.
 
@@ -33,8 +34,9 @@ def paged_attention_decode(
         block_tables: int32 [rows, width].
         lengths: int32 [rows].
         scale: above 0.
+        sinks: float32 [heads], or None.
     """
-    return _call(q, k_pages, v_pages, (block_tables, lengths), scale, window, soft_cap, decode=True)
+    return _call(q, k_pages, v_pages, (block_tables, lengths), scale, window, soft_cap, sinks, decode=True)
 
 
 def paged_attention_prefill(
@@ -48,6 +50,7 @@ def paged_attention_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Tiles of consecutive queries: as `xla.paged_attention_prefill`; padding gives zeros. Sums are float32, and weights too but where the
     processor multiplies pairs of bfloat16 and the queries have that dtype.
@@ -57,7 +60,7 @@ def paged_attention_prefill(
         block_tables, positions, lengths: int32 [tiles, width], [tiles] and [tiles].
         k_pages, v_pages, scale: as in `paged_attention_decode`.
     """
-    return _call(q, k_pages, v_pages, (block_tables, lengths, positions), scale, window, soft_cap, decode=False)
+    return _call(q, k_pages, v_pages, (block_tables, lengths, positions), scale, window, soft_cap, sinks, decode=False)
 
 
 def prepare(q: Any, k_pages: Pages) -> None:
@@ -86,12 +89,15 @@ def _call(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: jax.Array | None,
     *,
     decode: bool,
 ) -> jax.Array:
     name = _registered(q, k_pages, decode)
     k, v = (([pages.values, pages.scale] if isinstance(pages, Quantized) else [pages]) for pages in (k_pages, v_pages))
     options = jnp.array([scale, soft_cap or 0.0, window or 0], jnp.float32)
+    none = jnp.full(q.shape[-2], NO_SINK, jnp.float32)
+    options = jnp.concatenate([options, none if sinks is None else sinks.astype(jnp.float32)])
     queries = q.astype(_inputs(q.dtype))
     out: jax.Array = call(name, jax.ShapeDtypeStruct(q.shape, queries.dtype), queries, *where, options, *k, *v)
     return out.astype(q.dtype)

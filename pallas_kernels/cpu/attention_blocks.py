@@ -257,6 +257,11 @@ class Softmax:
             else:
                 code.store(weight, weights + n * BYTES)
 
+    def weight_of(self, code: Kernel, row: Value, sink: Value) -> Value:
+        """What a sink adds to a row's sum of weights: float32."""
+        exponent = sink * LOG2_E - code.load(F32, self.largest + row * 4) * self.scale
+        return power_of_two(code, exponent.least(LARGEST_POWER))
+
 
 def _tree(values: list[Value], join: object) -> Value:
     while len(values) > 1:

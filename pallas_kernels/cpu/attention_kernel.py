@@ -28,13 +28,15 @@ from pallas_kernels.cpu.emit import F32, I32, I64
 from pallas_kernels.cpu.expressions import LANES, Kernel, Value, vector
 from pallas_kernels.cpu.formats import SIZES
 
+NO_SINK = -1e30  # adds exactly nothing to a sum of weights
+
 
 def source(form: Form) -> str:
     """A module with the kernel, a function of (frame, part, parts).
 
     Its arguments are the queries [tiles, tile, heads, head_dim] (decode: [rows, heads, head_dim]), block tables, lengths, positions
-    (not in decode), options float32 [scale, cap or 0, window or 0], keys and their scales if any, values and their scales if any. Its
-    result is as the queries.
+    (not in decode), options float32 [scale, cap or 0, window or 0, a sink for each head or NO_SINK],
+    keys and their scales if any, values and their scales if any. Its result is as the queries.
     """
     code = Kernel(form.name, 3)
     frame, part, parts = code.arguments
@@ -103,6 +105,7 @@ class _Arguments:
         self.tile = code.whole(1) if form.decode else code.load(I64, q_shape + 8)
         self.heads = self.kv_heads * form.group
         self.scale, self.cap, window = (code.load(F32, options + n * 4) for n in range(3))
+        self.sinks = options + 3 * 4
         self.windowed = window > 0.0
         self.window = self.windowed.choose(window.to(I64), 2**31 - 1)
 
@@ -159,14 +162,15 @@ class _Item:
         code, given, group = self.code, self.given, self.form.group
         base = ((block.tile * given.tile + block.first) * given.heads + head * group) * self.row
         with code.loop(block.real, block.count) as query, code.loop(0, group) as member:
-            self._put(given.out + base + (query * given.heads + member) * self.row, None)
+            self._put(given.out + base + (query * given.heads + member) * self.row)
         with code.when(block.real > 0):
             rows = block.real * group
             padded = (rows + (self.form.strip - 1)) // self.form.strip * self.form.strip
             self._begin(block, given.q + base, padded)
             self._visit(block, head, padded)
             with code.loop(0, rows) as row:
-                self._put(given.out + base + (row // group * given.heads + row % group) * self.row, row)
+                sink = code.load(F32, given.sinks + (head * group + row % group) * 4)
+                self._put(given.out + base + (row // group * given.heads + row % group) * self.row, row, sink)
 
     def _begin(self, block: _Block, q: Value, rows: Value) -> None:
         """Rows have seen nothing yet; those from the last real one on repeat the last query's."""
@@ -259,11 +263,12 @@ class _Item:
             place = (pages * self.given.kv_heads.splat() + head.splat()) * size + (tokens % size).to(vector(I64))
             code.store(place, to + lane * 8)
 
-    def _put(self, to: Value, row: Value | None) -> None:
+    def _put(self, to: Value, row: Value | None = None, sink: Value | None = None) -> None:
         """A row's result, or zeros."""
         code, form = self.code, self.form
-        if row is not None:
-            total = code.sum(code.load(vector(F32), self.softmax.total + row * BYTES)).most(1e-30)
+        if row is not None and sink is not None:
+            total = code.sum(code.load(vector(F32), self.softmax.total + row * BYTES))
+            total = (total + self.softmax.weight_of(code, row, sink)).most(1e-30)
             inverse = (1.0 / total).splat()
         for at in range(0, form.head_dim, LANES):
             real = code.constant(vector(F32), 0.0)

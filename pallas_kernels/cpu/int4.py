@@ -17,23 +17,29 @@ from pallas_kernels.cpu.blocks import AHEAD, LINE, padded, store_rows, totals
 from pallas_kernels.cpu.emit import BF16, F32, I16, I32, I64, PTR, VOID, Code, constant, vector
 from pallas_kernels.cpu.formats import SIZES, Processor, processor
 from pallas_kernels.cpu.multiply import FEW, PANEL, heights, strips
-from pallas_kernels.int4 import SCALES, TILE
+from pallas_kernels.int4 import E2M1, SCALES, TILE
 
 LANES, STEPS = 16, 4  # words of a tile, and steps of 32 inputs
 FLOAT_ROWS = 2  # of a block, where numbers become float32
-TABLE = [n - 16 * (n > 7) for n in range(16)]  # of a number's bits
+TABLES = {"int4": [n - 16 * (n > 7) for n in range(16)], "e2m1": [*E2M1, *(-n for n in E2M1)]}  # numbers of four bits
 # x, bytes of a row; weight, bytes of a row; scales, offsets, sums of x, bytes of a row of each; inputs; out, bytes of a row, of a number
 ARGUMENTS = (PTR, I64, PTR, I64, PTR, PTR, PTR, I64, I64, PTR, I64, I64)
 
 
 @dataclass(frozen=True)
 class How:
-    """Attributes: pairs: as the processor multiplies bfloat16; group: inputs that share a scale; offset: there are offsets."""
+    """Attributes:
+    pairs: as the processor multiplies bfloat16.
+    group: inputs that share a scale.
+    offset: there are offsets.
+    kind: Int4's.
+    """
 
     at: Processor
     x: str
     group: int
     offset: bool
+    kind: str = "int4"
 
     @property
     def pairs(self) -> bool:
@@ -49,11 +55,11 @@ def needs_sums(target: native.Target, x: str, offset: bool) -> bool:
     return How(processor(target), x, TILE, offset).sums
 
 
-def int4_module(target: native.Target, x: str, group: int, offset: bool) -> str:
+def int4_module(target: native.Target, x: str, group: int, offset: bool, kind: str = "int4") -> str:
     """The function `multiply` of x, values, scale and, if there is, offset; before it `sums`, where `needs_sums`, whose result is the
     second: float32 [rows, groups]."""
     at, code = processor(target), Code()
-    how = How(at, x, group, offset)
+    how = How(at, x, group, offset, kind)
     if not how.pairs:
         how = replace(how, at=replace(at, rows=min(at.rows, FLOAT_ROWS)))
     if how.sums:
@@ -167,7 +173,9 @@ def _pairs(
 ) -> list[Any]:
     """A tile's products by pairs of bfloat16: numbers are looked up in a table, and sums of groups are scaled."""
     b, out, each = code.b, list(found), how.group // 32
-    table = ir.Constant(vector(I16, 2 * LANES), [_bfloat16_bits(n) for n in TABLE] * 2)  # the fifth bit, of another number, does not count
+    table = ir.Constant(
+        vector(I16, 2 * LANES), [_bfloat16_bits(n) for n in TABLES[how.kind]] * 2
+    )  # the fifth bit, of another number, does not count
     for o, place in enumerate(weights):
         word = code.load(place, vector(I32, LANES))
         numbers = []
@@ -199,12 +207,25 @@ def _floats(
             for half in range(2):
                 up = 28 - 4 * step - 16 * half
                 bits = b.ashr(b.shl(word, constant(word.type, up)) if up else word, constant(word.type, 28))
-                weight = b.sitofp(bits, vector(F32, LANES))
+                weight = b.sitofp(_of_e2m1(code, bits) if how.kind == "e2m1" else bits, vector(F32, LANES))
                 weight = _fma(code, weight, scale, offset) if how.offset else b.fmul(weight, scale)
                 for r, halves in enumerate(inputs):
                     index = r * len(weights) + o
                     out[index] = _fma(code, halves[half], weight, out[index])
     return out
+
+
+def _of_e2m1(code: Code, bits: Any) -> Any:
+    """Numbers by their codes, sign bits extended."""
+    b = code.b
+
+    def at_least_zero(x: Any) -> Any:
+        return b.select(b.icmp_signed(">", x, constant(x.type, 0)), x, constant(x.type, 0))
+
+    size = b.and_(bits, constant(bits.type, 7))
+    over_4, over_6 = (at_least_zero(b.sub(size, constant(bits.type, n))) for n in (4, 6))
+    magnitude = b.add(b.add(size, over_4), b.add(over_6, over_6))
+    return b.select(b.icmp_signed("<", bits, constant(bits.type, 0)), b.neg(magnitude), magnitude)
 
 
 def _apart(code: Code, x: str, place: Any) -> tuple[Any, Any]:

@@ -60,7 +60,9 @@ def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike) -> 
     offset = [] if weight.offset is None else [weight.offset]
     if needs_sums(native.host(), str(x.dtype), bool(offset)):
         shapes.append(jax.ShapeDtypeStruct((x.shape[0], weight.scale.shape[1]), jnp.float32))
-    y: jax.Array = call(register_int4(str(x.dtype), weight.group, bool(offset)), shapes, x, weight.values, weight.scale, *offset)[0]
+    y: jax.Array = call(
+        register_int4(str(x.dtype), weight.group, bool(offset), weight.kind), shapes, x, weight.values, weight.scale, *offset
+    )[0]
     return y.astype(dtype)
 
 
@@ -94,18 +96,18 @@ def register_bytes(x: str) -> str:
     return register(f"jengine_product_{x}_w8a8", make)
 
 
-def register_int4(x: str, group: int, offset: bool) -> str:
+def register_int4(x: str, group: int, offset: bool, kind: str = "int4") -> str:
     def make() -> list[int | tuple[int, int]]:
         names = ["sums", "multiply"] if needs_sums(native.host(), x, offset) else ["multiply"]
-        return [*native.compiled(int4_module(native.host(), x, group, offset), *names)]
+        return [*native.compiled(int4_module(native.host(), x, group, offset, kind), *names)]
 
-    return register(f"jengine_product_{x}_int4_{group}{'_offset' if offset else ''}", make)
+    return register(f"jengine_product_{x}_{kind}_{group}{'_offset' if offset else ''}", make)
 
 
 def prepare_int4(x: str, weight: Int4) -> None:
     """As `prepare`."""
     if x in INPUTS:
-        register_int4(x, weight.group, weight.offset is not None)
+        register_int4(x, weight.group, weight.offset is not None, weight.kind)
 
 
 def prepare(x: str, weight: str) -> None:

@@ -46,7 +46,7 @@ class ChatService(CreateService):
         form = await self._answer_format(llm)
         tools = read_tools(body, form)
         params = self._bounds.params(tools.constrain(chat_params(body, llm.get_default_sampling_params())))
-        if form.shows_special_tokens and tools.callable and tools.forced is None:
+        if form.shows_special_tokens and (tools.callable or form.channels) and tools.forced is None:
             params = params.clone(skip_special_tokens=False)
         return Chat(body, params, tools, form, llm, int(time.time()), self._models.info.name)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from jengine import ModelError, Tokenizer
 from jengine.serving.parsers.events import Event, Parser, PlainText, joined
+from jengine.serving.parsers.harmony import Harmony
 from jengine.serving.parsers.hermes import Hermes
 from jengine.serving.parsers.llama import LlamaJson
 from jengine.serving.parsers.mistral import Mistral
@@ -16,12 +17,14 @@ from jengine.serving.parsers.reasoning import END, START, Reasons
 from jengine.serving.parsers.response_template import ResponseTemplate, read_whole
 
 TOOL_PARSERS: dict[str, Callable[[Container[str]], Parser]] = {
+    "harmony": Harmony,
     "hermes": lambda names: Hermes(),
     "llama3_json": LlamaJson,
     "mistral": lambda names: Mistral(),
     "pythonic": Pythonic,
 }
 MARKS = (  # of chat templates; the first that is found decides
+    ("<|channel|>analysis", "harmony"),
     ("[TOOL_CALLS]", "mistral"),
     ("[func_name1(", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
@@ -40,6 +43,7 @@ class AnswerFormat:
     Attributes:
         tools: whether tool calls can be found in what the model writes.
         shows_special_tokens: whether they are special tokens, which are left out of texts otherwise.
+        channels: whether every answer is in channels, which are special tokens too.
     """
 
     def __init__(self, tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
@@ -49,7 +53,8 @@ class AnswerFormat:
         self._tool_parser = TOOL_PARSERS.get(found or "none")
         self._reasoning = _reasoning_parser(sources) if reasoning_parser == "auto" else reasoning_parser
         self.tools = self._template is not None or self._tool_parser is not None
-        self.shows_special_tokens = self._template is not None or found == "mistral"
+        self.shows_special_tokens = self._template is not None or found in ("harmony", "mistral")
+        self.channels = self._template is None and found == "harmony"
 
     def reasoning(self, prompt: str) -> bool | None:
         """Whether the answer to this prompt begins within reasoning; None where there is none, or where it is not known."""
@@ -70,6 +75,8 @@ class AnswerFormat:
         if self._template is not None and thinks and forced is None:
             return ResponseTemplate(self._template, prompt, tools)
         names = {tool["function"]["name"] for tool in tools}
+        if self.channels and forced is None:
+            return Harmony(names)
         calls = self._tool_parser(names) if self._tool_parser is not None and names else PlainText()
         rest = calls if forced is None else forced
         inside = self.reasoning(prompt) if thinks else None

@@ -197,7 +197,7 @@ def test_opt_350m_is_the_odd_one() -> None:
             "text_config.model_type 'mistral4' is not supported",
         ),
         ("gemma3_images", {"text_config": ...}, "field 'text_config' is missing"),
-        ("gemma3_images", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config.quant_method .mxfp4. is not supported"),
+        ("gemma3_images", {"quantization_config": {"quant_method": "nvfp4"}}, "quantization_config.quant_method .nvfp4. is not supported"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be from 1 to 4, the experts"),
     ],
 )

@@ -12,8 +12,8 @@ import pytest
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.quantization_config import stored_weights
-from jengine.config import StoredWeights
 from jengine.errors import ModelError
+from jengine.model_parts import StoredWeights
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4
@@ -125,7 +125,7 @@ def test_what_the_formats_own_package_writes(name: str) -> None:
 @pytest.mark.parametrize(
     ("quantization", "reason"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported; awq, compressed-tensors, fp8, gptq are"),
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported; awq, compressed-tensors, fp8, gptq, mxfp4 are"),
         ({"quant_method": "awq"}, "bits=None is not supported; 4 are"),
         ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version='marlin' is not supported; gemm are"),
         ({**GPTQ, "bits": 3}, "bits=3 is not supported; 4, 8 are"),

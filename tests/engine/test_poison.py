@@ -24,6 +24,7 @@ FORMS: list[Any] = [
     ("gemma2", "llvm", {}),
     pytest.param(("llama_gqa", "llvm", EIGHT_BITS), marks=pytest.mark.full),
     pytest.param(("mistral_window", "xla", SMALLER), marks=pytest.mark.full),
+    *(pytest.param(("deepseek_v3", form, SMALLER), marks=pytest.mark.full) for form in ("llvm", "xla")),
     *(
         pytest.param((variant, form, {**SMALLER, "kv_cache_dtype": dtype}), marks=pytest.mark.full)
         for variant, dtypes in (("gemma2", ("auto", "int8", "fp8")), ("gemma3", ("int8",)), ("mistral_window", ("int8",)))

@@ -15,7 +15,8 @@ from tests.engine.sharing import LENGTH, Sharing, cached, mixed, params
 
 PAGE = 16
 VARIANTS = ["llama_gqa", "gemma2"]  # full attention; windows beside it
-REST = ["mistral_window", "gemma3", "qwen2_window"]  # windows alone; as many layers of full attention as groups of windows; fewer
+# windows alone; as many layers of full attention as groups of windows; fewer; sinks; one latent vector a token
+REST = ["mistral_window", "gemma3", "qwen2_window", "gpt_oss", "deepseek_v3"]
 
 
 @pytest.fixture(scope="module", params=[*VARIANTS, *(pytest.param(variant, marks=pytest.mark.full) for variant in REST)])

@@ -65,6 +65,7 @@ def test_one_program_of_each_kind() -> None:
     [
         ({"capability": "9.0", "devices": 4}, r"tensor_parallel_size=4: at most 2"),
         ({"capability": "9.0", "variant": "mixtral"}, r"mixtral has experts"),
+        ({"capability": None, "variant": "deepseek_v3"}, r"deepseek_v3 has latent attention"),
         ({"capability": None, "dtype": "float16"}, r"dtype=float16"),
     ],
 )

@@ -136,8 +136,8 @@ def test_a_copy_of_the_cache_is_noticed() -> None:
     spec = make_spec(num_pages=MANY)
 
     def wasteful(cache: Any) -> Any:
-        copies = jax.lax.optimization_barrier([(k + 1, v) for k, v in cache])
-        return [(k.at[0].set(copy[1:2, :, :, :].sum(0)), v) for (k, v), (copy, _) in zip(cache, copies, strict=True)]
+        copies = jax.lax.optimization_barrier([(k + 1, v) for k, v in cache[0]])
+        return [[(k.at[0].set(copy[1:2, :, :, :].sum(0)), v) for (k, v), (copy, _) in zip(cache[0], copies, strict=True)]]
 
     memory = jax.jit(wasteful, donate_argnums=0).lower(spec.cache).compile().memory_analysis()
     assert memory.temp_size_in_bytes > max(temporaries_bound(spec, key) for key in spec.table.trunks())

@@ -18,13 +18,15 @@ import numpy as np
 import torch
 import transformers
 
+from tests.golden.expert_variants import EXPERT_VARIANTS
 from tests.golden.more_variants import MORE_VARIANTS
 from tests.golden.weights import VARIANTS, max_model_len, uniform, write_model
 
 NEW_TOKENS = 24
 LENGTHS = (1, 5, 16, 17, 63, 65, 130)  # around pages of 16 and tiles of 64
-FEWER = (1, 17, 65, 130)  # of MORE_VARIANTS; EVERYWHERE then for the first alone
+FEWER = (1, 17, 65, 130)  # of MORE_VARIANTS and EXPERT_VARIANTS; EVERYWHERE then for the first alone
 EVERYWHERE = (17, 65)
+SAME = {"kimi_k2": "deepseek_v3"}  # model_types that transformers knows by another name
 MARGIN = 1e-3  # between the two best tokens, for greedy tokens to be equal elsewhere
 
 
@@ -34,7 +36,8 @@ class Oracle:
     def __init__(self, variant: str) -> None:
         self.length = max_model_len(variant)
         with tempfile.TemporaryDirectory() as folder:
-            write_model(Path(folder), variant)
+            kind = VARIANTS[variant]["model_type"]
+            write_model(Path(folder), variant, model_type=SAME.get(kind, kind))
             parts = "text_config" in VARIANTS[variant]
             loader = transformers.AutoModelForImageTextToText if parts else transformers.AutoModelForCausalLM
             self.model = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -58,7 +61,7 @@ class Oracle:
 
 def record(variant: str) -> dict[str, np.ndarray]:
     config, oracle = VARIANTS[variant], Oracle(variant)
-    more = variant in MORE_VARIANTS
+    more = variant in MORE_VARIANTS or variant in EXPERT_VARIANTS
     lengths = [n for n in (FEWER if more else LENGTHS) if n + NEW_TOKENS <= oracle.length]
     vocab = config.get("text_config", config)["vocab_size"]
     out: dict[str, np.ndarray] = {"config": np.array(json.dumps(config)), "lengths": np.array(lengths, np.int32)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.golden.expert_shapes import deepseek, gpt_oss
 from tests.golden.more_shapes import fused, llama_like, with_images, with_layer_norm
 
 Shapes = dict[str, tuple[int, ...]]
@@ -108,4 +109,6 @@ MAKERS = {
     **dict.fromkeys(("starcoder2", "stablelm", "phi"), with_layer_norm),
     **dict.fromkeys(("gpt_neox", "falcon"), fused),
     **dict.fromkeys(("gemma3", "mistral3"), with_images),
+    "gpt_oss": gpt_oss,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), deepseek),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.golden.expert_variants import EXPERT_VARIANTS
 from tests.golden.more_variants import MORE_VARIANTS
 
 _LLAMA: dict[str, Any] = {
@@ -181,4 +182,5 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _QWEN3_MOE,
     "qwen3_moe_mixed": {**_QWEN3_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False},
     **MORE_VARIANTS,
+    **EXPERT_VARIANTS,
 }

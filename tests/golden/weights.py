@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from tests.golden.shapes import tensor_shapes
 from tests.golden.variants import VARIANTS
 
 REPEATING = ("gpt2", "opt", "granite_biases", "starcoder2", "falcon_7b", "falcon_serial")
+EACH_EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in names of tensors of one expert
 TABLES = {"gemma": 0.05, **dict.fromkeys(REPEATING, 0.15)}  # with 0.5 these say their last token again and again
 
 
@@ -33,16 +35,23 @@ def weights(variant: str, config: dict[str, Any] | None = None) -> dict[str, np.
 
 
 def _weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    noise = uniform(f"{variant}/{name}", math.prod(shape)).reshape(shape)
-    if name.endswith(".bias"):
+    ties = variant.endswith("ties")  # experts are alike in pairs, so that it does not matter which of them a tie gives
+    twin = EACH_EXPERT.sub(lambda found: f".experts.{int(found[1]) // 2 * 2}.", name) if ties else name
+    noise = uniform(f"{variant}/{twin}", math.prod(shape)).reshape(shape)
+    if name.endswith("sinks"):
+        scaled = (4.0 if variant.endswith("sinks") else 0.0) + noise
+    elif name.endswith("bias"):
         scaled = (0.1 if variant.startswith(("gpt2", "opt")) else 0.3) * noise
     elif "norm" in name or ".ln_" in name:
         scaled = (0.0 if variant.startswith("gemma") else 1.0) + 0.3 * noise  # Gemma's norms add 1
     elif any(table in name for table in ("embed_", "embeddings", "lm_head", "wte", "wpe")):
         scaled = next((scale for family, scale in TABLES.items() if variant.startswith(family)), 0.5) * noise
     else:
-        inputs = shape[0] if ".c_" in name else shape[-1]  # GPT-2's are [in, out]
+        stacked = ".experts." in name and len(shape) == 3  # [experts, in, out], as GPT-2's are [in, out]
+        inputs = shape[0] if ".c_" in name else shape[1] if stacked else shape[-1]
         scaled = 1.3 / math.sqrt(inputs) * noise
+    if ties and not EACH_EXPERT.search(name) and any(part in name for part in (".router.", ".gate.", ".experts.")):
+        scaled[1::2] = scaled[::2]
     return scaled.astype(np.float32)
 
 

@@ -67,6 +67,14 @@ def cache(
     return Cache(k, v, jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32))
 
 
+SINKS = 1.0, 300.0, -40.0, 3.0  # of heads, in turn: as large as scores, so large that nothing else counts, and so small that they do not
+
+
+def with_sinks(ways: dict[str, Any], heads: int) -> dict[str, Any]:
+    """Options of attention, where sinks=True stands for those of so many heads."""
+    return {**ways, "sinks": jnp.resize(jnp.array(SINKS), heads)} if ways.get("sinks") else ways
+
+
 def only_what_is_seen(
     paged: Cache, oldest: Sequence[int] | np.ndarray, ends: Sequence[int] | np.ndarray, window: int | None, *, behind: int | None = None
 ) -> Cache:

@@ -16,13 +16,14 @@ from kernel_facts import AMPERE, AMPERE_CASES, AMPERE_THREADS, facts_elsewhere
 from pallas_kernels import reference
 from pallas_kernels.ampere import BLOCKS_TO_FILL, SPLIT_TOKENS, default_splits, paged_attention_decode, paged_attention_prefill
 from tests.kernels.emulated import Landing, emulated
-from tests.kernels.interpreted import Cache, cache, only_what_is_seen
+from tests.kernels.interpreted import Cache, cache, only_what_is_seen, with_sinks
 
 Ways = dict[str, Any]
 PLAIN: Ways = {"scale": 0.2}
 WINDOW: Ways = {"scale": 0.3, "window": 70}
 CAP: Ways = {"scale": 0.5, "soft_cap": 3.0}
 BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
+SINKS: Ways = {"scale": 0.3, "window": 70, "sinks": True}
 
 
 def close(got: jax.Array, want: jax.Array, paged: Cache) -> None:
@@ -40,6 +41,7 @@ def check_decode(
     whole = cache(lengths, -(-200 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
     paged = only_what_is_seen(whole, np.array(lengths) - 1, lengths, ways.get("window"))
     q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
+    ways = with_sinks(ways, kv_heads * group)
     with emulated(landing):
         got = paged_attention_decode(q, *paged, **ways, splits=splits)
         if ways is WINDOW:  # what is behind it changes no bit
@@ -58,6 +60,7 @@ def check_prefill(
     paged = only_what_is_seen(whole, positions, np.where(lengths > 0, positions + lengths, 0), ways.get("window"))
     q = jax.random.normal(jax.random.key(7), (len(rows), tile, kv_heads * group, head_dim)).astype(dtype)
     starts = jnp.asarray(positions, jnp.int32)
+    ways = with_sinks(ways, kv_heads * group)
     with emulated(landing):
         got = paged_attention_prefill(q, *paged[:3], starts, paged.lengths, **ways, splits=splits)
         if ways is WINDOW:
@@ -72,14 +75,17 @@ def check_prefill(
 # head_dim, kv_heads, group, page_size, splits, dtype, ways, landing
 DECODE = [
     (64, 2, 4, 64, None, "bfloat16", PLAIN, "late"),
-    (64, 2, 4, 16, 2, "bfloat16", BOTH, "late"),
+    (64, 2, 4, 16, 1, "bfloat16", SINKS, "late"),
+    pytest.param(64, 2, 4, 16, 2, "bfloat16", BOTH, "late", marks=pytest.mark.full),
     (64, 2, 4, 32, 2, "bfloat16", WINDOW, "early"),
     (128, 1, 9, 128, 3, "float16", BOTH, "late"),
     (256, 1, 4, 16, 1, "bfloat16", CAP, "late"),
+    pytest.param(64, 1, 4, 64, 3, "float16", SINKS, "early", marks=pytest.mark.full),
 ]
 PREFILL = [
     (64, 1, 3, 16, 2, "bfloat16", WINDOW, "late"),
-    (64, 1, 3, 64, None, "bfloat16", CAP, "early"),
+    (64, 1, 3, 64, None, "bfloat16", SINKS, "early"),
+    pytest.param(64, 1, 3, 64, None, "bfloat16", CAP, "early", marks=pytest.mark.full),
 ]
 NAMES = ("head_dim", "kv_heads", "group", "page_size", "splits", "dtype", "ways", "landing")
 

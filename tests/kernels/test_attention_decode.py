@@ -15,13 +15,14 @@ import pytest
 from pallas_kernels import reference
 from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.quantized import dequantize, movable, quantize
-from tests.kernels.interpreted import RACES, Cache, cache, interpret, only_what_is_seen
+from tests.kernels.interpreted import RACES, Cache, cache, interpret, only_what_is_seen, with_sinks
 
 Ways = dict[str, Any]
 PLAIN: Ways = {"scale": 0.2}
 WINDOW: Ways = {"scale": 0.3, "window": 70}
 CAP: Ways = {"scale": 0.5, "soft_cap": 3.0}
 BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
+SINKS: Ways = {"scale": 0.3, "window": 70, "sinks": True}
 
 # head_dim, kv_heads, group, page_size, splits, dtype, ways
 SMALL = [
@@ -31,7 +32,9 @@ SMALL = [
     (64, 2, 4, 32, 1, "bfloat16", CAP),
     (256, 1, 4, 64, 2, "float16", CAP),
     (256, 1, 9, 16, 1, "bfloat16", WINDOW),
-    (64, 1, 8, 128, 4, "bfloat16", BOTH),
+    (64, 1, 8, 128, 4, "bfloat16", SINKS),
+    pytest.param(64, 1, 8, 128, 4, "bfloat16", BOTH, marks=pytest.mark.full),
+    pytest.param(64, 2, 4, 16, 1, "bfloat16", SINKS, marks=pytest.mark.full),
 ]
 
 
@@ -46,6 +49,7 @@ def check(
     if kind:
         (whole, _), (paged, clean) = eight_bits(whole, kind), eight_bits(paged, kind)
     q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
+    ways = with_sinks(ways, kv_heads * group)
     run = jax.jit(partial(paged_attention_decode, **ways, splits=splits, operand_in_registers=False, interpret=RACES))
     got = np.asarray(interpret(run, q, *paged), np.float32)
     if ways is WINDOW:  # what is behind it changes no bit

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.attention_prefill import paged_attention_prefill
-from tests.kernels.interpreted import RACES, cache, interpret, only_what_is_seen
+from tests.kernels.interpreted import RACES, cache, interpret, only_what_is_seen, with_sinks
 from tests.kernels.test_attention_decode import eight_bits
 
 Ways = dict[str, Any]
@@ -22,13 +22,17 @@ WINDOW: Ways = {"scale": 0.3, "window": 70}
 LONG: Ways = {"scale": 0.02, "window": 235}  # the last tile's last query lacks one key of a block; all keys weigh about as much
 CAP: Ways = {"scale": 0.5, "soft_cap": 3.0}
 BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
+SINKS: Ways = {"scale": 0.3, "window": 70, "sinks": True}
 
 # head_dim, kv_heads, group, page_size, tile, dtype, ways
 SMALL = [
     (128, 1, 2, 64, 64, "bfloat16", PLAIN),
-    (64, 1, 3, 16, 64, "bfloat16", WINDOW),
+    (64, 1, 3, 16, 64, "bfloat16", SINKS),
+    pytest.param(64, 1, 3, 16, 64, "bfloat16", WINDOW, marks=pytest.mark.full),
     (64, 2, 1, 32, 64, "float16", LONG),
     (256, 1, 5, 64, 16, "bfloat16", BOTH),
+    pytest.param(64, 1, 3, 32, 48, "bfloat16", SINKS, marks=pytest.mark.full),
+    pytest.param(128, 2, 1, 64, 64, "bfloat16", SINKS, marks=pytest.mark.full),
     pytest.param(64, 1, 1, 128, 128, "float16", BOTH, marks=pytest.mark.full),
 ]
 EIGHT_BITS = [(64, "bfloat16", BOTH, "float8_e4m3fn"), pytest.param(128, "float16", WINDOW, "int8", marks=pytest.mark.full)]
@@ -49,6 +53,7 @@ def check(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, d
     if kind is not None:  # scales of what is not seen are NaN, and so are fp8 numbers
         (whole, _), (paged, clean) = eight_bits(whole, kind), eight_bits(paged, kind)
     q = jax.random.normal(jax.random.key(7), (len(ends), tile, kv_heads * group, head_dim)).astype(dtype)
+    ways = with_sinks(ways, kv_heads * group)
     stages = None if head_dim == 256 else 2  # few in any case, so that they are used again
     run = jax.jit(partial(paged_attention_prefill, **ways, stages=stages, operand_in_registers=False, interpret=RACES))
     where = jnp.asarray(positions), jnp.asarray(lengths)

@@ -22,8 +22,8 @@ from pallas_kernels.cpu.attention_form import form
 from pallas_kernels.cpu.attention_kernel import source
 from pallas_kernels.cpu.emit import F32
 from pallas_kernels.cpu.expressions import LANES, Kernel, vector
-from tests.kernels.interpreted import Cache, cache, only_what_is_seen
-from tests.kernels.test_attention_decode import BOTH, CAP, PLAIN, WINDOW, Ways, eight_bits
+from tests.kernels.interpreted import Cache, cache, only_what_is_seen, with_sinks
+from tests.kernels.test_attention_decode import BOTH, CAP, PLAIN, SINKS, WINDOW, Ways, eight_bits
 from tests.kernels.test_masked import SETS, X86, runs_here
 
 BEHIND = 0  # page that tables name behind windows
@@ -40,11 +40,13 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(64, 4, 3, 16, "bfloat16", None, PLAIN),
+    Case(64, 4, 3, 16, "bfloat16", None, SINKS),
+    pytest.param(Case(64, 4, 3, 16, "bfloat16", None, PLAIN), marks=pytest.mark.full),
     Case(128, 2, 4, 16, "bfloat16", None, BOTH),
     Case(24, 3, 2, 4, "float32", None, BOTH),
     Case(64, 2, 4, 16, "bfloat16", "int8", BOTH),
     Case(80, 1, 7, 24, "float32", "float8_e4m3fn", CAP),
+    pytest.param(Case(24, 1, 5, 8, "float32", None, {"scale": 0.5, "soft_cap": 3.0, "sinks": True}), marks=pytest.mark.full),
     pytest.param(Case(256, 2, 1, 16, "bfloat16", None, WINDOW), marks=pytest.mark.full),
     pytest.param(Case(24, 1, 8, 32, "float32", "int8", WINDOW), marks=pytest.mark.full),
     pytest.param(Case(24, 2, 3, 16, "bfloat16", "float8_e4m3fn", PLAIN), marks=pytest.mark.full),
@@ -57,7 +59,7 @@ ANY = st.builds(
     page_size=st.sampled_from([8, 16, 20, 64]),
     dtype=st.sampled_from(["bfloat16", "float32"]),
     kind=st.sampled_from([None, "int8", "float8_e4m3fn"]),
-    ways=st.sampled_from([PLAIN, CAP, WINDOW, BOTH, {"scale": 0.2, "window": 1}]),
+    ways=st.sampled_from([PLAIN, CAP, WINDOW, BOTH, SINKS, {"scale": 0.2, "window": 1}]),
 )
 
 
@@ -82,10 +84,11 @@ def assert_near(got: np.ndarray, want: np.ndarray, allowed: np.ndarray | float) 
 def check_decode(case: Case, lengths: list[int]) -> None:
     whole, seen, clean = pages(case, np.array(lengths) - 1, lengths)
     q = queries(case, len(lengths))
-    run = jax.jit(partial(paged_attention_decode, **case.ways))
+    ways = with_sinks(case.ways, q.shape[-2])
+    run = jax.jit(partial(paged_attention_decode, **ways))
     got = np.asarray(run(q, *seen), np.float32)
     np.testing.assert_array_equal(got, np.asarray(run(q, *whole), np.float32))
-    want = np.asarray(reference.paged_attention_decode(q.astype(jnp.float32), *clean, **case.ways))
+    want = np.asarray(reference.paged_attention_decode(q.astype(jnp.float32), *clean, **ways))
     rounding = float(jnp.finfo(case.dtype).eps) / 2 if case.dtype == "bfloat16" else 0  # of the result alone
     empty = np.array(lengths) == 0
     assert_near(got[~empty], want[~empty], 1.01 * rounding * np.abs(want[~empty]) + 1e-5)
@@ -99,11 +102,12 @@ def check_prefill(case: Case, tile: int, positions: list[int], lengths: list[int
     q = queries(case, len(lengths), tile)
     real = np.arange(tile) < np.array(lengths)[:, None]
     q = jnp.where(real[..., None, None], q, jnp.nan)
-    run = jax.jit(partial(paged_attention_prefill, **case.ways))
+    ways = with_sinks(case.ways, q.shape[-2])
+    run = jax.jit(partial(paged_attention_prefill, **ways))
     got = np.asarray(run(q, *seen[:3], *where), np.float32)
     np.testing.assert_array_equal(got, np.asarray(run(q, *whole[:3], *where), np.float32))
     args = jnp.nan_to_num(q.astype(jnp.float32)), *clean[:3], *where
-    want = np.asarray(reference.paged_attention_prefill(*args, **case.ways))
+    want = np.asarray(reference.paged_attention_prefill(*args, **ways))
     rounding = float(jnp.finfo(case.dtype).eps) / 2 if case.dtype == "bfloat16" else 0  # of each weight, and of the result
     assert_near(got[real], want[real], 1.05 * rounding * (np.abs(want[real]) + float(jnp.abs(clean.v).max())) + 1e-5)
     assert not got[~real].any()

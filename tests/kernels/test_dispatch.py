@@ -151,7 +151,7 @@ def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pyte
     given: dict[str, Any] = {}
     monkeypatch.setattr(attention_decode, "paged_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0])
     np.testing.assert_array_equal(run(impl=impl, device=HOPPER, splits=2, soft_cap=4.0, pages=2), arrays()[0])
-    assert given == {"scale": 0.3, "window": 7, "soft_cap": 4.0, "splits": 2, "device": HOPPER}
+    assert given == {"scale": 0.3, "window": 7, "soft_cap": 4.0, "sinks": None, "splits": 2, "device": HOPPER}
 
 
 def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

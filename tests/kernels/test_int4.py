@@ -18,7 +18,7 @@ from pallas_kernels.cpu import calls, native
 from pallas_kernels.cpu import products as cpu_products
 from pallas_kernels.cpu.int4 import int4_module
 from pallas_kernels.cpu.kinds import INPUTS
-from pallas_kernels.int4 import GROUPS, HIGHEST, LOWEST, Int4, dequantize_int4, groups, pack, quantize_int4, words
+from pallas_kernels.int4 import E2M1, GROUPS, HIGHEST, KINDS, LOWEST, Int4, dequantize_int4, groups, pack, quantize_int4, words
 from pallas_kernels.products import form_key, product, using
 from pallas_kernels.quantized import dequantize
 from tests.kernels.test_masked import SETS, runs_here
@@ -27,22 +27,26 @@ few = settings(max_examples=2, deadline=None, phases=[Phase.generate])  # each i
 shapes = st.tuples(st.integers(1, 70), st.integers(1, 400), st.one_of(st.integers(1, 9), st.integers(10, 150)))  # rows, inputs, outputs
 
 
-def packed(outs: int, size: int, group: int, *, offset: bool, parts: int = 1) -> tuple[Int4, np.ndarray[Any, Any]]:
+def packed(outs: int, size: int, group: int, *, offset: bool, parts: int = 1, kind: str = "int4") -> tuple[Int4, np.ndarray[Any, Any]]:
     """Random weights, whose inputs divide into groups, and what they stand for."""
     rng = np.random.default_rng(size)
     numbers = rng.integers(LOWEST, HIGHEST + 1, (outs, size))
+    if kind == "e2m1":
+        numbers = np.array([*E2M1, *(-n for n in E2M1)])[numbers + 8]
     scale, low = rng.uniform(0.5, 1.5, (outs, size // group)), rng.normal(size=(outs, size // group)) if offset else None
     wide = numbers * np.repeat(scale.astype(np.float32), group, 1)
     if low is not None:
         wide = wide + np.repeat(low.astype(np.float32), group, 1)
-    made = pack(jnp.asarray(numbers, jnp.int8), jnp.asarray(scale), None if low is None else jnp.asarray(low), group=group, parts=parts)
+    given_low = None if low is None else jnp.asarray(low)
+    made = pack(jnp.asarray(numbers, jnp.int8), jnp.asarray(scale), given_low, group=group, parts=parts, kind=kind)
     return made, wide
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize(("size", "group", "parts"), [(32, 32, 1), (192, 64, 1), (576, 32, 1), (384, 128, 3), (192, 32, 2)])
-def test_what_is_packed_is_found_again(size: int, group: int, parts: int, offset: bool) -> None:
-    made, wide = packed(3, size, group, offset=offset, parts=parts)
+def test_what_is_packed_is_found_again(size: int, group: int, parts: int, offset: bool, kind: str) -> None:
+    made, wide = packed(3, size, group, offset=offset, parts=parts, kind=kind)
     assert made.shape == (3, size) and made.values.shape == (3, parts * words(size // parts))
     assert made.scale.shape == (3, parts * groups(size // parts, group))
     np.testing.assert_allclose(dequantize(made), wide, rtol=1e-6, atol=1e-6)
@@ -106,8 +110,17 @@ def in_form(form: str, x: jax.Array, weight: Int4, dtype: str) -> np.ndarray[Any
 @few
 @given(shape=shapes, dtype=st.sampled_from(INPUTS), offset=st.booleans())
 def test_the_kernel_is_the_exact_product(x_dtype: str, group: int, shape: tuple[int, int, int], dtype: str, offset: bool) -> None:
+    check_product(x_dtype, group, shape, dtype, offset, "int4")
+
+
+@pytest.mark.parametrize("x_dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
+def test_the_kernel_is_the_exact_product_of_mxfp4(x_dtype: str) -> None:
+    check_product(x_dtype, 32, (5, 200, 19), "float32", False, "e2m1")
+
+
+def check_product(x_dtype: str, group: int, shape: tuple[int, int, int], dtype: str, offset: bool, kind: str) -> None:
     rows, size, outs = shape
-    weight, _ = packed(outs, -(-size // group) * group, group, offset=offset)
+    weight, _ = packed(outs, -(-size // group) * group, group, offset=offset, kind=kind)
     x = jax.random.normal(jax.random.key(rows), (rows, weight.shape[1])).astype(x_dtype)
     want = np.asarray(x, np.float64) @ np.asarray(dequantize(weight), np.float64).T
     got = in_form("kernel", x, weight, dtype)

@@ -18,20 +18,24 @@ def dense_causal(sequence: jax.Array, positions: jax.Array) -> Attend:
         layer: int,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         *,
         rotation: Rotation | None,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array:
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, k if v is None else v))
         scores = jnp.einsum("qhd,khd->hqk", q, k) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         visible = causal if window is None else causal & (distance < window)
-        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), v)
+        scores = jnp.where(visible, scores, -jnp.inf)
+        if sinks is not None:
+            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1)
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores)[..., : k.shape[0]], v)
 
     return attend

@@ -61,8 +61,9 @@ def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
     model = build(model_config(VARIANTS["qwen3_untied"]), dtype, 64)
     seen = []
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, rotation: Any, **how: Any) -> jax.Array:
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, *, rotation: Any, **how: Any) -> jax.Array:
         assert [(part.shape, part.dtype) for part in rotation] == [((5, 12), "float32")] * 2
+        assert v is not None
         seen.append((layer, q.shape, k.shape, v.shape, how))
         return q
 
@@ -74,7 +75,8 @@ def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
     program = jax.make_jaxpr(run)(model.params, jax.ShapeDtypeStruct((5,), jnp.int32))
     assert [(a.shape, a.dtype) for a in program.out_avals] == [((5, 64), dtype), ((5, 96), "float32")]
     assert seen == [
-        (layer, (5, 8, 24), (5, 2, 24), (5, 2, 24), {"scale": 24**-0.5, "window": None, "soft_cap": None}) for layer in range(2)
+        (layer, (5, 8, 24), (5, 2, 24), (5, 2, 24), {"scale": 24**-0.5, "window": None, "soft_cap": None, "sinks": None})
+        for layer in range(2)
     ]
     assert sum(np.size(constant) for constant in program.consts) <= 12  # no more than one frequency a pair of channels
 
@@ -83,8 +85,8 @@ def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
 def test_narrow_activations_stay_narrow(variant: str) -> None:
     model = build(model_config(VARIANTS[variant]), "bfloat16", 64)
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **how: Any) -> jax.Array:
-        assert q.dtype == k.dtype == v.dtype == jnp.bfloat16
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, **how: Any) -> jax.Array:
+        assert q.dtype == k.dtype == (k if v is None else v).dtype == jnp.bfloat16
         rotation = how["rotation"]
         return q if rotation is None else rotate(q, rotation)
 

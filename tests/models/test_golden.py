@@ -54,6 +54,7 @@ def differences(variant: str, folder: Path, tensor_parallel_size: int = 1) -> li
 
 FURTHER = {"smollm3_window", "granite_biases", "glm", "mistral3", "starcoder2_window", "stablelm_parallel", "gpt_neox_serial"}
 FURTHER |= {"falcon_7b", "falcon_11b", "falcon_serial"}  # of families that have another variant here
+FURTHER |= {"gpt_oss_wide_sinks", "gpt_oss_ties", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3_ties", "glm4_moe_lite", "kimi_k2"}
 CASES = [pytest.param(variant, marks=pytest.mark.full) if variant in FURTHER else variant for variant in VARIANTS]
 
 
@@ -65,6 +66,7 @@ def test_logits_match_transformers(variant: str, tmp_path: Path) -> None:
 ONE_EACH = ["mistral_window", "phi3_window", "gemma2", "gemma3", "gpt2", "opt_125m", "qwen2_untied", "qwen3_tied", "mixtral", "qwen3_moe"]
 ONE_EACH += ["smollm3", "olmo2", "olmo3", "granite", "glm", "glm4", "gemma", "gemma3_images", "mistral3", "ministral3"]
 ONE_EACH += ["starcoder2", "stablelm_parallel", "phi", "gpt_neox", "falcon_40b"]
+ONE_EACH += ["gpt_oss", "gpt_oss_wide_sinks", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"]
 SHARDED = ["llama_attention_bias", *(pytest.param(variant, marks=pytest.mark.full) for variant in ONE_EACH)]
 
 

@@ -36,7 +36,7 @@ from tests.golden.weights import VARIANTS, Golden, max_model_len, write_model
 QUICK = ["llama_mqa"]
 REST = ["llama_attention_bias", "llama_mlp_bias", "mistral_window", "phi3_window", "gemma2", "gemma3", "gpt2", "opt_125m", "opt_350m"]
 REST += ["qwen2_tied", "qwen3_untied", "mixtral", "qwen3_moe", "qwen3_moe_mixed", "llama_mha"]
-REST += ["olmo2", "glm4", "ministral3", "stablelm_parallel", "phi", "gpt_neox", "falcon_7b", "falcon_40b"]
+REST += ["olmo2", "glm4", "ministral3", "stablelm_parallel", "phi", "gpt_neox", "falcon_7b", "falcon_40b", "gpt_oss", "deepseek_v3"]
 EVERY = [*QUICK, *(pytest.param(variant, marks=pytest.mark.full) for variant in REST)]
 SIZES = [2, pytest.param(4, marks=pytest.mark.full), 8]
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")

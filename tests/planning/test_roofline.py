@@ -61,7 +61,7 @@ def test_every_familys_matrices_are_counted(variant: str) -> None:
     config = model_config(VARIANTS[variant])
     model = build(config, "float32", 64)
     leaves = jax.tree_util.tree_leaves_with_path(model.params)
-    others = [leaf for path, leaf in leaves if any(kind in jax.tree_util.keystr(path) for kind in ("bias", "norm", "position"))]
+    others = [leaf for path, leaf in leaves if any(kind in jax.tree_util.keystr(path) for kind in ("bias", "norm", "position", "sinks"))]
     matrices = [leaf for _, leaf in leaves if len(leaf.shape) > 1 and not any(leaf is other for other in others)]
     assert sum(math.prod(x.shape) for x in matrices) == matrix_elements(config)
 

@@ -15,6 +15,7 @@ from jengine import ModelError, StructuredOutputs, Tokenizer
 from jengine.serving.parsers.events import Arguments, Call, Content, Event, Parser, PlainText, Reasoning, joined
 from jengine.serving.parsers.forced import CallArray, NamedCall
 from jengine.serving.parsers.formats import AnswerFormat
+from jengine.serving.parsers.harmony import Harmony
 from jengine.serving.parsers.hermes import Hermes
 from jengine.serving.parsers.llama import LlamaJson
 from jengine.serving.parsers.mistral import Mistral
@@ -27,6 +28,7 @@ from tests.text.conftest import byte_level, write
 
 NAMES = {"f", "g"}
 PARSERS: dict[str, Callable[[], Parser]] = {
+    "harmony": lambda: Harmony(NAMES),
     "hermes": Hermes,
     "llama3_json": lambda: LlamaJson(NAMES),
     "mistral": Mistral,
@@ -37,7 +39,25 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "required": CallArray,
 }
 ARGUMENTS = '{"a": [1, {"b": "}]\\" </tool_call>"}], "c": null}'
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
 CASES: list[tuple[str, str, list[Event]]] = [
+    (
+        "harmony",
+        f"<|channel|>analysis<|message|>hm < 2\n<|end|>{FINAL}It is\n4.<|return|>",
+        [Reasoning("hm < 2\n"), Content("It is\n4.")],
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>I call.<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "<|"}<|call|>'
+        "<|start|>assistant to=functions.g<|channel|>commentary json<|message|><|call|>",
+        [Reasoning("I call."), Content("Wait."), Call(0, "f"), Arguments(0, '{"a": "<|"}'), Call(1, "g"), Arguments(1, "{}")],
+    ),
+    ("harmony", f"<|channel|>commentary to=python code<|message|>1 + 1<|call|>{FINAL}2", [Reasoning("1 + 1"), Content("2")]),
+    ("harmony", f"<|channel|>analysis<|message|>no end{FINAL}so", [Reasoning("no end"), Content("so")]),
+    ("harmony", "<|channel|>analysis<|mess", []),
+    ("harmony", '{"answer": 4} <|en', [Content('{"answer": 4} <|en')]),
+    ("harmony", " t", [Content(" t")]),
     ("hermes", "plain < text \n\n", [Content("plain < text \n\n")]),
     (
         "hermes",
@@ -236,6 +256,14 @@ def test_a_lark_grammar_holds_from_the_first_token() -> None:
 def test_forced_calls_after_reasoning(tmp_path: Path) -> None:
     form = format_of(write(byte_level(), tmp_path), "{# </think> #}")
     assert form.read('hm</think>\n{"a": 1}', "", TOOLS, True, NamedCall("f")) == [Reasoning("hm"), Call(0, "f"), Arguments(0, '{"a": 1}')]
+
+
+def test_answers_in_channels_show_their_special_tokens(tmp_path: Path) -> None:
+    form = format_of(write(byte_level(), tmp_path), "{{ '<|channel|>analysis<|message|>' }}")
+    assert form.channels and form.tools and form.shows_special_tokens and form.reasoning("<|start|>assistant") is None
+    text = f"<|channel|>analysis<|message|>hm<|end|>{FINAL}4"
+    assert form.read(text, "", [], True) == [Reasoning("hm"), Content("4")]
+    assert form.read('{"a": 1}', "", TOOLS, True, NamedCall("f")) == [Call(0, "f"), Arguments(0, '{"a": 1}')]
 
 
 # --- a tokenizer's response_template --------------------------------------------------------------

@@ -1,0 +1,165 @@
+"""DeepSeek V2 and V3, R1, Kimi K2 and GLM-4.7-Flash: latent attention, and many small experts beside some that every token meets."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jengine.config import ModelConfig
+from jengine.errors import ModelError
+from jengine.model_parts import LatentAttention
+from jengine.models.family import Family, Fields
+from jengine.models.hf_config import decoder, given_rope
+from jengine.models.latent_attention import MultiHeadLatentAttention
+from jengine.models.layers import Block, GatedMlp, Layer, RMSNorm, dense, param
+from jengine.models.llama import Llama
+from jengine.models.moe import Experts
+from jengine.models.pieces import Piece
+
+
+class DeepseekExperts(Experts):
+    """Experts in groups: a token may choose among those of its best groups. Scores are a softmax's, or sigmoids with a correction that only
+    the choice sees."""
+
+    correction: nnx.Param[jax.Array] | None = None
+    shared: GatedMlp | None = None
+
+    def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
+        super().declare(dtype, name)
+        config = self.config
+        if config.router == "sigmoid":
+            bias = Piece(f"{name}.gate.e_score_correction_bias", (config.num_experts,))
+            self.correction = param((config.num_experts,), jnp.float32, (None,), bias)
+        if config.shared_expert_size:
+            shared = dataclasses.replace(config, intermediate_size=config.shared_expert_size)
+            self.shared = GatedMlp(shared, dtype, f"{name}.shared_experts")
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        config, scores = self.config, dense(x, self.router[...], dtype=jnp.float32)
+        weights = jax.nn.softmax(scores) if self.correction is None else jax.nn.sigmoid(scores)
+        ranked = weights if self.correction is None else weights + self.correction[...]
+        if config.expert_groups > 1:
+            grouped = ranked.reshape(x.shape[0], config.expert_groups, -1)
+            best = 1 if self.correction is None else min(2, grouped.shape[-1])  # of a group's experts, that speak for it
+            kept = lax.top_k(lax.top_k(grouped, best)[0].sum(-1), config.expert_groups_kept)[1]
+            allowed = jax.nn.one_hot(kept, config.expert_groups, dtype=jnp.bool_).any(1)
+            ranked = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranked.shape)
+        chosen = lax.top_k(ranked, config.experts_per_token)[1]
+        weights = jnp.take_along_axis(weights, chosen, axis=-1)
+        if config.normalize_experts:
+            weights /= weights.sum(-1, keepdims=True) + 1e-20
+        return weights * config.routed_scaling, chosen
+
+    def own_part(self, x: jax.Array) -> jax.Array:
+        y = super().own_part(x)
+        return y if self.shared is None else y + self.shared.own_part(x)
+
+
+class Deepseek(Llama):
+    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
+        return Layer(
+            RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
+            MultiHeadLatentAttention(config, dtype, f"{name}.self_attn"),
+            RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
+            self.mlp(config, dtype, name, index),
+        )
+
+    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
+        if index not in config.expert_layers:
+            return super().mlp(config, dtype, name, index)
+        return DeepseekExperts(config, dtype, f"{name}.mlp")
+
+
+def read_deepseek(hf: Fields) -> dict[str, Any]:
+    """What all of them share; routing is theirs."""
+    rope, heads, rank = given_rope(hf), int(hf["num_attention_heads"]), hf["q_lora_rank"]
+    latent = LatentAttention(
+        rank=int(hf["kv_lora_rank"]),
+        query_rank=None if rank is None else int(rank),
+        key_dim=int(hf["qk_nope_head_dim"]),
+        rotary_dim=int(hf["qk_rope_head_dim"]),
+        value_dim=int(hf["v_head_dim"]),
+        interleaved=bool(hf.get("rope_interleave", True)),
+    )
+    if latent.rotary_dim % 2:
+        raise ModelError(f"qk_rope_head_dim={latent.rotary_dim} must be even, for rotary embedding")
+    layers, experts = int(hf["num_hidden_layers"]), int(hf["n_routed_experts"])
+    groups = int(hf.get("n_group") or 1)
+    if experts % groups:
+        raise ModelError(f"n_routed_experts={experts} is no multiple of n_group={groups}")
+    return {
+        **decoder(hf, rope),
+        "num_kv_heads": heads,
+        "head_dim": latent.query_dim,
+        "latent": latent,
+        "rotary_dim": latent.rotary_dim,
+        "attention_scale": latent.query_dim**-0.5 * _magnitude(rope) ** 2,
+        "expert_layers": _expert_layers(hf, layers),
+        "num_experts": experts,
+        "experts_per_token": int(hf["num_experts_per_tok"]),
+        "expert_size": int(hf["moe_intermediate_size"]),
+        "shared_expert_size": int(hf["moe_intermediate_size"]) * int(hf.get("n_shared_experts") or 0),
+        "expert_groups": groups,
+        "expert_groups_kept": int(hf.get("topk_group") or 1),
+        "routed_scaling": float(hf.get("routed_scaling_factor", 1.0)),
+    }
+
+
+def _magnitude(rope: dict[str, Any]) -> float:
+    """What yarn's mscale_all_dim multiplies queries and keys by, each, beyond the trained context."""
+    factor, weight = float(rope.get("factor") or 1.0), float(rope.get("mscale_all_dim") or 0.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    return 1.0 if kind == "default" or not weight or factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _expert_layers(hf: Fields, layers: int) -> tuple[int, ...]:
+    types = hf.get("mlp_layer_types")
+    if types is not None:
+        return tuple(i for i, kind in enumerate(types) if kind == "sparse")
+    first, every = int(hf["first_k_dense_replace"]), int(hf.get("moe_layer_freq") or 1)
+    return tuple(i for i in range(first, layers) if i % every == 0)
+
+
+def read_v2(hf: Fields) -> dict[str, Any]:
+    fields, method = read_deepseek(hf), hf.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(f"topk_method {method!r} is not supported; greedy and group_limited_greedy are")
+    if hf.get("scoring_func", "softmax") != "softmax":
+        raise ModelError(f"scoring_func {hf['scoring_func']!r} is not supported; softmax is")
+    if hf.get("norm_topk_prob"):
+        raise ModelError("norm_topk_prob is not supported, of DeepSeek V2")
+    if method == "greedy":
+        fields |= {"expert_groups": 1, "expert_groups_kept": 1}
+    return {**fields, "router": "softmax"}
+
+
+def read_v3(hf: Fields) -> dict[str, Any]:
+    fields = read_deepseek(hf)
+    for name, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        if hf.get(name, value) != value:
+            raise ModelError(f"{name} {hf[name]!r} is not supported; {value} is")
+    return {**fields, "router": "sigmoid", "normalize_experts": bool(hf.get("norm_topk_prob", True))}
+
+
+AHEAD = ("model.layers.{num_layers}.",)  # a layer that predicts a token further ahead
+V2 = {
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    **{"first_k_dense_replace": 0, "n_shared_experts": 2},
+}
+V3 = {**V2, "first_k_dense_replace": 3, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+GLM = {
+    **{"q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256},
+    **{"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8},
+}
+FAMILIES = {
+    "deepseek_v2": Family("DeepSeek V2, V2.5, Coder V2", Deepseek, read_v2, V2),
+    "deepseek_v3": Family("DeepSeek V3, R1", Deepseek, read_v3, V3, skipped=AHEAD),
+    "glm4_moe_lite": Family("GLM-4.7-Flash", Deepseek, read_v3, GLM, skipped=AHEAD),
+    "kimi_k2": Family("Kimi K2", Deepseek, read_v3, V3, skipped=AHEAD),
+}

@@ -1,0 +1,89 @@
+"""gpt-oss: attention sinks, a window in every second layer, and experts with biases whose gates are clamped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jengine.config import ModelConfig
+from jengine.models.family import Family, Fields
+from jengine.models.hf_config import attention_biases, decoder, windows_by_layer_types
+from jengine.models.layers import Attention, Block, dense, matrix, param
+from jengine.models.llama import Llama
+from jengine.models.moe import Experts
+from jengine.models.pieces import EVERY, Piece, heads, qkv_parts
+
+GROUP = 32  # inputs that share a scale in MXFP4: a device has whole groups
+
+
+class GptOssAttention(Attention):
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
+        super().__init__(config, dtype, name)
+        places = heads(qkv_parts(config)[0], config.head_dim)
+        source = (
+            Piece(f"{name}.sinks", (config.num_heads,), (laid, slice(at, at + 1)), slice(head, head + 1))
+            for head, laid, at in ((head, laid, row // config.head_dim) for head, laid, row in places)
+        )
+        self.sinks = param((config.num_kv_heads_padded, config.group_size_padded), jnp.float32, ("kv_heads", None), *source)
+
+
+class GptOssExperts(Experts):
+    """Checkpoints hold all experts of a layer in one tensor, [experts, in, out], or in MXFP4; gate and up alternate."""
+
+    def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
+        config = self.config
+        experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
+        least = config.shards * (1 if config.stored is None else GROUP)
+        laid, real = -(-ffn // least) * least, slice(0, ffn)
+        gates = Piece(f"{name}.experts.gate_up_proj", (experts, hidden, 2 * ffn), (EVERY, real), transposed=True)
+        downs = Piece(f"{name}.experts.down_proj", (experts, ffn, hidden), (EVERY, EVERY, real), transposed=True)
+        self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden)))
+        self.router_bias = param((experts,), dtype, (None,), Piece(f"{name}.router.bias", (experts,)))
+        self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), gates)
+        self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), downs)
+        gate_bias = Piece(f"{name}.experts.gate_up_proj_bias", (experts, 2 * ffn), (EVERY, real))
+        self.gate_up_bias = param((experts, laid, 2), dtype, (None, "ffn", None), gate_bias)
+        self.down_bias = param((experts, hidden), dtype, (None, None), Piece(f"{name}.experts.down_proj_bias", (experts, hidden)))
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scores = dense(x, self.router[...], self.router_bias[...], jnp.float32)
+        highest, chosen = lax.top_k(scores, self.config.experts_per_token)
+        return jax.nn.softmax(highest), chosen
+
+    def gate(self, gate_up: jax.Array) -> jax.Array:
+        wide, limit = gate_up.astype(jnp.float32), self.config.swiglu_limit
+        gate, up = jnp.minimum(wide[..., 0], limit), jnp.clip(wide[..., 1], -limit, limit)
+        return ((up + 1) * gate * jax.nn.sigmoid(gate * self.config.swiglu_alpha)).astype(gate_up.dtype)
+
+
+class GptOss(Llama):
+    attention = GptOssAttention
+
+    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
+        return GptOssExperts(config, dtype, f"{name}.mlp")
+
+
+def read_gpt_oss(hf: Fields) -> dict[str, Any]:
+    layers = int(hf["num_hidden_layers"])
+    types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    fields = {**decoder(hf), **attention_biases(hf), **windows_by_layer_types(hf, hf["sliding_window"], types)}
+    return {
+        **fields,
+        "expert_layers": tuple(range(layers)),
+        "num_experts": int(hf.get("num_local_experts") or hf.get("num_experts", 128)),
+        "experts_per_token": int(hf.get("num_experts_per_tok") or hf.get("experts_per_token", 4)),
+        "expert_size": fields["intermediate_size"],
+        "normalize_experts": True,
+        "swiglu_alpha": float(hf["swiglu_alpha"]),
+        "swiglu_limit": float(hf["swiglu_limit"]),
+    }
+
+
+DEFAULTS = {
+    **{"attention_bias": True, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0},
+    **{"sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "torch_dtype": "bfloat16"},  # OpenAI's files name no dtype
+}
+FAMILIES = {"gpt_oss": Family("gpt-oss", GptOss, read_gpt_oss, DEFAULTS)}

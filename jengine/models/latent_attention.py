@@ -1,0 +1,96 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): all heads' keys and values come from one short vector a token, which is what is cached.
+
+The matrices between that vector and keys and values are applied to queries and results instead ("absorbed"), so that heads attend to the
+cached vectors themselves: as many query heads, and one key, whose first channels are the value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jengine.config import ModelConfig
+from jengine.model_parts import LatentAttention
+from jengine.models.layers import Attend, RMSNorm, dense, matrix, param, row_parallel_dense
+from jengine.models.pieces import EVERY, Piece
+from pallas_kernels.xla import Rotation, rotate
+
+NORM_EPS = 1e-6  # of compressed queries and of what is cached, whatever the model's is
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    q_down: nnx.Param[Any] | None = None  # of compressed queries
+    q_norm: RMSNorm | None = None
+
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
+        assert config.latent is not None
+        self.config, self.latent = config, config.latent
+        latent, heads, hidden, laid = config.latent, config.num_heads, config.hidden_size, config.padded(config.num_heads)
+        eps = dataclasses.replace(config, norm_eps=NORM_EPS)
+        inputs, up = hidden, "q_proj"
+        if latent.query_rank is not None:
+            inputs, up = latent.query_rank, "q_b_proj"
+            down = Piece(f"{name}.q_a_proj.weight", (inputs, hidden))
+            self.q_down = matrix((inputs, hidden), dtype, (None, None), down)
+            self.q_norm = RMSNorm(inputs, eps, dtype, f"{name}.q_a_layernorm")
+        queries = _queries(latent, Piece(f"{name}.{up}.weight", (heads * latent.query_dim, inputs)), heads)
+        self.q = matrix((laid, latent.query_dim, inputs), dtype, ("heads", None, None), *queries)
+        cached = Piece(f"{name}.kv_a_proj_with_mqa.weight", (latent.cached_dim, hidden))
+        self.kv_down = matrix((latent.cached_dim, hidden), dtype, (None, None), *_rotated_last(latent, cached, latent.rank))
+        self.kv_norm = RMSNorm(latent.rank, eps, dtype, f"{name}.kv_a_layernorm")
+        expanded = latent.key_dim + latent.value_dim
+        source = Piece(f"{name}.kv_b_proj.weight", (heads * expanded, latent.rank), (slice(0, heads),))
+        self.kv_up = param((laid, expanded, latent.rank), dtype, ("heads", None, None), source)
+        out = Piece(f"{name}.o_proj.weight", (hidden, heads * latent.value_dim), (EVERY, slice(0, heads * latent.value_dim)))
+        self.o = matrix((hidden, laid * latent.value_dim), dtype, (None, "heads"), out)
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        """x [N, hidden] -> [N, hidden]."""
+        assert rotation is not None and self.config.attention_scale is not None
+        latent = self.latent
+        inputs = x if self.q_down is None or self.q_norm is None else self.q_norm(dense(x, self.q_down[...]))
+        q = dense(inputs, self.q[...])  # [N, heads, key_dim + rotary_dim]
+        cached = dense(x, self.kv_down[...])
+        keys, values = jnp.split(self.kv_up[...], [latent.key_dim], axis=1)
+        q_latent = _by_head("nhd,hdr->nhr", q[..., : latent.key_dim], keys)
+        q = jnp.concatenate([q_latent, rotate(q[..., latent.key_dim :], rotation)], axis=-1)
+        k_rotated = rotate(cached[:, None, latent.rank :], rotation)
+        k = jnp.concatenate([self.kv_norm(cached[:, : latent.rank])[:, None], k_rotated], axis=-1)
+        y = attend(layer, q, k, None, rotation=None, scale=self.config.attention_scale)[..., : latent.rank]
+        return row_parallel_dense(_by_head("nhr,hvr->nhv", y, values).reshape(x.shape[0], -1), self.o[...])
+
+
+def _by_head(how: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """A product for each head, summed in float32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(how, x, weight, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _queries(latent: LatentAttention, piece: Piece, heads: int) -> Iterator[Piece]:
+    """A checkpoint's rows by head, into [heads, query_dim, in]."""
+    if not latent.interleaved:
+        yield piece._replace(part=(slice(0, heads),))
+        return
+    for head in range(heads):
+        start, own = head * latent.query_dim, slice(head, head + 1)
+        for part in _rotated_last(latent, piece, latent.key_dim, start):
+            yield part._replace(part=(own, *part.part))
+
+
+def _rotated_last(latent: LatentAttention, piece: Piece, plain: int, start: int = 0) -> Iterator[Piece]:
+    """Rows from `start` on, of which those after the first `plain` rotate: with their neighbours in the checkpoint, here with those half
+    of them away."""
+    half, end = latent.rotary_dim // 2, start + plain + latent.rotary_dim
+    if not latent.interleaved:
+        yield piece._replace(part=(slice(0, plain + 2 * half),), rows=slice(start, end))
+        return
+    yield piece._replace(part=(slice(0, plain),), rows=slice(start, start + plain))
+    for odd in range(2):
+        to = plain + odd * half
+        yield piece._replace(part=(slice(to, to + half),), rows=slice(start + plain + odd, end, 2))

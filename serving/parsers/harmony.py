@@ -1,0 +1,97 @@
+"""gpt-oss's format, harmony: messages in channels, such as `<|channel|>final<|message|>text<|return|>`.
+
+The channel `analysis` is reasoning. A message to a function, `to=functions.f`, is a call of it, and its text the arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+
+from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reasoning, joined
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>", START)  # of a message's text
+OPENINGS = (CHANNEL, START, "to=")  # of an answer, after whitespace
+TO, NAMED = re.compile(r"\bto=([^\s<]+)"), re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+
+
+class Harmony:
+    """An answer that does not begin with a channel is content, as where a grammar forces its text.
+
+    Args:
+        names: functions that may be called; a message to any other recipient is reasoning.
+    """
+
+    def __init__(self, names: Container[str]) -> None:
+        self._names = names
+        self._buffer, self._state, self._kind = "", "opening", "content"
+        self._calls = 0
+        self._empty = True  # nothing of a message's text has been emitted
+
+    def push(self, text: str) -> list[Event]:
+        self._buffer += text
+        events: list[Event] = []
+        while self._buffer and self._step(events):
+            pass
+        return joined(events)
+
+    def _step(self, events: list[Event]) -> bool:
+        """Whether there may be more to do."""
+        if self._state == "opening":
+            body = self._buffer.lstrip()
+            if any(opening.startswith(body) for opening in OPENINGS if len(body) < len(opening)):
+                return False
+            self._state = "header" if body.startswith(OPENINGS) else "text"
+            return True
+        if self._state == "header":
+            header, found, rest = self._buffer.partition(MESSAGE)
+            if found:
+                self._buffer, self._state = rest, "text"
+                self._begin(header, events)
+            return bool(found)
+        at, end = min(((at, end) for end in ENDS if (at := self._buffer.find(end)) >= 0), default=(-1, ""))
+        if end:
+            self._emit(self._buffer[:at], events)
+            self._finish_message(events)
+            self._buffer, self._state = self._buffer[at + len(end) :], "header"
+            return True
+        kept = max((size for end in ENDS for size in range(1, len(end)) if self._buffer.endswith(end[:size])), default=0)
+        shown = len(self._buffer) - kept
+        self._emit(self._buffer[:shown], events)
+        self._buffer = self._buffer[shown:]
+        return False
+
+    def _begin(self, header: str, events: list[Event]) -> None:
+        recipient, channel = TO.search(header), NAMED.search(header)
+        name = recipient[1].removeprefix("functions.") if recipient else ""
+        self._empty = True
+        if name in self._names:
+            self._kind = "call"
+            events.append(Call(self._calls, name))
+        else:
+            self._kind = "reasoning" if name or (channel and channel[1] == "analysis") else "content"
+
+    def _emit(self, text: str, events: list[Event]) -> None:
+        if text:
+            self._empty = False
+            kinds: dict[str, Event] = {
+                "content": Content(text),
+                "reasoning": Reasoning(text),
+                "call": Arguments(self._calls, text),
+            }
+            events.append(kinds[self._kind])
+
+    def _finish_message(self, events: list[Event]) -> None:
+        if self._kind == "call":
+            if self._empty:
+                events.append(Arguments(self._calls, "{}"))
+            self._calls += 1
+        self._kind = "content"
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        if self._state != "header":  # of which nothing is shown
+            self._emit(self._buffer, events)
+        self._buffer = ""
+        return events

@@ -1,0 +1,48 @@
+"""Plans of large models of experts, from their configurations alone, checked by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jengine.config import EngineConfig
+from jengine.planning.plan import make_plan
+
+DATA = Path(__file__).parent.parent / "data"
+
+
+def test_gpt_oss_120b_on_an_h200_by_hand() -> None:
+    """Experts stay in four bits: a row of 2880 inputs is 23 tiles of 16 words, and 92 scales with those of padding."""
+    plan = make_plan(EngineConfig(model=str(DATA / "gpt-oss-120b")), "h200", progress=False)
+    row = 23 * 16 * 4 + 92 * 4
+    experts = 128 * (2 * 2880 + 2880) * row + 128 * (2 * 2880 + 2880) * 2  # and biases of bfloat16
+    attention = (64 + 2 * 8) * 64 * (2880 + 1) * 2 + (64 * 64 + 1) * 2880 * 2 + 64 * 4  # the last: sinks
+    layer = experts + attention + 128 * (2880 + 1) * 2 + 2 * 2880 * 2  # a router and two norms
+    assert plan.memory.weights == 36 * layer + 2 * 201088 * 2880 * 2 + 2880 * 2 == 77_590_887_552
+    assert plan.memory.page == 64 * 18 * 2 * 8 * 64 * 2, "a page holds 64 tokens of 18 layers: of half of them"
+    assert [group.window for group in plan.spec.groups] == [None, 128]
+    assert plan.fits
+
+
+def test_deepseek_v3_on_eight_h200s_by_hand() -> None:
+    """In fp8 each matrix has a byte a number and a float32 scale a row; heads, experts and the vocabulary are shared, what makes the cached
+    vectors is not, nor are they."""
+    plan = make_plan(EngineConfig(model=str(DATA / "deepseek-v3"), tensor_parallel_size=8, quantization="fp8", max_model_len=32768), "h200")
+
+    def rows(count: int, inputs: int) -> int:
+        return count * (inputs + 4)
+
+    def gated(size: int) -> int:
+        return rows(2 * size, 7168) + rows(7168, size)
+
+    heads, expert = 128 // 8, 2048 // 8
+    attention = rows(1536, 7168) + rows(heads * 192, 1536) + rows(512 + 64, 7168) + rows(7168, heads * 128)
+    attention += heads * (128 + 128) * 512 * 2  # in bfloat16, since it is multiplied head by head
+    attention += (1536 + 512 + 2 * 7168) * 2  # norms
+    experts = 256 * gated(expert) + gated(expert) + 256 * 7168 * 2 + 256 * 4  # routed and shared; router and its correction
+    weights = 61 * attention + 3 * gated(18432 // 8) + 58 * experts + 2 * rows(129280 // 8, 7168) + 7168 * 2
+    assert plan.memory.weights == weights == 85_476_961_792
+    assert plan.memory.page == 64 * 61 * (512 + 64) * 2, "each device has all of it"
+    assert plan.formats.kv_bytes == 70_272 and plan.fits
+    assert [(group.kind, len(group.layers)) for group in plan.spec.groups] == [("latent", 61)]
+    plain = make_plan(EngineConfig(model=str(DATA / "deepseek-v3"), tensor_parallel_size=8, max_model_len=32768), "h200")
+    assert plain.memory.weights > plain.memory.limit and not plain.fits, "its fp8 blocks become bfloat16"
