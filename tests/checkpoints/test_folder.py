@@ -143,7 +143,7 @@ def test_generation_config_recommends_sampling_parameters(tmp_path: Path) -> Non
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "field 'short_factor' is missing"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "field 'factor' is missing"),
         ({"use_sliding_window": True}, "use_sliding_window is not supported"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config.quant_method .mxfp4. is not supported"),
+        ({"quantization_config": {"quant_method": "nvfp4"}}, "quantization_config.quant_method .nvfp4. is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
     ],
 )

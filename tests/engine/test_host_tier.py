@@ -26,7 +26,6 @@ REST = [
     ("llama_gqa", {"kv_cache_dtype": "fp8"}),
     ("gemma3", {}),
     ("deepseek_v2", {}),
-    ("deepseek_v2", {"kv_cache_dtype": "int8"}),
 ]
 pytestmark = pytest.mark.filterwarnings("ignore:kv_cache_dtype='fp8' is emulated")
 LOGPROBS = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import numpy as np
 import pytest
 
 from jengine.config import EngineConfig
@@ -12,6 +13,7 @@ from jengine.engine import Engine
 from jengine.errors import InvalidArgument
 from jengine.request import SamplingParams
 from tests.engine.running import limit_pages, prompts, run
+from tests.golden.weights import Golden
 
 WORK = [(prompt, SamplingParams(temperature=0.0, max_tokens=24)) for prompt in prompts(8, vocab=96, longest=140, seed=3)]
 
@@ -50,6 +52,20 @@ def test_the_cache_and_the_weights_shrink(make_engine: Callable[..., Engine]) ->
     assert cache == (head_dim + 4) / (4 * head_dim)  # bytes of a token's head: float32 before
     assert 0.25 < weights < 0.35
     assert small.runner.spec.cache_bytes == sizes(small)[1]  # type: ignore[attr-defined]
+
+
+@pytest.mark.full
+def test_a_latent_cache_of_eight_bits(make_engine: Callable[..., Engine]) -> None:
+    """A vector of 32 + 12 channels has a scale; the first tokens' log probabilities stay near transformers'."""
+    engine, cases = make_engine("deepseek_v2", kv_cache_dtype="int8"), Golden.read("deepseek_v2").cases
+    assert engine.runner.spec.page_bytes == 16 * 3 * (32 + 12 + 4)  # type: ignore[attr-defined]
+    work = [(case.prompt.tolist(), SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)) for case in cases]
+    for answer, case in zip(run(engine, work), cases, strict=True):
+        logits = case.logits[0].astype(np.float64)
+        [update] = answer.updates
+        assert update.logprobs is not None
+        for token, value in update.logprobs.top:
+            assert abs(value - (logits[token] - np.logaddexp.reduce(logits))) < 0.3
 
 
 @pytest.mark.parametrize(
