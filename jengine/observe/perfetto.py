@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from jengine.observe.records import STAGES, Pause, RequestRecord, StepRecord
+from jengine.observe.records import RESUMPTIONS, STAGES, Pause, RequestRecord, StepRecord
 
 Event = dict[str, Any]
 ENGINE, REQUESTS = 1, 2  # process ids
@@ -96,10 +96,17 @@ def _step(step: StepRecord, span: tuple[float, float], tile_size: int) -> Iterat
 
 def _instants(before: StepRecord, step: StepRecord) -> Iterator[Event]:
     """What happened since the step before."""
-    for name, count in (("preemption", step.preemptions - before.preemptions), ("compilation", step.compiles - before.compiles)):
+    resumed = [
+        (f"resumption ({kind})", now - then) for kind, now, then in zip(RESUMPTIONS, step.resumptions, before.resumptions, strict=True)
+    ]
+    counts = [("preemption", step.preemptions - before.preemptions), *resumed, ("compilation", step.compiles - before.compiles)]
+    for name, count in counts:
         if count:
             event = {"ph": "i", "s": "p", "name": name, "pid": ENGINE, "tid": 1, "ts": step.dispatched}
             yield {**event, "args": {"count": count, "step": step.number}}
+    spilled, fetched = step.spills - before.spills, step.fetches - before.fetches
+    if step.spills or step.fetches:
+        yield _count("pages moved", step.dispatched, to_host=spilled, from_host=fetched)
 
 
 def _requests(requests: list[RequestRecord], steps: list[StepRecord], spans: list[tuple[float, float]], end: float) -> Iterator[Event]:

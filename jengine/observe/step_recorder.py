@@ -87,7 +87,7 @@ class StepRecorder:
         decision, blocks, begun = scheduler.decision, scheduler.blocks, self._begun
         reason = "" if decision is None or decision is self._decision else decision.reason
         self._decision = decision
-        cached, owned = blocks.cached, blocks.owned
+        cached, owned, tier = blocks.cached, blocks.owned, blocks.tier
         host = scheduler.costs.host_seconds(len(spans), trunk.tiles)
         number = self._number
         self._number += 1
@@ -119,6 +119,9 @@ class StepRecorder:
             scheduler.prefix_queries,
             scheduler.prefix_hits,
             blocks.evictions,
+            scheduler.resumptions,
+            0 if tier is None else tier.spilled,
+            0 if tier is None else tier.fetched,
             compile_count(),
             compile_seconds(),
             self._pauses.seconds,
