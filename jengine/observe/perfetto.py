@@ -45,6 +45,20 @@ def device_span(step: StepRecord, before: StepRecord | None) -> tuple[float, flo
     return min(began, step.ended), step.ended
 
 
+def stage_begins(step: StepRecord) -> dict[str, float]:
+    """When each stage of a step began."""
+    return {
+        "schedule": step.begun,
+        "pack": step.begun + step.schedule,
+        "dispatch": step.begun + step.schedule + step.pack,
+        "mask": step.dispatched - step.mask,
+        "wait": step.ended - step.wait,
+        "collect": step.ended,
+        "text": step.ended + step.collect,
+        "away": step.ended + step.collect + step.text,
+    }
+
+
 def _names(requests: list[RequestRecord]) -> Iterator[Event]:
     yield _name(ENGINE, None, "jengine")
     tids = (DEVICE, *range(1, len(STAGES) + 1), PAUSES)
@@ -73,16 +87,7 @@ def _step(step: StepRecord, span: tuple[float, float], tile_size: int) -> Iterat
         "reason": step.reason,
     }
     yield _slice(ENGINE, DEVICE, step.name, span[0], span[1] - span[0], args)
-    begun = {
-        "schedule": step.begun,
-        "pack": step.begun + step.schedule,
-        "dispatch": step.begun + step.schedule + step.pack,
-        "mask": step.dispatched - step.mask,
-        "wait": step.ended - step.wait,
-        "collect": step.ended,
-        "text": step.ended + step.collect,
-        "away": step.ended + step.collect + step.text,
-    }
+    begun = stage_begins(step)
     for tid, stage in enumerate(STAGES, 1):
         if seconds := getattr(step, stage):
             yield _slice(ENGINE, tid, stage, begun[stage], seconds, named)
