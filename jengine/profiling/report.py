@@ -158,7 +158,7 @@ def _slow_step(profile: ProcessProfile, slow: SlowStep) -> str:
 
 def _flames(profile: ProcessProfile) -> str:
     text = "threads that run" if profile.sampler == "py-spy" else "threads, running or waiting"
-    out = [f"<h3>Where {text} are</h3><p>By {escape(profile.sampler)}, {profile.samples} looks. Point at a frame for its share.</p>"]
+    out = [f"<h3>Where {text} are</h3><p>By {escape(profile.sampler)}. Point at a frame for its share.</p>"]
     chosen = sorted(profile.flames, key=lambda one: (one.thread not in profile.important, -one.samples))
     for number, one in enumerate(chosen[:FLAMES]):
         out.append(_flame(one, open=number < 2))
