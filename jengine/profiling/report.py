@@ -67,7 +67,8 @@ def _findings(profile: Profile) -> str:
         if trace is not None and trace.steps:
             explanation = explain(trace)
             out.append(
-                f"<p>By its steps, the engine is bound by <b>{escape(explanation.bound)}</b>; <code>jengine explain</code> says:</p>"
+                f"<p>By its steps, the engine is bound by <b>{escape(explanation.bound)}</b>; <code>jengine explain</code> says "
+                "(taking a profile makes a small machine busier):</p>"
             )
             out.append(f"<pre>{escape(str(explanation))}</pre>")
     if not any(process.trace for process in profile.processes):
