@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from jengine.observe.totals import StepTotals
     from jengine.observe.trace import Readers, Trace
     from jengine.pooling import Embedder, PoolingParams
+    from jengine.profiling.capture import capture_process, read_profiles
+    from jengine.profiling.data import Profile, ProfileOptions
     from jengine.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.request import (
         CompletionOutput,
@@ -85,6 +87,8 @@ __all__ = [
     "PoolingParams",
     "Prediction",
     "PreparedPrompt",
+    "Profile",
+    "ProfileOptions",
     "PromptScores",
     "Readers",
     "Request",
@@ -109,6 +113,7 @@ __all__ = [
     "Update",
     "Updates",
     "__version__",
+    "capture_process",
     "chat_prompt",
     "check_cache_salt",
     "check_entries",
@@ -118,6 +123,7 @@ __all__ = [
     "make_masks",
     "params_of_samples",
     "probe_structure",
+    "read_profiles",
     "run_engine",
     "start_engine",
     "uninterrupted",
@@ -140,6 +146,8 @@ _MODULES = {
     "jengine.observe.totals": ("StepTotals",),
     "jengine.observe.trace": ("Readers", "Trace"),
     "jengine.pooling": ("Embedder", "PoolingParams"),
+    "jengine.profiling.capture": ("capture_process", "read_profiles"),
+    "jengine.profiling.data": ("Profile", "ProfileOptions"),
     "jengine.prompts": ("PreparedPrompt", "TextPrompt", "TokensPrompt", "params_of_samples"),
     "jengine.request": (
         "CompletionOutput",

@@ -6,13 +6,15 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jengine.backend import Backend
 from jengine.cost_report import CostReport
-from jengine.errors import JengineError
+from jengine.errors import InvalidArgument, JengineError
 from jengine.explanations.explain import Explanation, explain
 from jengine.observe.trace import Trace
+from jengine.profiling.data import ProfileOptions
 
 
 class AsyncInsight(ABC):
@@ -36,6 +38,18 @@ class AsyncInsight(ABC):
     async def explain(self, seconds: float = 60.0) -> Explanation:
         """What bounded the engine in the last so many seconds; see `LLM.explain`. Raises as `trace`."""
         return await asyncio.to_thread(explain, await self.trace(seconds))
+
+    async def profile(self, options: ProfileOptions, folder: Path) -> None:
+        """Have the engine's process leave its profile in this folder, see `capture_process`. An engine in this process leaves none: take
+        the profile of this process instead.
+
+        Raises:
+            InvalidArgument: another profile of that process is being taken.
+            EngineDead: the engine has failed, or was closed.
+        """
+        why: str = await self._ask(partial(self.backend.profile, options, folder))
+        if why:
+            raise InvalidArgument("profile", "engine", why)
 
     def costs(self) -> CostReport:
         """What steps cost on this machine, see `LLM.costs`.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from jengine.limits import Limits
 from jengine.observe.totals import StepTotals
 from jengine.observe.trace import Trace
+from jengine.profiling.data import ProfileOptions
 from jengine.request import FinishReason, Request
 from jengine.scheduling.options import StrategyName
 from jengine.updates import Load, Update
@@ -99,6 +101,10 @@ class Backend(Protocol):
     def trace(self, seconds: float | None, done: Callable[[Trace], None]) -> None:
         """`done` is called as for reset_prefix_cache, with what the engine did in the last so many seconds, or in all that are kept."""
 
+    def profile(self, options: ProfileOptions, folder: Path, done: Callable[[str], None]) -> None:
+        """`done` is called as for reset_prefix_cache, once the engine's process has left its profile in this folder, see capture_process;
+        with why it has not, or "". An engine in this process leaves none."""
+
     def set_strategy(self, strategy: StrategyName) -> None:
         """Compose steps for this, which `limits` lets pass."""
 
@@ -160,6 +166,9 @@ class EngineThread:
 
     def trace(self, seconds: float | None, done: Callable[[Trace], None]) -> None:
         self._inbox.put(lambda: done(self.engine.trace(seconds)))
+
+    def profile(self, options: ProfileOptions, folder: Path, done: Callable[[str], None]) -> None:
+        done("")
 
     def set_strategy(self, strategy: StrategyName) -> None:
         self._inbox.put(lambda: self.engine.set_strategy(strategy))

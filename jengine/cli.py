@@ -11,7 +11,22 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jengine import JengineError, __version__
-from jengine.commands import bench, cache, chat, compile, completions, convert, explain, generate, plan, serve, simulate, trace, tune
+from jengine.commands import (
+    bench,
+    cache,
+    chat,
+    compile,
+    completions,
+    convert,
+    explain,
+    generate,
+    plan,
+    profile,
+    serve,
+    simulate,
+    trace,
+    tune,
+)
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
@@ -57,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jengine {__version__}")
     parser.set_defaults(run=lambda _: parser.print_help())  # without a command
     commands = parser.add_subparsers(metavar="COMMAND")
-    for command in (generate, chat, serve, explain, trace, convert, compile, plan, simulate, tune, bench, cache):
+    for command in (generate, chat, serve, explain, trace, profile, convert, compile, plan, simulate, tune, bench, cache):
         command.add(commands)
     completions.add(commands, parser)
     return parser

@@ -24,6 +24,7 @@ from jengine.load import load_of
 from jengine.mask_rows import fill_mask
 from jengine.mask_thread import MASK_SECONDS, MaskThread
 from jengine.observe.compiles import compile_count
+from jengine.observe.engines import note_engine
 from jengine.observe.recorder import TraceRecorder
 from jengine.observe.records import StepRecord
 from jengine.observe.step_recorder import StepRecorder
@@ -90,6 +91,7 @@ class Engine:
         self._compiles_at_start = compile_count()
         self._outlook = Outlook(scheduler)
         self._recorder = recorder
+        note_engine(self)
         self._save_costs = None if save_costs is None else weakref.finalize(self, save_costs)  # at exit at the latest
 
     @property
@@ -162,6 +164,15 @@ class Engine:
     def trace(self, seconds: float | None = None) -> Trace:
         """What it did in the last so many seconds, or in all that are kept. May be asked from any thread."""
         return self.records.trace(seconds)
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes of weights, cache and programs, on this process's devices. May be asked from any thread."""
+        return self.runner.memory_parts()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its devices' memory is this process's."""
+        return self.runner.on_host
 
     def totals(self) -> StepTotals:
         """What all steps since the start add up to. May be asked from any thread."""

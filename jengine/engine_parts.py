@@ -34,6 +34,13 @@ class ModelRunner(Protocol):
     def wait_for_staged(self) -> None:
         """Until some pages have been staged, if any are on their way."""
 
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes on this process's devices, by what they are for."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the devices' memory is this process's."""
+
 
 class Arrivals(Protocol):
     """Programs that become ready while the engine runs; see execution/background.py."""

@@ -29,6 +29,7 @@ def load_of(scheduler: Scheduler, **engine: Any) -> Load:
         evictions=blocks.evictions,
         strategy=scheduler.strategy,
         decisions=tuple(scheduler.decisions.items()),
+        resumptions=scheduler.resumptions,
         targets_met=scheduler.goodput.met,
         targets_missed=scheduler.goodput.missed,
         targets_rejected=scheduler.goodput.rejected,

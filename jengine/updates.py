@@ -116,6 +116,7 @@ class Load(NamedTuple):
         host_declined: those that were there and computed again, since that was predicted to be faster.
         host_spilled, host_fetched: pages copied to the host since the start, and back.
         host_evictions: pages on the host that were given to other tokens since the start.
+        resumptions: preempted sequences that run again, by where their pages were: still on the device, on the host, nowhere.
         programs_ready, programs: of the table, those that steps can use so far, and all.
         strategy: in use.
         decisions: steps with prompts, by strategy and the reason for their size, since the start.
@@ -152,3 +153,4 @@ class Load(NamedTuple):
     host_spilled: int = 0
     host_fetched: int = 0
     host_evictions: int = 0
+    resumptions: tuple[int, int, int] = (0, 0, 0)

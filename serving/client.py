@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+import msgspec
 
-from jengine import GenerationParams, InvalidArgument, Trace, uninterrupted
+from jengine import GenerationParams, InvalidArgument, Profile, ProfileOptions, Trace, uninterrupted
 from jengine.serving.client_errors import Attempts, Retries, ServerError, exception_of
 from jengine.serving.client_messages import (
     Call,
@@ -39,6 +40,7 @@ CHANNEL_OPTIONS = [
     ("grpc.enable_retries", 0),
 ]
 SHORT = 30.0  # seconds for calls that generate nothing
+PROFILE_SECONDS = 90.0
 GRACE = 10.0  # seconds after a request's own timeout, in which the server ends it
 
 
@@ -85,6 +87,15 @@ def _read(field: str, path: str | Path | None) -> bytes | None:
         return None if path is None else Path(path).read_bytes()
     except OSError as wrong:
         raise InvalidArgument(field, str(path), f"cannot be read: {wrong.strerror}") from None
+
+
+def _profile_request(options: ProfileOptions) -> pb.ProfileRequest:
+    return pb.ProfileRequest(**msgspec.structs.asdict(options))
+
+
+def _profile_seconds(options: ProfileOptions) -> float:
+    """Until a profile is there at the latest: what is captured is also written down."""
+    return 2 * options.seconds + options.heap_seconds + PROFILE_SECONDS
 
 
 def _deadline(request: pb.GenerateRequest | pb.ChatRequest) -> float | None:
@@ -164,6 +175,13 @@ class Client(_Connection):
         """What the server's engine did in the last so many seconds, or in all that is kept; `jengine.explain` takes it. Allowed to whom
         reset_prefix_cache is."""
         return Trace.from_json(self._ask(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT).trace)
+
+    def profile(self, options: ProfileOptions | None = None) -> tuple[Profile, bytes]:
+        """Take a profile of the server's processes, and wait for it: the profile, and jax.profiler's capture as a zip file. Allowed to whom
+        reset_prefix_cache is."""
+        options = options or ProfileOptions()
+        answer = self._ask(self._stub.Profile, _profile_request(options), _profile_seconds(options))
+        return Profile.from_json(answer.profile), bytes(answer.jax_capture)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages, those of all clients. Needs an API key with admin=1, or a server without keys on this machine."""
@@ -264,6 +282,11 @@ class AsyncClient(_Connection):
 
     async def trace(self, seconds: float | None = None) -> Trace:
         return Trace.from_json((await self._ask(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT)).trace)
+
+    async def profile(self, options: ProfileOptions | None = None) -> tuple[Profile, bytes]:
+        options = options or ProfileOptions()
+        answer = await self._ask(self._stub.Profile, _profile_request(options), _profile_seconds(options))
+        return Profile.from_json(answer.profile), bytes(answer.jax_capture)
 
     async def reset_prefix_cache(self) -> bool:
         return bool((await self._ask(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT)).done)

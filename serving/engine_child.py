@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 from jengine import (
     BeamsFound,
@@ -46,10 +47,12 @@ from jengine.serving.wire import (
     Message,
     Order,
     PrefixCacheReset,
+    ProfileTaken,
     Quit,
     Ready,
     ResetPrefixCache,
     SetStrategy,
+    TakeProfile,
     TakeTrace,
     TraceTaken,
     failed,
@@ -68,7 +71,7 @@ class EngineChild:
 
     def __init__(self, server: socket.socket, heartbeat: Heartbeat) -> None:
         self._server, self._heartbeat = server, heartbeat
-        self._frames: Frames[Configure | Add | End | ResetPrefixCache | TakeTrace | SetStrategy | Quit] = Frames(Order)
+        self._frames: Frames[Configure | Add | End | ResetPrefixCache | TakeTrace | TakeProfile | SetStrategy | Quit] = Frames(Order)
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # what the loop shall do; None ends it
         self._unmasked: queue.SimpleQueue[Add] = queue.SimpleQueue()  # orders whose masks shall be made
         self._masking: set[str] = set()  # their requests
@@ -179,7 +182,7 @@ class EngineChild:
             os._exit(1)
         os._exit(0)  # the server is gone
 
-    def _pass_on(self, order: Configure | Add | End | ResetPrefixCache | TakeTrace | SetStrategy | Quit) -> None:
+    def _pass_on(self, order: Configure | Add | End | ResetPrefixCache | TakeTrace | TakeProfile | SetStrategy | Quit) -> None:
         match order:
             case Configure():
                 self._configured.put(order)
@@ -194,10 +197,23 @@ class EngineChild:
                 self._inbox.put(lambda: self._say(PrefixCacheReset(self._engine.reset_prefix_cache())))
             case TakeTrace(seconds):
                 self._inbox.put(lambda: self._say(TraceTaken(self._engine.trace(seconds).to_json())))
+            case TakeProfile():
+                threading.Thread(target=self._profile, args=(order,), name="profile", daemon=True).start()
             case SetStrategy(strategy):
                 self._inbox.put(lambda: self._engine.set_strategy(strategy))
             case Quit():
                 self._inbox.put(None)
+
+    def _profile(self, order: TakeProfile) -> None:
+        """In a thread for it alone."""
+        from jengine import capture_process  # brings what few need
+
+        try:
+            capture_process("engine", order.options, Path(order.folder))
+            why = ""
+        except Exception as error:
+            why = error.limit if isinstance(error, InvalidArgument) else f"{type(error).__name__}: {error}"
+        self._inbox.put(lambda: self._say(ProfileTaken(why)))
 
     def _mask(self) -> None:
         while True:

@@ -29,6 +29,9 @@ def load_families(families: Families, load: Load) -> Iterator[Metric]:
     yield families.counter("prefix_cache_evictions", "Cached pages that were given to other tokens", load.evictions)
     yield from _host(families, load)
     yield families.counter("num_preemptions", "Times that a running request lost its place", load.preemptions)
+    kinds = [((kind,), count) for kind, count in zip(("cached", "swap", "recompute"), load.resumptions, strict=True)]
+    text = "Preempted requests that run again: their pages were still on the device, came from the host, or are computed again"
+    yield families.counters("num_preemptions_by_kind", text, ("kind",), kinds)
     outcomes = [((outcome,), getattr(load, f"targets_{outcome}")) for outcome in ("met", "missed", "rejected")]
     yield families.counters("request_targets", "Requests with ttft_ms or tpot_ms by how they ended", ("outcome",), outcomes)
     decisions = [((decision,), count) for decision, count in load.decisions]

@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jengine import (
@@ -30,6 +31,7 @@ from jengine import (
     InvalidArgument,
     Limits,
     Load,
+    ProfileOptions,
     Request,
     StepTotals,
     StrategyName,
@@ -47,11 +49,13 @@ from jengine.serving.wire import (
     Failed,
     Frames,
     PrefixCacheReset,
+    ProfileTaken,
     Quit,
     Ready,
     Report,
     ResetPrefixCache,
     SetStrategy,
+    TakeProfile,
     TakeTrace,
     TooLarge,
     TraceTaken,
@@ -98,6 +102,7 @@ class EngineProcess:
         self._on_end, self._watchdog_seconds = on_end, watchdog_seconds
         self._outbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()  # what the writer shall send; None ends it
         self._answers: deque[Callable[[Any], None]] = deque()  # to be called with what the child answers, in the order of the questions
+        self._profiled: deque[Callable[[str], None]] = deque()  # the same for a profile, which takes long; one at a time
         self._lock = threading.RLock()  # of what follows
         self._child: _Child | None = None
         self._ready = self._connected = self._quitting = False
@@ -170,6 +175,14 @@ class EngineProcess:
     def trace(self, seconds: float | None, done: Callable[[Trace], None]) -> None:
         self._ask(TakeTrace(seconds), done)
 
+    def profile(self, options: ProfileOptions, folder: Path, done: Callable[[str], None]) -> None:
+        with self._lock:
+            if self._profiled:
+                done("another profile of this process is being taken")
+                return
+            self._profiled.append(done)
+            self._order(TakeProfile(options, str(folder)))
+
     def set_strategy(self, strategy: StrategyName) -> None:
         self._order(SetStrategy(strategy))
 
@@ -178,7 +191,7 @@ class EngineProcess:
             self._answers.append(done)
             self._order(question)
 
-    def _order(self, order: Add | End | ResetPrefixCache | TakeTrace | SetStrategy) -> None:
+    def _order(self, order: Add | End | ResetPrefixCache | TakeTrace | TakeProfile | SetStrategy) -> None:
         if not self._quitting:
             self._outbox.put(frame(order))
 
@@ -239,6 +252,8 @@ class EngineProcess:
                     self._answers.popleft()(message.done)
                 elif isinstance(message, TraceTaken):
                     self._answers.popleft()(Trace.from_json(message.trace))
+                elif isinstance(message, ProfileTaken):
+                    self._profiled.popleft()(message.why)
                 elif isinstance(message, Failed):
                     error = EngineDead(f"the engine has failed: {error_of(message)}")
             if updates:
@@ -265,7 +280,7 @@ class _Child:
 
     def __init__(self, watchdog_seconds: float) -> None:
         self.hung: EngineDead | None = None
-        self._frames: Frames[Ready | Batch | PrefixCacheReset | TraceTaken | Failed] = Frames(Report)
+        self._frames: Frames[Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed] = Frames(Report)
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
@@ -279,7 +294,7 @@ class _Child:
         with contextlib.suppress(ConnectionError):  # it has died: reading tells how
             self._socket.sendall(data)
 
-    def messages(self) -> Iterator[list[Ready | Batch | PrefixCacheReset | TraceTaken | Failed]]:
+    def messages(self) -> Iterator[list[Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed]]:
         """What it says, as much at a time as has come, until it hangs up.
 
         Raises:

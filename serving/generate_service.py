@@ -5,12 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import tempfile
+import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import grpc
 
-from jengine import AsyncLLM, GenerationParams, InvalidArgument, OutputKind, RequestHandle, TokensPrompt, __version__
+from jengine import (
+    AsyncLLM,
+    GenerationParams,
+    InvalidArgument,
+    OutputKind,
+    ProfileOptions,
+    RequestHandle,
+    TokensPrompt,
+    __version__,
+    capture_process,
+    read_profiles,
+)
+from jengine import Profile as TakenProfile
 from jengine.serving import conversions
 from jengine.serving.admission import client_of
 from jengine.serving.answers import Answer, PatientWriter, give_up, new_id
@@ -193,6 +208,30 @@ class GenerateService(Service, GenerateServiceServicer):
         trace = await self._models.llm.trace(seconds)
         trace.readers = self._pace.readers()
         return pb.GetTraceResponse(trace=await asyncio.to_thread(trace.to_json))
+
+    @reported
+    async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.ProfileResponse:
+        check_admin(context.peer())
+        options = ProfileOptions(**{field.name: value for field, value in request.ListFields()})
+        log.info("%s takes a profile of %g s", client_of(context), options.seconds)
+        ended = threading.Event()
+        taking = asyncio.ensure_future(self._profiled(options, ended))
+        taking.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to read it
+        try:
+            profile, jax = await asyncio.shield(taking)
+        finally:
+            ended.set()  # the caller has gone, or the server stops
+        return pb.ProfileResponse(profile=await asyncio.to_thread(profile.to_json), jax_capture=jax)
+
+    async def _profiled(self, options: ProfileOptions, ended: threading.Event) -> tuple[TakenProfile, bytes]:
+        """Of the engine's process and of this one, at the same time; of this one at most until `ended`."""
+        with tempfile.TemporaryDirectory() as name:
+            engine, server = Path(name) / "engine", Path(name) / "server"
+            both = self._models.llm.profile(options, engine), asyncio.to_thread(capture_process, "server", options, server, ended.wait)
+            for failed in await asyncio.gather(*both, return_exceptions=True):
+                if failed is not None:
+                    raise failed
+            return await asyncio.to_thread(read_profiles, self._models.info.name, (engine, server), self._pace.readers())
 
 
 def _method(request: Prompted, stream: str) -> str:

@@ -25,6 +25,7 @@ from jengine import (
     OutOfMemory,
     Pooled,
     PoolingParams,
+    ProfileOptions,
     PromptScores,
     Request,
     SamplingParams,
@@ -117,6 +118,13 @@ class TakeTrace(Message):
     seconds: float | None
 
 
+class TakeProfile(Message):
+    """Leave a profile of the engine's process in a folder; answered by ProfileTaken. One at a time."""
+
+    options: ProfileOptions
+    folder: str
+
+
 class SetStrategy(Message):
     """Compose steps for this; the engine's Limits let it pass."""
 
@@ -127,7 +135,7 @@ class Quit(Message):
     """Last."""
 
 
-Order = Configure | Add | End | ResetPrefixCache | TakeTrace | SetStrategy | Quit
+Order = Configure | Add | End | ResetPrefixCache | TakeTrace | TakeProfile | SetStrategy | Quit
 
 
 # --- the engine says -------------------------------------------------------------------------------
@@ -185,6 +193,12 @@ class TraceTaken(Message):
     trace: bytes
 
 
+class ProfileTaken(Message):
+    """The profile is in its folder; else why it is not."""
+
+    why: str
+
+
 class Failed(Message):
     """Last: the engine could not start, or has stopped. `arguments` are the error's, as a JSON list."""
 
@@ -192,7 +206,7 @@ class Failed(Message):
     arguments: str
 
 
-Report = Ready | Batch | PrefixCacheReset | TraceTaken | Failed
+Report = Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed
 
 
 # --- a server and its sandbox's workers -------------------------------------------------------

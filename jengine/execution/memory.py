@@ -35,6 +35,7 @@ class ProgramMemory:
     outputs: int
     aliased: int  # outputs that are written over donated arguments
     temporaries: int
+    code: int = 0  # 0 where XLA does not say
 
     @property
     def working(self) -> int:

@@ -287,4 +287,10 @@ def file_name(key: Key) -> str:
 
 def memory_of(program: Any) -> ProgramMemory:
     sizes = program.memory_analysis()
-    return ProgramMemory(sizes.argument_size_in_bytes, sizes.output_size_in_bytes, sizes.alias_size_in_bytes, sizes.temp_size_in_bytes)
+    return ProgramMemory(
+        sizes.argument_size_in_bytes,
+        sizes.output_size_in_bytes,
+        sizes.alias_size_in_bytes,
+        sizes.temp_size_in_bytes,
+        sizes.generated_code_size_in_bytes,
+    )

@@ -215,6 +215,15 @@ class Runner:
         for chunk in count_chunks(slot, tokens, prompt_len, self.spec.model.config.vocab_size):
             self._make(Call("count", None, chunk))
 
+    def memory_parts(self) -> dict[str, int]:
+        """See Worker."""
+        return self.worker.memory_parts()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the devices' memory is this process's."""
+        return str(self.spec.mesh.devices.flat[0].platform) == "cpu"
+
     def warm_up(self, ready: ReadyPrograms, *, progress: bool, ran: Collection[TrunkKey | SamplerKey] = ()) -> None:
         """Run each program once through the real call path, with padding alone; but for those that `ran` before."""
         plans = [plan for plan in self._padding_plans(ready) if plan.trunk not in ran or plan.sampler not in ran]

@@ -11,6 +11,7 @@ import numpy as np
 from jengine.execution.host_store import HostStore
 from jengine.execution.kv_cache import Page
 from jengine.execution.logits import ALL_ALLOWED, mask_words
+from jengine.execution.memory import device_bytes
 from jengine.execution.programs import ALLOCATE, ALLOCATE_COUNTS, COPY, COUNT, FILL, SPILL, UPDATE, Programs
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.spec import ExecutionSpec
@@ -68,6 +69,18 @@ class Worker:
         self._tiles: jax.Array | None = None
         self._local = spec.replicated.is_fully_addressable
         self._no_mask: dict[int, jax.Array] = {}  # by rows
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes on this process's devices, by what they are for."""
+        devices = len(self.spec.mesh.local_devices)
+        parts = {"weights": self.params, "cache": self.cache, "slots and counts": (self.slots, self._counts)}
+        found = {name: devices * device_bytes(tree) for name, tree in parts.items()}
+        memory = [*self.programs.memory.values()]
+        return {
+            **found,
+            "programs' code": sum([program.code for program in memory]),
+            "programs' temporaries, of the largest": devices * max([program.working for program in memory], default=0),
+        }
 
     def execute(self, call: Call) -> Any:
         """Returns before it has run. Of a burst Sampled, of a sample Sampled or SampledLogprobs, of a score SampledLogprobs, of a pool an

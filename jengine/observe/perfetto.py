@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from jengine.observe.records import STAGES, Pause, RequestRecord, StepRecord
+from jengine.observe.records import RESUMPTIONS, STAGES, Pause, RequestRecord, StepRecord
 
 Event = dict[str, Any]
 ENGINE, REQUESTS = 1, 2  # process ids
@@ -45,6 +45,20 @@ def device_span(step: StepRecord, before: StepRecord | None) -> tuple[float, flo
     return min(began, step.ended), step.ended
 
 
+def stage_begins(step: StepRecord) -> dict[str, float]:
+    """When each stage of a step began."""
+    return {
+        "schedule": step.begun,
+        "pack": step.begun + step.schedule,
+        "dispatch": step.begun + step.schedule + step.pack,
+        "mask": step.dispatched - step.mask,
+        "wait": step.ended - step.wait,
+        "collect": step.ended,
+        "text": step.ended + step.collect,
+        "away": step.ended + step.collect + step.text,
+    }
+
+
 def _names(requests: list[RequestRecord]) -> Iterator[Event]:
     yield _name(ENGINE, None, "jengine")
     tids = (DEVICE, *range(1, len(STAGES) + 1), PAUSES)
@@ -73,16 +87,7 @@ def _step(step: StepRecord, span: tuple[float, float], tile_size: int) -> Iterat
         "reason": step.reason,
     }
     yield _slice(ENGINE, DEVICE, step.name, span[0], span[1] - span[0], args)
-    begun = {
-        "schedule": step.begun,
-        "pack": step.begun + step.schedule,
-        "dispatch": step.begun + step.schedule + step.pack,
-        "mask": step.dispatched - step.mask,
-        "wait": step.ended - step.wait,
-        "collect": step.ended,
-        "text": step.ended + step.collect,
-        "away": step.ended + step.collect + step.text,
-    }
+    begun = stage_begins(step)
     for tid, stage in enumerate(STAGES, 1):
         if seconds := getattr(step, stage):
             yield _slice(ENGINE, tid, stage, begun[stage], seconds, named)
@@ -96,10 +101,17 @@ def _step(step: StepRecord, span: tuple[float, float], tile_size: int) -> Iterat
 
 def _instants(before: StepRecord, step: StepRecord) -> Iterator[Event]:
     """What happened since the step before."""
-    for name, count in (("preemption", step.preemptions - before.preemptions), ("compilation", step.compiles - before.compiles)):
+    resumed = [
+        (f"resumption ({kind})", now - then) for kind, now, then in zip(RESUMPTIONS, step.resumptions, before.resumptions, strict=True)
+    ]
+    counts = [("preemption", step.preemptions - before.preemptions), *resumed, ("compilation", step.compiles - before.compiles)]
+    for name, count in counts:
         if count:
             event = {"ph": "i", "s": "p", "name": name, "pid": ENGINE, "tid": 1, "ts": step.dispatched}
             yield {**event, "args": {"count": count, "step": step.number}}
+    spilled, fetched = step.spills - before.spills, step.fetches - before.fetches
+    if step.spills or step.fetches:
+        yield _count("pages moved", step.dispatched, to_host=spilled, from_host=fetched)
 
 
 def _requests(requests: list[RequestRecord], steps: list[StepRecord], spans: list[tuple[float, float]], end: float) -> Iterator[Event]:

@@ -11,6 +11,7 @@ from jengine.program_table import SamplerKey, TrunkKey
 from jengine.scheduling.work import Work
 
 STAGES = ("schedule", "pack", "dispatch", "mask", "wait", "collect", "text", "away")  # of the loop, in the order of a step
+RESUMPTIONS = ("cached", "swap", "recompute")  # kinds of preemption, by how the sequence came back
 HOST = tuple(stage for stage in STAGES if stage != "wait")
 
 
@@ -47,6 +48,9 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
         free, cached, owned: pages.
         preemptions, queries, hits, evictions: since the engine's start: sequences preempted; prompt tokens looked up in the prefix cache,
             and found; cached pages that were given to others.
+        resumptions: since the start, preempted sequences that ran again: with their pages still on the device, fetched from the host,
+            or computed again.
+        spills, fetches: since the start, pages copied to the host's memory and back, see EngineConfig.swap_space.
         compiles, compile_seconds: XLA compilations of this process that were not announced.
         pause_seconds: that Python's garbage collector took in this process.
         strategy: in use.
@@ -81,6 +85,9 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     queries: int
     hits: int
     evictions: int
+    resumptions: tuple[int, int, int]
+    spills: int
+    fetches: int
     compiles: int
     compile_seconds: float
     pause_seconds: float

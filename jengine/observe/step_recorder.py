@@ -31,6 +31,9 @@ class StepRecorder:
     Args:
         overlap: as Engine's.
         steps, requests: how many are kept.
+
+    Attributes:
+        thread: that stepped the engine last, as threading.get_ident() has it.
     """
 
     def __init__(self, scheduler: Scheduler, *, overlap: bool, steps: int = STEPS, requests: int = REQUESTS) -> None:
@@ -48,6 +51,7 @@ class StepRecorder:
         self._decision: object = None  # of the last step
         self._totals, self._totalled = StepTotals(), 0  # of the steps before that number
         self._lock = threading.Lock()  # of these two
+        self.thread = 0
 
     # --- the loop says --------------------------------------------------------------------------------
 
@@ -60,7 +64,7 @@ class StepRecorder:
             self.memories.append(memory(now))
             self._look = now + MEMORY_SECONDS
         self._paused = False
-        self._begun, self._reading, self._cpu = now, 0.0, time.thread_time()
+        self._begun, self._reading, self._cpu, self.thread = now, 0.0, time.thread_time(), threading.get_ident()
 
     def planned(self) -> None:
         """The scheduler has made its plan."""
@@ -87,7 +91,7 @@ class StepRecorder:
         decision, blocks, begun = scheduler.decision, scheduler.blocks, self._begun
         reason = "" if decision is None or decision is self._decision else decision.reason
         self._decision = decision
-        cached, owned = blocks.cached, blocks.owned
+        cached, owned, tier = blocks.cached, blocks.owned, blocks.tier
         host = scheduler.costs.host_seconds(len(spans), trunk.tiles)
         number = self._number
         self._number += 1
@@ -119,6 +123,9 @@ class StepRecorder:
             scheduler.prefix_queries,
             scheduler.prefix_hits,
             blocks.evictions,
+            scheduler.resumptions,
+            0 if tier is None else tier.spilled,
+            0 if tier is None else tier.fetched,
             compile_count(),
             compile_seconds(),
             self._pauses.seconds,

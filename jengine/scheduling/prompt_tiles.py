@@ -37,6 +37,7 @@ class PromptTiles(Admissions):
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
         # Of the others, those looked up on the host, those fetched from there, and those computed again because that takes less.
         self.host_queries = self.host_hits = self.host_declined = 0
+        self.resumptions = 0, 0, 0  # of preempted sequences, see Load.resumptions
         self._admitting = 0  # waiting sequences that the strategy lets run in this step
         self._last_match = (-1, 0), NO_HIT  # (sequence, version of the index), what was found
 
@@ -89,6 +90,8 @@ class PromptTiles(Admissions):
             self.blocks.admit(first.number, hit, self.composition.prefilled(first), first.request.cache_salt)
             first.num_computed = hit.tokens
             self._note_hit(first, hit.tokens, hit)
+            if first.num_preemptions:
+                self._note_resumption(first, hit)
             if hit.fetches:
                 first.state = State.FETCHING
                 continue
@@ -157,6 +160,18 @@ class PromptTiles(Admissions):
                 self.host_declined += hit.from_host - fetched
         if not sequence.scheduled:
             sequence.scheduled, sequence.num_cached = self.clock(), tokens
+
+    def _note_resumption(self, sequence: Sequence, hit: Hit) -> None:
+        """A preempted sequence runs again: its pages were still there, came from the host, or are computed again."""
+        missing = self.composition.prefilled(sequence) - hit.tokens
+        cached, swapped, recomputed = self.resumptions
+        if hit.fetches:
+            swapped += 1
+        elif missing <= self.composition.hit_grid(self.blocks.page_size):
+            cached += 1
+        else:
+            recomputed += 1
+        self.resumptions = cached, swapped, recomputed
 
     def _take_slots(self, sequence: Sequence) -> list[Sequence]:
         self._admitting -= 1

@@ -7,11 +7,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from jengine import InvalidArgument
 from jengine.observe import step_recorder
-from jengine.observe.perfetto import LANES
+from jengine.observe.perfetto import LANES, trace_events
 from jengine.observe.records import Memory, Pause
 from jengine.observe.trace import Trace
 from tests.observe.virtual import MS, TILE, Load, make_virtual
@@ -122,6 +123,8 @@ def test_what_is_shown(trace: Trace, events: list[Event]) -> None:
     assert {event["args"]["program"] for event in device} == {step.name for step in steps}
     assert len(by_name["schedule"]) == len(by_name["dispatch"]) == len(by_name["wait"]) == len(steps)
     assert sum(event["args"]["count"] for event in by_name["preemption"]) == steps[-1].preemptions - steps[0].preemptions > 0
+    resumed = {kind: sum(event["args"]["count"] for event in by_name[f"resumption ({kind})"]) for kind in ("cached", "swap", "recompute")}
+    assert tuple(resumed.values()) == steps[-1].resumptions and resumed["recompute"] > 0, "without a prefix cache nothing else is possible"
     chunks = [event for event in events if event["ph"] == "X" and event["pid"] == 2 and "position" in event["args"]]
     assert len(chunks) == sum(len(step.chunks) for step in steps)
     lanes = {event["tid"] for event in events if event["ph"] == "X" and event["pid"] == 2}
@@ -130,3 +133,11 @@ def test_what_is_shown(trace: Trace, events: list[Event]) -> None:
     assert by_name["generation 2"][0]["args"]["collected"] == 1000
     last = [event for event in by_name["pages"] if event["ph"] == "C"][-1]["args"]
     assert sum(last.values()) == 60
+
+
+def test_pages_of_the_host_tier(trace: Trace) -> None:
+    """Spills and fetches are counted for each step; an engine without a tier has no such counter."""
+    before = trace.steps[0]
+    after = msgspec.structs.replace(before, number=1, spills=before.spills + 3, fetches=before.fetches + 2)
+    counters = [event["args"] for event in trace_events([before, after], [], [], TILE) if event["name"] == "pages moved"]
+    assert counters == [{"to_host": 3, "from_host": 2}]

@@ -82,6 +82,11 @@ class VirtualRunner:
     def sample(self, step: InFlight, mask: object = None) -> InFlight:
         return step
 
+    on_host = True
+
+    def memory_parts(self) -> dict[str, int]:
+        return {"weights": 1 << 20}
+
     def read(self, step: InFlight) -> StepResult:
         waited = step.done > self._clock.now
         self._clock.now = max(self._clock.now, step.done)

@@ -118,7 +118,9 @@ def test_preempted_sequences_go_on_from_the_host(ahead: int, ending: float) -> N
         for number in range(8):
             loop.add(prompt(number, 12), max_tokens=20, ignore_eos=True)
         loop.drain(ahead)
-        assert loop.scheduler.num_preemptions > 0
+        assert loop.scheduler.num_preemptions == sum(loop.scheduler.resumptions) > 0
+        swapped = loop.scheduler.resumptions[1]
+        assert (swapped > 0) == (host_pages > 0)
         computed[host_pages] = loop.device.prefilled
     tier = loop.scheduler.blocks.tier
     assert tier is not None and tier.fetched > 0

@@ -90,6 +90,7 @@ GROUPS = st.lists(ID, max_size=2).map(tuple)
 SCORES = st.builds(PromptScores, ID, TOKEN, st.lists(TOKEN), st.lists(LOGPROBS, max_size=3))
 FOUND = st.none() | st.lists(st.builds(Found, TOKEN, LOGPROBS), max_size=2)
 BEAMS = st.lists(st.builds(Beam, st.lists(TOKEN), st.floats(-1e9, 0), REASONS.filter(bool), FOUND), max_size=3)
+THREE = st.tuples(COUNT, COUNT, COUNT)
 HOST = {name: COUNT for name in Load._fields if name.startswith("host_")}
 BATCHES = st.builds(
     Batch,
@@ -98,7 +99,18 @@ BATCHES = st.builds(
     st.lists(st.builds(Pooled, ID, st.binary(), st.integers(0, 9), st.floats(0, 1e9), COUNT), max_size=2),
     st.lists(st.builds(BeamsFound, ID, BEAMS, st.integers(0, 9), st.floats(0, 1e9), COUNT), max_size=2),
     st.lists(st.builds(Ended, ID, REASONS.filter(bool), st.none() | ID), max_size=2),
-    st.builds(Load, *[COUNT] * 9, st.lists(COUNT, max_size=2).map(tuple), GROUPS, *[COUNT] * 3, ID, DECISIONS, *[COUNT] * 3, **HOST),
+    st.builds(
+        Load,
+        *[COUNT] * 9,
+        st.lists(COUNT, max_size=2).map(tuple),
+        GROUPS,
+        *[COUNT] * 3,
+        ID,
+        DECISIONS,
+        *[COUNT] * 3,
+        **HOST,
+        resumptions=THREE,
+    ),
 )
 
 

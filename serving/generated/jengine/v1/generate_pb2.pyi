@@ -465,6 +465,28 @@ class GetTraceResponse(_message.Message):
     trace: bytes
     def __init__(self, trace: _Optional[bytes] = ...) -> None: ...
 
+class ProfileRequest(_message.Message):
+    __slots__ = ("seconds", "heap", "jax", "system_calls", "rate")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HEAP_FIELD_NUMBER: _ClassVar[int]
+    JAX_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_CALLS_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    heap: bool
+    jax: bool
+    system_calls: str
+    rate: int
+    def __init__(self, seconds: _Optional[float] = ..., heap: _Optional[bool] = ..., jax: _Optional[bool] = ..., system_calls: _Optional[str] = ..., rate: _Optional[int] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("profile", "jax_capture")
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    JAX_CAPTURE_FIELD_NUMBER: _ClassVar[int]
+    profile: bytes
+    jax_capture: bytes
+    def __init__(self, profile: _Optional[bytes] = ..., jax_capture: _Optional[bytes] = ...) -> None: ...
+
 class ResetPrefixCacheResponse(_message.Message):
     __slots__ = ("done",)
     DONE_FIELD_NUMBER: _ClassVar[int]

@@ -94,6 +94,11 @@ class GenerateServiceStub:
                 request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceRequest.SerializeToString,
                 response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/jengine.v1.GenerateService/Profile',
+                request_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class GenerateServiceServicer:
@@ -182,6 +187,14 @@ class GenerateServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Takes a profile of the server's processes and returns when it is done; for the same callers, one at a time. It tells of all clients'
+        requests and shows which functions ran, but neither texts nor tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -244,6 +257,11 @@ def add_GenerateServiceServicer_to_server(servicer, server):
                     servicer.GetTrace,
                     request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceRequest.FromString,
                     response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ProfileRequest.FromString,
+                    response_serializer=jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -570,6 +588,33 @@ class GenerateService:
             '/jengine.v1.GenerateService/GetTrace',
             jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceRequest.SerializeToString,
             jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.GetTraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jengine.v1.GenerateService/Profile',
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ProfileRequest.SerializeToString,
+            jengine_dot_serving_dot_generated_dot_jengine_dot_v1_dot_generate__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

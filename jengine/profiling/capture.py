@@ -1,0 +1,197 @@
+"""Takes the profile of this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from jengine.errors import InvalidArgument
+from jengine.observe.engines import engines
+from jengine.profiling import heap
+from jengine.profiling.counters import Counters
+from jengine.profiling.data import ProcessProfile, Profile, ProfileOptions
+from jengine.profiling.garbage import Collections
+from jengine.profiling.jax_capture import SECONDS, JaxCapture
+from jengine.profiling.py_spy import PySpy
+from jengine.profiling.resident import resident_parts
+from jengine.profiling.sampler import Sampler
+from jengine.profiling.system_calls import SystemCalls
+
+if TYPE_CHECKING:  # a process that takes its profile from the start has imported little
+    from jengine.observe.step_recorder import StepRecorder
+    from jengine.observe.trace import Readers
+
+PROFILE, JAX = "profile.json", "jax.zip"  # files that a capture leaves
+PARTS_SECONDS = 2.0  # after which an engine's memory is looked at again
+NOT_ASKED = "it was not asked for"
+_one = threading.Lock()
+
+
+class Capture:
+    """Timings of this process from `start` until `stop`: stacks, waiting, collections, system calls, counters.
+
+    Args:
+        name: see ProcessProfile.
+        folder: for files of tools.
+
+    Attributes:
+        records: of the engines that were seen.
+
+    Raises:
+        InvalidArgument: another profile of this process is being taken.
+    """
+
+    def __init__(self, name: str, options: ProfileOptions, folder: Path) -> None:
+        if not _one.acquire(blocking=False):
+            raise InvalidArgument("profile", name, "another profile of this process is being taken")
+        self.profile = ProcessProfile(name=name, pid=os.getpid(), command=" ".join(sys.argv)[:500], begun=0.0)
+        self.records: dict[int, StepRecorder] = {}
+        self._parts: dict[int, dict[str, int]] = {}
+        self._measured: dict[int, float] = {}  # when
+        self._on_host = True
+        self._loops: dict[str, None] = {}
+        self._sampler = Sampler(options.rate)
+        self._collections = Collections()
+        self._py_spy = PySpy(options.rate, folder)
+        self._calls = SystemCalls(options.system_calls, folder)
+        self._counters = Counters(folder)
+
+    def start(self) -> None:
+        """Called in a thread that is not part of what is measured; it is left out."""
+        self._py_spy.start()
+        self._calls.start()
+        self._counters.start()
+        self.profile.begun, self.profile.unix = time.perf_counter(), time.time()
+        self._collections.start()
+        self._sampler.start()
+
+    def hide(self) -> None:
+        """Leave this thread out."""
+        self._sampler.hide()
+
+    def look(self) -> None:
+        """At the engines that there are now: what is known of them outlives them."""
+        names, now = {thread.ident: thread.name for thread in threading.enumerate()}, time.perf_counter()
+        for engine in engines():
+            self.records[id(engine.records)] = engine.records
+            if now >= self._measured.get(id(engine.records), 0.0) + PARTS_SECONDS:
+                self._measured[id(engine.records)], self._parts[id(engine.records)] = now, engine.memory_parts()
+            self._on_host = self._on_host and engine.on_host
+            if name := names.get(engine.records.thread):
+                self._loops[name] = None
+
+    def stop(self) -> ProcessProfile:
+        """Ends it. What step records tell of the time is in the result."""
+        profile, sampler = self.profile, self._sampler
+        profile.ended = time.perf_counter()
+        profile.busy = profile.begun, profile.ended
+        self._collections.stop()
+        sampler.stop()
+        self._counters.stop(profile)
+        self._calls.stop(profile, sampler, sampler.names())
+        profile.samples, profile.late = sampler.samples, sampler.late
+        profile.lock_waits, profile.interpreter_waits = [*sampler.lock_waits], [*sampler.interpreter_waits]
+        profile.collections, profile.pauses = self._collections.listed, self._collections.pauses
+        if not sampler.knows_run_queue:
+            profile.missing["waiting for a processor"] = (
+                "/proc/self/task/*/schedstat is not there: it counts as waiting for the interpreter"
+            )
+        flames = self._py_spy.stop(sampler.own_names)
+        profile.sampler = "py-spy" if flames else "samples of sys._current_frames"
+        profile.flames = flames or sampler.flames()
+        if self._py_spy.why:
+            profile.missing["py-spy"] = self._py_spy.why
+        self.look()
+        self._of_engines(profile)
+        return profile
+
+    def close(self) -> None:
+        """Another profile may be taken."""
+        _one.release()
+
+    def _of_engines(self, profile: ProcessProfile) -> None:
+        """Steps of the engine that stepped last, memory by part, and who steps."""
+        profile.important = [*dict.fromkeys([*self._loops, threading.main_thread().name])]
+        parts: dict[str, int] = {}
+        for one in self._parts.values():
+            for part, size in one.items():
+                parts[part] = parts.get(part, 0) + size
+        profile.memory = resident_parts(parts, on_devices=not self._on_host)
+        profile.device = {} if self._on_host else parts
+        stepped = [records for records in self.records.values() if records.steps]
+        if stepped:
+            records = max(stepped, key=lambda records: records.steps[-1].ended)
+            profile.trace = records.trace(time.perf_counter() - profile.begun + 1.0).to_json()
+
+
+def capture_process(name: str, options: ProfileOptions, folder: Path, wait: Callable[[float], object] = time.sleep) -> None:
+    """Takes a profile of this process and leaves it in the folder, as PROFILE and JAX. First the timings, then what would disturb them:
+    jax.profiler's capture, and the heap. Waits; not in a thread that requests need.
+
+    Args:
+        wait: for so many seconds; may return earlier.
+
+    Raises:
+        InvalidArgument: another profile of this process is being taken.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        capture = Capture(name, options, Path(scratch))
+        try:
+            capture.start()
+            wait(options.seconds)
+            profile = capture.stop()
+            _capture_jax(profile, options, folder, Path(scratch), wait)
+            if options.heap:
+                profile.growth, profile.heap_seconds = heap.measure(options.heap_seconds, wait)
+            else:
+                profile.missing["heap growth"] = NOT_ASKED
+        finally:
+            capture.close()
+    (folder / PROFILE).write_bytes(msgspec.json.encode(profile))
+
+
+def read_profiles(target: str, folders: Iterable[Path], readers: Readers | None = None) -> tuple[Profile, bytes]:
+    """What captures have left in these folders, as far as they have: the profile, and jax.profiler's capture as a zip file.
+
+    Args:
+        readers: of a server, see Trace.
+    """
+    processes, jax = [], b""
+    for folder in folders:
+        if not (folder / PROFILE).is_file():
+            continue
+        process = msgspec.json.decode((folder / PROFILE).read_bytes(), type=ProcessProfile)
+        if process.trace and readers is not None:
+            from jengine.observe.trace import Trace
+
+            trace = Trace.from_json(process.trace)
+            trace.readers = readers
+            process.trace = trace.to_json()
+        processes.append(process)
+        if not jax and (folder / JAX).is_file():
+            jax = (folder / JAX).read_bytes()
+    return Profile(target=target, processes=sorted(processes, key=lambda process: not process.trace)), jax
+
+
+def _capture_jax(profile: ProcessProfile, options: ProfileOptions, folder: Path, scratch: Path, wait: Callable[[float], object]) -> None:
+    """For some seconds, into the folder."""
+    if not options.jax:
+        profile.missing["jax.profiler"] = NOT_ASKED
+        return
+    capture = JaxCapture(scratch / "jax")
+    capture.start()
+    if not capture.why:
+        wait(min(options.seconds, SECONDS))
+    profile.operations = capture.stop()
+    capture.pack(folder / JAX)
+    if capture.why:
+        profile.missing["jax.profiler"] = capture.why

@@ -1,0 +1,141 @@
+"""Profiles a command: each Python process of it that uses jengine takes a profile of itself from its start to its end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from jengine.errors import InvalidArgument
+from jengine.profiling.capture import JAX, NOT_ASKED, PROFILE, Capture, read_profiles
+from jengine.profiling.data import Profile, ProfileOptions
+from jengine.profiling.heap import Heap
+from jengine.profiling.jax_capture import SECONDS, JaxCapture
+
+VARIABLE = "_JENGINE_PROFILE"  # tells the command's processes: the options as JSON, and the folder
+HOOK = Path(__file__).parent / "hook"
+SERVER = "jengine.serving.app"
+USES = ("jengine.engine", SERVER)  # what is imported by processes that are of interest
+LOOK_SECONDS = 0.1
+WARM_STEPS = 20  # after which jax.profiler captures
+
+
+class Told(msgspec.Struct):
+    """What the command's processes are told."""
+
+    folder: str
+    options: ProfileOptions
+
+
+def profile_command(command: list[str], options: ProfileOptions) -> tuple[Profile, bytes, int]:
+    """Runs a command. Returns the profile of its processes, jax.profiler's capture as a zip file, and the command's exit code.
+
+    Raises:
+        InvalidArgument: it cannot be run, or none of its processes is Python and uses jengine.
+    """
+    if command[0] == "jengine":
+        command = [sys.executable, "-m", "jengine.cli", *command[1:]]
+    with tempfile.TemporaryDirectory() as folder:
+        told = msgspec.json.encode(Told(folder, options)).decode()
+        path = os.pathsep.join(filter(None, [str(HOOK), os.environ.get("PYTHONPATH", "")]))
+        try:
+            code = subprocess.call(command, env={**os.environ, VARIABLE: told, "PYTHONPATH": path})
+        except OSError as error:
+            raise InvalidArgument("command", command[0], f"cannot be run: {error.strerror}") from None
+        profile, jax = read_profiles(" ".join(command), sorted(Path(folder).iterdir()))
+    if not profile.processes:
+        why = f"ended with code {code}; no process of it was Python without -E and -I, used jengine's engine or server, and ended by itself"
+        raise InvalidArgument("command", " ".join(command)[:200], why)
+    return profile, jax, code
+
+
+def begin(told: str) -> None:
+    """In a process of the command, as it starts."""
+    one = msgspec.json.decode(told, type=Told)
+    OwnProfile(Path(one.folder) / str(os.getpid()), one.options)
+
+
+class OwnProfile:
+    """Of this process, until it ends."""
+
+    def __init__(self, folder: Path, options: ProfileOptions) -> None:
+        self._folder, self._options = folder, options
+        folder.mkdir()
+        self._heap = Heap() if options.heap else None
+        if self._heap is not None:
+            self._heap.start()
+            self._heap.first()
+        self._capture = Capture("program", options, folder)
+        self._jax = JaxCapture(folder / "jax")
+        self._jax_asked = 0.0  # when it began; -1: it has ended
+        self._ended = threading.Event()
+        self._registered = False
+        self._lock = threading.Lock()
+        atexit.register(self.finish)
+        self._watcher = threading.Thread(target=self._watch, name="profile-watcher", daemon=True)
+        started = threading.Thread(target=self._capture.start, name="profile-starter")
+        started.start()
+        started.join()
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        self._capture.hide()
+        while not self._ended.wait(LOOK_SECONDS):
+            with self._lock:
+                if not self._ended.is_set():
+                    self._look()
+
+    def _look(self) -> None:
+        self._capture.look()
+        records = self._capture.records.values()
+        if records and not self._registered:  # again: handlers run in the reverse order, and this one before JAX's
+            self._registered = True
+            atexit.register(self.finish)
+        if not self._options.jax or self._jax_asked < 0.0:
+            return
+        if not self._jax_asked and any(len(one.steps) >= WARM_STEPS for one in records):
+            self._jax_asked = time.perf_counter()
+            self._jax.start()
+        if self._jax_asked and time.perf_counter() >= self._jax_asked + SECONDS:
+            self._end_jax()
+
+    def _end_jax(self) -> None:
+        begun = time.perf_counter()
+        self._capture.profile.operations = self._jax.stop()
+        self._capture.profile.disturbed.append((begun, time.perf_counter()))
+        self._jax_asked = -1.0
+
+    def finish(self) -> None:
+        """At exit."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._ended.set()
+        profile = self._capture.stop()
+        if profile.steps is not None:
+            profile.name, steps = "engine", profile.steps.steps
+            profile.busy = (steps[0].begun, steps[-1].ended) if steps else profile.busy
+        else:
+            profile.name = "server" if SERVER in sys.modules else Path(sys.argv[0]).name
+        profile.command = " ".join(sys.argv)[:500]
+        if self._jax_asked > 0.0:
+            self._end_jax()
+        if not self._options.jax:
+            profile.missing["jax.profiler"] = NOT_ASKED
+        elif self._jax.why or not self._jax_asked:
+            profile.missing["jax.profiler"] = self._jax.why or f"no engine made {WARM_STEPS} steps"
+        if self._heap is None:
+            profile.missing["heap growth"] = NOT_ASKED
+        else:
+            profile.growth = self._heap.last()
+            profile.heap_seconds = self._heap.seconds
+        if any(name in sys.modules for name in USES):
+            self._jax.pack(self._folder / JAX)
+            (self._folder / PROFILE).write_bytes(msgspec.json.encode(profile))

@@ -1,0 +1,141 @@
+"""Which lock a thread waits for, and who very likely has it, read from frames: Python keeps no record of either."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from functools import cache, lru_cache
+from types import CodeType, FrameType
+
+NOTIFIED = ("wait", "wait_for", "join", "_wait_for_tstate_lock")  # of threading: they wait for news, not for a lock that somebody holds
+WRAPPERS = (threading.__file__,)  # the caller's line says more
+DEPTH = 4  # innermost frames in which a lock that is taken by acquire() may be released
+WITH = re.compile(r"with\s+([\w.\[\]'\"]+)\s*[:,]")
+ACQUIRE = re.compile(r"(.+)\.(acquire|__enter__)\(", re.DOTALL)
+FILE_CALL = re.compile(r"(?:[\w.\[\]]+\.)?(write|writelines|flush|print|pwrite|writev|fsync|fdatasync|open|rename|unlink)\(")
+WRITES = {"writelines": "write", "flush": "write", "print": "write", "pwrite": "pwrite64", "open": "openat"}
+
+
+def frames(top: FrameType | None) -> Iterator[FrameType]:
+    """From the innermost on."""
+    while top is not None:
+        yield top
+        top = top.f_back
+
+
+def wanted_lock(top: FrameType) -> str:
+    """The expression of the lock that a thread tries to take in this innermost frame, such as "self._lock"; empty where it does not."""
+    code = top.f_code
+    if code.co_filename in WRAPPERS and code.co_name in NOTIFIED:
+        return ""
+    lock = _lock_at(code, top.f_lasti)
+    if code.co_filename in WRAPPERS and lock and top.f_back is not None:  # Condition.__enter__
+        return _lock_at(top.f_back.f_code, top.f_back.f_lasti) or lock
+    return lock
+
+
+def waiting_frame(top: FrameType) -> FrameType:
+    """The frame that wants the lock: not one of threading's."""
+    return next((frame for frame in frames(top) if frame.f_code.co_filename not in WRAPPERS), top)
+
+
+@lru_cache(4096)
+def _lock_at(code: CodeType, offset: int) -> str:
+    if offset < 0:
+        return ""
+    operation = dis.opname[code.co_code[offset]]
+    if operation == "BEFORE_WITH":
+        return _source(code, offset - 2)  # what is loaded before it, or that instruction's cache
+    text = _source(code, offset)
+    if found := WITH.match(text):  # Python 3.14: the call of __enter__
+        return found[1]
+    found = ACQUIRE.match(text) if operation.startswith("CALL") else None
+    return found[1] if found else ""
+
+
+def file_call(top: FrameType) -> str:
+    """The system call that the Python call makes at which a thread stands, such as "fsync" of os.fsync(file); empty where that is none."""
+    return _file_call_at(top.f_code, top.f_lasti)
+
+
+@lru_cache(4096)
+def _file_call_at(code: CodeType, offset: int) -> str:
+    if offset < 0 or not dis.opname[code.co_code[offset]].startswith("CALL"):
+        return ""
+    found = FILE_CALL.match(_source(code, offset))
+    return WRITES.get(found[1], found[1]) if found else ""
+
+
+def _source(code: CodeType, offset: int) -> str:
+    """The text of the expression at an instruction."""
+    start, end, left, right = list(code.co_positions())[offset // 2]
+    if start is None or end is None or left is None or right is None:
+        return ""
+    lines = [linecache.getline(code.co_filename, number) for number in range(start, end + 1)]
+    if not all(lines):
+        return ""
+    raw = [line.encode() for line in lines]  # columns count bytes
+    raw[-1] = raw[-1][:right]
+    raw[0] = raw[0][left:]
+    return b"".join(raw).decode(errors="replace").strip()
+
+
+def holder(waiting: FrameType, lock: str, others: Iterable[tuple[str, FrameType]]) -> str:
+    """Who very likely has the lock: a thread that is within a `with` of the same name, or in a function that the waiting thread is in, too,
+    past the line at which that one waits. As "thread, in function (file:line)"; empty where nobody is found.
+
+    Args:
+        others: other threads by name, and their innermost frames.
+    """
+    name = lock.rpartition(".")[2]
+    places = {frame.f_code: frame.f_lineno for frame, _ in zip(frames(waiting), range(DEPTH), strict=False)}
+    suspects = []
+    for thread, top in others:
+        if wanted_lock(top).rpartition(".")[2] == name:
+            continue  # it waits, too
+        for frame in frames(top):
+            code, line = frame.f_code, frame.f_lineno
+            if name in _withs(code.co_filename, line or 0):
+                return f"{thread}, in {frame_name(top.f_code, top.f_lineno)}"
+            if line and line > places.get(code, line):
+                suspects.append(f"{thread}, in {frame_name(top.f_code, top.f_lineno)}")
+    return suspects[0] if len(suspects) == 1 else ""
+
+
+@lru_cache(4096)
+def _withs(file: str, line: int) -> frozenset[str]:
+    """The last names of what is held by `with` at this line."""
+    return frozenset(name for first, last, name in _blocks(file) if first <= line <= last)
+
+
+@cache
+def _blocks(file: str) -> list[tuple[int, int, str]]:
+    """(first line of the body, last line, last name) of each `with` of a file."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With):
+            for item in node.items:
+                name = item.context_expr
+                last = name.attr if isinstance(name, ast.Attribute) else name.id if isinstance(name, ast.Name) else ""
+                if last:
+                    found.append((node.body[0].lineno, node.end_lineno or node.lineno, last))
+    return found
+
+
+def frame_name(code: CodeType, line: int | None) -> str:
+    """Such as "schedule (jengine/scheduling/scheduler.py:120)"."""
+    return f"{code.co_qualname} ({_short(code.co_filename)}:{line or code.co_firstlineno})".replace(";", ",")
+
+
+@cache
+def _short(file: str) -> str:
+    """The last three parts of a path."""
+    return "/".join(file.replace("\\", "/").split("/")[-3:])

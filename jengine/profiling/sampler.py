@@ -1,0 +1,225 @@
+"""A thread that looks at all others, a hundred times a second: their stacks, the locks and system calls they wait in, and how late it was
+itself woken, which is what any thread has to wait for the interpreter's lock."""
+
+from __future__ import annotations
+
+import select
+import sys
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+from jengine.profiling.data import Flame, InterpreterWait, LockWait, SlowCall
+from jengine.profiling.locks import file_call, frame_name, frames, holder, waiting_frame, wanted_lock
+from jengine.profiling.proc import FILES, RUNS, UNKNOWN, call_name, call_now, processor
+
+SLACK = 1e-4  # seconds that a timer is late by itself
+NOTED = 1e-3  # of waiting for the interpreter's lock, from which on it is listed
+KEPT = 20_000
+# Milliseconds of a call of poll, and how often: a tracer's clock is told by these; nothing else here polls.
+MARK, MARK_SECONDS = 3, 0.5
+DEPTH = 100  # frames of a stack
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A thread at one place since some samples."""
+
+    thread: str
+    place: tuple[CodeType, int]
+    begun: float
+    lock: str
+    where: str
+    holder: str = ""
+    seen: int = 1
+
+
+class Sampler:
+    """
+    Args:
+        rate: samples a second.
+
+    Attributes:
+        native: the sampler's thread, as the system numbers it; own: that and others that belong to the profile.
+        marked: when each of its calls of poll began.
+        samples: so far.
+        late: seconds that samples were late while no processor was waited for: those in which the interpreter's lock was.
+        calls: samples in calls to files, by thread, call and Python frame.
+        calls_at: samples at a Python call that makes one of these, likewise.
+        slow_calls: calls, or one after the other from the same line, that two or more samples in a row have seen.
+    """
+
+    def __init__(self, rate: int) -> None:
+        self._interval = 1.0 / rate
+        self._stop = threading.Event()
+        self._poll: Callable[[int], object] = select.poll().poll if hasattr(select, "poll") else lambda milliseconds: None
+        self._thread = threading.Thread(target=self._run, name="profile-sampler", daemon=True)
+        self._stacks: dict[str, Counter[tuple[tuple[CodeType, int], ...]]] = defaultdict(Counter)
+        self._waiting: dict[int, _Waiting] = {}
+        self._in_call: dict[int, SlowCall] = {}
+        self._there: dict[int, threading.Thread] = {}
+        self._names: dict[int, tuple[str, int]] = {}  # of these: name, and the system's number
+        self._seen: dict[str, int] = {}  # all names so far
+        self._ran: dict[int, int] = {}
+        self.native, self.samples, self.late = 0, 0, 0.0
+        self.marked: list[float] = []
+        self.knows_run_queue = self.knows_calls = True
+        self.lock_waits: deque[LockWait] = deque(maxlen=KEPT)
+        self.interpreter_waits: deque[InterpreterWait] = deque(maxlen=KEPT)
+        self.slow_calls: deque[SlowCall] = deque(maxlen=KEPT)
+        self.calls: Counter[tuple[str, str, str]] = Counter()
+        self.calls_at: Counter[tuple[str, str, str]] = Counter()
+        self.own: set[int] = set()
+        self.own_names: set[str] = set()
+        self._hidden: set[threading.Thread] = set()
+
+    def start(self) -> None:
+        """Called in a thread that belongs to the profile, too."""
+        self.hide()
+        self._thread.start()
+
+    def hide(self) -> None:
+        """Leave this thread out."""
+        self._hidden.add(threading.current_thread())
+        self.own.add(threading.get_native_id())
+        self.own_names.add(threading.current_thread().name)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def interval(self) -> float:
+        return self._interval
+
+    def names(self) -> dict[int, str]:
+        """Of the threads that were seen, by the system's number."""
+        return {native: name for name, native in self._seen.items()}
+
+    def flames(self) -> list[Flame]:
+        found = []
+        for thread, stacks in self._stacks.items():
+            named: Counter[str] = Counter()
+            for stack, count in stacks.items():
+                named[";".join(frame_name(code, line) for code, line in stack if not code.co_filename.startswith("<frozen"))] += count
+            found.append(Flame(thread, dict(named)))
+        return found
+
+    # --- its thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self.native = threading.get_native_id()
+        self.hide()
+        while not self._stop.is_set():
+            self._mark()
+            before, planned = processor(self.native), time.perf_counter() + self._interval
+            time.sleep(self._interval)
+            now = time.perf_counter()
+            self._note_late(now - planned, before, now)
+            self._look(now)
+        for waiting in self._waiting.values():
+            self._end(waiting, time.perf_counter())
+        self.slow_calls.extend(call for call in self._in_call.values() if call.seconds > self._interval)
+
+    def _mark(self) -> None:
+        now = time.perf_counter()
+        if not self.marked or now >= self.marked[-1] + MARK_SECONDS:
+            self.marked.append(now)
+            self._poll(MARK)
+
+    def _note_late(self, late: float, before: tuple[int, int], now: float) -> None:
+        """What is more than the kernel's own delay was spent waiting for the interpreter's lock."""
+        _, queued = processor(self.native)
+        if queued < 0:
+            self.knows_run_queue = False
+        else:
+            late -= 1e-9 * (queued - before[1])
+        waited = late - SLACK
+        if waited <= 0.0:
+            return
+        self.late += waited
+        if waited >= NOTED:
+            self.interpreter_waits.append(InterpreterWait(now - waited, waited, self._who_ran(waited)))
+
+    def _who_ran(self, waited: float) -> str:
+        """The only thread that ran for most of this time, since the last sample."""
+        most = [name for name, native in self._names.values() if 1e-9 * (processor(native)[0] - self._ran.get(native, 0)) >= 0.7 * waited]
+        return most[0] if len(most) == 1 else ""
+
+    def _look(self, now: float) -> None:
+        current = sys._current_frames()
+        self._learn_names()
+        self.samples += 1
+        tops = {ident: top for ident, top in current.items() if ident in self._names}
+        for ident in self._waiting.keys() - tops.keys():  # they have ended
+            self._end(self._waiting.pop(ident), now)
+        for ident, top in tops.items():
+            name, native = self._names[ident]
+            stack = tuple([(frame.f_code, frame.f_lineno) for frame, _ in zip(frames(top), range(DEPTH), strict=False)][::-1])
+            self._stacks[name][stack] += 1
+            self._ran[native] = processor(native)[0]
+            self._look_for_lock(ident, name, top, tops, now)
+            self._look_at_call(ident, name, native, top, now)
+
+    def _learn_names(self) -> None:
+        """Of the threads that there are; a new one may have the number of one that has ended."""
+        there = {thread.ident: thread for thread in threading.enumerate() if thread.ident is not None and thread not in self._hidden}
+        if there == self._there:
+            return
+        for ident, thread in there.items():
+            if self._there.get(ident) is not thread:
+                name, native = thread.name, thread.native_id or 0
+                if self._seen.setdefault(name, native) != native:
+                    name = f"{name} {native}"
+                    self._seen[name] = native
+                self._names[ident] = name, native
+        for ident in self._names.keys() - there.keys():
+            del self._names[ident]
+        self._there = there
+
+    def _look_for_lock(self, ident: int, name: str, top: FrameType, tops: dict[int, FrameType], now: float) -> None:
+        place, known = (top.f_code, top.f_lasti), self._waiting.get(ident)
+        if known is not None and known.place == place:
+            known.seen += 1
+            if not known.holder:
+                known.holder = self._holder(ident, top, known.lock, tops)
+            return
+        if known is not None:
+            del self._waiting[ident]
+            self._end(known, now)
+        if lock := wanted_lock(top):
+            frame = waiting_frame(top)
+            where = frame_name(frame.f_code, frame.f_lineno)
+            self._waiting[ident] = _Waiting(name, place, now, lock, where, self._holder(ident, top, lock, tops))
+
+    def _holder(self, ident: int, top: FrameType, lock: str, tops: dict[int, FrameType]) -> str:
+        return holder(top, lock, [(self._names[other][0], frame) for other, frame in tops.items() if other != ident])
+
+    def _end(self, waiting: _Waiting, now: float) -> None:
+        """One sample alone may be a lock that was free."""
+        if waiting.seen > 1:
+            seconds = now - waiting.begun
+            self.lock_waits.append(LockWait(waiting.begun, seconds, waiting.thread, waiting.lock, waiting.where, waiting.holder))
+
+    def _look_at_call(self, ident: int, name: str, native: int, top: FrameType, now: float) -> None:
+        """Short calls have ended by now, and the thread waits for the interpreter: then the Python call tells which one it was."""
+        number, known = call_now(native), self._in_call.get(ident)
+        self.knows_calls = self.knows_calls and number != UNKNOWN
+        call = call_name(number) if number > RUNS else ""
+        seen = call in FILES
+        call = call if seen else file_call(top)
+        where = frame_name(top.f_code, top.f_lineno) if call else ""
+        if known is not None:
+            if known.name == call and known.where == where:
+                known.seconds = now - known.at + self._interval
+            else:
+                del self._in_call[ident]
+                if known.seconds > self._interval:
+                    self.slow_calls.append(known)
+        if call:
+            (self.calls if seen else self.calls_at)[name, call, where] += 1
+            if ident not in self._in_call:
+                self._in_call[ident] = SlowCall(now, self._interval, name, call, where)

@@ -1,0 +1,135 @@
+"""Steps that took much longer than others like them, and what happened meanwhile."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from jengine.observe.records import StepRecord
+from jengine.profiling.data import ProcessProfile
+from jengine.profiling.units import duration
+
+FACTOR, EXCESS = 3.0, 0.02  # times a usual turn of the loop, and seconds beyond it, from which on it is slow
+FEWEST = 5  # turns of a program that make a usual one
+EXPLAINS = 0.2  # share of what is too long that a cause must have taken
+MOST = 10
+
+
+class Turn(NamedTuple):
+    """The loop's time from one step to the next; idle time is not in it."""
+
+    step: StepRecord
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+class Event(NamedTuple):
+    """Something that may have held up the loop.
+
+    Attributes:
+        kind: collection, lock, call or interpreter: the findings' names.
+        text: what a reader is told.
+    """
+
+    kind: str
+    at: float
+    seconds: float
+    text: str
+
+    def within(self, turn: Turn) -> float:
+        """Seconds of it in a turn."""
+        return max(min(self.at + self.seconds, turn.end) - max(self.at, turn.begin), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SlowStep:
+    """
+    Attributes:
+        usual: seconds of a turn with the same program.
+        causes: (event, seconds of it in the turn), the longest first. Empty: nothing that was measured explains it.
+    """
+
+    turn: Turn
+    usual: float
+    causes: tuple[tuple[Event, float], ...]
+
+    def __str__(self) -> str:
+        head = f"step {self.turn.step.number} ({self.turn.step.name}) took {duration(self.turn.seconds)} instead of {duration(self.usual)}"
+        if not self.causes:
+            return f"{head}: {_stage(self.turn.step)}"
+        return f"{head}: " + "; ".join(f"{duration(seconds)} {event.text}" for event, seconds in self.causes[:3])
+
+
+def turns(steps: list[StepRecord]) -> Iterator[Turn]:
+    for step, after in pairwise([*steps, None]):
+        assert step is not None
+        end = step.ended + step.collect + step.text + step.away
+        yield Turn(step, step.begun, end if after is None else min(after.begun, max(end, step.dispatched)))
+
+
+def events(profile: ProcessProfile) -> list[Event]:
+    """What may have held up the loop, in the order of time."""
+    important, found = {*profile.important}, list[Event]()
+    for one in profile.collections:
+        text = f"of garbage collection (generation {one.generation}, in thread {one.thread})"
+        found.append(Event("garbage_collection", one.at, one.seconds, text))
+    for wait in profile.lock_waits:
+        if wait.thread in important:
+            by = f", held by {wait.holder}" if wait.holder else ""
+            found.append(Event("lock", wait.at, wait.seconds, f"waiting for the lock {wait.lock} in {wait.where}{by}"))
+    for call in profile.slow_calls:
+        if call.thread in important:
+            where = f" in {call.where}" if call.where else ""
+            found.append(Event("system_calls", call.at, call.seconds, f"in calls of {call.name}{where}"))
+    for late in profile.interpreter_waits:
+        if late.holder and late.holder not in important:
+            found.append(Event("interpreter_lock", late.at, late.seconds, f"in which thread {late.holder} had the interpreter"))
+    return sorted(found, key=lambda event: event.at)
+
+
+def slow_steps(profile: ProcessProfile) -> list[SlowStep]:
+    """The slowest, in the order of time."""
+    trace = profile.steps
+    if trace is None:
+        return []
+    every = [turn for turn in turns(trace.steps) if not _overlaps(turn, profile.disturbed)]
+    usual = usual_seconds(every)
+    slow = [turn for turn in every if turn.seconds > max(FACTOR * usual(turn), usual(turn) + EXCESS)]
+    slow = sorted(slow, key=lambda turn: usual(turn) - turn.seconds)[:MOST]
+    happened = events(profile)
+    return [SlowStep(turn, usual(turn), _causes(turn, usual(turn), happened)) for turn in sorted(slow, key=lambda turn: turn.begin)]
+
+
+def usual_seconds(every: Iterable[Turn]) -> Callable[[Turn], float]:
+    """Of a turn with the same program; of all turns where that ran seldom."""
+    by_program: dict[str, list[float]] = defaultdict(list)
+    for turn in every:
+        by_program[turn.step.name].append(turn.seconds)
+    whole = [seconds for some in by_program.values() for seconds in some]
+    medians = {name: median(some if len(some) >= FEWEST else whole) for name, some in by_program.items()}
+    return lambda turn: medians[turn.step.name]
+
+
+def _causes(turn: Turn, usual: float, happened: list[Event]) -> tuple[tuple[Event, float], ...]:
+    found = [(event, event.within(turn)) for event in happened]
+    long = [(event, seconds) for event, seconds in found if seconds >= EXPLAINS * (turn.seconds - usual)]
+    return tuple(sorted(long, key=lambda one: -one[1]))
+
+
+def _overlaps(turn: Turn, spans: list[tuple[float, float]]) -> bool:
+    return any(begin < turn.end and turn.begin < end for begin, end in spans)
+
+
+def _stage(step: StepRecord) -> str:
+    """What a step spent most on, where nothing else is known."""
+    stages = {name: getattr(step, name) for name in ("schedule", "pack", "dispatch", "mask", "wait", "collect", "text", "away")}
+    longest = max(stages, key=lambda name: stages[name])
+    return f"nothing that was measured explains it; most of it, {duration(stages[longest])}, was {longest}"

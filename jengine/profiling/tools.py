@@ -1,0 +1,80 @@
+"""Programs that look at this process from outside, as far as they are installed and allowed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from jengine.profiling.proc import let_trace
+
+END_SECONDS = 20.0
+# The tool is started by a shell that waits for a line: only then is its process id known, and allowed to look.
+STARTER = 'read -r _ && exec "$@"'
+
+
+class Tool:
+    """One that runs beside the profile, and writes a file when it is interrupted.
+
+    Args:
+        command: where {pid} and {file} stand for what is looked at and for the file.
+
+    Attributes:
+        why: it gave nothing; empty where it did.
+    """
+
+    def __init__(self, command: list[str], file: Path) -> None:
+        self.file, self.why = file, ""
+        arguments = [part.replace("{pid}", str(os.getpid())).replace("{file}", str(file)) for part in command]
+        environment = {**os.environ, "LC_ALL": "C"}
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", STARTER, "sh", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        let_trace(self._process.pid)
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.close()
+        self._process.stdin = None
+
+    def stop(self) -> str:
+        """What it wrote; empty where it could not, and `why` says why."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        try:
+            _, errors = self._process.communicate(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            _, errors = self._process.communicate()
+        let_trace(0)
+        text = self.file.read_text(errors="replace") if self.file.is_file() else ""
+        self.file.unlink(missing_ok=True)
+        if not text.strip():
+            lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+            self.why = lines[0][:200] if lines else f"it ended with code {self._process.returncode} and wrote nothing"
+        return text
+
+
+def installed(name: str) -> str:
+    """The path of a program: beside this Python, or on the PATH; empty where it is not."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which(name) or ""
+
+
+def works(command: list[str]) -> str:
+    """Whether a short command is allowed here: empty, or why not."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=END_SECONDS, text=True, errors="replace", env={**os.environ, "LC_ALL": "C"}
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    return "" if not done.returncode else lines[0][:200] if lines else f"it ended with code {done.returncode}"

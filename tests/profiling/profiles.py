@@ -1,0 +1,36 @@
+"""Profiles made by hand, and one of an engine on a virtual clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jengine.observe import step_recorder
+from jengine.observe.records import Memory
+from jengine.profiling.data import ProcessProfile
+from tests.observe.virtual import TILE, Virtual, make_virtual
+
+BEGIN, SECONDS = 1000.0, 10.0
+
+
+def process(**fields: Any) -> ProcessProfile:
+    """Ten seconds of a process whose loop is in the thread "loop"."""
+    end = BEGIN + SECONDS
+    plain = {"name": "engine", "pid": 7, "command": "serve", "begun": BEGIN, "ended": end, "busy": (BEGIN, end), "samples": 1000}
+    return ProcessProfile(**{**plain, "important": ["loop", "MainThread"], **fields})
+
+
+def stepping(monkeypatch: pytest.MonkeyPatch, late: float = 0.0) -> Virtual:
+    """An engine that has made 200 steps of 10 ms from BEGIN on; the 100th planned for `late` seconds more."""
+    monkeypatch.setattr(step_recorder, "memory", lambda now: Memory(now, 1 << 30, 1 << 33))
+    virtual = make_virtual(monkeypatch)
+    for _ in range(8):
+        virtual.ask(TILE, 200)
+    while virtual.engine.has_work or virtual.arrivals:
+        if len(virtual.engine.records.steps) == 100:
+            virtual.load.schedule += late
+        virtual.turn()
+        if len(virtual.engine.records.steps) == 101:
+            virtual.load.schedule = 0.5e-3
+    return virtual

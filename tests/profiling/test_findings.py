@@ -1,0 +1,125 @@
+"""Each rule names what it is about, alone, and is silent where a process is as it should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jengine.profiling.data import CallCount, Collection, Flame, Growth, InterpreterWait, LockWait, ProcessProfile, Profile, SlowCall
+from jengine.profiling.findings import findings
+from jengine.profiling.slow_steps import events, slow_steps, turns
+from tests.profiling.profiles import BEGIN, process, stepping
+
+STORM = [Collection(BEGIN + i / 2, 0.05, 2, 0, "storm") for i in range(20)]
+LOG = [
+    CallCount("loop", "write", 20_000, 0.4, "log (app.py:3)"),
+    CallCount("loop", "fsync", 500, 0.7),
+    CallCount("loop", "futex", 9000, 8.0),
+]
+HELD = [LockWait(BEGIN + i, 0.06, "loop", "self._lock", "step (app.py:9)", "holder, in hold (app.py:20)") for i in range(10)]
+BUSY = [InterpreterWait(BEGIN + i / 100, 0.004, "cruncher") for i in range(900)]
+LEAK = [Growth("app.py:5", 50 << 20, 1000)]
+
+
+def named(**fields: Any) -> list[str]:
+    return [finding.name for _, finding in findings(Profile(target="demo", processes=[process(**fields)]))]
+
+
+@pytest.mark.parametrize(
+    "name, fields, words",
+    [
+        ("garbage_collection", {"collections": STORM}, ["10%", "50 ms", "storm"]),
+        (
+            "system_calls",
+            {"calls": LOG, "calls_by": "perf trace"},
+            ["thread loop", "fsync", "log (app.py:3)", "perf trace", "2,050 a second"],
+        ),
+        ("lock", {"lock_waits": HELD}, ["self._lock", "holder, in hold (app.py:20)", "step (app.py:9)"]),
+        (
+            "interpreter_lock",
+            {"interpreter_waits": BUSY, "flames": [Flame("cruncher", {"run (a.py:1);sum (a.py:2)": 9})]},
+            ["cruncher", "a.py:2"],
+        ),
+        ("heap_growth", {"growth": LEAK, "heap_seconds": 5.0}, ["600 MiB a minute", "app.py:5"]),
+    ],
+)
+def test_what_is_provoked_is_named_alone(name: str, fields: dict[str, Any], words: list[str]) -> None:
+    [(_, finding)] = findings(Profile(target="demo", processes=[process(**fields)]))
+    assert finding.name == name and 0.0 < finding.share <= 1.0
+    assert all(word in str(finding) for word in words), finding
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"collections": [Collection(BEGIN + 1, 0.02, 2, 100, "loop")]},
+        {"collections": STORM, "busy": (BEGIN + 9.9, BEGIN + 10)},  # while the command started
+        {"calls": [CallCount("loop", "futex", 10**6, 9.0), CallCount("loop", "sendto", 9000, 0.9), CallCount("loop", "write", 5000, 0.1)]},
+        {"calls": [CallCount("log", "write", 20_000, 0.9)]},  # requests do not wait for that thread, and it does less than a tenth
+        {"lock_waits": HELD[:3]},
+        {"lock_waits": HELD[:9], "busy": (BEGIN + 9.9, BEGIN + 10)},
+        {"lock_waits": [LockWait(wait.at, 1.0, "writer", wait.lock, wait.where) for wait in HELD]},
+        {"interpreter_waits": [InterpreterWait(wait.at, wait.seconds, "loop") for wait in BUSY]},  # requests wait for what it does
+        {"interpreter_waits": [InterpreterWait(wait.at, wait.seconds) for wait in BUSY]},
+        {"growth": [Growth("app.py:5", 1 << 20, 10)], "heap_seconds": 5.0},
+        {"growth": LEAK},
+    ],
+)
+def test_silent_when_healthy(fields: dict[str, Any]) -> None:
+    assert named(**fields) == []
+
+
+def test_a_storm_is_no_matter_of_the_interpreters_lock() -> None:
+    """What waits while another thread collects is the collector's."""
+    long = [Collection(BEGIN + i / 2, 0.1, 2, 0, "storm") for i in range(20)]
+    waits = [InterpreterWait(one.at + 0.001, 0.09, "storm") for one in long]
+    assert named(collections=long, interpreter_waits=waits) == ["garbage_collection"]
+
+
+def test_what_costs_most_comes_first() -> None:
+    assert named(collections=STORM, lock_waits=[*HELD, *HELD, *HELD], calls=LOG) == ["lock", "system_calls", "garbage_collection"]
+
+
+def with_steps(monkeypatch: pytest.MonkeyPatch, late: float, **fields: Any) -> ProcessProfile:
+    virtual = stepping(monkeypatch, late)
+    end = virtual.clock.now
+    trace = virtual.engine.trace().to_json()
+    return process(**{"trace": trace, "ended": end, "busy": (BEGIN, end), **fields})
+
+
+def test_turns_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = with_steps(monkeypatch, 0.0)
+    trace = profile.steps
+    assert trace is not None and len(trace.steps) == 200
+    found = [*turns(trace.steps)]
+    assert sum(turn.seconds for turn in found) == pytest.approx(profile.ended - trace.steps[0].begun, rel=0.01)
+    assert slow_steps(profile) == []
+
+
+@pytest.mark.parametrize(
+    "kind, make",
+    [
+        ("garbage_collection", lambda at: {"collections": [Collection(at, 0.2, 2, 5, "storm")]}),
+        ("system_calls", lambda at: {"slow_calls": [SlowCall(at, 0.2, "loop", "fsync", "log (app.py:3)")]}),
+        ("lock", lambda at: {"lock_waits": [LockWait(at, 0.2, "loop", "lock", "step (app.py:9)", "holder, in hold (app.py:20)")]}),
+        ("interpreter_lock", lambda at: {"interpreter_waits": [InterpreterWait(at, 0.2, "cruncher")]}),
+    ],
+)
+def test_a_slow_step_shows_what_it_waited_for(monkeypatch: pytest.MonkeyPatch, kind: str, make: Any) -> None:
+    profile = with_steps(monkeypatch, 0.2)
+    [slow] = slow_steps(profile)
+    assert slow.causes == () and "nothing that was measured explains it; most of it, 201 ms, was schedule" in str(slow)
+    assert slow.turn.seconds == pytest.approx(0.2 + slow.usual, abs=0.01)
+    profile = with_steps(monkeypatch, 0.2, **make(slow.turn.begin))
+    [slow] = slow_steps(profile)
+    [(event, seconds)] = slow.causes
+    assert event.kind == kind and seconds == pytest.approx(0.2) and event.text in str(slow)
+    elsewhere = with_steps(monkeypatch, 0.2, **make(slow.turn.end + 0.01))
+    assert slow_steps(elsewhere)[0].causes == () and len(events(elsewhere)) == 1
+
+
+def test_what_the_profile_itself_held_up_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    [slow] = slow_steps(with_steps(monkeypatch, 0.2))
+    assert slow_steps(with_steps(monkeypatch, 0.2, disturbed=[(slow.turn.begin, slow.turn.end)])) == []

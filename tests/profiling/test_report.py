@@ -1,0 +1,101 @@
+"""The report: one page that needs nothing else, its findings first."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from jengine import InvalidArgument
+from jengine.profiling.data import Flame, Profile, ProfileOptions
+from jengine.profiling.report import report_html, summary
+from tests.profiling.profiles import BEGIN, process, stepping
+from tests.profiling.test_findings import HELD, LEAK, LOG, STORM
+
+VOID = {"meta", "rect", "line", "tr", "td", "th", "li", "p"}
+
+
+class Page(HTMLParser):
+    """Its text, links and tags that were not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.words = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for name, value in attributes if name in ("href", "src", "xlink:href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words += data + " "
+
+
+@pytest.fixture
+def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
+    virtual = stepping(monkeypatch, 0.3)
+    end = virtual.clock.now
+    engine = process(
+        trace=virtual.engine.trace().to_json(),
+        ended=end,
+        busy=(BEGIN, end),
+        collections=STORM,
+        lock_waits=HELD,
+        calls=LOG,
+        calls_by="perf trace",
+        growth=LEAK,
+        heap_seconds=5.0,
+        memory={"weights": 7 << 20, "<other>": 1 << 20},
+        flames=[Flame("loop", {"main (a.py:1);<lambda> (a.py:2)": 70, "main (a.py:1);f (b.py:1)": 30}), Flame("unseen", {})],
+        operations=[("dot", 3, 0.5)],
+        missing={"hardware counters": "this machine has <none>"},
+    )
+    return Profile(target="demo at 127.0.0.1:50051", processes=[engine, process(name="server", pid=8)])
+
+
+def test_the_page(profile: Profile) -> None:
+    text = report_html(profile, "profile.jax.zip")
+    page = Page(text)
+    assert page.open == [] and page.links == ["profile.jax.zip"] and not re.search(r"https?://|@import|<script|url\(", text)
+    assert page.words.index("Findings") < page.words.index("garbage_collection") < page.words.index("Time line")
+    for word in (
+        "lock",
+        "system_calls",
+        "heap_growth",
+        "self._lock",
+        "holder, in hold (app.py:20)",
+        "this machine has <none>",
+        "Slow steps",
+    ):
+        assert word in page.words, word
+    assert "<lambda> (a.py:2): 70.0 %, 70 samples" in page.words and "<other>" in page.words and "step 100" in page.words
+    assert "server, process 8" in page.words
+
+
+def test_a_healthy_one() -> None:
+    healthy = Profile(target="demo", processes=[process()])
+    assert "None: nothing that was measured" in report_html(healthy) and "No findings" in summary(healthy)
+
+
+def test_it_crosses_processes(profile: Profile) -> None:
+    assert Profile.from_json(profile.to_json()) == profile
+    with pytest.raises(InvalidArgument, match="is no profile of this version"):
+        Profile.from_json(b"{}")
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("seconds", 0.0), ("seconds", float("nan")), ("seconds", 1e9), ("system_calls", "dtrace"), ("rate", 0), ("rate", 10**6)],
+)
+def test_options_out_of_range(field: str, value: object) -> None:
+    with pytest.raises(InvalidArgument, match=rf"^{field}="):
+        ProfileOptions(**{field: value})  # type: ignore[arg-type]
