@@ -29,7 +29,7 @@ class ServerConfig:
         host: the address to listen on. By default only this machine can connect.
         port: the port for gRPC; 0 takes a free one.
         metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and /readyz for probes; 0 takes a
-            free one. By default there is none.
+            free one. By default there is none. See page.
         http_port: the port for OpenAI's API over HTTP, with the same keys, TLS and limits (needs jengine[http]); 0 takes a free one. By
             default there is none.
         page: serve a page at the root of metrics_port, to chat with the model and see the engine at work (needs jengine[http]). With API

@@ -24,10 +24,12 @@ class EngineView:
         self._sent = -1  # the last step that an event had
         self._sent_at: float | None = None
         self._trace: Trace | None = None
+        self._tile_size = 0
 
     def add(self, trace: Trace) -> None:
         """What the engine did of late. A step's last seconds are known only some time after it, so a newer record replaces an older one."""
         self._trace = trace
+        self._tile_size = self._tile_size or trace.step_costs.table.tile_size
         self._steps.update({step.number: step for step in trace.steps})
         self._ended.update({request.number: request for request in trace.requests if request.ended})
         _shorten(self._steps, MOST_STEPS)
@@ -46,7 +48,7 @@ class EngineView:
         trace = self._trace
         if trace is None:
             return {}
-        facts, tile_size = trace.facts, trace.step_costs.table.tile_size
+        facts, tile_size = trace.facts, self._tile_size
         news = [step for number, step in self._steps.items() if number > self._sent]
         seconds = trace.taken - self._sent_at if self._sent_at is not None else 0.0
         self._sent, self._sent_at = (news[-1].number if news else self._sent), trace.taken
