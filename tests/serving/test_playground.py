@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import ssl
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,7 +25,9 @@ from jengine.serving.playground.live import MOST_EVENTS, MOST_VIEWERS, LiveFeed,
 from jengine.serving.playground.view import SHOWN_STEPS, EngineView, percentiles
 from jengine.serving.security import hash_line
 from tests.observe.virtual import TILE, make_virtual
+from tests.serving.certificates import Authority
 from tests.serving.conftest import MakeServer
+from tests.serving.processes import mock_process
 
 PAGE: dict[str, Any] = {"metrics_port": 0, "page": True}
 SCRIPTS = {path: body.decode() for path, (body, _) in assets().items() if path.endswith(".js")}
@@ -148,6 +151,23 @@ def test_keys(make_server: MakeServer, tmp_path: Path) -> None:
         assert refused.status_code == 403 and "admin=1" in refused.json()["error"]["message"]
         assert client.get("/v1/models", headers=anna).status_code == 200
         assert first_event(client, root)["state"] == "serving"
+
+
+def test_with_tls_the_port_speaks_tls(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """And asks for a client's certificate where the other ports do: its chat is no way around them."""
+    ours = Authority(tmp_path, "ours")
+    pair, mine = ours.sign("server"), ours.sign("mine")
+    options = {**PAGE, "tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(ours.cert)}
+    with mock_process(tokenizer_folder, server=options) as server:
+        server.wait_until_ready()
+        assert server.page.startswith("https://") and server.metrics.startswith("https://")
+        strangers, friends = ssl.create_default_context(cafile=ours.cert), ssl.create_default_context(cafile=ours.cert)
+        friends.load_cert_chain(mine.cert, mine.key)
+        assert httpx.get(server.page, verify=friends).text == HTML
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(server.page, verify=strangers)
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(server.page.replace("https", "http"))
 
 
 # --- events -----------------------------------------------------------------------------------------
