@@ -1,4 +1,4 @@
-"""The engine's records as they come, for those who watch: read once for all of them, and only while there are any."""
+"""The engine's records as they come, for the pages that are open: read once for all of them, and only while there are any."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("jengine.serving")
 
 
 class Viewer:
-    """One who watches, and the events that wait for that one."""
+    """A page that is open, and the events that wait for it."""
 
     def __init__(self) -> None:
         self._events: deque[str] = deque(maxlen=MOST_EVENTS)
@@ -89,7 +89,7 @@ class LiveFeed:
             await asyncio.sleep(INTERVAL)
 
     async def _event(self) -> dict[str, Any]:
-        """How things are. The engine may end at any moment: then that is what the page is told."""
+        """How things are. The engine may end at any moment; then the event says so."""
         why = self._why_not_ready()
         event: dict[str, Any] = {"state": "serving" if why is None else "waiting", "why": why}
         try:

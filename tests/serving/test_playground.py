@@ -191,7 +191,7 @@ def test_events_over_http(make_server: MakeServer) -> None:
         assert (event["running"], event["waiting"], event["engine"]) == (0, 0, 1)
         until = time.monotonic() + 30
         while "playground" in server.run(task_names()):
-            assert time.monotonic() < until, "nobody watches, and it still reads"
+            assert time.monotonic() < until, "no page is open, and it still reads"
 
 
 async def task_names() -> list[str]:
@@ -247,7 +247,7 @@ def test_a_viewer_that_does_not_read_keeps_the_newest() -> None:
     asyncio.run(run())
 
 
-def test_viewers_are_bounded_and_an_engine_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_viewers_are_bounded_and_events_say_that_no_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "INTERVAL", 0.01)
 
     class Gone:
