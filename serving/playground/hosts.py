@@ -1,7 +1,7 @@
 """Which names a browser may know this server by.
 
 Without API keys, a page from elsewhere whose name is made to mean this machine's address (DNS rebinding) would be of the server's own
-origin, and could use it. It has a domain name, which the browser says in `Host`; an address, or a name without a dot, is not a domain that others could own.
+origin, and could use it. The browser says its domain in `Host`. An address, or a name without a dot, is not a domain that others could own.
 """
 
 from __future__ import annotations
