@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from dataclasses import dataclass
-from importlib.util import find_spec
 
-from jengine.display import columns, columns_html
+from jengine.display import columns, columns_html, image_html
 from jengine.program_table import SamplerKey, TrunkKey
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.host_costs import HostSeconds
@@ -76,9 +74,7 @@ class CostReport:
 
     def _repr_html_(self) -> str:
         tables = "".join(columns_html(head, rows) for head, rows in self._tables())
-        image = base64.b64encode(self.plot()).decode() if find_spec("matplotlib") else ""
-        shown = f'<img alt="seconds of steps" src="data:image/png;base64,{image}"/>' if image else ""
-        return f"<div>{tables}<p>{self._summary()}</p>{shown}</div>"
+        return f"<div>{tables}<p>{self._summary()}</p>{image_html(self.plot, 'seconds of steps')}</div>"
 
     def plot(self) -> bytes:
         """A PNG: decode steps over contexts, prompts over their tokens. Needs matplotlib."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import base64
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from importlib.util import find_spec
 
 _QUIET = 'style="opacity: 0.6; font-size: 90%"'
 _LEFT = 'style="text-align: left"'
@@ -39,6 +41,17 @@ def columns_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"
+
+
+def image_html(plot: Callable[[], bytes], alt: str) -> str:
+    """What `plot` draws, a PNG; nothing where matplotlib is not installed.
+
+    Args:
+        alt: what it shows.
+    """
+    if find_spec("matplotlib") is None:
+        return ""
+    return f'<img alt="{escape(alt)}" src="data:image/png;base64,{base64.b64encode(plot()).decode()}"/>'
 
 
 def answer_html(prompt: str, completions: Iterable[tuple[str, str]]) -> str:

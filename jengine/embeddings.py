@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jengine.display import counted
+from jengine.display import counted, table_html
 from jengine.errors import JengineError
 from jengine.request import RequestOutput
+
+SHOWN = 6  # numbers of an embedding, in a notebook
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +36,11 @@ class EmbeddingRequestOutput:
     prompt_token_ids: list[int]
     num_cached_tokens: int
     finished: bool = True
+
+    def _repr_html_(self) -> str:
+        first = ", ".join(f"{number:.4f}" for number in self.outputs.embedding[:SHOWN])
+        more = ", ..." if len(self.outputs.embedding) > SHOWN else ""
+        return table_html([("prompt", _tokens(self)), ("embedding", f"{counted(len(self.outputs.embedding), 'dimension')}: {first}{more}")])
 
     @classmethod
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
@@ -74,6 +81,14 @@ class ScoringRequestOutput:
     prompt_token_ids: list[int]
     num_cached_tokens: int
     finished: bool = True
+
+    def _repr_html_(self) -> str:
+        return table_html([("prompt", _tokens(self)), ("score", f"{self.outputs.score:.4f}")])
+
+
+def _tokens(output: EmbeddingRequestOutput | ScoringRequestOutput) -> str:
+    """Of the prompt."""
+    return f"{counted(len(output.prompt_token_ids), 'token')}, {output.num_cached_tokens} cached"
 
 
 def similarity(query: EmbeddingRequestOutput, document: EmbeddingRequestOutput) -> ScoringRequestOutput:

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -28,6 +28,7 @@ from jengine.serving.spans import Spans
 from jengine.serving.supervisor import OnEnd, Supervisor
 
 if TYPE_CHECKING:
+    from jengine.serving.http.app import Parts
     from jengine.serving.http.front import HttpFront
 
 FLUSH_SECONDS = 1.0  # for last messages, after the last request has ended
@@ -57,6 +58,15 @@ def run(config: ServerConfig, model: str, make_engine: Callable[[OnEnd], EngineP
     if links := service_links(os.environ, PREFIX):
         log.info("these variables are Kubernetes' service links, not options, and are ignored: %s", ", ".join(links))
     asyncio.run(ServerApp(config, config.served_model_name or model, make_engine).live())
+
+
+@contextlib.contextmanager
+def _needing_http(option: str, value: object) -> Iterator[None]:
+    """Raises InvalidArgument where the extra is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        raise InvalidArgument(option, value, f"needs pip install 'jengine[http]': {missing}") from None
 
 
 class ServerApp:
@@ -106,11 +116,8 @@ class ServerApp:
             front = self._front = await self._http(metrics, access)
             if front is not None:
                 stack.push_async_callback(front.close)
-            exporter = None
-            if isinstance(metrics, PrometheusMetrics):
-                assert config.metrics_port is not None
-                exporter = MetricsServer(pages_of(metrics, self._why_not_ready))
-                await exporter.start(config.host, config.metrics_port)
+            exporter = await self._exporter(metrics, access)
+            if exporter is not None:
                 stack.push_async_callback(exporter.close)
             await self._built.server.start()
             await self._serve(exporter)
@@ -120,20 +127,41 @@ class ServerApp:
         config = self._config
         if config.http_port is None:
             return None
-        try:
-            from jengine.serving.http.app import Parts, application
+        with _needing_http("http_port", config.http_port):
+            from jengine.serving.http.app import application
             from jengine.serving.http.front import HttpFront
-        except ModuleNotFoundError as missing:
-            raise InvalidArgument("http_port", config.http_port, f"needs pip install 'jengine[http]': {missing}") from None
-        parts = Parts(config, self._built.shared, self._built.calls, access.authenticator, metrics, self._why_not_ready)
-        front = HttpFront(application(parts), config)
+        return await self._started(HttpFront(application(self._parts(metrics, access)), config), access)
+
+    async def _exporter(self, metrics: Metrics, access: Access) -> MetricsServer | HttpFront | None:
+        """Metrics, listening, where they are asked for; with the playground, if that is too."""
+        config = self._config
+        if not isinstance(metrics, PrometheusMetrics):
+            return None
+        assert config.metrics_port is not None
+        pages = pages_of(metrics, self._why_not_ready)
+        if not config.page:
+            exporter = MetricsServer(pages)
+            await exporter.start(config.host, config.metrics_port)
+            return exporter
+        with _needing_http("page", True):
+            from jengine.serving.http.front import HttpFront
+            from jengine.serving.playground.app import playground
+        return await self._started(HttpFront(playground(self._parts(metrics, access), pages), config, "metrics_port"), access)
+
+    async def _started(self, front: HttpFront, access: Access) -> HttpFront:
+        """Listening; with TLS, also with its certificates of later."""
         tls = access.tls
         await front.start(None if tls is None else tls.files.context)
         if tls is not None:
             self.reloads.append(lambda: self._background(front.reload(tls.files.context)))
         return front
 
-    async def _serve(self, exporter: MetricsServer | None) -> None:
+    def _parts(self, metrics: Metrics, access: Access) -> Parts:
+        from jengine.serving.http.app import Parts
+
+        return Parts(self._config, self._built.shared, self._built.calls, access.authenticator, metrics, self._why_not_ready)
+
+    async def _serve(self, exporter: MetricsServer | HttpFront | None) -> None:
         """Until a signal comes, and everything has ended."""
         stop = stop_signal(self._reload)
         starting = asyncio.create_task(self._supervisor.start())
@@ -218,7 +246,7 @@ class ServerApp:
             return None
         return "the engine has ended; another one is starting" if self._ready else "starting: the engine is not ready yet"
 
-    def _say_ready(self, exporter: MetricsServer | None) -> None:
+    def _say_ready(self, exporter: MetricsServer | HttpFront | None) -> None:
         """One line, the only one on stdout."""
         self._ready = True
         config, info, engine = self._config, self._supervisor.info, self._engine.info
@@ -232,9 +260,12 @@ class ServerApp:
         load = self._supervisor.load
         if load.programs_ready < load.programs:
             parts[-1] += f", {load.programs - load.programs_ready} to follow"
+        scheme = "http" if config.tls_cert is None else "https"
         if self._front is not None:
-            scheme = "http" if config.tls_cert is None else "https"
             parts.append(f"OpenAI's API on {scheme}://{host}:{self._front.port}/v1")
         if exporter is not None:
-            parts.append(f"metrics on http://{host}:{exporter.port}/metrics")
+            address = f"{scheme if config.page else 'http'}://{host}:{exporter.port}"
+            parts.append(f"metrics on {address}/metrics")
+            if config.page:
+                parts.append(f"page on {address}/")
         print(f"jengine: serving {info.name} on {host}:{self._built.port}; {'; '.join(parts)}", flush=True)

@@ -29,9 +29,11 @@ class ServerConfig:
         host: the address to listen on. By default only this machine can connect.
         port: the port for gRPC; 0 takes a free one.
         metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and /readyz for probes; 0 takes a
-            free one. By default there is none.
+            free one. By default there is none. See page.
         http_port: the port for OpenAI's API over HTTP, with the same keys, TLS and limits (needs jengine[http]); 0 takes a free one. By
             default there is none.
+        page: serve a page at the root of metrics_port, to chat with the model and see the engine at work (needs jengine[http]). With API
+            keys, the chat needs one, and the view of the engine one with admin=1. With TLS, that port then speaks TLS too.
         tool_call_parser: the format of the model's tool calls, for HTTP. auto detects it from the chat template or the tokenizer's
             response_template.
         reasoning_parser: the format of the model's reasoning, for HTTP. auto detects it as for tool_call_parser.
@@ -67,6 +69,7 @@ class ServerConfig:
     port: int = 50051
     metrics_port: int | None = None
     http_port: int | None = None
+    page: bool = False
     tool_call_parser: Literal["auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic"] = "auto"
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = "auto"
     served_model_name: str | None = None
@@ -100,8 +103,11 @@ class ServerConfig:
         if self.max_tokens_limit is not None:
             _whole("max_tokens_limit", self.max_tokens_limit, 1, None)
         _whole("max_message_bytes", self.max_message_bytes, 1024, 2**31 - 1)
-        if not isinstance(self.client_chat_templates, bool):
-            raise InvalidArgument("client_chat_templates", self.client_chat_templates, "must be True or False")
+        for name in ("client_chat_templates", "page"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument(name, getattr(self, name), "must be True or False")
+        if self.page and self.metrics_port is None:
+            raise InvalidArgument("page", self.page, "needs metrics_port, where it is served")
         for name, above in (
             ("write_timeout", True),
             ("max_request_seconds", True),

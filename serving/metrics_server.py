@@ -31,8 +31,8 @@ class Page(NamedTuple):
     content_type: str = "text/plain; charset=utf-8"
 
 
-# Of a request's Accept header.
-Pages = Mapping[str, Callable[[str], Awaitable[Page]]]
+Made = Callable[[str], Awaitable[Page]]  # of a request's Accept header
+Pages = Mapping[str, Made]
 
 
 class MetricsServer:
@@ -98,7 +98,7 @@ class MetricsServer:
         await _send(writer, page, body=method != "HEAD")
 
 
-async def _made(handler: Callable[[str], Awaitable[Page]], accept: str) -> Page:
+async def _made(handler: Made, accept: str) -> Page:
     try:
         return await handler(accept)
     except Exception:

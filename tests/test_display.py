@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from jengine.display import answer_html, counted, short, table_html
+import pytest
+
+from jengine import display
+from jengine.display import answer_html, counted, image_html, short, table_html
+from jengine.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
+from jengine.observe.trace import Trace
 from jengine.request import CompletionOutput, RequestOutput
+from tests.observe.virtual import make_virtual
 
 NASTY = "</pre><script>alert('&')</script> \"quoted\"\n  indented"
 
@@ -61,3 +67,28 @@ def test_a_notebook_shows_text_as_it_is() -> None:
 def test_small_parts() -> None:
     assert short(None) == "None" and short("a'b") == '"a\'b"' and short("x" * 61) == repr("x" * 60) + "..."
     assert [counted(n, "page") for n in (0, 1, 2)] == ["0 pages", "1 page", "2 pages"]
+
+
+def test_a_notebook_shows_embeddings_and_scores() -> None:
+    embedding = EmbeddingRequestOutput(
+        request_id="1", outputs=EmbeddingOutput(embedding=[0.5] * 8), prompt_token_ids=[1, 2], num_cached_tokens=0
+    )
+    assert Visible(embedding._repr_html_()).text == "prompt2 tokens, 0 cachedembedding8 dimensions: " + "0.5000, " * 6 + "..."
+    score = ScoringRequestOutput(request_id="1", outputs=ScoringOutput(score=0.25), prompt_token_ids=[1], num_cached_tokens=0)
+    assert Visible(score._repr_html_()).text == "prompt1 token, 0 cachedscore0.2500"
+
+
+def test_a_notebook_shows_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual = make_virtual(monkeypatch)
+    virtual.ask(40, 20)
+    virtual.ask(40, 20, at=0.05)
+    trace = virtual.run()
+    html = trace._repr_html_()
+    assert trace.plot().startswith(b"\x89PNG") and 'src="data:image/png;base64,' in html
+    shown = html.partition("<img")[0]
+    assert "2 requests" in shown and "38 tokens" in shown and "80 tokens of prompts" in shown
+    monkeypatch.setattr(display, "find_spec", lambda name: None)
+    assert "<img" not in trace._repr_html_(), "without matplotlib"
+    empty = Trace.empty(trace.facts)
+    assert "0 steps" in empty._repr_html_() and empty.plot()
+    assert "<script" not in image_html(lambda: b"", "<script>")

@@ -17,23 +17,51 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 QUICKSTART = ROOT / "notebooks" / "01_quickstart.ipynb"
+EXTRAS = '    extras = "[cuda12]" if shutil.which("nvidia-smi") else ""\n'
+COMPILERS = '    extras = "[aot]"  # the compiler for GPUs that need not be there\n'
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 
 
 def code_cells(path: Path) -> list[dict[str, Any]]:
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
-def install_cell() -> str:
-    [cell] = [cell for cell in code_cells(QUICKSTART) if cell["id"] == "install"]
+def install_cell(path: Path) -> str:
+    [cell] = [cell for cell in code_cells(path) if cell["id"] == "install"]
     return "".join(cell["source"])
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def run(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Each code cell's outputs."""
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(path.parent)}}).execute()
+    return {cell["id"]: cell["outputs"] for cell in notebook.cells if cell["cell_type"] == "code"}
+
+
+def data_of(cells: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [output.get("data", {}) for output in outputs] for name, outputs in cells.items()}
+
+
+def printed(outputs: list[dict[str, Any]]) -> str:
+    return "".join(output["text"] for output in outputs if output.get("name") == "stdout")
+
+
+@each_notebook
 def test_outputs_are_cleared(path: Path) -> None:
+    nbformat.validate(nbformat.read(path, as_version=4))
     cells = code_cells(path)
     assert len(cells) > 5
     for cell in cells:
         assert (cell["outputs"], cell["execution_count"], cell["metadata"]) == ([], None, {}), cell["source"]
+        compile("".join(cell["source"]), cell["id"], "exec")
+    assert cells[0]["id"] == "install"
+
+
+@each_notebook
+def test_the_install_cell_is_the_quickstarts(path: Path) -> None:
+    cell, quickstart = install_cell(path), install_cell(QUICKSTART)
+    assert cell == (quickstart.replace(EXTRAS, COMPILERS) if path.name == "04_kernels.ipynb" else quickstart)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +79,7 @@ def test_the_install_cell_installs(source: str, gpu: bool, wanted: str, monkeypa
     monkeypatch.setattr(shutil, "which", lambda name: name if gpu else None)
     monkeypatch.setattr(subprocess, "run", lambda command, check: installed.append(command))
     monkeypatch.chdir(QUICKSTART.parent)
-    exec(install_cell().replace('source = ".."', f"source = {source!r}"), {})
+    exec(install_cell(QUICKSTART).replace('source = ".."', f"source = {source!r}"), {})
     assert installed == [[sys.executable, "-m", "pip", "install", "--quiet", wanted, "matplotlib"]]
 
 
@@ -59,14 +87,12 @@ def test_the_install_cell_asks_for_a_source(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)  # as on Colab: a notebook without a checkout
     with pytest.raises(FileNotFoundError, match=r"^source='\.\.': set it to a checkout, a wheel or a git"):
-        exec(install_cell(), {})
+        exec(install_cell(QUICKSTART), {})
 
 
 def test_quickstart_runs() -> None:
-    notebook = nbformat.read(QUICKSTART, as_version=4)
-    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(QUICKSTART.parent)}}).execute()
-    cells = {cell["id"]: cell["outputs"] for cell in notebook.cells if cell["cell_type"] == "code"}
-    shown = {name: [output.get("data", {}) for output in outputs] for name, outputs in cells.items()}
+    cells = run(QUICKSTART)
+    shown = data_of(cells)
     assert cells["install"] == []
     assert shown["load"][-1]["text/plain"].startswith("LLM('demo', ") and "text/html" in shown["load"][-1]
     assert sum("text/html" in data for data in shown["generate"]) == 3
@@ -74,4 +100,46 @@ def test_quickstart_runs() -> None:
     assert "image/png" in shown["plot"][-1]
     told = [output["text"] for outputs in cells.values() for output in outputs if output.get("name") == "stderr"]
     assert not [text for text in told if "IProgress" in text], "the kernel here has no ipywidgets, which is no reason to warn"
+    assert shown["end"] == [{"text/plain": "0"}]
+
+
+@pytest.mark.full
+def test_batching_runs() -> None:
+    cells = run(ROOT / "notebooks" / "02_batching.ipynb")
+    shown = data_of(cells)
+    assert "data:image/png" in shown["trace"][-1]["text/html"]
+    for name in ("gantt", "padding", "map", "prefix"):
+        assert "image/png" in shown[name][0], name
+    found, _, prompts = printed(cells["prefix"]).partition(" of ")
+    assert int(found) > 0.5 * int(prompts.split()[0])
+    assert shown["end"] == [{"text/plain": "0"}]
+
+
+@pytest.mark.full
+def test_costs_runs() -> None:
+    cells = run(ROOT / "notebooks" / "03_costs.ipynb")
+    shown = data_of(cells)
+    assert "image/png" in shown["scatter"][0] and "image/png" in shown["engines"][0]
+    assert "bound by" in shown["explain"][0]["text/html"]
+    assert "targets: first token within" in printed(cells["targets"])
+    assert "needed for" in printed(cells["fleet"])
+
+
+@pytest.mark.full
+def test_kernels_runs() -> None:
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
+    cells = run(ROOT / "notebooks" / "04_kernels.ipynb")
+    race = printed(cells["race"])
+    assert "it waits: right" in race and "a read in line" in race and "shared[...] = shared[...] * 2" in race
+    assert printed(cells["kernel"]).startswith("no race")
+    assert printed(cells["compile"]).count("compiled in") == 3
+    assert "It fits." in data_of(cells)["plan"][0]["text/html"]
+
+
+@pytest.mark.full
+def test_your_model_runs() -> None:
+    cells = run(ROOT / "notebooks" / "05_your_model.ipynb")
+    shown = data_of(cells)
+    assert "image/png" in shown["scatter"][0] and "of 3 answers are equal" in printed(cells["devices"])
+    assert printed(cells["structured"]).startswith("Function(name=")
     assert shown["end"] == [{"text/plain": "0"}]

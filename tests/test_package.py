@@ -72,6 +72,7 @@ def test_the_sdist_holds_sources_alone(sdist: Path) -> None:
     tops = {name.partition("/")[0] for name in names}
     assert tops == {*PACKAGES, "README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
     data = {"jengine/demo/model.safetensors", "jengine/serving/protos/jengine/v1/generate.proto", "pallas_kernels/targets/h200.txtpb"}
+    data.add("jengine/serving/playground/static/index.html")
     assert data <= names
 
 

@@ -134,6 +134,7 @@ class RequestRecord(msgspec.Struct, array_like=True, gc=False):
         scheduled: when it first ran; 0: not yet, and so for the others.
         cached: tokens of its prompt that it did not compute.
         reason: why it has ended; empty: it has not.
+        pages: that it holds, those that it shares included; 0 once it has ended.
     """
 
     request_id: str
@@ -148,6 +149,7 @@ class RequestRecord(msgspec.Struct, array_like=True, gc=False):
     output_tokens: int
     preemptions: int
     reason: str
+    pages: int = 0
 
 
 class Pause(msgspec.Struct, array_like=True, gc=False):

@@ -181,7 +181,8 @@ class StepRecorder:
     def trace(self, seconds: float | None = None) -> Trace:
         """The records of the last so many seconds, or all that are kept."""
         scheduler, now = self._scheduler, time.perf_counter()
-        live = [request_record(sequence) for sequences in scheduler.snapshot() for sequence in sequences]
+        held = scheduler.blocks.held
+        live = [request_record(sequence, pages=held(sequence.number)) for sequences in scheduler.snapshot() for sequence in sequences]
         facts = EngineFacts(
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -204,7 +205,7 @@ class StepRecorder:
         return trace if seconds is None else trace.last(seconds)
 
 
-def request_record(sequence: Sequence, ended: float = 0.0) -> RequestRecord:
+def request_record(sequence: Sequence, ended: float = 0.0, pages: int = 0) -> RequestRecord:
     """Of a request that has ended then, or has not."""
     first = sequence.first_token or 0.0
     output = len(sequence.tokens) - sequence.prompt_len
@@ -221,4 +222,5 @@ def request_record(sequence: Sequence, ended: float = 0.0) -> RequestRecord:
         output_tokens=output,
         preemptions=sequence.num_preemptions,
         reason=sequence.finish_reason or "",
+        pages=pages,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from jengine.display import counted
+from jengine.display import counted, image_html, table_html
 from jengine.errors import InvalidArgument
 from jengine.observe.perfetto import trace_events
 from jengine.observe.records import EngineFacts, Memory, Pause, RequestRecord, StepRecord
@@ -125,6 +125,26 @@ class Trace(msgspec.Struct, kw_only=True):
         if "jengine" not in saved:
             raise InvalidArgument("path", str(path), "was not saved by `jengine trace` or Trace.save")
         return cls.from_json(bytes(saved["jengine"]))
+
+    def plot(self) -> bytes:
+        """A PNG: each request from its arrival to its end, what steps held, and the pages of the cache. Needs matplotlib."""
+        from jengine.observe.plot import plot_trace
+
+        return plot_trace(self.steps, self.requests, self.taken, self.step_costs.table.tile_size)
+
+    def _repr_html_(self) -> str:
+        known = [step for step in self.steps if step.device]
+        device, predicted = sum([step.device for step in known]), sum([step.predicted for step in known])
+        rows = sum([step.trunk.rows * step.steps for step in self.steps])
+        shown = [
+            ("trace", repr(self)),
+            ("generated", f"{sum([s.rows * s.steps for s in self.steps]):,} tokens"),
+            ("prefill", f"{sum([s.prompt_tokens for s in self.steps]):,} tokens of prompts"),
+            ("padding", f"{sum([s.padded_rows * s.steps for s in self.steps]) / max(rows, 1):.0%} of the decode rows"),
+            ("device", f"{device:.2f} s measured, {predicted:.2f} s predicted, in {counted(len(known), 'step')}"),
+            ("preemptions", f"{sum([request.preemptions for request in self.requests])}"),
+        ]
+        return f"<div>{table_html(shown)}{image_html(self.plot, 'requests, steps and pages over time') if self.steps else ''}</div>"
 
     def __repr__(self) -> str:
         seconds = self.steps[-1].ended - self.steps[0].begun if self.steps else 0.0

@@ -22,6 +22,7 @@ from jengine.execution.programs import UNTUNED, Key, compile_all, memory_of, pro
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import QUANTIZATIONS
 from jengine.parallel.collectives import AXIS
+from jengine.planning.report import html, setting
 from jengine.planning.roofline import Bound, Formats, bound, decode, kv_token_bytes, prefill
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.quantized import is_quantized
@@ -51,7 +52,7 @@ class Rate:
         return self.count / self.bound.seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """What `jengine plan` prints.
 
@@ -80,6 +81,12 @@ class Plan:
     def sequences(self, context: int) -> float:
         """Of so many tokens, that the cache holds at once."""
         return max(self.pages - 1, 0) / self.spec.most_pages(context)
+
+    def __repr__(self) -> str:
+        return f"Plan({setting(self)}; {self.pages:,} pages, {'fits' if self.fits else 'does not fit'})"
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,26 @@
-"""A plan as text."""
+"""A plan as text, and for a notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
 
-from jengine.planning.plan import Plan, Rate
+from jengine.display import columns_html
+
+if TYPE_CHECKING:
+    from jengine.planning.plan import Plan, Rate
 
 GIB = 1 << 30
 WAITS = {"memory": "memory bandwidth", "products": "matrix rate", "links": "links"}
+
+
+class Table(NamedTuple):
+    """Figures with a title, which is the head of their first column."""
+
+    title: str
+    head: Sequence[str]
+    rows: list[tuple[str, ...]]
 
 
 def report(name: str, plan: Plan) -> str:
@@ -16,10 +29,19 @@ def report(name: str, plan: Plan) -> str:
     Args:
         name: of the model.
     """
+    return "\n\n".join([f"{name} on {setting(plan)}", *[_text(*table) for table in tables(plan)], "\n".join(verdict(plan))])
+
+
+def setting(plan: Plan) -> str:
+    """The devices, and the formats of numbers."""
+    weights = plan.spec.model.quantization or plan.formats.dtype
+    dtypes = f"weights {weights}, activations {plan.formats.dtype}, cache {plan.spec.cache_dtype}"
+    return f"{plan.formats.devices} x {plan.device.name}: {dtypes}"
+
+
+def tables(plan: Plan) -> list[Table]:
+    """Memory, sequences, speeds, and what was compiled."""
     spec, device, memory = plan.spec, plan.device, plan.memory
-    weights = spec.model.quantization or plan.formats.dtype
-    dtypes = f"weights {weights}, activations {plan.formats.dtype}, cache {spec.cache_dtype}"
-    head = f"{name} on {plan.formats.devices} x {device.name}: {dtypes}"
     largest = max(plan.programs, key=lambda key: plan.programs[key].working)
     how = "results included" if plan.seconds else "at most: an estimate, which --exact replaces by the compiler's figure"
     cache = plan.pages * memory.page
@@ -38,31 +60,39 @@ def report(name: str, plan: Plan) -> str:
         ("free", memory.limit - used, "" if used <= memory.limit else "negative: it does not fit"),
         ("limit", memory.limit, f"{memory.limit / device.memory:.0%} of the device's {device.memory / GIB:.1f} GiB"),
     ]
-    sections = [
-        head,
-        _table("on each device", ("GiB", "bytes", ""), [(part, f"{size / GIB:.2f}", f"{size:,}", note) for part, size, note in parts]),
-    ]
+    sizes = [(part, f"{size / GIB:.2f}", f"{size:,}", note) for part, size, note in parts]
+    sections = [Table("on each device", ("GiB", "bytes", ""), [*sizes])]
     if plan.fits:
         lengths = sorted({spec.max_model_len, *(rate.context for rate in plan.decode)})
         held = [(f"of {length:,} tokens", f"{plan.sequences(length):,.1f}") for length in lengths]
-        sections.append(_table("sequences that the cache holds", ("",), held))
+        sections.append(Table("sequences that the cache holds", ("",), list(held)))
     sections.append(_speeds("decode, sequences", "context", plan.decode))
     sections.append(_speeds("prefill, tokens a step", "prompts", plan.prefill))
     if plan.seconds:
         rows = [(str(key), f"{plan.seconds[key]:.1f}", f"{used.temporaries:,}") for key, used in plan.programs.items()]
-        sections.append(_table("compiled for this plan", ("seconds", "bytes of temporaries"), rows))
-    verdict = "It fits." if plan.fits else "It does not fit."
+        sections.append(Table("compiled for this plan", ("seconds", "bytes of temporaries"), list(rows)))
+    return sections
+
+
+def verdict(plan: Plan) -> tuple[str, str]:
+    """What the speeds mean, and whether it fits."""
+    device = plan.device
     links = f", {device.link / 1e9:.0f} GB/s to the other devices ({device.link_name})" if plan.formats.devices > 1 else ""
     rate = device.rates.get(plan.formats.product, device.rates[plan.formats.dtype])
     sources = f"{device.bandwidth / 1e12:.2f} TB/s of memory, {rate / 1e12:,.0f} T operations/s in {plan.formats.product}{links}"
-    sections.append(
-        f"Speeds are bounds: each resource of the data sheet used fully ({sources}).\n"
-        f"The whole table has {plan.total_programs} programs. {verdict}"
+    return (
+        f"Speeds are bounds: each resource of the data sheet used fully ({sources}).",
+        f"The whole table has {plan.total_programs} programs. {'It fits.' if plan.fits else 'It does not fit.'}",
     )
-    return "\n\n".join(sections)
 
 
-def _speeds(title: str, context: str, rates: list[Rate]) -> str:
+def html(plan: Plan) -> str:
+    """The same for a notebook."""
+    shown = "".join(columns_html([table.title, *table.head], table.rows) for table in tables(plan))
+    return f"<div><p>{escape(setting(plan))}</p>{shown}<p>{'<br>'.join(map(escape, verdict(plan)))}</p></div>"
+
+
+def _speeds(title: str, context: str, rates: list[Rate]) -> Table:
     """A row for each count, two columns for each context."""
     contexts = sorted({rate.context for rate in rates})
     head = [cell for length in contexts for cell in (f"{context} {length:,}", "waits for")]
@@ -71,11 +101,11 @@ def _speeds(title: str, context: str, rates: list[Rate]) -> str:
         row = [f"{count:,}"]
         for rate in sorted((rate for rate in rates if rate.count == count), key=lambda rate: rate.context):
             row += [f"{rate.tokens_per_second:,.0f} tokens/s", WAITS[rate.bound.resource]] if rate.fits else ["-", "no room in the cache"]
-        rows.append(row)
-    return _table(title, head, rows)
+        rows.append(tuple(row))
+    return Table(title, head, rows)
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _text(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of figures aligned on the right, those of words on the left."""
     cells = [(title, *head), *rows]
     columns = [[row[i] for row in cells] for i in range(len(cells[0]))]

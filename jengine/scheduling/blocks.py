@@ -93,6 +93,11 @@ class BlockManager:
         """Of the sequences that have a block table."""
         return {*self._tables}
 
+    def held(self, number: int) -> int:
+        """Pages of a sequence's block table, those that it shares included. May be called from any thread."""
+        table = self._tables.get(number)
+        return 0 if table is None else sum(len(pages) - first for pages, first in zip(table.pages, table.first, strict=True))
+
     def new_pages(self, count: int) -> Counter[int]:
         """Pages by pool of `count` sequences that enter a new page in each group."""
         return Counter({pool: count * groups for pool, groups in self._groups_of.items()})

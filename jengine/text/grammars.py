@@ -114,13 +114,23 @@ def _text(what: StructuredOutputs) -> str:
 def _grammar(what: StructuredOutputs) -> str:
     matcher = llguidance.LLMatcher
     if what.json is not None:
-        return str(matcher.grammar_from_json_schema(_text(what), defaults={"whitespace_pattern": WHITESPACE}))
+        text = _text(what)
+        return str(matcher.grammar_from_json_schema(text, defaults={} if _forbids_whitespace(text) else {"whitespace_pattern": WHITESPACE}))
     if what.regex is not None:
         return str(matcher.grammar_from_regex(what.regex))
     if what.choice is not None:  # one terminal: as many alternatives of a rule would be as many items of the parser's rows
         return str(matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(option) for option in what.choice)))
     assert what.grammar is not None
     return str(matcher.grammar_from_lark(what.grammar))
+
+
+def _forbids_whitespace(schema: str) -> bool:
+    """Whether its `x-guidance` has `whitespace_flexible: false`, over which llguidance would take the default pattern."""
+    try:
+        options = json.loads(schema).get("x-guidance")
+        return isinstance(options, dict) and options.get("whitespace_flexible") is False
+    except (ValueError, AttributeError, RecursionError):
+        return False  # llguidance says what is wrong with it
 
 
 def _on_stack[T](size: int, work: Callable[[], T]) -> T:

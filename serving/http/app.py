@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -43,10 +43,15 @@ class Parts(NamedTuple):
     why_not_ready: Callable[[], str | None]
 
 
-def application(parts: Parts) -> Starlette:
-    """All endpoints."""
+def endpoint(parts: Parts, method: str, path: str, handle: Handler, open: bool = False) -> Route:
+    """See Endpoint."""
+    gate = Gate(parts.shared.models, parts.calls, parts.authenticator, parts.metrics)
+    return Route(path, Endpoint(gate, path, handle, open), methods=[method])
+
+
+def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
+    """All endpoints, and more."""
     config, shared = parts.config, parts.shared
-    gate = Gate(shared.models, parts.calls, parts.authenticator, parts.metrics)
     most = config.max_message_bytes
     chat = ChatService(shared, most, (config.tool_call_parser, config.reasoning_parser))
     completions, texts = CompletionService(shared, most), TextService(shared, most)
@@ -58,7 +63,7 @@ def application(parts: Parts) -> Starlette:
         await call.answer(200, b"")
 
     def route(method: str, path: str, handle: Handler, open: bool = False) -> Route:
-        return Route(path, Endpoint(gate, path, handle, open), methods=[method])
+        return endpoint(parts, method, path, handle, open)
 
     async def wrong(request: Request, error: Exception) -> Response:
         """A path or method that there is not: what there is, is no secret."""
@@ -78,6 +83,7 @@ def application(parts: Parts) -> Starlette:
             route("POST", "/v1/embeddings", EmbeddingService(shared, most).create),
             route("POST", "/tokenize", texts.tokenize),
             route("POST", "/detokenize", texts.detokenize),
+            *more,
         ],
         exception_handlers={404: wrong, 405: wrong},
     )

@@ -7,9 +7,10 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
+from typing import Literal
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from jengine import InvalidArgument
 from jengine.serving.config import ServerConfig
@@ -29,12 +30,15 @@ class _Server(uvicorn.Server):
 class HttpFront:
     """Serves an ASGI application. Belongs to one event loop.
 
+    Args:
+        option: of config, that has the port.
+
     Attributes:
         port: where it listens.
     """
 
-    def __init__(self, app: Starlette, config: ServerConfig) -> None:
-        self._app, self._config = app, config
+    def __init__(self, app: ASGIApp, config: ServerConfig, option: Literal["http_port", "metrics_port"] = "http_port") -> None:
+        self._app, self._config, self._option = app, config, option
         self._protocol = type("BoundedConnection", (Connection,), {"write_timeout": config.write_timeout})
         self._socket: socket.socket | None = None
         self._servers: list[tuple[_Server, asyncio.Task[None]]] = []
@@ -42,12 +46,11 @@ class HttpFront:
 
     async def start(self, tls: ssl.SSLContext | None) -> None:
         """Raises InvalidArgument where the port is taken, or the address is not this machine's."""
-        host, port = self._config.host, self._config.http_port
-        assert port is not None
+        host, port = self._config.host, getattr(self._config, self._option)
         try:
             self._socket = listen(host.strip("[]"), port)
         except OSError as wrong:
-            raise InvalidArgument("http_port", port, f"cannot listen on {host}: {reason(wrong)}") from None
+            raise InvalidArgument(self._option, port, f"cannot listen on {host}: {reason(wrong)}") from None
         self.port = self._socket.getsockname()[1]
         await self._serve(tls)
 

@@ -64,6 +64,7 @@ def test_requests(virtual: Virtual) -> None:
     assert (ended.request_id, ended.output_tokens, ended.reason, ended.prompt_tokens) == ("r0", 4, "length", TILE)
     assert ended.arrival == 1000.0 < ended.scheduled < ended.first_token < ended.ended
     assert (running.request_id, running.ended, running.reason) == ("r1", 0.0, "") and running.arrival == pytest.approx(1000.02)
+    assert (ended.pages, running.pages) == (0, virtual.engine.scheduler.blocks.owned) and running.pages >= TILE // 16
     virtual.engine.end("r1", "abort", "cancelled")
     assert [request.reason for request in virtual.engine.trace().requests] == ["length", "abort"]
 

@@ -23,7 +23,7 @@ from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.programs import ALLOCATE, COUNT, Built, Key, program_keys, running
 from jengine.planning import plan
 from jengine.planning.plan import Plan, formats_of, make_plan
-from jengine.planning.report import report
+from jengine.planning.report import report, tables
 from jengine.program_table import SamplerKey, TrunkKey
 from jengine.start import start_engine
 from tests.golden.weights import VARIANTS, write_model
@@ -150,6 +150,9 @@ def test_staging_is_taken_from_the_cache(tiny: Path) -> None:
     plain, tiered = (make_plan(EngineConfig.of(str(tiny), {**TINY, "swap_space": space}), "h200", progress=False) for space in (0, 0.5))
     assert tiered.total_programs == plain.total_programs + 2
     assert "staging" in report("tiny", tiered) and "staging" not in report("tiny", plain)
+    html = tiered._repr_html_()
+    assert "staging" in html and html.count("<table>") == len(tables(tiered)) and "It fits." in html
+    assert repr(tiered) == f"Plan(1 x NVIDIA H200: weights bfloat16, activations bfloat16, cache bfloat16; {tiered.pages:,} pages, fits)"
 
 
 def test_70b_on_eight_h200s_by_hand() -> None:

@@ -23,8 +23,10 @@ from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServi
 from jengine.serving.http.app import Parts, application
 from jengine.serving.http.front import HttpFront
 from jengine.serving.metrics import PrometheusMetrics
+from jengine.serving.metrics_server import pages_of
 from jengine.serving.mock_engine import MockEngine
 from jengine.serving.model_provider import FixedModel, ModelInfo
+from jengine.serving.playground.app import playground
 from jengine.serving.request_log import RequestLog
 from jengine.serving.server import SERVICES, build_server
 from tests.text.conftest import byte_level, write
@@ -40,6 +42,7 @@ class MockServer:
     run: Callable[..., Any]  # a coroutine, in the server's event loop
     metrics: PrometheusMetrics
     http: str = ""  # with server={"http_port": 0}: the base of OpenAI's paths
+    page: str = ""  # with server={"metrics_port": 0, "page": True}: the playground's address
 
     @contextmanager
     def stub(self, key: str | None = None) -> Iterator[GenerateServiceStub]:
@@ -96,19 +99,24 @@ def serve_mock(
             config, FixedModel(llm, info), metrics=metrics, request_log=request_log, interceptors=access.interceptors
         )
         await built.server.start()
-        front = None
+        parts = Parts(config, built.shared, built.calls, access.authenticator, metrics, lambda: None)
+        fronts, addresses = [], ["", ""]
         if config.http_port is not None:
-            parts = Parts(config, built.shared, built.calls, access.authenticator, metrics, lambda: None)
-            front = HttpFront(application(parts), config)
-            await front.start(None)
+            fronts.append(HttpFront(application(parts), config))
+            await fronts[-1].start(None)
+            addresses[0] = f"http://127.0.0.1:{fronts[-1].port}/v1"
+        if config.page:
+            fronts.append(HttpFront(playground(parts, pages_of(metrics, lambda: None)), config, "metrics_port"))
+            await fronts[-1].start(None)
+            addresses[1] = f"http://127.0.0.1:{fronts[-1].port}"
         for service in ("", *SERVICES):
             await built.health.set(service, HealthCheckResponse.SERVING)
         stop = asyncio.Event()
-        box.extend((asyncio.get_running_loop(), llm, built.port, "" if front is None else f"http://127.0.0.1:{front.port}/v1", stop))
+        box.extend((asyncio.get_running_loop(), llm, built.port, addresses, stop))
         started.set()
         await stop.wait()
         await llm.close()
-        if front is not None:
+        for front in fronts:
             await front.close(1.0)
         await built.server.stop(None)
         if request_log is not None:
@@ -118,10 +126,15 @@ def serve_mock(
     thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()
     assert started.wait(10), "no server"
-    loop, llm, port, http, stop = box
+    loop, llm, port, addresses, stop = box
     try:
         yield MockServer(
-            f"127.0.0.1:{port}", llm, engine, lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(10), metrics, http
+            f"127.0.0.1:{port}",
+            llm,
+            engine,
+            lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result(10),
+            metrics,
+            *addresses,
         )
     finally:
         loop.call_soon_threadsafe(stop.set)

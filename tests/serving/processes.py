@@ -34,7 +34,8 @@ app.run(config, "mock", lambda on_end: EngineProcess(engine, options, on_end, co
 """
 READY = re.compile(
     r"jengine: serving (\S+) on (\S+); \d+ tokens a sequence, \d+ sequences at once; "
-    r"ready in [\d.]+ s, (\d+) programs compiled, \d+ loaded(?:; OpenAI's API on ([^\s;]+))?(?:; metrics on (\S+))?\n"
+    r"ready in [\d.]+ s, (\d+) programs compiled, \d+ loaded(?:; OpenAI's API on ([^\s;]+))?"
+    r"(?:; metrics on ([^\s;]+))?(?:; page on (\S+))?\n"
 )
 
 
@@ -42,7 +43,7 @@ class ServerProcess:
     """A server; what it writes is read as it comes.
 
     Attributes:
-        address, http, metrics: known from the ready line.
+        address, http, metrics, page: known from the ready line.
         log: stderr so far.
     """
 
@@ -50,6 +51,7 @@ class ServerProcess:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JENGINE_") or name == "JENGINE_CACHE_DIR"}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         self.pid, self.log, self.address, self.http, self.metrics = self._process.pid, "", "", "", ""
+        self.page = ""
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -63,7 +65,7 @@ class ServerProcess:
         line = self._process.stdout.readline()
         found = READY.fullmatch(line)
         assert found, (line, self.log)
-        self.address, self.http, self.metrics = found[2], found[4] or "", found[5]
+        self.address, self.http, self.metrics, self.page = found[2], found[4] or "", found[5], found[6]
         return found
 
     def children(self) -> list[int]:

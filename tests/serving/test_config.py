@@ -18,7 +18,7 @@ OTHER: dict[str, Any] = {
     "max_calls_per_client": 5, "max_tokens_limit": 6, "max_request_seconds": 7.5, "request_log": "-",
     "max_message_bytes": 5000, "client_chat_templates": True, "write_timeout": 1.5, "drain_seconds": 0.5, "lame_duck_seconds": 0.25,
     "tool_call_parser": "hermes", "reasoning_parser": "qwen3", "otlp_traces_endpoint": "http://collector:4318",
-    "watchdog_seconds": 7.5, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "api_keys": "keys", "log_level": "debug",
+    "watchdog_seconds": 7.5, "page": True, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "api_keys": "keys", "log_level": "debug",
     "model": "some/model", "revision": "main", "tokenizer": "other", "generation_config": "vllm",
     "dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8", "embeddings": True,
     "max_model_len": 99, "max_num_seqs": 4,

@@ -139,3 +139,11 @@ def test_whitespace_in_json_is_bounded(blanks: int, taken: bool, tokenizer: Toke
     assert (matcher.try_consume_tokens(ids) == len(ids)) is taken
     more = compile_structure(StructuredOutputs(json={**what, "x-guidance": {"whitespace_pattern": "[ \n]+"}}), tokenizer)
     assert more.try_consume_tokens(ids) == len(ids)
+    none = compile_structure(StructuredOutputs(json={**what, "x-guidance": {"whitespace_flexible": False}}), tokenizer)
+    compact = tokenizer.encode('{"a":1}', add_special_tokens=False)
+    assert none.try_consume_tokens(ids) < len(ids) and none.reset() and none.try_consume_tokens(compact) == len(compact)
+
+
+@pytest.mark.parametrize("schema", ["[]", "{", '{"x-guidance": 1}', '{"properties": {"x-guidance": {"whitespace_flexible": false}}}'])
+def test_schemas_that_do_not_forbid_whitespace(schema: str) -> None:
+    assert not grammars._forbids_whitespace(schema)

@@ -1,0 +1,69 @@
+"""The metrics port where it has the playground: metrics and probes, the page, live records, and OpenAI's API for its chat."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import grpc
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from jengine.serving.bounds import sees_all_clients
+from jengine.serving.errors import Refusal
+from jengine.serving.http.app import Parts, application, endpoint
+from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.endpoint import while_connected
+from jengine.serving.metrics_server import Made, Pages
+from jengine.serving.playground.assets import HEADERS, assets
+from jengine.serving.playground.hosts import OwnHosts
+from jengine.serving.playground.live import LiveFeed
+
+LIVE = "/page/live"
+
+
+def playground(parts: Parts, pages: Pages) -> ASGIApp:
+    """All that the port answers. The page itself needs no key; what it shows and asks for does, where there are keys.
+
+    Args:
+        pages: of metrics and probes.
+    """
+    feed = LiveFeed(parts.shared.models, parts.shared.pace.readers, parts.why_not_ready)
+
+    async def live(call: HttpCall) -> None:
+        if not sees_all_clients():
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, "the engine's records need an API key with admin=1", cause="admin")
+        await while_connected(call, _stream(call, feed))
+
+    app = application(
+        parts,
+        [
+            *[Route(path, _page(make), methods=["GET"]) for path, make in pages.items()],
+            *[Route(path, _asset(*asset), methods=["GET"]) for path, asset in assets().items()],
+            endpoint(parts, "GET", LIVE, live),
+        ],
+    )
+    return app if parts.authenticator is not None else OwnHosts(app, frozenset(pages))
+
+
+async def _stream(call: HttpCall, feed: LiveFeed) -> None:
+    with feed.watch() as viewer:
+        await call.start_events({})
+        while True:
+            await call.event(await viewer.next())
+
+
+def _page(make: Made) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        page = await make(request.headers.get("accept", ""))
+        return Response(page.body, page.status, media_type=page.content_type)
+
+    return handle
+
+
+def _asset(body: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        return Response(body, headers={**HEADERS, "content-type": kind})
+
+    return handle

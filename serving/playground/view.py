@@ -1,0 +1,132 @@
+"""What the playground shows of an engine, from its records: counts, times and numbers; no text, no token, no id and no client's name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from jengine import Load, Trace
+
+MOST_STEPS, MOST_REQUESTS = 4096, 1024  # that are kept
+SHOWN_STEPS = 160  # of an event, the last ones
+SHOWN_HOLDERS = 64  # of an event, those with most pages
+SECONDS = 60.0  # that latencies and explanations look back
+
+
+class EngineView:
+    """Grows from one engine's traces, which may overlap. Bounded."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, Any] = {}  # by number, in order
+        self._ended: dict[int, Any] = {}  # requests, likewise
+        self._sent = -1  # the last step that an event had
+        self._sent_at: float | None = None
+        self._trace: Trace | None = None
+        self._tile_size = 0
+
+    def add(self, trace: Trace) -> None:
+        """What the engine did of late. A step's last seconds are known only some time after it, so a newer record replaces an older one."""
+        self._trace = trace
+        self._tile_size = self._tile_size or trace.step_costs.table.tile_size
+        self._steps.update({step.number: step for step in trace.steps})
+        self._ended.update({request.number: request for request in trace.requests if request.ended})
+        _shorten(self._steps, MOST_STEPS)
+        _shorten(self._ended, MOST_REQUESTS)
+
+    def window(self) -> Trace | None:
+        """All that is known of the last seconds, to be explained."""
+        trace = self._trace
+        if trace is None:
+            return None
+        live = [request for request in trace.requests if not request.ended]
+        return msgspec.structs.replace(trace, steps=[*self._steps.values()], requests=[*self._ended.values(), *live]).last(SECONDS)
+
+    def event(self, load: Load) -> dict[str, Any]:
+        """What is new since the last event, and how things are now. Times are in milliseconds."""
+        trace = self._trace
+        if trace is None:
+            return {}
+        facts, tile_size = trace.facts, self._tile_size
+        news = [step for number, step in self._steps.items() if number > self._sent]
+        seconds = trace.taken - self._sent_at if self._sent_at is not None else 0.0
+        self._sent, self._sent_at = (news[-1].number if news else self._sent), trace.taken
+        decoded = sum(step.rows * step.steps for step in news)
+        return {
+            "facts": {
+                "max_num_seqs": facts.max_num_seqs,
+                "max_model_len": facts.max_model_len,
+                "page_size": facts.page_size,
+                "tile_size": tile_size,
+            },
+            "running": load.running,
+            "waiting": load.waiting,
+            "strategy": load.strategy,
+            "tokens_per_second": round(decoded / seconds, 1) if seconds > 0.0 else None,
+            "pages": self._pages(load),
+            "steps": [_step(step, tile_size) for step in news[-SHOWN_STEPS:]],
+            "skipped": max(len(news) - SHOWN_STEPS, 0),
+            "latency": self._latency(trace.taken - SECONDS),
+        }
+
+    def _pages(self, load: Load) -> dict[str, Any]:
+        """By state and by holder: (number of the request, pages); a shared page counts for each."""
+        assert self._trace is not None
+        live = [request for request in self._trace.requests if not request.ended and request.pages]
+        holders = sorted([(request.number, request.pages) for request in live], key=lambda held: -held[1])
+        return {
+            "all": load.pages,
+            "owned": load.pages - load.free_pages,
+            "cached": load.cached_pages,
+            "holders": sorted(holders[:SHOWN_HOLDERS]),
+            "others": sum([pages for _, pages in holders[SHOWN_HOLDERS:]]),
+        }
+
+    def _latency(self, since: float) -> dict[str, Any]:
+        """Of the requests that ended since then."""
+        ended = [request for request in self._ended.values() if request.ended >= since and request.first_token]
+        return {
+            "requests": len(ended),
+            "queue": percentiles([r.scheduled - r.arrival for r in ended]),
+            "first_token": percentiles([r.first_token - r.arrival for r in ended]),
+            "per_token": percentiles([(r.ended - r.first_token) / (r.output_tokens - 1) for r in ended if r.output_tokens > 1]),
+            "whole": percentiles([r.ended - r.arrival for r in ended]),
+        }
+
+
+def percentiles(seconds: Sequence[float]) -> list[float] | None:
+    """The 50th, 90th and 99th, in milliseconds; None of none."""
+    if not seconds:
+        return None
+    ranked = sorted(seconds)
+    return [_ms(ranked[round(share * (len(ranked) - 1))]) for share in (0.5, 0.9, 0.99)]
+
+
+def _step(step: Any, tile_size: int) -> dict[str, Any]:
+    """What the page draws of it."""
+    return {
+        "n": step.number,
+        "program": step.name,
+        "rows": step.rows,
+        "all_rows": step.trunk.rows,
+        "tiles": step.tiles,
+        "all_tiles": step.trunk.tiles,
+        "prompt_tokens": step.prompt_tokens,
+        "padded_tokens": step.padded_tokens(tile_size),
+        "predicted": _ms(step.predicted),
+        "measured": _ms(step.device) if step.device else None,
+        "loop": _ms(step.seconds),
+        "running": step.running,
+        "waiting": step.waiting,
+        "reason": step.reason,
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
+
+
+def _shorten(records: dict[int, Any], most: int) -> None:
+    for number in [*records][: max(len(records) - most, 0)]:
+        del records[number]
