@@ -65,7 +65,7 @@ def test_many_in_few_pages_and_states(sharing: Sharing) -> None:
         for i, (prompt, n) in enumerate(zip(prompts(24, vocab=64, longest=140), samples, strict=True))
     ]
     sharing.check([*work, *work[::-1]])
-    assert engine.scheduler.num_preemptions > 3 and engine.scheduler.blocks.evictions > 20
+    assert engine.scheduler.num_preemptions > 1 and engine.scheduler.blocks.evictions > 20
 
 
 @pytest.mark.full
