@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from jengine.checks import check_number, check_targets, check_whole
 from jengine.errors import InvalidArgument
-from jengine.model_parts import LatentAttention, RopeScaling, StoredWeights
+from jengine.model_parts import LatentAttention, LinearAttention, RopeScaling, StoredWeights
 from jengine.scheduling.options import Batching, OnLate, Policy, StrategyName
 from jengine.vllm_options import without_no_ops
 
@@ -32,6 +32,8 @@ class ModelConfig:
         unrotated_layers: those without rotary embedding.
         query_scaling_beta: a query at position p is multiplied by 1 + beta * log(1 + p // rope_scaling.original_max_position).
         windows: for each layer, how many tokens a query sees, itself included; None is all; empty is None everywhere.
+        linear: layers with a recurrent state in place of attention; None: there are none.
+        attention_gate: what attention gives is multiplied by a gate for each channel.
         attention_scale: multiplies scores; None is head_dim ** -0.5.
         attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap).
         norm_offset: added to the weight of every RMS norm.
@@ -108,6 +110,8 @@ class ModelConfig:
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
     latent: LatentAttention | None = None
+    linear: LinearAttention | None = None
+    attention_gate: bool = False
     stored: StoredWeights | None = None
     shards: int = 1
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 import jax
 
 from jengine.execution.runner import InFlight, Runner
+from jengine.models.cache import paged
 from jengine.observe.progress import progress_bar
 from jengine.pages import SWAPS
 from jengine.program_table import VARIANTS, BurstKey, SamplerKey, TrunkKey, Variant
@@ -61,13 +62,14 @@ def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress:
 
 
 class Bench:
-    """Steps without requests. Each slot owns pages of the cache, which sequences share where there are too few."""
+    """Steps without requests. Each slot owns pages of the cache, which sequences share where there are too few, and a state."""
 
     def __init__(self, runner: Runner, ready: ReadyPrograms) -> None:
         self._runner, self._ready, self._spec = runner, ready, runner.spec
         spec = self._spec
-        self._windows = tuple(group.window for group in spec.groups)
-        self._limit = min(spec.max_model_len, (spec.num_pages - 1) // len(spec.groups) * spec.page_size) - 1  # of one sequence's context
+        self._groups = paged(spec.groups)
+        self._windows = tuple(group.window for group in self._groups)
+        self._limit = min(spec.max_model_len, (spec.num_pages - 1) // len(self._groups) * spec.page_size) - 1  # of one sequence's context
         self._pages: set[tuple[int, int]] = set()  # (slot, index) of block tables that have been filled
         self._params: dict[int, Variant] = {}  # by slot
 
@@ -171,6 +173,8 @@ class Bench:
                 self._params[span.slot] = variant
                 plan.resets.append(SlotReset(span.slot, PARAMS[variant], span.slot, 0, 1, ()))
             plan.table += self._entries(span)
+            if self._spec.num_states:
+                span.states = [span.slot] * (1 + -(-span.length // self._spec.table.tile_size))
         return plan
 
     def _entries(self, span: Span) -> Iterable[tuple[int, int, int, int]]:
@@ -179,13 +183,13 @@ class Bench:
         for index in range((span.start + span.length - 1) // spec.page_size + 1):
             if (span.slot, index) not in self._pages:
                 self._pages.add((span.slot, index))
-                for group in range(len(spec.groups)):
+                for group in range(len(self._groups)):
                     number = (group * spec.max_slots + span.slot - 1) * spec.table_width + index
                     yield group, span.slot, index, 1 + number % (spec.num_pages - 1)
 
     def _limit_of(self, rows: int) -> int:
         """Tokens of each of so many sequences that the cache holds apart."""
-        return max((self._spec.num_pages - 1) // len(self._spec.groups) // rows * self._spec.page_size - 1, 1)
+        return max((self._spec.num_pages - 1) // len(self._groups) // rows * self._spec.page_size - 1, 1)
 
     def _tokens(self, count: int) -> list[int]:
         vocab = self._spec.model.config.vocab_size

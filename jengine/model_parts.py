@@ -71,3 +71,32 @@ class LatentAttention:
     def cached_dim(self) -> int:
         """Channels of what is cached of a token."""
         return self.rank + self.rotary_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Layers that keep a recurrent state in place of keys and values: gated delta nets. Fields as in Hugging Face configs.
+
+    Attributes:
+        layers: which they are.
+        key_heads: of queries and of keys; each is shared by as many consecutive ones of value_heads.
+        key_dim, value_dim: channels of a head.
+        taps: of the convolution over queries, keys and values: tokens that each sees, itself included.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def group(self) -> int:
+        """Value heads that share a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        """Of a key head's query, its key and its values."""
+        return 2 * self.key_dim + self.group * self.value_dim

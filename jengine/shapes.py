@@ -19,6 +19,9 @@ from jengine.precision import CACHE_DTYPES, check_formats, choose_dtype
 from jengine.program_table import ProgramTable
 from pallas_kernels.products import cpu_refused
 
+SNAPSHOTS = 4  # one for so many running sequences
+FEWEST_SNAPSHOTS = 16
+
 
 def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -> ExecutionSpec:
     """All that decides the programs' shapes but the number of pages, which is 0 here. Allocates nothing on a device.
@@ -57,8 +60,11 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
         max_slots=chosen.max_num_seqs,
         page_size=chosen.page_size,
         num_pages=0,
+        num_states=_num_states(model, chosen.max_num_seqs),
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
     )
+    if spec.num_states:
+        _check_stateful(config)
     if config.swap_space:
         spec = dataclasses.replace(spec, host_pages=_host_pages(config, spec))
     if config.batch_invariant:
@@ -67,6 +73,19 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
         return spec
     pages = page_buckets(spec.table_width)[-1:] if config.batch_invariant else page_buckets(spec.table_width)
     return dataclasses.replace(spec, table=dataclasses.replace(table, page_buckets=pages))
+
+
+def _num_states(model: ModelConfig, max_num_seqs: int) -> int:
+    """One for each running sequence, and snapshots for prefix hits: few, since a state takes as much as thousands of tokens."""
+    return 0 if model.linear is None else 1 + max_num_seqs + max(max_num_seqs // SNAPSHOTS, FEWEST_SNAPSHOTS)
+
+
+def _check_stateful(config: EngineConfig) -> None:
+    """What cannot be had with recurrent states."""
+    if config.swap_space:
+        raise InvalidArgument("swap_space", config.swap_space, "must be 0: this model's recurrent states are not kept on the host")
+    if config.batch_invariant:
+        raise InvalidArgument("batch_invariant", True, "this model's recurrent states round differently in tiles and in rows")
 
 
 def _host_pages(config: EngineConfig, spec: ExecutionSpec) -> int:

@@ -39,6 +39,7 @@ from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
 from jengine.measure import measure
+from jengine.models.cache import paged
 from jengine.observe.compiles import compile_count
 from jengine.observe.recorder import TraceRecorder
 from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
@@ -130,7 +131,8 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
         max_num_seqs=spec.max_slots,
         max_num_batched_tokens=sizes(config, spec.mesh.devices.flat[0].platform).max_num_batched_tokens,
         max_model_len=spec.max_model_len,
-        groups=[GroupPages(group.window, group.pool) for group in spec.groups],
+        groups=[GroupPages(group.window, group.pool) for group in paged(spec.groups)],
+        num_states=spec.num_states,
         prefix_caching=config.enable_prefix_caching,
         host_pages=spec.host_pages,
         staged=spec.staged,

@@ -109,4 +109,6 @@ def _check(config: ModelConfig, file: object) -> None:
 
 def _layer_types(config: ModelConfig) -> list[str]:
     """As config.json would have them."""
-    return ["full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.num_layers)]
+    linear = () if config.linear is None else config.linear.layers
+    kinds = {True: "linear_attention", False: "full_attention"}
+    return ["sliding_attention" if config.window(i) is not None else kinds[i in linear] for i in range(config.num_layers)]

@@ -13,6 +13,7 @@ from jengine.program_table import ProgramTable, TrunkKey
 from jengine.scheduling.step_plan import SlotReset, StepPlan
 
 ENTRY_WORDS, RESET_WORDS = 4, 1 + SAMPLING_WORDS
+NULL_STATES = [0, 0]  # of plans that only measure
 Entry = tuple[int, int, int, int]  # see StepPlan.table
 
 
@@ -22,9 +23,11 @@ class Batch(NamedTuple):
     row_slots: jax.Array  # [rows]
     row_positions: jax.Array  # [rows], of the token read
     row_tokens: jax.Array  # [rows], its id; -1: it is in the slot
+    row_states: jax.Array  # [rows, 2]: pages of states that are read and written; [0, 2] for models without states
     tile_slots: jax.Array  # [tiles]
     tile_positions: jax.Array  # [tiles], of the first token
     tile_lengths: jax.Array  # [tiles], real tokens
+    tile_states: jax.Array  # as row_states
     tile_tokens: jax.Array  # [tiles, tile_size]
     sample_tokens: jax.Array  # [samples], the index on the token axis of the token that each follows
     sample_slots: jax.Array  # [samples]
@@ -43,12 +46,19 @@ class BatchLayout:
     size: int  # int32 words
 
     @classmethod
-    def of(cls, key: TrunkKey, table: ProgramTable, *, page_size: int, groups: int) -> BatchLayout:
-        """There is room for the entries of rows that open a page each, and of tiles that begin and end within one."""
+    def of(cls, key: TrunkKey, table: ProgramTable, *, page_size: int, groups: int, states: bool = False) -> BatchLayout:
+        """There is room for the entries of rows that open a page each, and of tiles that begin and end within one.
+
+        Args:
+            groups: cache groups with block tables.
+            states: whether the model has recurrent states.
+        """
         entries = groups * (key.rows + key.tiles * (table.tile_size // page_size + 1))
         rows, tiles, samples = (key.rows,), (key.tiles,), (table.sample_rows(key),)
         tokens, resets = (key.tiles, table.tile_size), (key.tiles, RESET_WORDS)
-        shapes = (rows, rows, rows, tiles, tiles, tiles, tokens, samples, samples, (entries, ENTRY_WORDS), resets)
+        row_states, tile_states = ((count * states, 2) for count in (key.rows, key.tiles))
+        table_entries = entries, ENTRY_WORDS
+        shapes = rows, rows, rows, row_states, tiles, tiles, tiles, tile_states, tokens, samples, samples, table_entries, resets
         ends = np.cumsum([int(np.prod(s)) for s in shapes]).tolist()
         return cls(table, key, shapes, (0, *ends[:-1]), ends[-1])
 
@@ -56,6 +66,11 @@ class BatchLayout:
     def entries(self) -> int:
         """Changes of block tables that there is room for."""
         return self.shapes[Batch._fields.index("table")][0]
+
+    @property
+    def states(self) -> bool:
+        """Whether the model has recurrent states."""
+        return bool(sum(self.shapes[Batch._fields.index(name)][0] for name in ("row_states", "tile_states")))
 
     def pack(self, plan: StepPlan) -> np.ndarray:
         """int32 [size], a fresh buffer: the last one may still be in transfer. Holds as many entries and resets as there is room for."""
@@ -66,6 +81,8 @@ class BatchLayout:
         buffer[at.row_slots : at.row_slots + rows] = [span.slot for span in spans[:rows]]
         buffer[at.row_positions : at.row_positions + rows] = [span.start for span in spans[:rows]]
         buffer[at.row_tokens : at.row_tokens + rows] = [span.known for span in spans[:rows]]
+        if self.states:
+            _fill(buffer, at.row_states, [span.states or NULL_STATES for span in spans[:rows]])  # type: ignore[arg-type]
         first = [*range(rows)]  # of each span's tokens, on the token axis
         for i, (number, offset, length) in enumerate(placement.tiles):
             span = spans[number]
@@ -73,6 +90,8 @@ class BatchLayout:
             buffer[at.tile_slots + i] = span.slot
             buffer[at.tile_positions + i] = span.start + offset
             buffer[at.tile_lengths + i] = length
+            if self.states and span.states is not None:
+                _fill(buffer, at.tile_states + 2 * i, span.states[offset // size :][:2])  # type: ignore[arg-type]
             start = at.tile_tokens + i * size
             buffer[start : start + length] = span.tokens[offset : offset + length]
             if not offset:

@@ -38,6 +38,7 @@ def make_burst(model: Model, key: BurstKey, layout: BatchLayout, page_size: int,
             now = batch._replace(
                 row_slots=jnp.where(going, batch.row_slots, 0),
                 row_positions=batch.row_positions + number,
+                row_states=_states(batch.row_states, going, number),
                 sample_slots=jnp.where(going[batch.sample_tokens], batch.sample_slots, 0),
             )
             cache, to_sample, _ = run(params, cache, slots._replace(last_token=last_token), now)
@@ -48,6 +49,16 @@ def make_burst(model: Model, key: BurstKey, layout: BatchLayout, page_size: int,
         return cache, slots._replace(last_token=last_token), Sampled(tokens)
 
     return burst
+
+
+def _states(pages: jax.Array, going: jax.Array, number: jax.Array) -> jax.Array:
+    """What rows read and write in a step: after the first they go on from what they wrote, and a row that does not take part writes the
+    null page. [0, 2] stays."""
+    if not pages.shape[0]:
+        return pages
+    sources, targets = pages.T
+    targets = jnp.where(going, targets, 0)
+    return jnp.stack([jnp.where(number == 0, sources, targets), targets], axis=1)
 
 
 def pack_burst(layout: BatchLayout, plan: StepPlan) -> np.ndarray:

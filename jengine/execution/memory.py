@@ -14,8 +14,10 @@ from jax._src import xla_bridge  # whether a backend exists: JAX has no public w
 
 from jengine.config import EngineConfig, parse_bytes
 from jengine.errors import OutOfMemory
+from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec
 from jengine.program_table import SamplerKey, TrunkKey
+from pallas_kernels.delta_rule import chunk_size
 from pallas_kernels.devices import skip_cuda_check
 from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import is_quantized
@@ -53,17 +55,20 @@ class DeviceMemory:
     working: int  # of the program that takes most beside its arguments
     page: int
     staging: int = 0  # pages under way between the device and the host
+    states: int = 0  # recurrent ones, of all sequences and snapshots
 
     @classmethod
     def of(cls, limit: int, spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> DeviceMemory:
         state = device_bytes((spec.slots, spec.counts))
         working = max(program.working for program in programs)
-        return cls(limit, device_bytes(spec.params), state, working, spec.page_bytes, spec.staging_bytes)
+        return cls(
+            limit, device_bytes(spec.params), state, working, spec.page_bytes, spec.staging_bytes, spec.num_states * spec.state_bytes
+        )
 
     @property
     def beside(self) -> int:
-        """What is in them beside the cache."""
-        return self.weights + self.state + self.working + self.staging
+        """What is in them beside the cache's pages."""
+        return self.weights + self.state + self.working + self.staging + self.states
 
     @property
     def margin(self) -> int:
@@ -95,7 +100,8 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
 
     A number in the config wins, then a size in bytes. Otherwise a CPU gets what max_num_seqs sequences of
     max_model_len take, at most 1 GiB, and a GPU gets what the weights have left of the memory that JAX reserved, less a margin
-    for programs, rounded down to a coarse grid.
+    for programs, rounded down to a coarse grid. Recurrent states come out of the size in bytes and of a GPU's memory; a CPU's
+    1 GiB is for pages alone.
 
     Raises:
         OutOfMemory: no room for one page beside the null page.
@@ -107,15 +113,15 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
     given = parse_bytes("kv_cache_memory", config.kv_cache_memory)
     device = spec.mesh.devices.flat[0]
     if given is not None:
-        count = given // each
+        count = (given - spec.num_states * spec.state_bytes) // each
     elif device.platform == "cpu":
         count = min(everyone, CPU_DEFAULT // each // spec.mesh.devices.size)
     else:
         stats = device.memory_stats() or {}
         limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
-        free = limit - used - limit // PROGRAM_SHARE - spec.staging_bytes
+        free = limit - used - limit // PROGRAM_SHARE - spec.staging_bytes - spec.num_states * spec.state_bytes
         count = min(everyone, free // each // PAGE_GRID * PAGE_GRID)
-    return _enough(count, spec.page_size, each)
+    return _enough(count, spec, each)
 
 
 def pages_beside(config: EngineConfig, spec: ExecutionSpec, memory: DeviceMemory) -> int:
@@ -127,8 +133,10 @@ def pages_beside(config: EngineConfig, spec: ExecutionSpec, memory: DeviceMemory
     if config.num_pages is not None:
         return config.num_pages
     given = parse_bytes("kv_cache_memory", config.kv_cache_memory)
-    count = min(1 + spec.max_slots * spec.most_pages(spec.max_model_len), memory.pages) if given is None else given // memory.page
-    return _enough(count, spec.page_size, memory.page)
+    count = min(1 + spec.max_slots * spec.most_pages(spec.max_model_len), memory.pages)
+    if given is not None:
+        count = (given - memory.states) // memory.page
+    return _enough(count, spec, memory.page)
 
 
 def check_room(spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> None:
@@ -147,9 +155,11 @@ def check_room(spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> None:
         raise OutOfMemory(f"no room for the KV cache that the programs were compiled for: {sizes}")
 
 
-def _enough(count: int, page_size: int, each: int) -> int:
+def _enough(count: int, spec: ExecutionSpec, each: int) -> int:
     if count < 2:
-        size = f"a page of {page_size} tokens takes {each / 2**20:.1f} MiB, and 2 are needed at least"
+        size = f"a page of {spec.page_size} tokens takes {each / 2**20:.1f} MiB, and 2 are needed at least"
+        if spec.num_states:
+            size += f", beside {spec.num_states} recurrent states of {spec.state_bytes / 2**20:.1f} MiB: lower max_num_seqs for fewer"
         raise OutOfMemory(f"no room for the KV cache: {size}")
     return count
 
@@ -179,10 +189,16 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     heads = kv_heads * (model.group_size_padded + 2) * model.head_dim
     ffn = model.padded(model.intermediate_size) // model.shards
     scores = 4 * 8 * kv_heads * model.group_size_padded * table.tile_size * max(spec.page_size, 128)
+    linear, states = model.linear, 0
+    if linear is not None:  # what a token has in float32 before and after the recurrence, for each head; and states that rows turn at once
+        own = model.padded(linear.key_heads) // model.shards * linear.group
+        heads += own * (8 * (linear.key_dim + linear.value_dim) + 4 * chunk_size(table.tile_size)) // 6
+        each = 4 * own * linear.key_dim * linear.value_dim
+        states = 4 * (min(key.rows * each, ROWS_BYTES) + 2 * each)
     width = key.pages * spec.page_size * kv_heads * model.head_dim * 4 * 4 * max(key.rows, 1)
     if model.latent is not None:  # a block of pages of a few rows at a time, on any device
         width = 8 * max(spec.page_size, 128) * model.latent.cached_dim * 4 * 4
-    return fixed + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + 4 * scores + width + (1 << 20)
+    return fixed + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + 4 * scores + width + states + (1 << 20)
 
 
 def _own(array: jax.ShapeDtypeStruct) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.sources import source_digest
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
-from jengine.models.cache import CacheGroup, cache_groups
+from jengine.models.cache import CacheGroup, cache_groups, paged
 from jengine.pages import SWAPS, most_pages, pages_of
 from jengine.parallel.mesh import with_shardings
 from jengine.program_table import BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
@@ -43,6 +43,7 @@ class ExecutionSpec:
         max_slots: sequences running at once; the null slot comes on top.
         num_pages: pages of the cache, the null page included.
         kv_cache_dtype: int8 or float8_e4m3fn; None is the model's dtype.
+        num_states: recurrent states of sequences and snapshots, the null state included; 0: the model has none.
         host_pages: of the host's memory, for cached pages that the device gives to others; 0: there is no such tier and no program for it.
         product_forms: of a CPU, see `pallas_kernels.products.using`.
     """
@@ -55,6 +56,7 @@ class ExecutionSpec:
     page_size: int
     num_pages: int
     kv_cache_dtype: str | None = None
+    num_states: int = 0
     host_pages: int = 0
     product_forms: tuple[tuple[str, str], ...] = ()
 
@@ -69,7 +71,7 @@ class ExecutionSpec:
 
     def most_pages(self, tokens: int) -> int:
         """Pages that a sequence holds at most, over all cache groups, on its way to this many tokens."""
-        return sum(most_pages(tokens, group.window, self.page_size, self.table.tile_size) for group in self.groups)
+        return sum(most_pages(tokens, group.window, self.page_size, self.table.tile_size) for group in paged(self.groups))
 
     @functools.cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -82,12 +84,19 @@ class ExecutionSpec:
     @property
     def pool_pages(self) -> tuple[int, ...]:
         """Pages of each pool, the null page included."""
-        return (self.num_pages,)
+        return (self.num_pages, self.num_states) if self.num_states else (self.num_pages,)
 
     @property
     def cache_bytes(self) -> int:
         """On each device."""
-        return self.num_pages * self.page_bytes
+        return self.num_pages * self.page_bytes + self.num_states * self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one recurrent state, on each device, over all layers that have one; 0: there are none."""
+        if not self.num_states:
+            return 0
+        return page_bytes(self.groups, self.groups[-1].pool, self.page_size, self.cache_dtype, self.mesh.size)
 
     @property
     def page_bytes(self) -> int:
@@ -105,7 +114,7 @@ class ExecutionSpec:
         return 2 * self.staged * self.page_bytes
 
     def layout(self, key: TrunkKey) -> BatchLayout:
-        return BatchLayout.of(key, self.table, page_size=self.page_size, groups=len(self.groups))
+        return BatchLayout.of(key, self.table, page_size=self.page_size, groups=len(paged(self.groups)), states=self.num_states > 0)
 
     # Abstract values, with shardings, from which programs are lowered.
 
@@ -124,7 +133,7 @@ class ExecutionSpec:
 
     @functools.cached_property
     def slots(self) -> SlotState:
-        return abstract_slots(self.max_slots + 1, len(self.groups), self.table_width, self.replicated)
+        return abstract_slots(self.max_slots + 1, len(paged(self.groups)), self.table_width, self.replicated)
 
     def packed(self, key: TrunkKey) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.layout(key).size,), np.int32, sharding=self.replicated)
@@ -183,6 +192,7 @@ class ExecutionSpec:
             "table": dataclasses.asdict(self.table),
             "max_slots": self.max_slots,
             "page_size": self.page_size,
+            "num_states": self.num_states,
             "num_pages": self.num_pages,
         }
 

@@ -10,10 +10,10 @@ import jax
 from jengine.execution.attention import PagedAttention, TokenAxis
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.kv_cache import Cache
+from jengine.execution.recurrence import Recurrence
 from jengine.execution.slots import SlotState, updated
 from jengine.models import Model, Params
-from jengine.models.cache import CacheGroup, cache_groups, homes
-from jengine.models.layers import Attend
+from jengine.models.cache import CacheGroup, cache_groups, homes, paged
 from pallas_kernels.xla import Rotation
 
 
@@ -52,19 +52,27 @@ def make_pass(model: Model, layout: BatchLayout, page_size: int, device: jax.Dev
     def run(params: Params, cache: Cache, slots: SlotState, batch: Batch) -> tuple[Cache, ToSample, jax.Array]:
         axis = TokenAxis(slots.last_token, batch)
         cache = [list(pool) for pool in cache]
-        attentions = [PagedAttention(slots.block_table[i], batch, axis, key, page_size, device) for i in range(len(groups))]
-        hidden = model.bind(params).hidden(axis.tokens, axis.positions, _attend(cache, groups, attentions))
+        tables = zip(paged(groups), slots.block_table, strict=True)
+        attentions = [PagedAttention(table, batch, axis, key, page_size, device) for _, table in tables]
+        recurrence = Recurrence(batch, axis, key) if model.config.linear is not None else None
+        hidden = model.bind(params).hidden(axis.tokens, axis.positions, LayerCaches(cache, groups, attentions, recurrence))
         at = batch.sample_tokens
         return cache, ToSample(hidden[at], batch.sample_slots, axis.positions[at] + 1), hidden[key.rows :]
 
     return run
 
 
-def _attend(cache: Cache, groups: tuple[CacheGroup, ...], attentions: list[PagedAttention]) -> Attend:
-    """What a model calls once a layer: by the attention of the layer's group, over the layer's place in the cache."""
-    home = homes(groups)
+class LayerCaches:
+    """What a model's layers call: by the attention of the layer's group, over the layer's place in the cache, which is replaced."""
 
-    def attend(
+    def __init__(
+        self, cache: Cache, groups: tuple[CacheGroup, ...], attentions: list[PagedAttention], recurrence: Recurrence | None
+    ) -> None:
+        self._cache, self._groups, self._home = cache, groups, homes(groups)
+        self._attentions, self._recurrence = attentions, recurrence
+
+    def __call__(
+        self,
         layer: int,
         q: jax.Array,
         k: jax.Array,
@@ -76,11 +84,29 @@ def _attend(cache: Cache, groups: tuple[CacheGroup, ...], attentions: list[Paged
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        group, place = home[layer]
-        pool = cache[groups[group].pool]
+        group, place = self._home[layer]
+        pool = self._cache[self._groups[group].pool]
         out: jax.Array
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
-        out, pool[place] = attentions[group].attend(q, k, v, pool[place], rotation, sinks, **how)
+        out, pool[place] = self._attentions[group].attend(q, k, v, pool[place], rotation, sinks, **how)
         return out
 
-    return attend
+    def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
+        assert self._recurrence is not None
+        group, place = self._home[layer]
+        pool = self._cache[self._groups[group].pool]
+        before, states = pool[place]
+        out: jax.Array
+        out, before = self._recurrence.convolve(x, weight, before)
+        pool[place] = before, states
+        return out
+
+    def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> jax.Array:
+        assert self._recurrence is not None
+        group, place = self._home[layer]
+        pool = self._cache[self._groups[group].pool]
+        before, states = pool[place]
+        out: jax.Array
+        out, states = self._recurrence.recur(q, k, v, decay, rate, states)
+        pool[place] = before, states
+        return out

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Literal
 
 from jengine.config import ModelConfig
+from jengine.model_parts import LinearAttention
 
 SIMILAR = 1.25  # kinds of about as many layers make groups of the larger count: a few layers' room is lost, not another block table
 TOKENS = -1  # in a shape: the tokens of a page
@@ -41,19 +42,26 @@ class CacheGroup:
 
     Attributes:
         kind: "full": a query reads all tokens before it; "window": the last `window` of them, its own included;
-            "latent": all, of which it keeps a compressed form that all heads share.
-        arrays: of each layer, in the order in which its attention takes them: keys and values, or what both are made of.
+            "latent": all, of which it keeps a compressed form that all heads share. "state": a page holds a recurrent state instead of
+            tokens; there is one such group at most, the last one, with a pool of its own.
+        arrays: of each layer, in the order in which its attention takes them: keys and values, or what both are made of; of a state those
+            of the convolution and of the recurrence.
         pool: index of the pool of its pages.
     """
 
-    kind: Literal["full", "window", "latent"]
+    kind: Literal["full", "window", "latent", "state"]
     layers: tuple[int, ...]
     window: int | None = None
     arrays: tuple[PageArray, ...] = ()
     pool: int = 0
 
     def token_bytes(self, itemsize: float, devices: int = 1) -> float:
-        """Of one token, on each device, over the group's layers. itemsize: of the cache's dtype, scales included."""
+        """Of one token, on each device, over the group's layers; of a state, which tokens share, 0.
+
+        itemsize: of the cache's dtype, scales included.
+        """
+        if self.kind == "state":
+            return 0.0
         sizes = [
             math.prod(size for size in array.shape if size != TOKENS) / (1 if array.sharded is None else devices) for array in self.arrays
         ]
@@ -66,7 +74,8 @@ def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
         array = PageArray((1, TOKENS, config.latent.cached_dim), sharded=None)
         return (CacheGroup("latent", tuple(range(config.num_layers)), arrays=(array,)),)
     kinds: dict[int | None, list[int]] = {}
-    for layer in range(config.num_layers):
+    recurrent = () if config.linear is None else config.linear.layers
+    for layer in sorted({*range(config.num_layers)} - {*recurrent}):
         kinds.setdefault(config.window(layer), []).append(layer)
     counts = [len(layers) for layers in kinds.values()]
     size = max(counts) if max(counts) < SIMILAR * min(counts) else min(counts)
@@ -78,7 +87,21 @@ def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
         cuts = [len(layers) * i // parts for i in range(parts + 1)]  # as even as can be
         for start, end in pairwise(cuts):
             groups.append(CacheGroup("full" if window is None else "window", tuple(layers[start:end]), window, (heads, heads)))
+    if config.linear is not None:
+        groups.append(CacheGroup("state", recurrent, arrays=_state(config, config.linear), pool=1))
     return tuple(groups)
+
+
+def _state(config: ModelConfig, linear: LinearAttention) -> tuple[PageArray, PageArray]:
+    """The tokens that a convolution sees beside a new one, and the matrix of each head."""
+    laid = config.padded(linear.key_heads)
+    before = PageArray((linear.taps - 1, laid * linear.channels), sharded=1, dtype="float32")
+    return before, PageArray((laid * linear.group, linear.key_dim, linear.value_dim), dtype="float32")
+
+
+def paged(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
+    """Those whose pages hold tokens: each has a block table."""
+    return tuple(group for group in groups if group.kind != "state")
 
 
 def places(groups: tuple[CacheGroup, ...], pool: int) -> list[tuple[PageArray, ...]]:

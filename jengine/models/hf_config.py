@@ -12,6 +12,7 @@ ROPE_OPTIONS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
 ROPE_FIELDS = {  # what else a stretched rope may have: read below, or without effect on what is computed
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
     *("short_factor", "long_factor", "finetuned"),
+    *("mrope_section", "mrope_interleaved"),  # a text's tokens have one position each
 }
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 

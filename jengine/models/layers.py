@@ -48,6 +48,21 @@ class Attend(Protocol):
         """
 
 
+class Recur(Attend, Protocol):
+    """The same, for models with layers that keep a recurrent state."""
+
+    def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """A causal convolution of each channel: x [N, channels], weight [channels, taps] -> float32 [N, channels].
+
+        The last tap is a token's own, those before it are of the tokens before it in its sequence, zeros before the first.
+        """
+
+    def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> jax.Array:
+        """The gated delta rule, see pallas_kernels/delta_rule.py: q and k [N, key heads, key_dim], v [N, heads, value_dim], decay and rate
+        [N, heads], all float32 -> [N, heads, value_dim]. Value head h has key head h // (heads / key heads).
+        """
+
+
 class Mixer(Protocol):
     """What of a layer looks at other tokens."""
 
@@ -142,13 +157,17 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config = config
         laid, dim, hidden = config.num_kv_heads_padded, config.head_dim, config.hidden_size
-        rows, parts = dim * (config.group_size_padded + 2), qkv_parts(config)
+        rows, parts = self.layout(config)
         self.qkv = matrix((laid, rows, hidden), dtype, ("kv_heads", None, None), *self.qkv_source(name, "weight", parts, hidden))
         output = self.output_source(name, "weight", hidden, config.num_heads * dim)
         self.o = matrix((hidden, laid * config.group_size_padded * dim), dtype, (None, "heads"), *by_heads(config, output))
         bias, output_bias = config.qkv_bias, config.output_bias
         self.qkv_bias = param((laid, rows), dtype, ("kv_heads", None), *self.qkv_source(name, "bias", parts)) if bias else None
         self.o_bias = param((hidden,), dtype, (None,), self.output_source(name, "bias", hidden)) if output_bias else None
+
+    def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, Part, Part]]:
+        """Of a kv head, the rows of its queries, key and value; and where a checkpoint's rows of queries, keys and values go."""
+        return config.head_dim * (config.group_size_padded + 2), qkv_parts(config)
 
     def qkv_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
         """The checkpoint's weight or bias of queries, keys and values."""
@@ -162,14 +181,18 @@ class Attention(nnx.Module):
         """x [N, hidden] -> [N, hidden]; without a rotation, positions have entered elsewhere."""
         config = self.config
         tokens, kv_heads, group, dim = x.shape[0], self.qkv[...].shape[0], config.group_size_padded, config.head_dim
-        qkv = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, group + 2, dim)
+        qkv = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, -1, dim)
         q, k, v = qkv[:, :, :group].reshape(tokens, kv_heads * group, dim), qkv[:, :, group], qkv[:, :, group + 1]
         q, k = self.normalize(q, k)
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
         sinks = None if self.sinks is None else self.sinks[...].reshape(-1)
         how: dict[str, Any] = {"window": config.window(layer), "soft_cap": config.attention_soft_cap, "sinks": sinks}
         y = attend(layer, q, k, v, rotation=rotation, scale=scale, **how)
-        return row_parallel_dense(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
+        return row_parallel_dense(self.finish(y, qkv[:, :, group + 2 :]).reshape(tokens, -1), self.o[...], value(self.o_bias))
+
+    def finish(self, y: jax.Array, rest: jax.Array) -> jax.Array:
+        """What a family does to attention's result [N, heads, head_dim]. rest: the product's other rows, [N, kv_heads, n, head_dim]."""
+        return y
 
     def normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What a family does to queries and keys before they are rotated."""

@@ -16,7 +16,7 @@ class Piece(NamedTuple):
     name: str
     shape: tuple[int, ...]  # in the checkpoint
     part: tuple[int | slice, ...] = ()
-    rows: slice = slice(None)
+    rows: slice | tuple[slice, ...] = slice(None)  # of several leading axes
     columns: slice = slice(None)
     transposed: bool = False  # [in, out] in the checkpoint; rows and columns are those of its transpose
 

@@ -184,4 +184,5 @@ def formats_of(spec: ExecutionSpec) -> Formats:
         activation_bytes=dtype.itemsize,
         kv_bytes=kv_token_bytes(model.config, spec.cache_dtype.itemsize + scale, devices),
         devices=devices,
+        state_bytes=spec.state_bytes,
     )

@@ -45,10 +45,12 @@ def tables(plan: Plan) -> list[Table]:
     largest = max(plan.programs, key=lambda key: plan.programs[key].working)
     how = "results included" if plan.seconds else "at most: an estimate, which --exact replaces by the compiler's figure"
     cache = plan.pages * memory.page
+    states = f"{spec.num_states} of {spec.state_bytes:,} bytes each, of sequences and snapshots"
     used = memory.beside + memory.margin + cache
     parts = [
         ("weights", memory.weights, ""),
         ("KV cache", cache, f"{plan.pages:,} pages of {spec.page_size} tokens, {memory.page:,} bytes each"),
+        *([("recurrent states", memory.states, states)] if spec.num_states else []),
         ("temporaries", memory.working, f"of {largest}, {how}"),
         ("slots and counts", memory.state, f"of {spec.max_slots} sequences"),
         *(

@@ -12,7 +12,7 @@ from typing import Literal
 
 from jengine.config import ModelConfig
 from jengine.device_spec import DeviceSpec
-from jengine.models.cache import cache_groups
+from jengine.models.cache import cache_groups, paged
 
 Resource = Literal["memory", "products", "links"]
 ALL_REDUCES = 2  # of a layer: after attention, and after the MLP
@@ -27,6 +27,7 @@ class Formats:
         product: dtype of both factors, where weights are multiplied.
         dtype: of activations; attention multiplies in it.
         kv_bytes: of a token in the cache, on each device, over all layers.
+        state_bytes: of a sequence's recurrent states, on each device, over all layers.
     """
 
     weight_bytes: float
@@ -35,6 +36,7 @@ class Formats:
     activation_bytes: int
     kv_bytes: float
     devices: int = 1
+    state_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class Work:
 
     Attributes:
         products: operations on weights, two for each element and token.
-        attention: operations on keys and values.
-        read: bytes of weights, keys and values.
+        attention: operations on keys and values, and on recurrent states.
+        read: bytes of weights, keys and values; of states, which are written too, twice as many.
         sent: bytes to other devices.
     """
 
@@ -62,14 +64,29 @@ class Bound:
     resource: Resource
 
 
-def attention_elements(config: ModelConfig) -> int:
-    """Of a layer's matrices for queries, keys, values and output."""
-    latent, hidden, heads = config.latent, config.hidden_size, config.num_heads
+def attention_elements(config: ModelConfig, layer: int = 0) -> int:
+    """Of a layer's matrices for queries, keys, values, gates and output."""
+    latent, linear, hidden, heads = config.latent, config.linear, config.hidden_size, config.num_heads
+    if linear is not None and layer in linear.layers:
+        keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+        products = (2 * keys + 3 * values + 2 * linear.value_heads) * hidden
+        return products + (2 * keys + values) * linear.taps + linear.value_heads
     if latent is None:
-        return (2 * heads + 2 * config.num_kv_heads) * config.head_dim * hidden
+        return ((2 + config.attention_gate) * heads + 2 * config.num_kv_heads) * config.head_dim * hidden
     down, inputs = (0, hidden) if latent.query_rank is None else (hidden * latent.query_rank, latent.query_rank)
     expanded = heads * (latent.key_dim + latent.value_dim) * latent.rank
     return down + heads * latent.query_dim * inputs + hidden * latent.cached_dim + expanded + heads * latent.value_dim * hidden
+
+
+def state_operations(config: ModelConfig) -> int:
+    """Of a token's recurrences, over all layers: its key, its change and its query meet each element of the states."""
+    linear = config.linear
+    return 0 if linear is None else len(linear.layers) * 6 * linear.value_heads * linear.key_dim * linear.value_dim
+
+
+def attending_layers(config: ModelConfig) -> int:
+    """Layers that keep something of each token."""
+    return config.num_layers - (0 if config.linear is None else len(config.linear.layers))
 
 
 def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
@@ -77,7 +94,8 @@ def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
     matrices = 3 if config.gated_mlp else 2
     if layer not in config.expert_layers:
         return matrices * config.hidden_size * config.intermediate_size
-    return config.hidden_size * (config.num_experts + matrices * (experts * config.expert_size + config.shared_expert_size))
+    shared = matrices * config.shared_expert_size + (config.shared_expert_size > 0 and config.linear is not None)  # and its gate
+    return config.hidden_size * (config.num_experts + matrices * experts * config.expert_size + shared)
 
 
 def attended_channels(config: ModelConfig) -> int:
@@ -103,7 +121,7 @@ def _projection_elements(config: ModelConfig) -> int:
 
 def layers_elements(config: ModelConfig, experts: float) -> float:
     """Of all layers' matrices, with so many experts in those that have any."""
-    return sum(attention_elements(config) + mlp_elements(config, layer, experts) for layer in range(config.num_layers))
+    return sum(attention_elements(config, layer) + mlp_elements(config, layer, experts) for layer in range(config.num_layers))
 
 
 def matrix_elements(config: ModelConfig) -> float:
@@ -127,12 +145,12 @@ def kv_token_bytes(config: ModelConfig, itemsize: float, devices: int = 1) -> fl
 
 def seen(config: ModelConfig, context: float) -> float:
     """Cached tokens that a query after so many sees, over all layers: fewer in layers with a window."""
-    return sum(len(group.layers) * min(context, group.window or context) for group in cache_groups(config))
+    return sum(len(group.layers) * min(context, group.window or context) for group in paged(cache_groups(config)))
 
 
 def mean_seen(config: ModelConfig, prompt: int) -> float:
     """The same, on average over the tokens of a prompt."""
-    windows = ((len(group.layers), min(prompt, group.window or prompt)) for group in cache_groups(config))
+    windows = ((len(group.layers), min(prompt, group.window or prompt)) for group in paged(cache_groups(config)))
     return sum(layers * (window - window**2 / (2 * prompt)) for layers, window in windows)
 
 
@@ -141,11 +159,11 @@ def decode(config: ModelConfig, formats: Formats, batch: int, context: int) -> W
     layers = layers_elements(config, config.experts_per_token)
     met = layers_elements(config, experts_met(config, batch)) + head_elements(config)
     attended = seen(config, context)
-    kv = formats.kv_bytes / config.num_layers
+    kv = formats.kv_bytes / attending_layers(config)
     return Work(
         products=2 * batch * (layers + head_elements(config)) / formats.devices,
-        attention=2 * batch * attended_channels(config) * attended / formats.devices,
-        read=met * formats.weight_bytes / formats.devices + batch * attended * kv,
+        attention=batch * (2 * attended_channels(config) * attended + state_operations(config)) / formats.devices,
+        read=met * formats.weight_bytes / formats.devices + batch * (attended * kv + 2 * formats.state_bytes),
         sent=_sent(config, formats, batch),
     )
 
@@ -155,11 +173,11 @@ def prefill(config: ModelConfig, formats: Formats, tokens: int, prompt: int) -> 
     once for all of a prompt's tokens in the step, and each prompt needs one row of logits."""
     layers = layers_elements(config, config.experts_per_token)
     met = layers_elements(config, experts_met(config, tokens)) + head_elements(config)
-    attended, kv = mean_seen(config, prompt), formats.kv_bytes / config.num_layers
+    attended, kv = mean_seen(config, prompt), formats.kv_bytes / attending_layers(config)
     return Work(
         products=2 * (tokens * layers + tokens / prompt * head_elements(config)) / formats.devices,
-        attention=2 * tokens * attended_channels(config) * attended / formats.devices,
-        read=met * formats.weight_bytes / formats.devices + max(1.0, tokens / prompt) * attended * kv,
+        attention=tokens * (2 * attended_channels(config) * attended + state_operations(config)) / formats.devices,
+        read=met * formats.weight_bytes / formats.devices + max(1.0, tokens / prompt) * (attended * kv + 2 * formats.state_bytes),
         sent=_sent(config, formats, tokens),
     )
 

@@ -11,8 +11,9 @@ from jengine.pages import SWAPS, most_pages, pages_of
 from jengine.scheduling.block_table import NO_HIT, BlockTable, Copy, Entry, GroupPages, Hit
 from jengine.scheduling.host_tier import Fetch, HostTier
 from jengine.scheduling.page_pool import PagePool
-from jengine.scheduling.prefix_finder import PrefixFinder
+from jengine.scheduling.prefix_finder import LAST_PAGE, PrefixFinder
 from jengine.scheduling.prefix_index import PrefixIndex
+from jengine.scheduling.states import States
 
 
 class BlockManager:
@@ -25,7 +26,8 @@ class BlockManager:
     Args:
         page_size: tokens of a page.
         pools: pages of each, the null page included.
-        groups: the model's cache groups.
+        groups: the model's cache groups with block tables.
+        states: whether the model has recurrent states too, in one more group: the last pool holds them.
         prefix_caching: whether pages are kept to be found again.
         hit_grid: tokens, whole pages, of which a hit is a multiple; None: a page's.
         host_pages: of the second tier; 0: there is none. It needs prefix_caching.
@@ -33,6 +35,7 @@ class BlockManager:
 
     Attributes:
         tier: the second tier.
+        states: recurrent states, of a model that has them.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class BlockManager:
         pools: Sequence[int],
         groups: Sequence[GroupPages] = (GroupPages(),),
         *,
+        states: bool = False,
         prefix_caching: bool = False,
         hit_grid: int | None = None,
         host_pages: int = 0,
@@ -51,10 +55,14 @@ class BlockManager:
         self.pools = [PagePool(pages, partial(self._forget, pool)) for pool, pages in enumerate(pools)]
         self._pool_of = [self.pools[group.pool] for group in self.groups]
         self._groups_of = Counter(group.pool for group in self.groups)
-        self.hit_pages = dict.fromkeys((group.name for group in self.groups), 0)  # pages found, by the groups' names
+        windows = [group.window for group in self.groups] + [LAST_PAGE] * states
+        names = [group.name for group in self.groups] + ["state"] * states
+        self.hit_pages = dict.fromkeys(names, 0)  # pages found, by the groups' names
         self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
-        self._index = PrefixIndex(len(self.groups), page_size)
-        self._finder = PrefixFinder(self._index, page_size, self.hit_grid, [group.window for group in self.groups])
+        self._index = PrefixIndex(len(windows), page_size)
+        self._finder = PrefixFinder(self._index, page_size, self.hit_grid, windows)
+        self.states = States(self.pools[-1], self._index, len(self.groups), page_size, self.commit) if states else None
+        self._token_pools = self.pools[: len(self.pools) - states]
         self._tables: dict[int, BlockTable] = {}
         self.tier = HostTier(host_pages, min(staged, host_pages), self._index, len(pools)) if host_pages else None
 
@@ -62,22 +70,22 @@ class BlockManager:
 
     @property
     def capacity(self) -> int:
-        """Pages there are, over all pools."""
-        return sum(pool.capacity for pool in self.pools)
+        """Pages of tokens there are, over all pools; so with those that follow. States are not counted."""
+        return sum(pool.capacity for pool in self._token_pools)
 
     @property
     def owned(self) -> int:
-        return sum(pool.owned for pool in self.pools)
+        return sum(pool.owned for pool in self._token_pools)
 
     @property
     def cached(self) -> int:
         """Pages that no sequence holds, and that can be found."""
-        return sum(pool.cached for pool in self.pools)
+        return sum(pool.cached for pool in self._token_pools)
 
     @property
     def evictions(self) -> int:
         """Cached pages that were given to others."""
-        return sum(pool.evictions for pool in self.pools)
+        return sum(pool.evictions for pool in self._token_pools)
 
     @property
     def version(self) -> int:
@@ -143,10 +151,20 @@ class BlockManager:
             shared = sum(holders(block.pages[group]) > 0 for block in hit.blocks[first:])
             most = most_pages(tokens, window, self.page_size, ahead)
             wanted[pool] += max(min(self.pages_of(tokens) - first, most) - shared, 0)
+        if self.states is not None:
+            wanted[len(self.pools) - 1] += self.states.needed(hit.blocks)
         return wanted
 
-    def admit(self, number: int, hit: Hit, tokens: int, salt: str | None) -> None:
+    @property
+    def forked(self) -> Counter[int]:
+        """Pages by pool that one more sample of a prompt takes at once."""
+        return Counter() if self.states is None else Counter({len(self.pools) - 1: 2})
+
+    def admit(self, number: int, hit: Hit, tokens: int, salt: str | None, known: Sequence[int] = ()) -> None:
         """Gives a sequence its block table: the pages of the hit, and for groups without a window those of all known tokens.
+
+        Args:
+            known: these tokens, for a model with recurrent states.
 
         Pages of the hit that are on the host are fetched; until they have come (see `land`), the sequence waits.
         """
@@ -154,6 +172,10 @@ class BlockManager:
         pages = [[0] * first + [block.pages[group] for block in hit.blocks[first:]] for group, first in enumerate(firsts)]
         table = BlockTable(pages, firsts, [*firsts], salt, self.prefix_caching, [*hit.blocks])
         self._enter(number, table)  # first: taking pages could evict those of the hit
+        if self.states is not None:
+            branch = self._finder.branch(known, salt) if self.prefix_caching else 0
+            self.states.admit(number, hit.blocks, branch, findable=self.prefix_caching)
+            self.hit_pages["state"] += bool(hit.blocks)
         for group, first in enumerate(firsts):
             self.hit_pages[self.groups[group].name] += len(hit.blocks) - first
         if self.tier is not None and hit.fetches:
@@ -177,6 +199,8 @@ class BlockManager:
         parent = self._tables[number]
         table = BlockTable([[*p] for p in parent.pages], [*parent.first], [*parent.first], parent.salt, parent.findable, [*parent.blocks])
         self._enter(child, table)
+        if self.states is not None:
+            self.states.fork(number, child)
 
     def replace(self, number: int, child: int) -> None:
         """`fork` for a sequence that has a block table, which it gives up: the device knows the entries that stay the same."""
@@ -272,6 +296,8 @@ class BlockManager:
         self._index.use(table.blocks[-1])
         if last is not None:
             self._index.unuse(last)
+        if self.states is not None:
+            self.states.commit(number, table.blocks)
 
     # --- release ----------------------------------------------------------------------------------
 
@@ -280,6 +306,8 @@ class BlockManager:
         if self.tier is not None:
             self.tier.cancel(number)
         self._give_up(self._tables.pop(number))
+        if self.states is not None:
+            self.states.release(number)
 
     def _give_up(self, table: BlockTable) -> None:
         for index in reversed(range(max(map(len, table.pages)))):
@@ -298,6 +326,8 @@ class BlockManager:
             pool.forget()
         for table in self._tables.values():
             table.findable = False
+        if self.states is not None:
+            self.states.reset()
 
     # --- the second tier --------------------------------------------------------------------------
 
@@ -328,7 +358,10 @@ class BlockManager:
         self._index.check_integrity()
         if self.tier is not None:
             self.tier.check_integrity()
-        for number, pool in enumerate(self.pools):
+        if self.states is not None:
+            assert self.states.numbers == self.numbers, "a sequence has no state, or a state no sequence"
+            self.states.pool.check_integrity(self.states.held())
+        for number, pool in enumerate(self._token_pools):
             held: Iterable[int] = (
                 page
                 for table in self._tables.values()
@@ -363,7 +396,8 @@ class BlockManager:
 
     def _forget(self, pool: int, page: int) -> None:
         """An evicted page's block loses it."""
-        for group, (_, own) in enumerate(self.groups):
+        pools = [group.pool for group in self.groups] + [len(self.pools) - 1] * (self.states is not None)
+        for group, own in enumerate(pools):
             if own == pool and self._index.holds(group, page):
                 if self.tier is not None:
                     self.tier.evicted(pool, page, self._index.block(group, page), group)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from jengine.scheduling.prefix_index import Block, Find, PrefixIndex
 
+LAST_PAGE = 2  # the window of a group that needs a hit's last page alone: a state at its end
+
 
 class PrefixFinder:
     """
@@ -38,6 +40,10 @@ class PrefixFinder:
             else:
                 break
         return chain
+
+    def branch(self, tokens: Sequence[int], salt: str | None) -> int:
+        """How many of these tokens have pages of all groups without a window: at least as many as a hit has."""
+        return len(self._index.chain(salt, tokens, len(tokens) // self._page_size, self._unwindowed)) * self._page_size
 
     def first_seen(self, group: int, position: int) -> int:
         """The index of the first page that a query at this position sees."""

@@ -87,7 +87,7 @@ class PromptTiles(Admissions):
             if self.blocks.coming(hit) or not self._fits(self._needed(first, hit), len(self._running)):
                 break
             self._take_slots(first)
-            self.blocks.admit(first.number, hit, self.composition.prefilled(first), first.request.cache_salt)
+            self.blocks.admit(first.number, hit, self.composition.prefilled(first), first.request.cache_salt, first.tokens)
             first.num_computed = hit.tokens
             self._note_hit(first, hit.tokens, hit)
             if first.num_preemptions:
@@ -206,7 +206,8 @@ class PromptTiles(Admissions):
             self._set_slots(draft, sequence)
         draft.enter(sequence.slot, blocks.grow(number, end))
         wanted = _targets(sequence, start, end), _pooled(sequence, start, end)
-        draft.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], *wanted))
+        states = None if blocks.states is None else blocks.states.tiles(number, start, end, self.table.tile_size, last)
+        draft.spans.append(Span(number, sequence.slot, start, end - start, sequence.tokens[start:end], *wanted, states=states))
         draft.work = draft.work._replace(attended=draft.work.attended + pairs(start, end - start, self.sequence.windows))
         sequence.num_computed = end
         blocks.commit(number, sequence.tokens, end)
@@ -229,7 +230,7 @@ class PromptTiles(Admissions):
     def _fork(self, draft: Draft, parent: Sequence) -> None:
         """Prompt's other samples, which wait behind the first one, share what it has computed."""
         blocks, partial = self.blocks, parent.prompt_len % self.blocks.page_size > 0
-        while min(self._room, self._admitting) > 0 and self._fits(Counter(), len(self._running) + 1):
+        while min(self._room, self._admitting) > 0 and self._fits(blocks.forked, len(self._running) + 1):
             child = self._waiting.first
             if child is None or child.family != parent.family or child.in_flight or len(child.tokens) > child.prompt_len:
                 return

@@ -44,7 +44,8 @@ class Scheduler(Bursts):
         max_num_seqs: sequences running at once.
         max_num_batched_tokens: of one step, decode rows and whole tiles together; at least max_num_seqs + one tile.
         max_model_len: tokens of a sequence, prompt and output together.
-        groups: the model's cache groups.
+        groups: the model's cache groups with block tables.
+        num_states: recurrent states, the null state included; 0: the model has none.
         prefix_caching: whether prompts reuse the pages of earlier ones.
         host_pages: of the host's memory, for cached pages that the device gives to others; see HostTier. 0: there are none.
         staged: pages that may be under way between the device and the host at once, in each direction.
@@ -62,6 +63,7 @@ class Scheduler(Bursts):
         max_num_batched_tokens: int,
         max_model_len: int,
         groups: List[GroupPages] = (GroupPages(),),
+        num_states: int = 0,
         prefix_caching: bool = False,
         host_pages: int = 0,
         staged: int = SWAPS,
@@ -73,7 +75,14 @@ class Scheduler(Bursts):
         grid = composition.hit_grid(page_size)
         super().__init__(
             BlockManager(
-                page_size, [num_pages], groups, prefix_caching=prefix_caching, hit_grid=grid, host_pages=host_pages, staged=staged
+                page_size,
+                [num_pages, num_states] if num_states else [num_pages],
+                groups,
+                states=num_states > 0,
+                prefix_caching=prefix_caching,
+                hit_grid=grid,
+                host_pages=host_pages,
+                staged=staged,
             ),
             SequenceLimits(
                 max_model_len=max_model_len,
@@ -81,6 +90,7 @@ class Scheduler(Bursts):
                 pages=num_pages - 1,
                 windows=tuple(group.window for group in groups),
                 tile_size=table.tile_size,
+                recurrent=num_states > 0,
             ),
             table=table,
             composition=composition,
@@ -119,6 +129,10 @@ class Scheduler(Bursts):
         rank = max([sequence.variant_rank for sequence in draft.sampled], default=0)
         sampler = self.ready.sampler(trunk, VARIANTS[rank]) if steps == 1 else self.table.sampler(trunk, VARIANTS[rank])
         for sequence, span in zip(rows, draft.spans, strict=False):
+            if self.blocks.states is not None:
+                known = min(len(sequence.tokens), sequence.num_computed)
+                end = span.start + span.length
+                span.states = self.blocks.states.row(span.seq, sequence.tokens, known, end, self.table.tile_size)
             sequence.num_computed += span.length
             sequence.in_flight += span.length
             if span.length > 1 and sequence.has_target:

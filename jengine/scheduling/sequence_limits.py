@@ -19,6 +19,7 @@ class SequenceLimits:
         pages: of the cache, the null page not counted.
         windows: of the model's cache groups; None where a group keeps all tokens.
         tile_size: tokens that a prefill needs room for at once.
+        recurrent: whether the model has recurrent states.
     """
 
     max_model_len: int
@@ -26,6 +27,7 @@ class SequenceLimits:
     pages: int
     windows: tuple[int | None, ...] = (None,)
     tile_size: int = 1
+    recurrent: bool = False
 
     def validate(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
         """Rejects requests that can never be answered.
@@ -40,6 +42,8 @@ class SequenceLimits:
         most, limit = longest_prompt(self.max_model_len, pooled=request.pooling is not None)
         if len(prompt) > most:
             raise InvalidArgument("prompt_token_ids", prompt, f"{len(prompt)} tokens; {limit}")
+        if request.beams is not None and self.recurrent:
+            raise InvalidArgument("beam_width", request.beams.beam_width, "no beam search with a model that has recurrent states")
         stops = len({*params.stop_token_ids, *eos_token_ids})
         if stops > MAX_STOP_TOKEN_IDS:
             raise InvalidArgument("stop_token_ids", params.stop_token_ids, f"{stops} with end-of-sequence; at most {MAX_STOP_TOKEN_IDS}")

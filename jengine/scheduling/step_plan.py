@@ -23,6 +23,8 @@ class Span(msgspec.Struct, gc=False):
         pool: from this offset on, tokens' hidden states are summed, for an embedding; None: of none.
         known: of a decode row, the id of its token where that is not in the slot, since the row repeats an earlier one or the host chose
             it; else -1.
+        states: of a model with recurrent states, the page that the first of its tiles reads, then the one that each of them writes, which
+            the next one reads. A row is as one tile.
     """
 
     seq: int
@@ -33,6 +35,7 @@ class Span(msgspec.Struct, gc=False):
     targets: list[int] | None = None
     pool: int | None = None
     known: int = -1
+    states: list[int] | None = None
 
 
 class Sample(msgspec.Struct, gc=False):

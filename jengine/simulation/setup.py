@@ -51,6 +51,8 @@ class Setup:
             raise InvalidArgument("swap_space", config.swap_space, "must be 0: a host tier cannot be simulated yet")
         claim_gpu_memory(config.gpu_memory_utilization)
         config, spec = describe_engine(config)
+        if spec.num_states:
+            raise InvalidArgument("model", config.model, "cannot be simulated yet: it has recurrent states")
         if costs_file is None:
             costs = saved_costs(config, spec)
             if costs is None:

@@ -14,8 +14,8 @@ import jengine
 from jengine import SamplingParams
 from jengine.checkpoints import read_config, read_sampling_defaults, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
-from jengine.config import RopeScaling
 from jengine.errors import ModelError
+from jengine.model_parts import RopeScaling
 from tests.golden.weights import VARIANTS
 
 

@@ -16,7 +16,7 @@ from jengine.parallel.mesh import make_mesh
 from jengine.text.masks import bad_sequences
 from jengine.text.tokenizer import Tokenizer
 from tests.execution.oracle import Oracle, adjusted
-from tests.models.dense import dense_causal
+from tests.models.dense import DenseCausal
 
 ERROR = 2e-5  # of a logit: programs of other shapes sum in another order
 
@@ -51,7 +51,7 @@ class Replay:
         @jax.jit
         def logits(params: Params, tokens: jax.Array) -> jax.Array:
             module = model.bind(params)
-            return module.logits(module.hidden(tokens, positions, dense_causal(one, positions)))
+            return module.logits(module.hidden(tokens, positions, DenseCausal(one, positions)))
 
         @jax.jit
         def draws(words: jax.Array) -> jax.Array:

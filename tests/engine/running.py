@@ -35,8 +35,11 @@ class Estimates(StepCosts):
 Work = tuple[list[int], SamplingParams] | tuple[list[int], SamplingParams, str | None]  # a prompt, and its cache salt
 
 
-def limit_pages(engine: Engine, num_pages: int) -> None:
-    """Let an idle engine use fewer pages than its cache has: it preempts, with programs that are compiled already. Its cache is empty."""
+def limit_pages(engine: Engine, num_pages: int, num_states: int | None = None) -> None:
+    """Let an idle engine use fewer pages than its cache has, and fewer states: it preempts, with programs that are compiled already.
+
+    Its cache is empty.
+    """
     scheduler, runner = engine.scheduler, engine.runner
     if scheduler.blocks.tier is not None:
         assert isinstance(runner, Runner)
@@ -44,8 +47,15 @@ def limit_pages(engine: Engine, num_pages: int) -> None:
         runner.swapped()  # what the old tier had under way
     old = scheduler.blocks
     tier = {} if old.tier is None else {"host_pages": old.tier.capacity, "staged": old.tier.staged}
+    pools = [num_pages] if old.states is None else [num_pages, old.states.pool.num_pages if num_states is None else num_states]
     scheduler.blocks = BlockManager(
-        old.page_size, [num_pages], old.groups, prefix_caching=old.prefix_caching, hit_grid=old.hit_grid, **tier
+        old.page_size,
+        pools,
+        old.groups,
+        states=old.states is not None,
+        prefix_caching=old.prefix_caching,
+        hit_grid=old.hit_grid,
+        **tier,
     )
     scheduler.sequence = dataclasses.replace(scheduler.sequence, pages=num_pages - 1)
 

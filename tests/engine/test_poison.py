@@ -23,6 +23,7 @@ FORMS: list[Any] = [
     ("llama_gqa", "llvm", {}),
     ("gemma2", "llvm", {}),
     pytest.param(("llama_gqa", "llvm", EIGHT_BITS), marks=pytest.mark.full),
+    pytest.param(("qwen3_next", "llvm", {}), marks=pytest.mark.full),
     pytest.param(("mistral_window", "xla", SMALLER), marks=pytest.mark.full),
     *(pytest.param(("deepseek_v3", form, SMALLER), marks=pytest.mark.full) for form in ("llvm", "xla")),
     *(
@@ -40,38 +41,41 @@ class Poison:
     """Fills pages of an engine's cache: those that no running sequence holds and that cannot be found, and the null page.
 
     Attributes:
-        pages: filled so far.
+        pages, states: filled so far.
     """
 
     def __init__(self, engine: Engine) -> None:
         runner = engine.runner
         assert isinstance(runner, Runner)
-        self.engine, self.worker, self.pages = engine, runner.worker, 0
+        self.engine, self.worker, self.pages, self.states = engine, runner.worker, 0, 0
         shardings = jax.tree.map(lambda x: x.sharding, runner.spec.cache)
         self._fill = jax.jit(_filled, donate_argnums=0, out_shardings=shardings)
 
     def __call__(self) -> None:
-        [pool] = self.engine.scheduler.blocks.pools
-        kept = [page for page in range(1, pool.num_pages) if pool.holders(page) or page in pool._cached]
-        assert len(kept) == pool.owned + pool.cached
-        self.fill(kept)
+        every = []
+        for pool in self.engine.scheduler.blocks.pools:
+            every.append([page for page in range(1, pool.num_pages) if pool.holders(page) or page in pool._cached])
+            assert len(every[-1]) == pool.owned + pool.cached
+        self.fill(*every)
 
-    def fill(self, kept: list[int]) -> None:
-        """All but these. Comes after all steps that are dispatched, which may use pages that are free now."""
-        mask = np.ones(self.worker.spec.num_pages, bool)
-        mask[kept] = False
-        self.worker.cache = self._fill(self.worker.cache, mask)
-        self.pages += int(mask.sum())
+    def fill(self, *every: list[int]) -> None:
+        """All but these of each pool. Comes after all steps that are dispatched, which may use pages that are free now."""
+        masks = [np.ones(pages, bool) for pages in self.worker.spec.pool_pages]
+        for mask, kept in zip(masks, every, strict=True):
+            mask[kept] = False
+        self.worker.cache = self._fill(self.worker.cache, masks)
+        self.pages += int(masks[0].sum())
+        self.states += int(masks[-1].sum()) if len(masks) > 1 else 0
 
 
-def _filled(cache: Cache, mask: jax.Array) -> Cache:
-    """Numbers, and an eight-bit kind's scales, become NaN; its numbers the largest there are, which of fp8 are NaN."""
+def _filled(cache: Cache, masks: list[jax.Array]) -> Cache:
+    """Of each pool. Numbers, and an eight-bit kind's scales, become NaN; its numbers the largest there are, which of fp8 are NaN."""
 
-    def filled(pages: jax.Array) -> jax.Array:
+    def filled(pages: jax.Array, mask: jax.Array) -> jax.Array:
         value: Any = {"int8": 127, "uint8": 0x7F}.get(str(pages.dtype), jnp.nan)
         return jnp.where(mask.reshape(-1, *[1] * (pages.ndim - 1)), jnp.asarray(value, pages.dtype), pages)
 
-    return jax.tree.map(filled, cache)
+    return [jax.tree.map(lambda pages, mask=mask: filled(pages, mask), pool) for pool, mask in zip(cache, masks, strict=True)]
 
 
 def name(form: tuple[str, str, dict[str, Any]]) -> str:
@@ -101,19 +105,28 @@ def outputs(engine: Engine, work: list[Work], pages: int, each_step: Callable[[]
     return [of(answer) for answer in run(engine, work, each_step)]
 
 
+def vocabulary(engine: Engine) -> int:
+    return min(engine.limits.vocab_size, 96)
+
+
 def test_pages_without_a_holder_are_not_read(engine: Engine) -> None:
     pages = engine.scheduler.sequence.most_pages(191) + 2
-    poison, work, scheduler = Poison(engine), mixed(40, vocab=96, seed=2, masks=True), engine.scheduler
+    poison, work, scheduler = Poison(engine), mixed(40, vocab=vocabulary(engine), seed=2, masks=True), engine.scheduler
     preempted = scheduler.num_preemptions
     expected = outputs(engine, work, pages, lambda: None)
     assert scheduler.num_preemptions > preempted
     assert outputs(engine, work, pages, poison) == expected
     assert poison.pages > 1000 and scheduler.blocks.evictions > 50
+    assert (poison.states > 1000) == (scheduler.blocks.states is not None)
 
 
 def test_nor_are_those_that_were_forgotten(engine: Engine) -> None:
     """Cached pages become free at once, those before pages that running sequences hold among them."""
-    pages, poison, work = engine.scheduler.sequence.most_pages(191) * 2, Poison(engine), mixed(20, vocab=96, seed=3, masks=True)
+    pages, poison, work = (
+        engine.scheduler.sequence.most_pages(191) * 2,
+        Poison(engine),
+        mixed(20, vocab=vocabulary(engine), seed=3, masks=True),
+    )
 
     def forgetting(then: Callable[[], object]) -> Callable[[], None]:
         step = itertools.count()
@@ -134,4 +147,4 @@ def test_pages_that_are_held_are_read(engine: Engine) -> None:
     poison, step = Poison(engine), itertools.count()
     work: list[Work] = [(list(range(40)), params(3, max_tokens=20))]
     expected = outputs(engine, work, 40, lambda: None)
-    assert outputs(engine, work, 40, lambda: next(step) == 8 and poison.fill([])) != expected
+    assert outputs(engine, work, 40, lambda: next(step) == 8 and poison.fill(*[[]] * len(engine.scheduler.blocks.pools))) != expected

@@ -20,6 +20,7 @@ def make_spec(
     kv_cache_dtype: str | None = None,
     devices: int = 1,
     host_pages: int = 0,
+    num_states: int = 20,
 ) -> ExecutionSpec:
     table = ProgramTable((16,), (8,), (1,), 32, page_buckets)  # one of each kind, all with samplers of 16 rows
     model = build(model_config(VARIANTS[variant]), dtype, 192, quantization, devices)
@@ -31,6 +32,7 @@ def make_spec(
         max_slots=16,
         page_size=16,
         num_pages=num_pages,
+        num_states=num_states if model.config.linear is not None else 0,
         kv_cache_dtype=kv_cache_dtype,
         host_pages=host_pages,
     )

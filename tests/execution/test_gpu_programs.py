@@ -22,6 +22,7 @@ from jengine.execution.programs import FILL, SPILL, UNTUNED, compile_all, lower,
 from jengine.execution.spec import ExecutionSpec
 from jengine.pages import SWAPS
 from jengine.parallel.mesh import make_mesh
+from jengine.program_table import TrunkKey
 from jengine.shapes import describe
 from pallas_kernels import ahead_of_time
 from tests.golden.weights import VARIANTS
@@ -31,13 +32,14 @@ if os.environ.get("JAX_PLATFORMS") != "cpu":
     pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True)
 
 LAYERS = 2
+STATEFUL = {**VARIANTS["qwen3_next"], "head_dim": 64, "hidden_size": 128, "dtype": "bfloat16"}
 MODEL = {**VARIANTS["llama_gqa"], "head_dim": 64, "hidden_size": 256, "num_attention_heads": 8, "dtype": "bfloat16"}
 
 
-def described(target: str, devices: int = 1, **options: Any) -> ExecutionSpec:
+def described(target: str, devices: int = 1, model: dict[str, Any] = MODEL, **options: Any) -> ExecutionSpec:
     mesh = make_mesh(devices, ahead_of_time.devices(target, devices))
     small = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 72, "tensor_parallel_size": devices}
-    spec = describe(EngineConfig.of("MODEL", {**small, **options}), model_config(MODEL), mesh, Path())
+    spec = describe(EngineConfig.of("MODEL", {**small, **options}), model_config(model), mesh, Path())
     return dataclasses.replace(spec, num_pages=4096)
 
 
@@ -112,6 +114,24 @@ def check_bursts_on_hopper() -> None:
 @pytest.mark.full
 def test_bursts_on_hopper_copy_no_cache() -> None:
     elsewhere(check_bursts_on_hopper)
+
+
+def check_states_on_hopper(devices: int) -> None:
+    spec = dataclasses.replace(described("h200", devices, STATEFUL, num_scheduler_steps=8), num_states=1 << 16)
+    for key in (*spec.table.trunks(), *spec.table.bursts()):
+        compiled = lower(spec, key).compile()
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        assert text is not None and memory is not None
+        assert not loops_of_unknown_length(text) and not re.search(r"\bconditional\(", text)
+        assert memory.alias_size_in_bytes >= spec.cache_bytes + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(spec.slots))
+        bound = temporaries_bound(spec, key) if isinstance(key, TrunkKey) else temporaries_bound(spec, key.trunk) << 1
+        assert memory.temp_size_in_bytes <= bound < spec.num_states * spec.state_bytes // 4, "a layer's states are not copied"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [1, 2])
+def test_states_on_hopper_are_updated_in_place(devices: int) -> None:
+    elsewhere(check_states_on_hopper, devices)
 
 
 def check_without_hopper(target: str, kv_cache_dtype: str | None) -> None:

@@ -40,6 +40,7 @@ OTHERS = [
     "gemma2",
     "mixtral",
     "opt_350m",
+    "qwen3_next",
 ]
 LARGE = 4096  # bytes of a constant; rotary frequencies are smaller
 

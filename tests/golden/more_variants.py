@@ -77,6 +77,35 @@ _FALCON = {
     **{"layer_norm_epsilon": 1e-5, "bias": False, "alibi": False, "parallel_attn": True, "tie_word_embeddings": True},
     **{"num_attention_heads": 8, "multi_query": True, "new_decoder_architecture": False},
 }
+_QWEN3_NEXT = {
+    **_family("qwen3_next", num_hidden_layers=3, head_dim=16, partial_rotary_factor=0.25),
+    **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "moe_intermediate_size": 40, "num_experts": 6},
+    **{"num_experts_per_tok": 3, "shared_expert_intermediate_size": 24, "norm_topk_prob": True, "linear_conv_kernel_dim": 4},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12},
+}
+_QWEN3_NEXT_MIXED = {
+    **_without(_QWEN3_NEXT, "layer_types"),
+    **{"num_hidden_layers": 4, "mlp_only_layers": [1, 2], "norm_topk_prob": False, "linear_num_value_heads": 2},
+    **{"linear_conv_kernel_dim": 3, "attention_bias": True},
+}
+_QWEN3_5 = {
+    **_without(_QWEN3_NEXT, "rope_theta", "partial_rotary_factor", "moe_intermediate_size", "num_experts", "num_experts_per_tok"),
+    **{"model_type": "qwen3_5_text", "head_dim": 32, "attn_output_gate": True, "mtp_num_hidden_layers": 1},
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        **{"mrope_interleaved": True, "mrope_section": [2, 1, 1]},
+    },
+}
+_QWEN3_5 = _without(_QWEN3_5, "shared_expert_intermediate_size", "norm_topk_prob")
+_QWEN3_5_MOE = {
+    **_without(_QWEN3_5, "intermediate_size", "layer_types"),
+    **{"model_type": "qwen3_5_moe_text", "num_hidden_layers": 4, "full_attention_interval": 2, "moe_intermediate_size": 40},
+    **{"num_experts": 6, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 24, "linear_num_value_heads": 2},
+}
+_QWEN3_5_VISION = {
+    **{"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16},
+    "patch_size": 14,
+}
 _FALCON_NEW = {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96, "tie_word_embeddings": False}
 
 MORE_VARIANTS: dict[str, dict[str, Any]] = {
@@ -113,6 +142,16 @@ MORE_VARIANTS: dict[str, dict[str, Any]] = {
     "phi": _PHI,
     "gpt_neox": _GPT_NEOX,
     "gpt_neox_serial": {**_GPT_NEOX, "use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0},
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_next_mixed": _QWEN3_NEXT_MIXED,
+    "qwen3_5": {"model_type": "qwen3_5", "text_config": _QWEN3_5, "vision_config": {**_QWEN3_5_VISION, "model_type": "qwen3_5"}},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe",
+        "text_config": _QWEN3_5_MOE,
+        "vision_config": {**_QWEN3_5_VISION, "model_type": "qwen3_5_moe"},
+    },
+    "qwen3_5_text": {**_QWEN3_5, "tie_word_embeddings": True, "linear_num_value_heads": 2},
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
     "falcon_7b": _FALCON,
     "falcon_11b": {**_FALCON_NEW, "num_ln_in_parallel_attn": 1},
     "falcon_40b": _FALCON_NEW,

@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.golden.expert_shapes import deepseek, gpt_oss
 from tests.golden.more_shapes import fused, llama_like, with_images, with_layer_norm
+from tests.golden.state_shapes import qwen3_5, qwen3_next
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -108,6 +109,8 @@ MAKERS = {
     **dict.fromkeys(("smollm3", "olmo2", "olmo3", "granite", "glm", "glm4", "gemma", "ministral3"), llama_like),
     **dict.fromkeys(("starcoder2", "stablelm", "phi"), with_layer_norm),
     **dict.fromkeys(("gpt_neox", "falcon"), fused),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), qwen3_next),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), qwen3_5),
     **dict.fromkeys(("gemma3", "mistral3"), with_images),
     "gpt_oss": gpt_oss,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), deepseek),

@@ -18,7 +18,7 @@ import numpy as np
 from tests.golden.shapes import tensor_shapes
 from tests.golden.variants import VARIANTS
 
-REPEATING = ("gpt2", "opt", "granite_biases", "starcoder2", "falcon_7b", "falcon_serial")
+REPEATING = ("gpt2", "opt", "granite_biases", "starcoder2", "falcon_7b", "falcon_serial", "qwen3_5_text")
 EACH_EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in names of tensors of one expert
 TABLES = {"gemma": 0.05, **dict.fromkeys(REPEATING, 0.15)}  # with 0.5 these say their last token again and again
 
@@ -40,10 +40,13 @@ def _weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = uniform(f"{variant}/{twin}", math.prod(shape)).reshape(shape)
     if name.endswith("sinks"):
         scaled = (4.0 if variant.endswith("sinks") else 0.0) + noise
+    elif name.endswith(("A_log", "dt_bias")):
+        scaled = -3.0 + noise if name.endswith("dt_bias") else 0.5 * noise  # states last for some twenty tokens, or for hundreds
     elif name.endswith("bias"):
         scaled = (0.1 if variant.startswith(("gpt2", "opt")) else 0.3) * noise
     elif "norm" in name or ".ln_" in name:
-        scaled = (0.0 if variant.startswith("gemma") else 1.0) + 0.3 * noise  # Gemma's norms add 1
+        adds_one = variant.startswith(("gemma", "qwen3_next", "qwen3_5")) and "linear_attn" not in name
+        scaled = (0.0 if adds_one else 1.0) + 0.3 * noise
     elif any(table in name for table in ("embed_", "embeddings", "lm_head", "wte", "wpe")):
         scaled = next((scale for family, scale in TABLES.items() if variant.startswith(family)), 0.5) * noise
     else:

@@ -1,20 +1,26 @@
-"""Attention at its plainest, over whole sequences."""
+"""Attention and recurrences at their plainest, over whole sequences."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jengine.models.layers import Attend
 from pallas_kernels.xla import Rotation, rotate
 
 
-def dense_causal(sequence: jax.Array, positions: jax.Array) -> Attend:
+class DenseCausal:
     """Attention of many sequences on one token axis: a token sees its own sequence up to itself."""
-    distance = positions[:, None] - positions
-    causal = (sequence[:, None] == sequence) & (distance >= 0)
 
-    def attend(
+    def __init__(self, sequence: jax.Array, positions: jax.Array) -> None:
+        self.positions = positions
+        self.distance = positions[:, None] - positions
+        self.causal = (sequence[:, None] == sequence) & (self.distance >= 0)
+
+    def __call__(
+        self,
         layer: int,
         q: jax.Array,
         k: jax.Array,
@@ -32,10 +38,30 @@ def dense_causal(sequence: jax.Array, positions: jax.Array) -> Attend:
         scores = jnp.einsum("qhd,khd->hqk", q, k) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        visible = causal if window is None else causal & (distance < window)
+        visible = self.causal if window is None else self.causal & (self.distance < window)
         scores = jnp.where(visible, scores, -jnp.inf)
         if sinks is not None:
             scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1)
         return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores)[..., : k.shape[0]], v)
 
-    return attend
+    def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """Sequences lie one after the other, so what is `back` tokens before one is there on the axis."""
+        x, weight, out = x.astype(jnp.float32), weight.astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
+        for back in range(weight.shape[1]):
+            earlier = jnp.pad(x, ((back, 0), (0, 0)))[: len(x)]
+            out += jnp.where((self.positions >= back)[:, None], earlier, 0) * weight[:, -1 - back]
+        return out
+
+    def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> jax.Array:
+        """Token by token."""
+        q, k = (jnp.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q, k))
+
+        def one(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+            position, q, k, v, decay, rate = token
+            state = jnp.where(position == 0, 0, state) * jnp.exp(decay)[:, None, None]
+            missing = v - jnp.einsum("hkv,hk->hv", state, k)
+            state = state + jnp.einsum("hk,hv,h->hkv", k, missing, rate)
+            return state, jnp.einsum("hkv,hk->hv", state, q)
+
+        state = jnp.zeros((v.shape[1], q.shape[2], v.shape[2]), jnp.float32)
+        return lax.scan(one, state, (self.positions, q, k, v, decay, rate))[1]

@@ -18,7 +18,7 @@ from jengine.models import Params, build
 from jengine.parallel.collectives import AXIS
 from jengine.parallel.mesh import make_mesh, shard_mapped
 from tests.golden.weights import VARIANTS, Golden, max_model_len, write_model
-from tests.models.dense import dense_causal
+from tests.models.dense import DenseCausal
 
 ROOT = Path(__file__).parent.parent.parent
 TOLERANCE = 1e-4
@@ -36,7 +36,7 @@ def differences(variant: str, folder: Path, tensor_parallel_size: int = 1) -> li
 
     def run(params: Params, tokens: jax.Array, positions: jax.Array, sequence: jax.Array) -> jax.Array:
         module = model.bind(params)
-        return module.logits(module.hidden(tokens, positions, dense_causal(sequence, positions)))
+        return module.logits(module.hidden(tokens, positions, DenseCausal(sequence, positions)))
 
     everywhere = NamedSharding(mesh, P())
     args = params, *(jax.device_put(x, everywhere) for x in (np.concatenate(texts), positions, sequence))
@@ -53,8 +53,9 @@ def differences(variant: str, folder: Path, tensor_parallel_size: int = 1) -> li
 
 
 FURTHER = {"smollm3_window", "granite_biases", "glm", "mistral3", "starcoder2_window", "stablelm_parallel", "gpt_neox_serial"}
-FURTHER |= {"falcon_7b", "falcon_11b", "falcon_serial"}  # of families that have another variant here
 FURTHER |= {"gpt_oss_wide_sinks", "gpt_oss_ties", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3_ties", "glm4_moe_lite", "kimi_k2"}
+FURTHER |= {"falcon_7b", "falcon_11b", "falcon_serial", "qwen3_next_mixed", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+# of families that have another variant here
 CASES = [pytest.param(variant, marks=pytest.mark.full) if variant in FURTHER else variant for variant in VARIANTS]
 
 
@@ -67,6 +68,7 @@ ONE_EACH = ["mistral_window", "phi3_window", "gemma2", "gemma3", "gpt2", "opt_12
 ONE_EACH += ["smollm3", "olmo2", "olmo3", "granite", "glm", "glm4", "gemma", "gemma3_images", "mistral3", "ministral3"]
 ONE_EACH += ["starcoder2", "stablelm_parallel", "phi", "gpt_neox", "falcon_40b"]
 ONE_EACH += ["gpt_oss", "gpt_oss_wide_sinks", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"]
+ONE_EACH += ["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"]
 SHARDED = ["llama_attention_bias", *(pytest.param(variant, marks=pytest.mark.full) for variant in ONE_EACH)]
 
 

@@ -16,10 +16,10 @@ from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import Quantized, dequantize, is_quantized
 from tests.golden.weights import Golden, max_model_len, write_model
-from tests.models.test_golden import dense_causal
+from tests.models.test_golden import DenseCausal
 
 FAMILIES = ["llama_gqa", "llama_tied", "qwen3_tied", "gemma2", "gpt2", "opt_350m", "phi3_window", "mixtral", "qwen3_moe"]
-LATER = ["olmo2", "glm4", "stablelm_parallel", "phi", "gpt_neox", "falcon_40b"]
+LATER = ["qwen3_next", "olmo2", "glm4", "stablelm_parallel", "phi", "gpt_neox", "falcon_40b"]
 
 
 def logits(model: Model, params: Params, tokens: np.ndarray) -> np.ndarray:
@@ -27,7 +27,7 @@ def logits(model: Model, params: Params, tokens: np.ndarray) -> np.ndarray:
     def run(params: Params, tokens: jax.Array) -> jax.Array:
         positions = jnp.arange(len(tokens))
         module = model.bind(params)
-        return module.logits(module.hidden(tokens, positions, dense_causal(jnp.zeros_like(tokens), positions)))
+        return module.logits(module.hidden(tokens, positions, DenseCausal(jnp.zeros_like(tokens), positions)))
 
     return np.asarray(run(params, tokens))
 

@@ -37,6 +37,7 @@ QUICK = ["llama_mqa"]
 REST = ["llama_attention_bias", "llama_mlp_bias", "mistral_window", "phi3_window", "gemma2", "gemma3", "gpt2", "opt_125m", "opt_350m"]
 REST += ["qwen2_tied", "qwen3_untied", "mixtral", "qwen3_moe", "qwen3_moe_mixed", "llama_mha"]
 REST += ["olmo2", "glm4", "ministral3", "stablelm_parallel", "phi", "gpt_neox", "falcon_7b", "falcon_40b", "gpt_oss", "deepseek_v3"]
+REST += ["qwen3_next", "qwen3_5"]
 EVERY = [*QUICK, *(pytest.param(variant, marks=pytest.mark.full) for variant in REST)]
 SIZES = [2, pytest.param(4, marks=pytest.mark.full), 8]
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
@@ -64,7 +65,8 @@ def check_samples(engine: Engine, prompt: list[int]) -> None:
     """Samples that begin at a hit and copy the page that they share are those of requests that share nothing."""
     how = SamplingParams(temperature=0.9, seed=7, max_tokens=9, n=3)
     together = run(engine, [(prompt, how)])
-    assert [answer.sequence.num_cached for answer in together] == [48, len(prompt), len(prompt)]
+    hit = 48 if engine.scheduler.blocks.states is None else 0  # the first snapshot comes after a tile
+    assert [answer.sequence.num_cached for answer in together] == [hit, len(prompt), len(prompt)]
     for number, answer in enumerate(together):
         engine.reset_prefix_cache()
         engine.add(requests_of("alone", prompt, how)[number])
@@ -166,7 +168,8 @@ def test_a_trunk_sums_twice_a_layer_and_once_for_its_embedding(programs: tuple[E
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "variant", ["gemma2", "gpt2", "opt_350m", "qwen3_untied", "mixtral", "qwen3_moe_mixed", "olmo2", "stablelm_parallel", "falcon_7b"]
+    "variant",
+    ["gemma2", "gpt2", "opt_350m", "qwen3_untied", "mixtral", "qwen3_moe_mixed", "olmo2", "stablelm_parallel", "falcon_7b", "qwen3_next"],
 )
 def test_so_does_every_family(variant: str) -> None:
     """OLMo norms queries and keys over all heads, which takes a third one. Of attention and MLP that are added at once, XLA makes one."""

@@ -2,7 +2,8 @@
 
 Its cache remembers what each place holds: the keys and values of a token after a certain prefix, of one cache group. Reading
 anything else, such as another sequence's page, a stale page or an unwritten place, fails at once. With a batch-invariant table so does
-reading a prompt's token that a row computed, or a generated one that a tile did. Its next token is a function of the seed
+reading a prompt's token that a row computed, or a generated one that a tile did. So does beginning with another state than that of all
+tokens before. Its next token is a function of the seed
 and of all tokens before it: a wrong token anywhere shows in everything that follows.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, fields
+from functools import partial
 
 from jengine.beam_params import BeamSearchParams
 from jengine.beams import sampling_of
@@ -25,6 +27,7 @@ from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
 from jengine.updates import Found
 from tests.scheduling.answers import EOS, alone, beams_alone, found_after, next_token
 from tests.scheduling.host_memory import Content, HostMemory
+from tests.scheduling.state_memory import StateMemory
 
 FULL = (GroupPages(),)
 
@@ -52,7 +55,8 @@ class StrictDevice:
     """
 
     def __init__(self, table: ProgramTable, *, page_size: int, num_pages: int, max_num_seqs: int, max_num_batched_tokens: int,
-                 groups: List[GroupPages] = FULL) -> None:  # fmt: skip
+                 groups: List[GroupPages] = FULL, num_states: int = 0) -> None:  # fmt: skip
+        self.states = StateMemory(num_states, table.tile_size)
         self.table, self.page_size, self.num_pages, self.groups = table, page_size, num_pages, groups
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.slots: dict[int, Slot] = {}
@@ -122,6 +126,7 @@ class StrictDevice:
             for span, given in zip(plan.spans, tokens, strict=True):
                 if number < span.length:
                     slot, one = self.slots[span.slot], Span(span.seq, span.slot, span.start + number)
+                    one.states = span.states if number == 0 or span.states is None else span.states[1:] * 2
                     assert slot.last_token is not None and span.known < 0
                     self._write(one, [slot.last_token], plan.trunk.pages)
                     self._read(one)
@@ -216,6 +221,7 @@ class StrictDevice:
             for group, table in enumerate(slot.tables):
                 content = group, self._content(span, at), span.tokens is None
                 self.cache[table[at // self.page_size], at % self.page_size] = content
+        self.states.turn(span, partial(self._content, span))
         assert page_bucket == 0 or (len(slot.tokens) - 1) // self.page_size < page_bucket, "a program that reads too few pages"
 
     def _read(self, span: Span) -> None:
@@ -242,13 +248,13 @@ class Loop:
 
     def __init__(self, *, max_model_len: int, tile_size: int, page_size: int, num_pages: int, max_num_seqs: int,
                  max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,), groups: List[GroupPages] = FULL,
-                 invariant_tiles: int = 0, **options: object) -> None:  # fmt: skip
+                 invariant_tiles: int = 0, num_states: int = 0, **options: object) -> None:  # fmt: skip
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         steps = 8 if options.get("num_scheduler_steps", 1) != 1 else 1
         table = ProgramTable.build(tile_size=tile_size, page_buckets=page_buckets, steps=steps, **limits)
         if invariant_tiles:
             table = ProgramTable.build_batch_invariant(max_num_seqs=max_num_seqs, tiles=invariant_tiles, tile_size=tile_size)
-        pages = {"page_size": page_size, "num_pages": num_pages, "groups": groups}
+        pages = {"page_size": page_size, "num_pages": num_pages, "groups": groups, "num_states": num_states}
         named = {field.name: options.pop(field.name) for field in fields(SchedulingOptions) if field.name in options}
         self.scheduler = Scheduler(table, max_model_len=max_model_len, options=SchedulingOptions(**named), **pages, **limits, **options)  # type: ignore[arg-type]
         self.device = StrictDevice(table, **pages, **limits)  # type: ignore[arg-type]

@@ -53,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps=st.sampled_from([1, 8, "auto"]),
         host_pages=st.sampled_from([0, 0, 1, 4, 30]),
         staged=st.integers(1, 5),
+        more_states=st.sampled_from([None, None, 0, 2, 20]),
     )
     def start(
         self,
@@ -76,7 +77,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps,
         host_pages,
         staged,
+        more_states,
     ):
+        if more_states is not None:
+            host_pages = invariant_tiles = 0  # refused with recurrent states
         pages = -(-max_model_len // page_size)  # of the longest sequence
         most = sum(most_pages(max_model_len - 1, window, page_size, tile_size) for window in windows)
         self.loop = Loop(
@@ -100,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_scheduler_steps=steps if tile_size == 8 and not invariant_tiles else 1,
             host_pages=host_pages if prefix_caching else 0,
             staged=staged,
+            num_states=0 if more_states is None else max(1 + max_num_seqs + more_states, 3),
         )
         if few:
             self.loop.begin_with_few()
@@ -126,6 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         params = {"max_tokens": max_tokens, "min_tokens": min_tokens, "ignore_eos": ignore_eos, "stop_token_ids": stops}
         self.loop.add(prompt, priority, n=n, salt=salt, targets={**due, "client": client}, prompt_logprobs=scored, **params)
 
+    @precondition(lambda self: not self.loop.device.states.pages)
     @rule(
         data=st.data(),
         width=st.integers(1, 4),

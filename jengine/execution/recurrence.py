@@ -1,0 +1,119 @@
+"""What layers with a recurrent state call: each row and each tile reads one page of states and writes another, or the same."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jengine.execution.attention import TokenAxis
+from jengine.execution.batch import Batch
+from jengine.program_table import TrunkKey
+from pallas_kernels import delta_rule
+
+ROWS_BYTES = 32 << 20  # of states that are turned at once: what rows take beside the cache
+
+
+class Recurrence:
+    """States by page: those of a layer's convolution [pages, taps - 1, channels], and of its recurrence [pages, heads, key_dim, value_dim].
+
+    Rows come first, then tiles in their order, each reading what those before it wrote: so the tiles of a sequence follow each other, and
+    a prompt may begin with the state that another leaves in the same step. Padding reads zeros and writes the null page.
+    """
+
+    def __init__(self, batch: Batch, axis: TokenAxis, key: TrunkKey) -> None:
+        rows, tiles = (batch.row_states, batch.row_slots == 0), (batch.tile_states, batch.tile_positions == 0)
+        self._rows, self._tiles = (((states[:, 0], states[:, 1]), fresh) for states, fresh in (rows, tiles))
+        self._lengths, self._real, self._key = batch.tile_lengths, axis.real, key
+        self.convolve = jax.jit(self._convolve)  # traced and lowered once for all layers that are alike
+        self.recur = jax.jit(self._recur)
+
+    def _convolve(self, x: jax.Array, weight: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [N, channels], weight [channels, taps] -> float32 [N, channels]; and the pages."""
+        key, taps, out = self._key, weight.shape[1], []
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+        if key.rows:
+            (sources, targets), fresh = self._rows
+            every = jnp.concatenate([_begin(pages[sources], fresh), x[: key.rows, None]], axis=1)
+            pages = pages.at[targets].set(every[:, 1:])
+            out.append(_weighted(every, weight, 1)[:, 0])
+        if key.tiles:
+            (sources, targets), fresh = self._tiles
+            tiles = x[key.rows :].reshape(key.tiles, -1, x.shape[1])
+
+            def one(pages: jax.Array, tile: Any) -> tuple[jax.Array, jax.Array]:
+                source, target, fresh, length, own = tile
+                before = _begin(pages[source], fresh)
+                after = lax.dynamic_slice_in_dim(jnp.concatenate([before, own]), length, taps - 1)
+                return lax.dynamic_update_index_in_dim(pages, after, target, 0), before
+
+            pages, before = lax.scan(one, pages, (sources, targets, fresh, self._lengths, tiles))
+            out.append(_weighted(jnp.concatenate([before, tiles], axis=1), weight, tiles.shape[1]).reshape(-1, x.shape[1]))
+        return jnp.concatenate(out), pages
+
+    def _recur(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array, pages: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """q and k [N, key heads, key_dim], v [N, heads, value_dim], decay and rate [N, heads], all float32 -> [N, heads, value_dim]; and
+        the pages. Key heads are shared by as many consecutive heads each."""
+        shared = v.shape[1] // q.shape[1]
+        tokens = [x if x is v else jnp.repeat(x, shared, axis=1) for x in (q, k, v)] + [decay, rate]
+        key, out = self._key, []
+        if key.rows:
+            read, pages = self._recur_rows([x[: key.rows] for x in tokens], pages)
+            out.append(read)
+        if key.tiles:
+            real = self._real[key.rows :]
+            tokens = [jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x[key.rows :], 0) for x in tokens]  # what is padding changes nothing
+            read, pages = self._recur_tiles(tokens, pages)
+            out.append(read)
+        return jnp.concatenate(out), pages
+
+    def _recur_rows(self, tokens: list[jax.Array], pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Some rows at a time, so that their states take little beside the cache."""
+
+        def some(pages: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
+            (sources, targets), fresh, *tokens = rows
+            states, read = delta_rule.step(_begin(pages[sources], fresh), *tokens)
+            return pages.at[targets].set(states), read
+
+        rows, at_once = self._key.rows, max(ROWS_BYTES // (4 * math.prod(pages.shape[1:])), 1)
+        parts = next(parts for parts in range(1, rows + 1) if rows % parts == 0 and rows // parts <= at_once)
+        whole = *self._rows, *tokens
+        if parts == 1:
+            pages, read = some(pages, whole)
+            return read, pages
+        pages, read = lax.scan(some, pages, jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), whole))
+        return read.reshape(rows, *read.shape[2:]), pages
+
+    def _recur_tiles(self, tokens: list[jax.Array], pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What tiles give by themselves for all at once, then their states one after the other."""
+        tiles = self._key.tiles
+        size = tokens[0].shape[0] // tiles
+        chunk = delta_rule.chunk_size(size)
+        cut = [jnp.moveaxis(x.reshape(tiles, size // chunk, chunk, *x.shape[1:]), 3, 2) for x in tokens]  # heads before tokens
+        prepared = delta_rule.prepare(*cut)
+
+        def one(pages: jax.Array, tile: Any) -> tuple[jax.Array, jax.Array]:
+            (source, target), fresh, chunks = tile
+            state, read = _begin(pages[source], fresh), []
+            for i in range(size // chunk):
+                state, part = delta_rule.advance(state, jax.tree.map(lambda x, i=i: x[i], chunks))
+                read.append(part)
+            return lax.dynamic_update_index_in_dim(pages, state, target, 0), jnp.stack(read)
+
+        pages, read = lax.scan(one, pages, (*self._tiles, prepared))  # [tiles, chunks, heads, chunk, value_dim]
+        return jnp.moveaxis(read, 2, 3).reshape(tiles * size, *read.shape[2:3], read.shape[-1]), pages
+
+
+def _begin(states: jax.Array, fresh: jax.Array) -> jax.Array:
+    """Zeros where a sequence begins."""
+    return jnp.where(fresh.reshape(*fresh.shape, *[1] * (states.ndim - fresh.ndim)), 0, states)
+
+
+def _weighted(every: jax.Array, weight: jax.Array, tokens: int) -> jax.Array:
+    """every [n, taps - 1 + tokens, channels] -> [n, tokens, channels]: each token with those before it, by weight [channels, taps]."""
+    return sum((every[:, i : i + tokens] * weight[:, i] for i in range(1, weight.shape[1])), every[:, :tokens] * weight[:, 0])

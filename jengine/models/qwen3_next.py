@@ -1,0 +1,254 @@
+"""Qwen3-Next, and Qwen3.5 and 3.6: gated delta nets in most layers, gated attention in the others, experts with a shared one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jengine.config import ModelConfig
+from jengine.errors import ModelError
+from jengine.model_parts import LinearAttention
+from jengine.models.family import Family, Fields, TextPart
+from jengine.models.hf_config import attention_biases, partly_rotated
+from jengine.models.layers import Attend, Block, GatedMlp, Layer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense
+from jengine.models.llama import Llama
+from jengine.models.moe import Experts
+from jengine.models.pieces import EVERY, Part, Piece, heads, qkv_parts
+from jengine.models.qwen3 import Qwen3Attention
+from jengine.parallel.collectives import all_reduce
+from pallas_kernels.xla import Rotation
+
+EPSILON = 1e-6  # under the norms of queries and keys
+
+
+class GatedAttention(Qwen3Attention):
+    """Attention whose output is multiplied by a gate, which queries' product brings along."""
+
+    def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, Part, Part]]:
+        """A kv head's rows: its queries, then key, value, and the gates of its queries. In a checkpoint a gate follows its query."""
+        dim = config.head_dim
+        q, k, v = qkv_parts(config)
+        gates = dim * (config.group_size_padded + 2)
+        places: list[tuple[slice, tuple[int | slice, ...]]] = []
+        for head, laid, row in heads(q, dim):
+            for half, at in enumerate((row, gates + row)):
+                start = (2 * head + half) * dim
+                places.append((slice(start, start + dim), (laid, slice(at, at + dim))))
+        return gates + dim * config.group_size_padded, (Part(2 * q.rows, tuple(places)), k, v)
+
+    def finish(self, y: jax.Array, gates: jax.Array) -> jax.Array:
+        return y * jax.nn.sigmoid(gates.reshape(y.shape))
+
+
+class GatedDeltaNet(nnx.Module):
+    """A short convolution, then the gated delta rule; a gated norm of what is read. Laid out by key heads, as the checkpoint is."""
+
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
+        assert config.linear is not None
+        self.linear, self.eps = config.linear, config.norm_eps
+        linear, hidden = config.linear, config.hidden_size
+        own, laid, values = slice(0, linear.key_heads), config.padded(linear.key_heads), linear.group * linear.value_dim
+        mixed, by_head = self.mixed_source(linear, name, hidden), ("heads", None, None)
+        self.mixed = matrix((laid, linear.channels + values, hidden), dtype, by_head, *mixed)
+        self.gates = param((laid, 2 * linear.group, hidden), dtype, by_head, *self.gates_source(linear, name, hidden))
+        convolved = by_kind(linear, f"{name}.conv1d.weight", 1, linear.taps)
+        self.convolution = param((laid, linear.channels, linear.taps), dtype, by_head, *convolved)
+        per_head = (laid, linear.group), jnp.float32, ("heads", None)
+        self.decay = param(*per_head, Piece(f"{name}.A_log", (linear.value_heads,), (own,)))
+        self.bias = param(*per_head, Piece(f"{name}.dt_bias", (linear.value_heads,), (own,)))
+        self.norm = param((linear.value_dim,), dtype, (None,), Piece(f"{name}.norm.weight", (linear.value_dim,)))
+        read = linear.key_heads * values
+        out = Piece(f"{name}.out_proj.weight", (hidden, read), (EVERY, slice(0, read)))
+        self.out = matrix((hidden, laid * values), dtype, (None, "heads"), out)
+
+    def mixed_source(self, linear: LinearAttention, name: str, hidden: int) -> tuple[Piece, ...]:
+        """The checkpoint's weight of queries, keys, values and output gates: here a tensor with the rows of each key head together."""
+        rows = linear.key_heads * (linear.channels + linear.group * linear.value_dim)
+        return (Piece(f"{name}.in_proj_qkvz.weight", (rows, hidden), (slice(0, linear.key_heads),)),)
+
+    def gates_source(self, linear: LinearAttention, name: str, hidden: int) -> tuple[Piece, ...]:
+        """The checkpoint's weight of rates and decays."""
+        return (Piece(f"{name}.in_proj_ba.weight", (2 * linear.value_heads, hidden), (slice(0, linear.key_heads),)),)
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        """x [N, hidden] -> [N, hidden]; positions enter by the recurrence alone."""
+        states = cast(Recur, attend)
+        linear, (laid, channels, taps) = self.linear, self.convolution[...].shape
+        mixed = dense(x, self.mixed[...])
+        convolved = states.convolve(layer, mixed[:, :, :channels].reshape(-1, laid * channels), self.convolution[...].reshape(-1, taps))
+        convolved = jax.nn.silu(convolved).reshape(-1, laid, channels)
+        q, k, v = jnp.split(convolved, [linear.key_dim, 2 * linear.key_dim], axis=-1)
+        v = v.reshape(-1, laid * linear.group, linear.value_dim)
+        rate, decay = jnp.split(dense(x, self.gates[...], dtype=jnp.float32), 2, axis=-1)  # [N, key heads, group]
+        rate, decay = jax.nn.sigmoid(rate), -jnp.exp(self.decay[...]) * jax.nn.softplus(decay + self.bias[...])
+        q, k = _unit(q) * linear.key_dim**-0.5, _unit(k)
+        read = states.recur(layer, q, k, v, decay.reshape(-1, v.shape[1]), rate.reshape(-1, v.shape[1]))
+        read *= lax.rsqrt(jnp.mean(read * read, axis=-1, keepdims=True) + self.eps) * self.norm[...].astype(jnp.float32)
+        read *= jax.nn.silu(mixed[:, :, channels:].astype(jnp.float32)).reshape(read.shape)
+        return row_parallel_dense(read.reshape(x.shape[0], -1).astype(x.dtype), self.out[...])
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
+
+
+def by_kind(linear: LinearAttention, name: str, *inputs: int) -> tuple[Piece, ...]:
+    """One tensor that holds all heads' queries, then all keys, then all values, into [key heads, channels, ...]."""
+    own, key, pieces, row, channel = slice(0, linear.key_heads), linear.key_dim, list[Piece](), 0, 0
+    for size in (key, key, linear.group * linear.value_dim):
+        rows = slice(row, row := row + linear.key_heads * size)
+        part = own, slice(channel, channel := channel + size)
+        pieces.append(Piece(name, (linear.key_heads * linear.channels, *inputs), part, rows))
+    return tuple(pieces)
+
+
+class SeparateDeltaNet(GatedDeltaNet):
+    """With a tensor for each of what GatedDeltaNet has in two: Qwen3.5."""
+
+    def mixed_source(self, linear: LinearAttention, name: str, hidden: int) -> tuple[Piece, ...]:
+        values = linear.group * linear.value_dim
+        place = slice(0, linear.key_heads), slice(linear.channels, linear.channels + values)
+        z = Piece(f"{name}.in_proj_z.weight", (linear.key_heads * values, hidden), place)
+        return *by_kind(linear, f"{name}.in_proj_qkv.weight", hidden), z
+
+    def gates_source(self, linear: LinearAttention, name: str, hidden: int) -> tuple[Piece, ...]:
+        own, group = slice(0, linear.key_heads), linear.group
+        places = {"b": slice(0, group), "a": slice(group, 2 * group)}
+        return tuple(Piece(f"{name}.in_proj_{p}.weight", (linear.value_heads, hidden), (own, place)) for p, place in places.items())
+
+
+class SharedExperts(Experts):
+    """Experts, and one that all tokens meet, weighed by a gate."""
+
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str]) -> None:
+        super().__init__(config, dtype, name, parts)
+        hidden = config.hidden_size
+        shared = dataclasses.replace(config, intermediate_size=config.shared_expert_size, mlp_bias=False)
+        self.shared = GatedMlp(shared, dtype, f"{name}.shared_expert")
+        self.shared_gate = param((1, hidden), dtype, (None, None), Piece(f"{name}.shared_expert_gate.weight", (1, hidden)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate = jax.nn.sigmoid(dense(x, self.shared_gate[...], dtype=jnp.float32)).astype(x.dtype)
+        return all_reduce(self.own_part(x) + gate * self.shared.own_part(x))
+
+
+class StackedExperts(SharedExperts):
+    """With all experts in one tensor: Qwen3.5."""
+
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str]) -> None:
+        super().__init__(config, dtype, name, parts)
+        experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
+        laid, real, both = config.padded(ffn), slice(0, ffn), (experts, 2 * ffn, hidden)
+        halves = (Piece(f"{name}.experts.gate_up_proj", both, (EVERY, real, i), (EVERY, slice(i * ffn, (i + 1) * ffn))) for i in range(2))
+        down = Piece(f"{name}.experts.down_proj", (experts, hidden, ffn), (EVERY, EVERY, real))
+        self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *halves)
+        self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), down)
+
+
+class Qwen3Next(Llama):
+    attention = GatedAttention
+    delta_net: type[GatedDeltaNet] = GatedDeltaNet
+    experts: type[SharedExperts] = SharedExperts
+
+    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
+        assert config.linear is not None
+        linear = index in config.linear.layers
+        return Layer(
+            RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
+            self.delta_net(config, dtype, f"{name}.linear_attn") if linear else self.attention(config, dtype, f"{name}.self_attn"),
+            RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
+            self.mlp(config, dtype, name, index),
+        )
+
+    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
+        if index not in config.expert_layers:
+            return super().mlp(config, dtype, name, index)
+        return self.experts(config, dtype, f"{name}.mlp", ("gate_proj", "up_proj", "down_proj"))
+
+
+class Qwen35(Qwen3Next):
+    delta_net = SeparateDeltaNet
+    experts = StackedExperts
+
+
+def read_linear_attention(hf: Fields) -> dict[str, Any]:
+    """The layers and sizes of the gated delta nets.
+
+    Raises:
+        ModelError: no layer attends, or a layer type or size is not supported.
+    """
+    layers, every = int(hf["num_hidden_layers"]), int(hf.get("full_attention_interval") or 4)
+    usual = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+    types: Sequence[str] = hf.get("layer_types") or usual
+    if unknown := set(types) - {"full_attention", "linear_attention"}:
+        raise ModelError(f"layer_types has {unknown.pop()!r}; full_attention and linear_attention are supported")
+    if len(types) != layers or len(set(types)) < 2:
+        raise ModelError(f"layer_types must name {layers} layers, num_hidden_layers, of which some have full and some linear attention")
+    linear = LinearAttention(
+        layers=tuple(i for i, kind in enumerate(types) if kind == "linear_attention"),
+        key_heads=int(hf.get("linear_num_key_heads", 16)),
+        value_heads=int(hf.get("linear_num_value_heads", 32)),
+        key_dim=int(hf.get("linear_key_head_dim", 128)),
+        value_dim=int(hf.get("linear_value_head_dim", 128)),
+        taps=int(hf.get("linear_conv_kernel_dim", 4)),
+    )
+    if linear.value_heads % linear.key_heads:
+        limit = f"is no multiple of linear_num_key_heads={linear.key_heads}"
+        raise ModelError(f"linear_num_value_heads={linear.value_heads} {limit}")
+    if linear.taps < 2:
+        raise ModelError(f"linear_conv_kernel_dim={linear.taps} must be at least 2")
+    return {"linear": linear}
+
+
+def read_qwen3_next(hf: Fields) -> dict[str, Any]:
+    fields = {**partly_rotated(hf, 0.25), **attention_biases(hf), **read_linear_attention(hf), "norm_offset": 1.0, "attention_gate": True}
+    dense, step = hf.get("mlp_only_layers") or [], int(hf.get("decoder_sparse_step", 1))
+    return {
+        **fields,
+        "expert_layers": tuple(i for i in range(fields["num_layers"]) if i not in dense and (i + 1) % step == 0),
+        "num_experts": int(hf.get("num_experts", 512)),
+        "experts_per_token": int(hf.get("num_experts_per_tok", 10)),
+        "expert_size": int(hf.get("moe_intermediate_size", 512)),
+        "shared_expert_size": int(hf.get("shared_expert_intermediate_size", 512)),
+        "normalize_experts": bool(hf.get("norm_topk_prob", True)),
+    }
+
+
+def read_qwen3_5(hf: Fields) -> dict[str, Any]:
+    if not hf.get("attn_output_gate", True):
+        raise ModelError("attn_output_gate=false is not supported")
+    return {**partly_rotated(hf, 0.25), **attention_biases(hf), **read_linear_attention(hf), "norm_offset": 1.0, "attention_gate": True}
+
+
+def read_qwen3_5_moe(hf: Fields) -> dict[str, Any]:
+    fields = read_qwen3_5(hf)
+    return {
+        **fields,
+        "expert_layers": tuple(range(fields["num_layers"])),
+        "num_experts": int(hf.get("num_experts", 256)),
+        "experts_per_token": int(hf.get("num_experts_per_tok", 8)),
+        "expert_size": int(hf.get("moe_intermediate_size", 512)),
+        "shared_expert_size": int(hf.get("shared_expert_intermediate_size", 512)),
+        "normalize_experts": True,
+    }
+
+
+DEFAULTS = {"head_dim": 256, "max_position_embeddings": 32768}
+MOE_DEFAULTS = {**DEFAULTS, "intermediate_size": 512}  # no layer has it
+AHEAD, IMAGES = ("mtp.",), ("visual.", "mtp.")  # tensors that predict more than the next token; and those that see
+
+FAMILIES = {
+    "qwen3_5": Family("Qwen3.5, Qwen3.6 (the text model)", Qwen35, read_qwen3_5, DEFAULTS, TextPart(("qwen3_5_text",), IMAGES)),
+    "qwen3_5_moe": Family(
+        "Qwen3.5 and 3.6 with experts (the text model)", Qwen35, read_qwen3_5_moe, MOE_DEFAULTS, TextPart(("qwen3_5_moe_text",), IMAGES)
+    ),
+    "qwen3_5_moe_text": Family("Qwen3.5 and 3.6 with experts (text)", Qwen35, read_qwen3_5_moe, MOE_DEFAULTS, skipped=AHEAD),
+    "qwen3_5_text": Family("Qwen3.5, Qwen3.6 (text)", Qwen35, read_qwen3_5, DEFAULTS, skipped=AHEAD),
+    "qwen3_next": Family("Qwen3-Next", Qwen3Next, read_qwen3_next, DEFAULTS, skipped=AHEAD),
+}

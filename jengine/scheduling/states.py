@@ -1,0 +1,159 @@
+"""Who owns which recurrent states: one for each running sequence, shared where sequences fork, and snapshots for prefix hits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from jengine.scheduling.page_pool import PagePool
+from jengine.scheduling.prefix_index import Block, PrefixIndex
+
+SPARSE = 8  # tiles of a long prompt, or as many generated tokens, between two snapshots
+
+
+@dataclass(slots=True)
+class StatePages:
+    """A sequence's pages of states.
+
+    Attributes:
+        own: what its next step writes. No other sequence holds it, and it cannot be found.
+        source: what its next step reads, where that is another page; 0: none, since the sequence begins.
+        branch: tokens up to which its prompt is known, as far as keys and values go: others that begin alike may end there.
+        findable: whether its snapshots may be found.
+        snapshots: pages that are about to be found, by the tokens that they stand for.
+    """
+
+    own: int
+    source: int | None
+    branch: int
+    findable: bool
+    snapshots: dict[int, int] = field(default_factory=dict)
+
+
+class States:
+    """Pages of recurrent states by sequence number.
+
+    A step reads one page and writes one. Where the two differ, what was read stays: that is how a snapshot is kept, how samples of one
+    prompt part, and how a sequence begins with another's snapshot. Nothing is ever copied. A page that is read may be given away in the
+    same plan: rows and tiles run in the plan's order.
+
+    A snapshot is found as its block's page of the state group, the last group: it stands for all tokens up to the block's end.
+
+    Args:
+        group: the state group's index.
+        let_find: see BlockManager.commit.
+    """
+
+    def __init__(
+        self, pool: PagePool, index: PrefixIndex, group: int, page_size: int, let_find: Callable[[int, Sequence[int], int], None]
+    ) -> None:
+        self.pool, self._index, self._group, self._page_size, self._let_find = pool, index, group, page_size, let_find
+        self._of: dict[int, StatePages] = {}
+
+    def needed(self, blocks: Sequence[Block]) -> int:
+        """Pages that admitting a sequence with this hit takes from those available."""
+        return 1 + (bool(blocks) and not self.pool.holders(blocks[-1].pages[self._group]))
+
+    def admit(self, number: int, blocks: Sequence[Block], branch: int, *, findable: bool) -> None:
+        """A sequence begins with the snapshot at the end of a hit, or with zeros."""
+        source = blocks[-1].pages[self._group] if blocks else 0
+        if source:
+            self.pool.share(source)  # first: taking a page could evict it
+        self._of[number] = StatePages(self._take(), source, branch, findable)
+
+    def fork(self, number: int, child: int) -> None:
+        """Another sequence with the same tokens, all of which are planned."""
+        parent = self._of[number]
+        if parent.source is None:
+            parent.own, parent.source = self._take(), parent.own
+        assert parent.source
+        self.pool.share(parent.source)
+        self._of[child] = StatePages(self._take(), parent.source, 0, parent.findable)
+
+    def row(self, number: int, tokens: Sequence[int], known: int, end: int, tile_size: int) -> list[int]:
+        """A sequence's next row is planned, or a burst of its rows, up to the token before `end`: [the page that it reads, the page that
+        it writes]. Now and then it leaves a snapshot, which is found once all of its tokens are known.
+
+        Args:
+            known: of its tokens, those that are computed, and that the host has read.
+        """
+        of = self._of[number]
+        if of.snapshots and min(of.snapshots) <= known:
+            self._let_find(number, tokens, known)
+        pages = self._step(number)
+        if of.findable and end % (SPARSE * tile_size) == 0 and end % self._page_size == 0:
+            self._snapshot(number, end)
+        return pages
+
+    def _step(self, number: int) -> list[int]:
+        """[The page that a sequence's next row or tile reads, the page that it writes]."""
+        pages = self._of[number]
+        if pages.source is None:
+            return [pages.own, pages.own]
+        source, pages.source = pages.source, None
+        if source:
+            self._release(source)
+        return [source, pages.own]
+
+    def tiles(self, number: int, start: int, end: int, tile_size: int, last: int) -> list[int]:
+        """Tiles of the tokens at [start, end) are planned: the page that the first reads, then those that they write.
+
+        Snapshots are left at borders of tiles and of pages: at the last ones before `last`, where the known tokens end; at the last one
+        before the place where other prompts have branched off; and now and then in a long prompt.
+        """
+        pages = self._step(number)
+        for border in [*range(start + tile_size, end, tile_size), end]:
+            if border > start + tile_size:
+                pages.append(self._step(number)[1])
+            if self._of[number].findable and border % self._page_size == 0 and self._worth(self._of[number], border, tile_size, last):
+                self._snapshot(number, border)
+        return pages
+
+    def _worth(self, pages: StatePages, border: int, tile_size: int, last: int) -> bool:
+        ends = border <= last <= border + tile_size or border <= pages.branch < border + tile_size
+        return ends or border % (SPARSE * tile_size) < tile_size
+
+    def _snapshot(self, number: int, tokens: int) -> None:
+        """What the tile that was planned last writes stays, and the next one writes elsewhere; if there is room."""
+        if self.pool.available:
+            pages = self._of[number]
+            pages.snapshots[tokens] = pages.source = pages.own
+            self.pool.share(pages.own)
+            pages.own = self._take()
+
+    def commit(self, number: int, blocks: Sequence[Block]) -> None:
+        """Snapshots can be found, as far as their blocks are known."""
+        pages = self._of[number]
+        for tokens in [tokens for tokens in pages.snapshots if tokens // self._page_size <= len(blocks)]:
+            page = pages.snapshots.pop(tokens)
+            self._index.hold(blocks[tokens // self._page_size - 1], self._group, page)
+            self._release(page)
+
+    def reset(self) -> None:
+        """Nothing of what sequences have computed can be found any more."""
+        for pages in self._of.values():
+            pages.findable = False
+
+    def release(self, number: int) -> None:
+        """Takes a sequence's pages back."""
+        pages = self._of.pop(number)
+        for page in (pages.own, pages.source, *pages.snapshots.values()):
+            if page:
+                self._release(page)
+
+    def held(self) -> Counter[int]:
+        """How many hold each page."""
+        return Counter(page for of in self._of.values() for page in (of.own, of.source, *of.snapshots.values()) if page)
+
+    @property
+    def numbers(self) -> set[int]:
+        """Of the sequences that have a state."""
+        return {*self._of}
+
+    def _take(self) -> int:
+        (page,) = self.pool.take(1)
+        return page
+
+    def _release(self, page: int) -> None:
+        self.pool.release(page, keep=self._index.holds(self._group, page))

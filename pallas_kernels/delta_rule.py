@@ -1,0 +1,107 @@
+"""The gated delta rule (Yang et al., "Gated Delta Networks", 2025): a recurrence whose state is a matrix for each head.
+
+A token with key k, value v, log decay g and rate b turns the state S [key_dim, value_dim] into
+
+    S' = exp(g) S + k (b (v - exp(g) S^T k))^T
+
+and reads S'^T q. All arrays are float32: the state sums over a whole sequence.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK = 64  # tokens, at most, that are computed together
+FEW = 16  # tokens of a chunk, at least, where a tile has more
+einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+class Chunk(NamedTuple):
+    """What a chunk's tokens give without the state before them; see `prepare`. Leading axes are free, then heads."""
+
+    inputs: jax.Array  # [..., tokens, value_dim]: what each token would add to the state, if that were zero before the chunk
+    reads: jax.Array  # [..., tokens, key_dim]: how what it adds depends on the state before the chunk
+    queries: jax.Array  # [..., tokens, key_dim], decayed
+    keys: jax.Array  # [..., tokens, key_dim], as they have decayed at the end of the chunk
+    scores: jax.Array  # [..., tokens, tokens], of queries with keys, decayed; lower triangle
+    decay: jax.Array  # [...], of the whole chunk
+
+
+def step(state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One token: the state after it, and what it reads.
+
+    Args:
+        state: [..., key_dim, value_dim].
+        q, k: [..., key_dim].
+        v: [..., value_dim].
+        decay: [...], logarithms, at most 0.
+        rate: [...], from 0 to 1.
+
+    Returns:
+        The state; [..., value_dim].
+    """
+    state = state * jnp.exp(decay)[..., None, None]
+    change = rate[..., None] * (v - einsum("...kv,...k->...v", state, k))
+    state = state + k[..., :, None] * change[..., None, :]
+    return state, einsum("...kv,...k->...v", state, q)
+
+
+def chunk_size(tokens: int) -> int:
+    """Into which a tile of so many tokens is cut: the largest divisor that is at most CHUNK; all of it, where that is small."""
+    size = next(size for size in range(min(CHUNK, tokens), 0, -1) if tokens % size == 0)
+    return size if size >= FEW else tokens
+
+
+def prepare(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> Chunk:
+    """All of a chunk that does not depend on the state before it (the WY representation): for any number of chunks at once.
+
+    Args: as `step`, with an axis of tokens before the last one of q, k and v, and as the last one of decay and rate.
+    """
+    total = jnp.cumsum(decay, axis=-1)
+    tokens = decay.shape[-1]
+    earlier = jnp.tril(jnp.ones((tokens, tokens), bool))
+    between = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))  # decay from a token to a later one
+    weighted = k * rate[..., None]
+    system = jnp.tril(einsum("...tk,...sk->...ts", weighted, k) * between, -1)
+    right = jnp.concatenate([v * rate[..., None], weighted * jnp.exp(total)[..., None]], axis=-1)
+    solved = einsum("...ts,...sd->...td", inverse(system), right)
+    return Chunk(
+        inputs=solved[..., : v.shape[-1]],
+        reads=solved[..., v.shape[-1] :],
+        queries=q * jnp.exp(total)[..., None],
+        keys=k * jnp.exp(total[..., -1:] - total)[..., None],
+        scores=einsum("...tk,...sk->...ts", q, k) * between,
+        decay=jnp.exp(total[..., -1]),
+    )
+
+
+def inverse(lower: jax.Array) -> jax.Array:
+    """(1 + lower)^-1 of strictly lower triangular matrices [..., n, n]: blocks on the diagonal are joined by twos.
+
+    Not by lax.linalg.triangular_solve: on a CPU it calls LAPACK, which a saved program does not find.
+    """
+    given, size = lower.shape[-1], 1
+    laid = 1 << (given - 1).bit_length()
+    lower = jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, laid - given)] * 2)
+    blocks = jnp.ones((*lower.shape[:-2], laid, 1, 1), lower.dtype)
+    while size < laid:
+        pairs = laid // (2 * size)
+        on_diagonal = jnp.diagonal(lower.reshape(*lower.shape[:-2], pairs, 2 * size, pairs, 2 * size), axis1=-4, axis2=-2)
+        corners = jnp.moveaxis(on_diagonal, -1, -3)[..., size:, :size]
+        first, second = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
+        corners = -einsum("...ij,...jk,...kl->...il", second, corners, first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        blocks, size = jnp.concatenate([upper, jnp.concatenate([corners, second], axis=-1)], axis=-2), 2 * size
+    return blocks[..., 0, :given, :given]
+
+
+def advance(state: jax.Array, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+    """The state [..., key_dim, value_dim] after a chunk, and what its tokens read [..., tokens, value_dim]."""
+    change = chunk.inputs - einsum("...tk,...kv->...tv", chunk.reads, state)
+    out = einsum("...tk,...kv->...tv", chunk.queries, state) + einsum("...ts,...sv->...tv", chunk.scores, change)
+    return state * chunk.decay[..., None, None] + einsum("...tk,...tv->...kv", chunk.keys, change), out

@@ -1,0 +1,36 @@
+"""The strict device's recurrent states: a tile or a row that begins with another state than that of all tokens before fails at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from jengine.scheduling.step_plan import Span
+
+
+class StateMemory:
+    """
+    Args:
+        pages: the null page included; 0: there are no states.
+
+    Attributes:
+        snapshots: states that were left behind.
+    """
+
+    def __init__(self, pages: int, tile_size: int) -> None:
+        self.pages, self.tile_size, self.snapshots = pages, tile_size, 0
+        self._held: dict[int, int] = {}  # by page: hash of the salt and all tokens that it stands for
+
+    def turn(self, span: Span, content: Callable[[int], int]) -> None:
+        """A span's tiles, or its row, one after the other. content: the hash of a sequence's tokens up to a position."""
+        assert (span.states is not None) == (self.pages > 0)
+        if span.states is None:
+            return
+        size, end = self.tile_size, span.start + span.length
+        borders = [*range(span.start + size, end, size), end]
+        assert len(span.states) == len(borders) + 1
+        for at, border, (source, target) in zip([span.start, *borders], borders, pairwise(span.states), strict=False):
+            assert 0 < target < self.pages and 0 <= source < self.pages
+            assert not at or self._held[source] == content(at - 1), "another's state, or a stale one"
+            self.snapshots += source not in (0, target)
+            self._held[target] = content(border - 1)
