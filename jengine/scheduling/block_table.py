@@ -71,3 +71,7 @@ class BlockTable:
     salt: str | None
     findable: bool
     blocks: list[Block] = field(default_factory=list)
+
+    def held(self, group: int) -> list[int]:
+        """Its pages of a group that are not behind the window."""
+        return self.pages[group][self.first[group] :]

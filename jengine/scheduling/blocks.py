@@ -102,9 +102,9 @@ class BlockManager:
         return {*self._tables}
 
     def held(self, number: int) -> int:
-        """Pages of a sequence's block table, those that it shares included. May be called from any thread."""
+        """Pages of a sequence's block table, shared ones included. May be called from any thread."""
         table = self._tables.get(number)
-        return 0 if table is None else sum(len(pages) - first for pages, first in zip(table.pages, table.first, strict=True))
+        return 0 if table is None else sum(len(table.held(group)) for group in range(len(self.groups)))
 
     def new_pages(self, count: int) -> Counter[int]:
         """Pages by pool of `count` sequences that enter a new page in each group."""
@@ -362,24 +362,17 @@ class BlockManager:
             assert self.states.numbers == self.numbers, "a sequence has no state, or a state no sequence"
             self.states.pool.check_integrity(self.states.held())
         for number, pool in enumerate(self._token_pools):
-            held: Iterable[int] = (
-                page
-                for table in self._tables.values()
-                for group, pages in enumerate(table.pages)
-                if self.groups[group].pool == number
-                for page in pages[table.first[group] :]
-            )
-            pool.check_integrity(Counter(held))
+            groups = [group for group, own in enumerate(self.groups) if own.pool == number]
+            pool.check_integrity(Counter(page for table in self._tables.values() for group in groups for page in table.held(group)))
 
     def _enter(self, number: int, table: BlockTable) -> None:
         """A sequence becomes one more holder of the pages in its block table."""
         self._tables[number] = table
-        for group, pages in enumerate(table.pages):
-            for page in pages[table.first[group] :]:
-                if page:
-                    self._pool_of[group].share(page)
-                    if self.tier is not None:
-                        self.tier.taken(self.groups[group].pool, page)
+        for group, pool in enumerate(self._pool_of):
+            for page in filter(None, table.held(group)):
+                pool.share(page)
+                if self.tier is not None:
+                    self.tier.taken(self.groups[group].pool, page)
         if table.blocks:
             self._index.use(table.blocks[-1])
 

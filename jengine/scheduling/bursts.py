@@ -29,7 +29,7 @@ class Bursts(BeamSearches):
         lengths = [min(steps, s.last_position - s.num_computed) for s in rows]
         if max(lengths) < steps:
             return 1
-        trunk = self.ready.trunk(len(rows), 0, blocks.pages_of(tokens + steps - 1), len(rows))
+        trunk = self.ready.trunk(len(rows), 0, self._most_pages(tokens, steps), len(rows))
         if self.ready.burst(trunk, VARIANTS[rank]) is None:
             return 1
         ends = [s.num_computed + length for s, length in zip(rows, lengths, strict=True)]
@@ -46,3 +46,7 @@ class Bursts(BeamSearches):
         work = draft.work
         draft.work = Work(work.context * steps + len(rows) * steps * (steps - 1) // 2, (work.longest + steps // 2) * steps)
         return steps
+
+    def _most_pages(self, tokens: int, steps: int) -> int:
+        """Pages that the longest sequence has after so many steps, which may take it to its end."""
+        return self.blocks.pages_of(min(tokens + steps - 1, self.sequence.max_model_len))

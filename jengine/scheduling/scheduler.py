@@ -125,7 +125,7 @@ class Scheduler(Bursts):
             return None
         how.note(len(rows), tiles)
         steps = self._lengthen(draft, rows, longest) if self.table.steps > 1 and not tiles else 1
-        trunk = self.ready.trunk(len(rows), tiles, self.blocks.pages_of(longest + steps - 1), len(draft.samples))
+        trunk = self.ready.trunk(len(rows), tiles, self._most_pages(longest, steps), len(draft.samples))
         rank = max([sequence.variant_rank for sequence in draft.sampled], default=0)
         sampler = self.ready.sampler(trunk, VARIANTS[rank]) if steps == 1 else self.table.sampler(trunk, VARIANTS[rank])
         for sequence, span in zip(rows, draft.spans, strict=False):

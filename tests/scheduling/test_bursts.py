@@ -44,6 +44,16 @@ def test_a_row_takes_part_as_long_as_it_may() -> None:
     one.check_idle()
 
 
+def test_the_longest_sequence_ends_within_a_burst() -> None:
+    """Beside one that goes on: no program for more pages than max_model_len has is asked for."""
+    one = loop(max_model_len=40, page_size=4, page_buckets=(1, 5, 10))
+    one.add([1] * 20, max_tokens=None, ignore_eos=True)
+    for tokens in (31, 36):
+        one.add([tokens], max_tokens=tokens, ignore_eos=True)
+    one.drain(1)
+    assert one.device.bursts > 2
+
+
 @pytest.mark.parametrize(("how", "bursts"), [(8, True), ("auto", False)])
 def test_auto_waits_until_nothing_does(how: int | str, bursts: bool) -> None:
     one = loop(num_scheduler_steps=how, max_num_seqs=2)
