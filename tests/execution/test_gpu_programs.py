@@ -25,6 +25,8 @@ from jengine.parallel.mesh import make_mesh
 from jengine.program_table import TrunkKey
 from jengine.shapes import describe
 from pallas_kernels import ahead_of_time
+from pallas_kernels.groups import GRID
+from pallas_kernels.thunks import compiled_with_thunks
 from tests.golden.weights import VARIANTS
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
@@ -78,6 +80,39 @@ def elsewhere(check: Callable[..., None], *args: Any) -> None:
     """In a process of its own: one that has compiled kernels for a compute capability compiles for no other, and says no facts."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(check, *args).result()
+
+
+QWEN3_30B_A3B = {
+    **VARIANTS["qwen3_moe"],
+    **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+    **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1, "mlp_only_layers": []},
+    **{"dtype": "bfloat16"},
+}
+
+
+def check_experts_on_hopper(quantization: str | None) -> None:
+    """Of a layer of Qwen3-30B-A3B. XLA's own form made products with all experts, and transposed their weights."""
+    options = {"max_num_batched_tokens": 136} | ({"quantization": quantization} if quantization else {})
+    spec = described("h200", model=QWEN3_30B_A3B, **options)
+    config, most = spec.model.config, spec.table.trunks()[-1]
+    assert most.tiles == 2
+    for key in {spec.table.trunks()[0], most}:
+        compiled, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        assert text is not None and memory is not None
+        assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == (5 if key.tiles else 4)
+        rows = spec.table.tokens(key) * config.experts_per_token * (1 if key.tiles else GRID)  # few rows: each alone in its expert
+        activations = rows * 2 * (2 * config.hidden_size + 3 * config.expert_size)  # bytes: what goes into both products and comes out
+        assert memory.temp_size_in_bytes <= temporaries_bound(spec, key)
+        assert quantization or memory.temp_size_in_bytes <= 2 * activations  # XLA converts eight-bit weights that all tokens share
+        assert len(thunks) == 1, "all of it in a command buffer"
+        moved = re.findall(r"= \S*\[128,(?:768,2|1536|2048),\d+\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text)
+        assert not moved, "expert weights are read as they lie"
+
+
+@pytest.mark.parametrize("quantization", [None, *(pytest.param(kind, marks=pytest.mark.full) for kind in ("int8", "fp8"))])
+def test_on_hopper_experts_take_what_their_rows_take(quantization: str | None) -> None:
+    elsewhere(check_experts_on_hopper, quantization)
 
 
 def check_batch_invariant_on_hopper() -> None:
