@@ -39,20 +39,33 @@ class Thunk:
             yield from thunk.leaves()
 
 
+def dumping(folder: Path) -> dict[str, str | bool]:
+    """XLA's options with which what is compiled leaves its thunks in a folder, for `dumped`."""
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+
+
+def dumped(folder: Path) -> dict[str, tuple[Thunk, ...]]:
+    """What the host launches for each program, in order; by the name that XLA's text of a program begins with."""
+    found = {}
+    for first in folder.glob("*.thunk_sequence.txt"):
+        last = Path(str(first).replace(".thunk_sequence.", ".thunk_sequence_after_thunk_passes."))  # not there if they changed nothing
+        found[first.name.split(".")[1]] = parsed((last if last.exists() else first).read_text())
+    return found
+
+
 def compiled_with_thunks(
     lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
 ) -> tuple[jax.stages.Compiled, tuple[Thunk, ...]]:
-    """The program, and what the host launches for it, in order.
+    """The program, and what the host launches for it.
 
     Args:
         lowered: for a GPU.
         options: XLA's.
     """
     with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile(compiler_options={**(options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-        [first] = Path(folder).glob("*.thunk_sequence.txt")
-        last = Path(str(first).replace(".thunk_sequence.", ".thunk_sequence_after_thunk_passes."))  # not there if they changed nothing
-        return compiled, parsed((last if last.exists() else first).read_text())
+        compiled = lowered.compile(compiler_options={**(options or {}), **dumping(Path(folder))})
+        [thunks] = dumped(Path(folder)).values()
+        return compiled, thunks
 
 
 def parsed(text: str) -> tuple[Thunk, ...]:

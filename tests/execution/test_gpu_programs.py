@@ -18,11 +18,12 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.config import EngineConfig
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.memory import temporaries_bound
-from jengine.execution.programs import FILL, SPILL, UNTUNED, compile_all, lower, program_keys
+from jengine.execution.programs import FILL, SPILL, UNTUNED, WHOLE, compile_all, gpu_options, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.pages import SWAPS
 from jengine.parallel.mesh import make_mesh
-from jengine.program_table import TrunkKey
+from jengine.planning.compiled import compiled
+from jengine.program_table import SamplerKey, TrunkKey
 from jengine.shapes import describe
 from pallas_kernels import ahead_of_time
 from pallas_kernels.groups import GRID
@@ -132,6 +133,26 @@ def test_batch_invariant_programs_compile_without_nondeterministic_operations() 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_on_hopper_kernels_do_all_that_touches_the_cache(devices: int) -> None:
     elsewhere(check_on_hopper, devices)
+
+
+def check_launches(devices: int) -> None:
+    spec = described("h200", devices)
+    trunks = [spec.table.trunks()[0], spec.table.trunks()[-1]]
+    for program in compiled(spec, [*trunks, SamplerKey(8, "sample")], threads=1, progress=False):
+        assert program.launches == 1, program.key
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.full)])
+def test_a_step_of_several_devices_is_one_command_buffer(devices: int) -> None:
+    """With its collectives, beside which XLA would launch every kernel alone otherwise."""
+    elsewhere(check_launches, devices)
+
+
+def test_what_the_environment_says_of_command_buffers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_options(described("h200")) == {}
+    assert gpu_options(described("h200", 2)) == WHOLE
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert gpu_options(described("h200", 2)) == {}
 
 
 def check_bursts_on_hopper() -> None:

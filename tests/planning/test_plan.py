@@ -21,7 +21,7 @@ from jengine.execution import programs
 from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.programs import ALLOCATE, COUNT, Built, Key, program_keys, running
-from jengine.planning import plan
+from jengine.planning import compiled as planned
 from jengine.planning.plan import Plan, formats_of, make_plan
 from jengine.planning.report import report, tables
 from jengine.program_table import SamplerKey, TrunkKey
@@ -117,7 +117,7 @@ def test_results_of_autotuning_that_cannot_be_read(tiny: Path, tmp_path: Path) -
 
 def test_a_plan_for_a_tiny_model(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(tiny), "--target=h200", "--quiet", *(f"--{name.replace('_', '-')}={value}" for name, value in TINY.items())]
-    with texts(plan) as written:
+    with texts(planned) as written:
         assert cli.main(["plan", *arguments, "--exact"]) == 0
     check_products(written)
     text = capsys.readouterr().out
@@ -126,6 +126,11 @@ def test_a_plan_for_a_tiny_model(tiny: Path, capsys: pytest.CaptureFixture[str])
     assert dataclasses.replace(quick.memory, working=0) == dataclasses.replace(exact.memory, working=0)
     assert all(quick.programs[key].working >= exact.programs[key].working for key in quick.programs), "the estimate is a bound"
     assert quick.seconds == {} and "compiled for this plan" in text
+    assert quick.estimates == {} and "kernels  ms at 64" in text and "Estimates are of full rows, and were checked on no GPU" in text
+    steps = [estimates for key, estimates in exact.estimates.items() if isinstance(key, TrunkKey)]
+    assert len(steps) == 2 and all(estimate.seconds["launches"] > estimate.total / 2 for [estimate] in steps), (
+        "what is tiny waits for launches"
+    )
 
 
 def test_pages_of_8b_on_an_h200_by_hand() -> None:
