@@ -97,7 +97,7 @@ def check_experts_on_hopper(quantization: str | None) -> None:
     spec = described("h200", model=QWEN3_30B_A3B, **options)
     config, most = spec.model.config, spec.table.trunks()[-1]
     assert most.tiles == 2
-    for key in {spec.table.trunks()[0], most}:
+    for key in (TrunkKey(8, 0), most):
         compiled, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
         text, memory = compiled.as_text(), compiled.memory_analysis()
         assert text is not None and memory is not None
@@ -146,6 +146,21 @@ def check_launches(devices: int) -> None:
 def test_a_step_of_several_devices_is_one_command_buffer(devices: int) -> None:
     """With its collectives, beside which XLA would launch every kernel alone otherwise."""
     elsewhere(check_launches, devices)
+
+
+def check_kernels_of_a_layer() -> None:
+    """Heads as those of Llama 3.1 8B, whose sequences are cut into four parts where rows are few."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    spec = described("h200", model={**MODEL, **heads}, max_model_len=8192)
+    rows, mixed = TrunkKey(8, 0), spec.table.trunks()[-1]
+    for program in compiled(spec, [rows, mixed], threads=1, progress=False):
+        kernels = [one.source for one, _, _ in program.program.kernels()]
+        first, second = (i for i, source in enumerate(kernels) if "/kv_write/" in source)
+        assert second - first <= (12 if program.key == rows else 17), kernels[first:second]
+
+
+def test_kernels_of_a_layer_are_counted() -> None:
+    elsewhere(check_kernels_of_a_layer)
 
 
 def test_what_the_environment_says_of_command_buffers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
