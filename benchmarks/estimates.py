@@ -1,6 +1,6 @@
 """What decode steps should take on GPUs that are not here, from programs compiled for them, with shares by cause.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 70b 30b-a3b] [--sampler truncated] [--out FILE]
+    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 70b 30b-a3b] [--rows 1 8] [--sampler truncated] [--out FILE]
 
 Needs the extra `aot`. A step is a trunk and a sampler, of the smallest programs that hold its rows. Models are compiled with one layer and
 with two; the others take as much as the second. Figures rest on `planning.estimate.Assumptions`, which no GPU has confirmed.
@@ -48,12 +48,12 @@ def described(config: dict[str, Any], devices: int, layers: int) -> ExecutionSpe
     return describe(EngineConfig.of("MODEL", options), model_config({**config, "num_hidden_layers": layers}), mesh, Path())
 
 
-def measure(name: str, sampler: Any) -> dict[str, Any]:
+def measure(name: str, sampler: Any, batches: list[int]) -> dict[str, Any]:
     """Milliseconds and shares, by rows and context."""
     config, devices = MODELS[name]
     one, two = (described(config, devices, layers) for layers in (1, 2))
     trunks, samplers = dict[int, TrunkKey](), dict[int, SamplerKey]()
-    for rows in ROWS:
+    for rows in batches:
         trunks[rows] = next(key for key in one.table.trunks() if key.rows >= rows and not key.tiles)
         samplers[rows] = next(key for key in one.table.samplers() if key.rows >= rows and key.variant == sampler)
     built: list[dict[Any, Compiled]] = []
@@ -67,7 +67,7 @@ def measure(name: str, sampler: Any) -> dict[str, Any]:
         return together([longer(shallow, deep, layers), built[0][samplers[rows]].estimate(one, device, what)])
 
     results: dict[str, Any] = {}
-    for rows in ROWS:
+    for rows in batches:
         for context in CONTEXTS:
             found = step(rows, context)
             shares = {cause: round(found.seconds[cause] / found.total, 3) for cause in CAUSES}
@@ -78,12 +78,13 @@ def measure(name: str, sampler: Any) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
+    parser.add_argument("--rows", type=int, nargs="+", default=[*ROWS])
     parser.add_argument("--sampler", default="truncated", choices=["greedy", "sample", "truncated", "full"])
     parser.add_argument("--quick", action="store_true", help="the first model alone, with a greedy sampler; nothing saved")
     options = parser.parse_args()
     if options.quick:
         options.models, options.sampler = options.models[:1], "greedy"
-    results = {name: measure(name, options.sampler) for name in options.models}
+    results = {name: measure(name, options.sampler, options.rows) for name in options.models}
     for name, result in results.items():
         print(
             f"\n{name} on {result['devices']} x {TARGET}\n{'rows x context':>14} {'ms':>9} {'kernels':>8}"

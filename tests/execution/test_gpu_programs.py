@@ -23,7 +23,7 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.pages import SWAPS
 from jengine.parallel.mesh import make_mesh
 from jengine.planning.compiled import compiled
-from jengine.program_table import SamplerKey, TrunkKey
+from jengine.program_table import TrunkKey
 from jengine.shapes import describe
 from pallas_kernels import ahead_of_time
 from pallas_kernels.groups import GRID
@@ -136,31 +136,23 @@ def test_on_hopper_kernels_do_all_that_touches_the_cache(devices: int) -> None:
 
 
 def check_launches(devices: int) -> None:
-    spec = described("h200", devices)
-    trunks = [spec.table.trunks()[0], spec.table.trunks()[-1]]
-    for program in compiled(spec, [*trunks, SamplerKey(8, "sample")], threads=1, progress=False):
-        assert program.launches == 1, program.key
-
-
-@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.full)])
-def test_a_step_of_several_devices_is_one_command_buffer(devices: int) -> None:
-    """With its collectives, beside which XLA would launch every kernel alone otherwise."""
-    elsewhere(check_launches, devices)
-
-
-def check_kernels_of_a_layer() -> None:
     """Heads as those of Llama 3.1 8B, whose sequences are cut into four parts where rows are few."""
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
-    spec = described("h200", model={**MODEL, **heads}, max_model_len=8192)
-    rows, mixed = TrunkKey(8, 0), spec.table.trunks()[-1]
-    for program in compiled(spec, [rows, mixed], threads=1, progress=False):
+    rows, mixed = TrunkKey(8, 0), TrunkKey(8, 1)
+    several, alone = (described("h200", n, {**MODEL, **heads}, max_model_len=8192) for n in (devices, 1))
+    [program] = compiled(several, [mixed], threads=1, progress=False)
+    assert program.launches == 1
+    for program in compiled(alone, [rows, mixed], threads=1, progress=False):
         kernels = [one.source for one, _, _ in program.program.kernels()]
         first, second = (i for i, source in enumerate(kernels) if "/kv_write/" in source)
+        assert program.launches == 1
         assert second - first <= (12 if program.key == rows else 17), kernels[first:second]
 
 
-def test_kernels_of_a_layer_are_counted() -> None:
-    elsewhere(check_kernels_of_a_layer)
+@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.full)])
+def test_a_step_is_one_command_buffer_and_a_layer_few_kernels(devices: int) -> None:
+    """With collectives, beside which XLA would launch every kernel alone otherwise."""
+    elsewhere(check_launches, devices)
 
 
 def test_what_the_environment_says_of_command_buffers_stays(monkeypatch: pytest.MonkeyPatch) -> None:

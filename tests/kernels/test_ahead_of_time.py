@@ -96,8 +96,18 @@ def test_the_prefill_kernel_of_head_dim_256_and_eight_bits_spills_addresses_only
         check_prefill(case, PREFILL_THREADS, blocks=1, spilled=128)
 
 
-@pytest.mark.parametrize("case", every_second(GROUPED))
+@pytest.mark.parametrize("case", every_second({name: GROUPED[name] for name in ("64 rows, int8", "2048 rows")}))
+def test_few_grouped_rows_spill_nothing_and_hide_the_wait_for_weights(case: Case) -> None:
+    check_grouped(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", GROUPED.values(), ids=GROUPED)
 def test_grouped_products_spill_nothing_and_hide_the_wait_for_weights(case: Case) -> None:
+    check_grouped(case)
+
+
+def check_grouped(case: Case) -> None:
     facts, compiled = compiled_for_h200(case)
     assert facts.spilled == 0
     assert facts.products > 0

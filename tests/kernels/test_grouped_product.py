@@ -18,7 +18,7 @@ from pallas_kernels.quantized import dequantize, quantize
 from tests.kernels.interpreted import RACES, interpret
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.sampled_from([1, 3, 16]), st.sampled_from([1, 4, 40]), st.integers(0, 2**32), st.booleans())
 def test_each_row_lies_once_in_a_block_of_its_group(count: int, rows: int, seed: int, few: bool) -> None:
     chosen = np.random.default_rng(seed).integers(0, min(2, count) if few else count, rows)
@@ -37,11 +37,11 @@ def test_each_row_lies_once_in_a_block_of_its_group(count: int, rows: int, seed:
 # kind, dtype, rows of each group, out, in
 SMALL = [
     ("", "bfloat16", (3, 0, 5, 1), 128, 128),
-    ("", "float16", (0, 20, 0, 1), 64, 320),
     ("int8", "bfloat16", (0, 20, 0, 1), 64, 192),
-    ("float8_e4m3fn", "bfloat16", (3, 0, 5, 1), 128, 64),
 ]
-LARGE = [
+MORE = [
+    ("", "float16", (0, 20, 0, 1), 64, 320),
+    ("float8_e4m3fn", "bfloat16", (3, 0, 5, 1), 128, 64),
     ("", "bfloat16", (100, 1, 0, 0, 60), 384, 128),
     ("int8", "float16", (9, 8, 0, 7, 1), 128, 512),
     ("float8_e4m3fn", "float16", (0, 0, 64), 192, 128),
@@ -72,6 +72,6 @@ def test_against_a_product_for_each_row(case: tuple[str, str, tuple[int, ...], i
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", LARGE, ids=str)
-def test_larger_ones(case: tuple[str, str, tuple[int, ...], int, int]) -> None:
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_more_of_them(case: tuple[str, str, tuple[int, ...], int, int]) -> None:
     check(*case)
