@@ -103,7 +103,7 @@ def html(plan: Plan) -> str:
 def _estimates(plan: Plan) -> Table:
     """Of each program that was compiled: milliseconds at each context, and their causes at the longest."""
     head = ["kernels", *(f"ms at {context:,}" for context in plan.contexts), *CAUSES]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for key, estimates in plan.estimates.items():
         last = estimates[-1]
         times = [f"{1e3 * estimate.total:.2f}" for estimate in estimates]
