@@ -5,6 +5,7 @@
 correctness   every kernel against float32; goes first, unless FILE has it of these kernels already
 decode        decode attention: bytes a second over the device's own copies; rows that are alike, padding, ragged batches
 prefill       prefill attention: operations a second over the device's own matrix products; beside other libraries
+experts       products of tokens with their experts' weights: right; then over the device's own copies and matrix products
 programs      programs compiled without a GPU (`--programs DIR`), and by another process on this one: loaded and run
 engine        a Llama of 8B parameters, random weights: decoding and prefilling over the roofline, and the host's time
 transformers  the same Llama in transformers
@@ -25,7 +26,7 @@ On a GPU that is new to the kernels, go part by part, in this order:
      compute-sanitizer python -c "from benchmarks.gpu.correctness import *; i = 25; print(check(cases(False)[i], 'mosaic', i))"
    If prefill alone fails, look at CUDA's version: JAX's own attention refuses causal masks from CUDA 12.8.0 to 12.9.0, whose ptxas
    miscompiles them; 12.9.1 and 13 do not.
-2. `decode` and `prefill`.
+2. `decode`, `prefill` and `experts`.
 3. `programs`, then `engine`. XLA first tries out its matrix products, for minutes, and `engine` may end before its first row: keep what
    XLA finds, and run it again, with XLA_FLAGS=--xla_gpu_per_fusion_autotune_cache_dir=DIR.
 4. `tune`, as often as it takes; then `correctness` and `decode` once more. Programs compiled before are not for the new table.
@@ -50,7 +51,7 @@ from benchmarks.gpu import rows
 from benchmarks.gpu.rows import Row
 from benchmarks.machine import facts
 
-PARTS = ("correctness", "decode", "prefill", "programs", "engine", "transformers", "tune")
+PARTS = ("correctness", "decode", "prefill", "experts", "programs", "engine", "transformers", "tune")
 SHARING = ("programs", "prefill", "transformers")  # parts in which JAX leaves the GPU's memory to others
 LIMIT, LAST_START = 480, 420  # seconds: a part is ended; no further case is begun
 ENDED = "the part was ended from outside"

@@ -19,6 +19,7 @@ class DeviceSpec:
         bandwidth: of its memory, bytes a second.
         rates: operations a second in dense matrix products, by dtype.
         link: bytes a second that it sends to the other devices of its host.
+        cores: multiprocessors.
     """
 
     name: str
@@ -28,6 +29,7 @@ class DeviceSpec:
     rates: dict[str, float]
     link: float
     link_name: str
+    cores: int
 
 
 def device_spec(target: str) -> DeviceSpec:
@@ -45,4 +47,6 @@ def device_spec(target: str) -> DeviceSpec:
     more = tomllib.loads((TARGETS / "rates.toml").read_text())[target]
     memory, bandwidth = int(field("device_memory_size")), float(field("memory_bandwidth"))
     [(major, minor)] = re.findall(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", text)
-    return DeviceSpec(field("name"), f"{major}.{minor or 0}", memory, bandwidth, more["rates"], more["link"], more["link_name"])
+    return DeviceSpec(
+        field("name"), f"{major}.{minor or 0}", memory, bandwidth, more["rates"], more["link"], more["link_name"], int(field("core_count"))
+    )

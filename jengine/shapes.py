@@ -48,7 +48,7 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
             max_num_seqs=chosen.max_num_seqs,
             max_num_batched_tokens=chosen.max_num_batched_tokens,
             tile_size=config.tile_size,
-            single_row=on_cpu and cpu_refused() is None,
+            single_row=not on_cpu or cpu_refused() is None,
             pooling=bool(config.embeddings),
             steps=config.burst_steps,
         )

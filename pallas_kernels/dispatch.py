@@ -10,13 +10,17 @@ the default backend. What builds a GPU's kernels is imported where one is taken:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
 
 from pallas_kernels import products, tuning, xla
-from pallas_kernels.quantized import Pages, Quantized
+from pallas_kernels.groups import Groups
+from pallas_kernels.int4 import Int4
+from pallas_kernels.products import Weight
+from pallas_kernels.quantized import Pages, Quantized, dequantize, quantize
 from pallas_kernels.xla import Rotation
 
 Impl = Literal["auto", "mosaic", "llvm", "xla"]
@@ -26,6 +30,7 @@ STORED = (*DTYPES, "quantized int8", "quantized uint8")
 STORED_ON_CPU = ("bfloat16", "float32", "quantized int8", "quantized uint8")
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)  # and multiples of the last
+GROUPED_GRID = 64  # of outputs and inputs
 
 
 def why_decode_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
@@ -220,6 +225,49 @@ def copy_pages(
     from pallas_kernels import copy_pages as kernel
 
     return kernel.copy_pages(k_pages, v_pages, sources, destinations)
+
+
+def why_grouped_product_unsupported(x: jax.Array, weight: Weight, *, device: jax.Device | None = None) -> str | None:
+    """Why the kernel for `grouped_product` cannot take these, or None."""
+    if _capability(device) not in HOPPER:
+        return f"device={(device or jax.devices()[0]).device_kind}: the kernel is for GPUs of compute capability {', '.join(HOPPER)}"
+    if str(x.dtype) not in DTYPES:
+        return f"dtype={x.dtype}: the kernel takes {' and '.join(DTYPES)}"
+    if not isinstance(weight, Quantized | Int4) and weight.dtype != x.dtype:
+        return f"weight={weight.dtype}: the kernel takes x's dtype, {x.dtype}, or a quantized weight"
+    for name, size in (("out", math.prod(weight.shape[1:-1])), ("in", weight.shape[-1])):
+        if size % GROUPED_GRID:
+            return f"{name}={size}: the kernel takes multiples of {GROUPED_GRID}"
+    return None
+
+
+def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None) -> jax.Array:
+    """Each row of x by the matrix of its group, as it lies.
+
+    Args:
+        x: [places, in], rows as `groups.grouped` has placed them.
+        weight: [groups, *out, in].
+        impl, device: see the module.
+
+    Returns:
+        [places, *out], in x's dtype; undefined where there is no row.
+
+    Raises:
+        ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
+    """
+    serves = _kernel_serves(impl, why_grouped_product_unsupported(x, weight, device=device), device)
+    values: jax.Array = dequantize(weight) if isinstance(weight, Int4) else weight  # type: ignore[assignment]
+    scale = None
+    if isinstance(weight, Quantized):
+        values, scale = weight.values, weight.scale.reshape(weight.shape[0], -1)
+        x = dequantize(quantize(x, weight.kind)) if weight.inputs else x  # as if it were multiplied in eight bits
+    form: Any = xla.grouped_product
+    if serves:
+        from pallas_kernels import grouped_product as kernel
+
+        form = kernel.grouped_product
+    y: jax.Array = form(x, values.reshape(values.shape[0], -1, values.shape[-1]), scale, groups)
+    return y.reshape(len(x), *weight.shape[1:-1])
 
 
 def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Device | None = None) -> None:

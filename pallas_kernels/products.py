@@ -99,10 +99,15 @@ def _form(x: jax.Array, weight: Weight) -> str:
     return _forms.get().get(form_key(x.shape[0], str(x.dtype), kind), "kernel")
 
 
+def traced_for() -> jax.Device:
+    """The default device: what is traced is for it."""
+    device: Any = jax.config.jax_default_device
+    return device if hasattr(device, "platform") else jax.devices(device)[0]
+
+
 def traced_for_cpu() -> bool:
-    """Whether the default device is a CPU. Where another one is, what is traced is for that one."""
-    device = jax.config.jax_default_device or jax.devices()[0]
-    return bool(getattr(device, "platform", device) == "cpu")
+    """Whether the default device is a CPU."""
+    return bool(traced_for().platform == "cpu")
 
 
 def kind_of(weight: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -33,7 +34,9 @@ def join(out: jax.Array, lse: jax.Array, sinks: jax.Array | None = None) -> jax.
     """
     if sinks is None and out.shape[0] == 1:
         return out[0]
-    most = lse.max(0) if sinks is None else jnp.maximum(lse.max(0), sinks)
-    weights = jnp.exp2(lse - most)
-    total = weights.sum(0) if sinks is None else weights.sum(0) + jnp.exp2(sinks - most)
-    return (out * weights[..., None]).sum(0) / total[..., None]
+    # part by part: XLA makes a GPU kernel or two of this, and up to four of reductions
+    most = functools.reduce(jnp.maximum, [*lse] if sinks is None else [*lse, sinks])
+    weights = [jnp.exp2(part - most) for part in lse]
+    total = functools.reduce(jnp.add, weights if sinks is None else [*weights, jnp.exp2(sinks - most)])
+    joined: jax.Array = functools.reduce(jnp.add, (part * weight[..., None] for part, weight in zip(out, weights, strict=True)))
+    return joined / total[..., None]

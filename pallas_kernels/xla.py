@@ -15,10 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.groups import Groups
 from pallas_kernels.quantized import Pages, Quantized, movable, numbers, quantize
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [tokens, pairs]
 
+GROUPED = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [groups, out, in]
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
 MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
 ROW_GROUP = 8  # decode rows that loop together, each as far as the longest of them
 FEW_GROUP = 2  # the same where there are no more rows than ROW_GROUP: many of them may be padding, which should not loop
@@ -245,3 +249,10 @@ def _attend(
         total += jnp.exp(sinks.reshape(*shape[1:3], 1) - m)
     out: jax.Array = acc / jnp.maximum(total, 1e-30)[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(n, queries, heads, head_dim).astype(q.dtype)
+
+
+def grouped_product(x: jax.Array, weight: jax.Array, scale: jax.Array | None, groups: Groups) -> jax.Array:
+    """See `grouped_product.grouped_product`; of any dtype. Eight-bit weights are converted, all of them."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    y = lax.ragged_dot_general(x, weight.astype(x.dtype), groups.size, GROUPED, precision=precision, preferred_element_type=x.dtype)
+    return y if scale is None else (y * scale[groups.owner]).astype(x.dtype)

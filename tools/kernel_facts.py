@@ -19,6 +19,8 @@ from pallas_kernels.ahead_of_time import KernelFacts, device, kernel_facts
 from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.attention_prefill import paged_attention_prefill
 from pallas_kernels.copy_pages import copy_pages
+from pallas_kernels.grouped_product import grouped_product
+from pallas_kernels.groups import grouped
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.quantized import Pages, movable, quantize
 
@@ -138,6 +140,31 @@ def prefill(
     return function, (q, cache, cache, tables, numbers, numbers)
 
 
+def grouped_rows(rows: int, kind: str = "", *, out: int = 1536, in_registers: bool = True) -> Case:
+    """Rows of 128 groups, as many as Qwen3-30B-A3B has experts, with 2048 inputs."""
+    x, chosen = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    weight = jax.ShapeDtypeStruct((128, out, 2048), jnp.dtype(kind or "bfloat16"))
+    scale = jax.ShapeDtypeStruct((128, out), jnp.float32) if kind else None
+
+    def run(x: Any, chosen: Any, weight: Any, scale: Any) -> Any:
+        groups = grouped(chosen, 128)
+        return grouped_product(x[groups.row], weight, scale, groups, operand_in_registers=in_registers)
+
+    return run, (x, chosen, weight, scale)
+
+
+GROUPED_THREADS = 384
+GROUPED: dict[str, Case] = {
+    "64 rows": grouped_rows(64),
+    "64 rows, int8": grouped_rows(64, "int8"),
+    "64 rows, fp8": grouped_rows(64, "float8_e4m3fn"),
+    "2048 rows": grouped_rows(2048),
+    "2048 rows, int8": grouped_rows(2048, "int8"),
+    "65536 rows": grouped_rows(65536),
+    "65536 rows, fp8": grouped_rows(65536, "float8_e4m3fn"),
+    "64 rows, 192 outputs": grouped_rows(64, out=192),
+}
+GROUPED_INTERPRETED: dict[str, Case] = {"64 rows, int8": grouped_rows(64, "int8", in_registers=False)}
 PREFILL_THREADS = 384  # of a block; 256 where a kv head has no more than 64 rows
 PREFILL_CASES: dict[str, Case] = {
     "head dim 64": prefill(64, 64),
@@ -230,6 +257,7 @@ def main() -> None:
     table("decode attention, eight-bit caches", EIGHT_BITS | in_memory(EIGHT_BITS_INTERPRETED))
     table("prefill attention", PREFILL_CASES | PREFILL_WIDE | in_memory(PREFILL_INTERPRETED), PREFILL_THREADS)
     table("prefill attention", PREFILL_ALONE)
+    table("grouped products", GROUPED | in_memory(GROUPED_INTERPRETED), GROUPED_THREADS)
     table("cache writes", WRITES, threads=128)
     table("page copies", COPIES, threads=128)
     for target in AMPERE:

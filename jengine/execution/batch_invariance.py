@@ -7,7 +7,9 @@ from jengine.execution.spec import ExecutionSpec
 from pallas_kernels.cpu.kinds import INPUTS
 from pallas_kernels.products import cpu_refused
 
-DETERMINISTIC = {"xla_gpu_exclude_nondeterministic_ops": True}  # XLA's compiler options: no sums by atomic operations
+DETERMINISTIC: dict[str, str | bool] = {
+    "xla_gpu_exclude_nondeterministic_ops": True
+}  # XLA's compiler options: no sums by atomic operations
 
 
 def check_batch_invariant(spec: ExecutionSpec, processes: int) -> None:

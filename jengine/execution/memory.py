@@ -198,7 +198,10 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     width = key.pages * spec.page_size * kv_heads * model.head_dim * 4 * 4 * max(key.rows, 1)
     if model.latent is not None:  # a block of pages of a few rows at a time, on any device
         width = 8 * max(spec.page_size, 128) * model.latent.cached_dim * 4 * 4
-    return fixed + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + 4 * scores + width + states + (1 << 20)
+    # a token's rows in the experts' order, which may begin a tile of eight each, and the counts that put them there
+    expert_rows = 8 * min(model.num_experts, tokens) + tokens * model.experts_per_token if model.num_experts else 0
+    experts = 4 * expert_rows * (2 * model.hidden_size + 3 * model.padded(model.expert_size) // model.shards + 3 * model.num_experts)
+    return fixed + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + experts + 4 * scores + width + states + (1 << 20)
 
 
 def _own(array: jax.ShapeDtypeStruct) -> tuple[int, ...]:

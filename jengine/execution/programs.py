@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -50,6 +51,8 @@ SWAPPING = SPILL, FILL  # with a host tier
 UNTUNED: CompilerOptions = {
     "xla_gpu_enable_triton_gemm": False
 }  # without a GPU to tune them on, cuBLASLt's products are faster than Triton's
+# XLA's default (jax 0.12) and COLLECTIVES: a step of several devices stays one command buffer, or its kernels would be launched alone.
+WHOLE: CompilerOptions = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"}
 Key = (
     TrunkKey
     | SamplerKey
@@ -162,8 +165,8 @@ def compile_all(
         background: see Programs.obtain.
     """
 
-    if spec.table.batch_invariant and spec.mesh.devices.flat[0].platform == "gpu":
-        options = {**(options or {}), **DETERMINISTIC}
+    if spec.mesh.devices.flat[0].platform == "gpu":
+        options = {**gpu_options(spec), **(options or {})}
 
     def build(key: Key) -> Built:
         start = time.perf_counter()
@@ -179,6 +182,12 @@ def compile_all(
             yield from progress_bar(built, desc="compiling", total=len(keys), unit="program", show=progress and bool(keys))
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def gpu_options(spec: ExecutionSpec) -> CompilerOptions:
+    """XLA's, for every program of a spec on GPUs. What XLA_FLAGS says of command buffers is left as it is."""
+    whole = spec.mesh.size > 1 and not any(name in os.environ.get("XLA_FLAGS", "") for name in WHOLE)
+    return (WHOLE if whole else {}) | (DETERMINISTIC if spec.table.batch_invariant else {})
 
 
 def running(memory: dict[Key, ProgramMemory]) -> list[ProgramMemory]:

@@ -1,13 +1,12 @@
 """The compiled samplers: final hidden states to tokens. A few variants, each a program. On a CPU, a part that no row uses is skipped.
 
-Truncation needs no sort: the k-th largest logit, and the logit at which the likeliest tokens' mass reaches
-top_p, are found by bisection over the 32 bits of a float. Ties at a threshold are all kept. A row draws one uniform number
-and inverts the cumulative distribution, so no noise the size of the vocabulary is made.
+A row draws one uniform number and inverts the cumulative distribution, so no noise the size of the vocabulary is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,15 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jengine.execution.branches import either, if_any
+from jengine.execution.largest import BLOCK, argmax, top_k
 from jengine.execution.logits import add_bias, apply_mask, biasing, early_stops, masking, penalize, penalizing, suppress
 from jengine.execution.sampling_row import Sampling, sampling_of
+from jengine.execution.truncation import truncate, truncating
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
 from jengine.parallel.collectives import all_gather, all_to_all, own_rows
 from jengine.program_table import Variant
 from jengine.request import MAX_LOGPROBS
-
-BLOCK = 128  # vocabulary entries taken together
 
 
 class Sampled(NamedTuple):
@@ -143,17 +142,6 @@ def _scaled(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array
     return argmax(logits), scaled
 
 
-def argmax(x: jax.Array) -> jax.Array:
-    """What jnp.argmax gives along the last axis of x [rows, size], int32 [rows]: the first of equals. With NaN, any token.
-
-    Two levels, since XLA on a CPU takes an argmax number by number, and a maximum several at a time.
-    """
-    rows, size = x.shape
-    blocks = jnp.pad(x, ((0, 0), (0, -size % BLOCK)), constant_values=-jnp.inf).reshape(rows, -1, BLOCK)
-    block = jnp.argmax(blocks.max(-1), -1)
-    return (block * BLOCK + jnp.argmax(blocks[jnp.arange(rows), block], -1)).astype(jnp.int32)
-
-
 def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
     """A number in [0, 1) for each row, float32 [rows], from its seed, sample index and position alone."""
 
@@ -162,58 +150,13 @@ def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
     def fold(keys: jax.Array, words: jax.Array) -> tuple[jax.Array, None]:
         return jax.vmap(jax.random.fold_in)(keys, words), None
 
-    keys, _ = lax.scan(fold, jnp.broadcast_to(jax.random.key(0), positions.shape), jnp.stack(words))  # a loop is compiled once
-    return jax.vmap(jax.random.uniform)(keys)
+    def folded(keys: jax.Array, words: jax.Array, unroll: bool) -> jax.Array:
+        return lax.scan(fold, keys, words, unroll=unroll)[0]
 
-
-def truncating(sampling: Sampling) -> jax.Array:
-    """Which rows `truncate` changes, bool [rows]; greedy ones have no use for it."""
-    return (sampling.temperature > 0) & ((sampling.min_p > 0) | (sampling.top_k > 0) | (sampling.top_p < 1))
-
-
-def truncate(scaled: jax.Array, sampling: Sampling) -> jax.Array:
-    """min_p, then top_k, then top_p over what is left: dropped tokens at -inf. The largest of each row is 0. Where all rows are greedy,
-    which have no use for it, all tokens may stay.
-    """
-    random, vocab = sampling.temperature > 0, scaled.shape[-1]
-    k = jnp.where((sampling.top_k == 0) | (sampling.top_k > vocab), vocab, sampling.top_k)
-    all_stay = jnp.full(scaled.shape[:1], -jnp.inf)
-
-    def of_count() -> jax.Array:
-        return _threshold(scaled, jnp.ones((), jnp.float32), k.astype(jnp.float32))
-
-    def of_mass() -> jax.Array:
-        mass = jnp.exp(scaled)
-        wanted = jnp.where(sampling.top_p >= 1.0, jnp.inf, sampling.top_p * mass.sum(-1))  # inf: no threshold reaches it
-        return _threshold(scaled, mass, wanted)
-
-    scaled = jnp.where(scaled < jnp.log(sampling.min_p)[:, None], -jnp.inf, scaled)
-    scaled = jnp.where(scaled < either(random & (k < vocab), of_count, lambda: all_stay)[:, None], -jnp.inf, scaled)
-    return jnp.where(scaled < either(random & (sampling.top_p < 1), of_mass, lambda: all_stay)[:, None], -jnp.inf, scaled)
-
-
-def _threshold(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The largest t, [rows], for which the weights of {x >= t} sum to `wanted`; -inf where none does.
-
-    Bisects the order-preserving integer images of float32: 32 sums over the row, whatever its values.
-    """
-
-    def value(image: jax.Array) -> jax.Array:
-        bits = jnp.where(image < 0, image ^ jnp.int32(0x7FFFFFFF), image)
-        return lax.bitcast_convert_type(bits, jnp.float32)
-
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # no overflow
-        enough = jnp.sum(jnp.where(x >= value(middle)[:, None], weight, 0.0), -1) >= wanted
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
-
-    def image(number: float) -> jax.Array:
-        bits = lax.bitcast_convert_type(jnp.float32(number), jnp.int32)
-        return jnp.full(x.shape[:1], jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits))
-
-    low, _ = lax.fori_loop(0, 32, halve, (image(-jnp.inf), image(jnp.inf)))
-    return value(low)
+    keys = jnp.broadcast_to(jax.random.key(0), positions.shape)
+    # a CPU compiles a loop faster; a GPU's would make XLA wait for the host
+    loop, unrolled = partial(folded, unroll=False), partial(folded, unroll=True)
+    return jax.vmap(jax.random.uniform)(lax.platform_dependent(keys, jnp.stack(words), cpu=loop, default=unrolled))
 
 
 def sample_from_cdf(mass: jax.Array, u: jax.Array) -> jax.Array:
@@ -260,8 +203,7 @@ def with_logprobs(logits: jax.Array, tokens: jax.Array, top: jax.Array | None = 
     ranks = 1 + jnp.sum(logprobs > chosen, -1)
 
     def likeliest() -> tuple[jax.Array, jax.Array]:
-        values, ids = lax.top_k(logprobs, most)
-        return values, ids.astype(jnp.int32)
+        return top_k(logprobs, most)
 
     def none() -> tuple[jax.Array, jax.Array]:
         return jnp.zeros((logits.shape[0], most), logprobs.dtype), jnp.zeros((logits.shape[0], most), jnp.int32)

@@ -18,13 +18,10 @@ from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
 from jengine.parallel.collectives import all_reduce, shard_index
 from pallas_kernels.activations import gated
-from pallas_kernels.int4 import Int4
-from pallas_kernels.products import Weight
-from pallas_kernels.quantized import Quantized, dequantize, quantize
+from pallas_kernels.dispatch import grouped_product
+from pallas_kernels.groups import counted, grouped
+from pallas_kernels.products import Weight, traced_for
 
-PRODUCT = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [experts, out, in]
-    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-)
 MAX_BLOCK = 64  # rows
 
 
@@ -80,45 +77,31 @@ class Experts(nnx.Module):
         """What this device's part of each expert gives; the sum over devices is the result."""
         weights, chosen = self.route(x)
         params = self.gate_up[...], self.down[...], value(self.gate_up_bias)
-        rows = jnp.repeat(x, chosen.shape[1], axis=0)
-        y = lax.platform_dependent(rows, chosen.reshape(-1), *params, cpu=self.by_block, default=self.by_ragged_dot)
-        y = _weighted(y.reshape(*chosen.shape, -1), weights)
+        y = _weighted(lax.platform_dependent(x, chosen, *params, cpu=self.by_block, default=self.by_group), weights)
         if self.down_bias is not None:  # on one device, since results are summed
             bias = _weighted(self.down_bias[...][chosen], weights)
             y += jnp.where(jnp.equal(shard_index(), 0), bias, 0)
         return y.astype(x.dtype)
 
-    def by_ragged_dot(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None) -> jax.Array:
-        """Row i of x [rows, hidden] through expert chosen[i]: one product over rows in the experts' order."""
-        sizes, rank = _counted(chosen, self.config.num_experts)
-        place = (jnp.cumsum(sizes) - sizes)[chosen] + rank
-        owners = jnp.zeros_like(chosen).at[place].set(chosen)
-
-        def product(rows: jax.Array, weight: Any) -> jax.Array:
-            weight = dequantize(weight) if isinstance(weight, Int4) else weight
-            values, scale = weight, None
-            if isinstance(weight, Quantized):  # no ragged product takes eight bits: they are converted as they are read
-                values, scale = weight.values.astype(rows.dtype), weight.scale[owners]
-                rows = dequantize(quantize(rows, weight.kind)) if weight.inputs else rows
-            precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-            flat = values.reshape(values.shape[0], -1, values.shape[-1])
-            y = lax.ragged_dot_general(rows, flat, sizes, PRODUCT, precision=precision, preferred_element_type=rows.dtype)
-            y = y.reshape(rows.shape[0], *weight.shape[1:-1])
-            return y if scale is None else (y * scale).astype(rows.dtype)
-
-        y = product(jnp.zeros_like(x).at[place].set(x), gate_up)
-        return product(self.gate(y if bias is None else y + bias[owners].astype(y.dtype)), down)[place]
+    def by_group(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None) -> jax.Array:
+        """Row i of x [rows, hidden] through experts chosen[i], [rows, k]: [rows, k, hidden], by rows in the experts' order."""
+        k, device = chosen.shape[1], traced_for()
+        groups = grouped(chosen.reshape(-1), self.config.num_experts)
+        y = grouped_product(x[groups.row // k], gate_up, groups, device=device)
+        inner = self.gate(y if bias is None else y + bias[groups.owner].astype(y.dtype))
+        return grouped_product(inner, down, groups, device=device)[groups.place].reshape(*chosen.shape, -1)
 
     def by_block(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None) -> jax.Array:
         """The same in blocks of rows that share an expert: on a CPU, ragged_dot copies all weights and multiplies by all of them."""
-        experts, (rows, hidden) = self.config.num_experts, x.shape
+        experts, (rows, k), hidden = self.config.num_experts, chosen.shape, x.shape[1]
+        rows *= k
         block = min(8 * -(-rows // (8 * experts)), MAX_BLOCK)
-        sizes, rank = _counted(chosen, experts)
+        sizes, rank = counted(chosen.reshape(-1), experts)
         blocks = -(-sizes // block)
         ends = jnp.cumsum(blocks)
         count = min(experts, rows) + rows // block  # as many as there can be
-        place = (ends - blocks)[chosen] * block + rank
-        padded = jnp.zeros((count * block, hidden), x.dtype).at[place].set(x)
+        place = (ends - blocks)[chosen.reshape(-1)] * block + rank
+        padded = jnp.zeros((count * block, hidden), x.dtype).at[place].set(jnp.repeat(x, k, axis=0))
 
         def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
             expert, rows = args
@@ -126,18 +109,12 @@ class Experts(nnx.Module):
 
         owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)
         y: jax.Array = lax.map(one, (owners, padded.reshape(count, block, hidden)))
-        return y.reshape(-1, hidden)[place]
+        return y.reshape(-1, hidden)[place].reshape(*chosen.shape, hidden)
 
 
 def _weighted(y: jax.Array, weights: jax.Array) -> jax.Array:
-    """y [N, k, hidden], weights [N, k] -> [N, hidden]."""
-    return jnp.einsum("nkh,nk->nh", y.astype(jnp.float32), weights, precision=lax.Precision.HIGHEST)
-
-
-def _counted(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """How many rows chose each expert, and each row's rank among those of its expert."""
-    hits = jax.nn.one_hot(chosen, experts, dtype=jnp.int32)  # [rows, experts]
-    return hits.sum(0), ((jnp.cumsum(hits, axis=0) - 1) * hits).sum(-1)
+    """y [N, k, hidden], weights [N, k] -> float32 [N, hidden]. A GPU gathers, multiplies and adds in one kernel."""
+    return (y.astype(jnp.float32) * weights[..., None]).sum(1)
 
 
 class Mixtral(Llama):

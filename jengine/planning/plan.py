@@ -18,10 +18,12 @@ from jengine.device_defaults import sizes
 from jengine.device_spec import DeviceSpec, device_spec
 from jengine.errors import OutOfMemory
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside, temporaries_bound
-from jengine.execution.programs import UNTUNED, Key, compile_all, memory_of, program_keys
+from jengine.execution.programs import Key, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import QUANTIZATIONS
 from jengine.parallel.collectives import AXIS
+from jengine.planning.compiled import Compiled, compiled
+from jengine.planning.estimate import Estimate, Step
 from jengine.planning.report import html, setting
 from jengine.planning.roofline import Bound, Formats, bound, decode, kv_token_bytes, prefill
 from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
@@ -61,6 +63,7 @@ class Plan:
         total_programs: of the whole table.
         programs: memory of those that take most, as XLA reports it if they were compiled, else an upper estimate.
         seconds: that each took to compile; empty if none was.
+        estimates: of those, for full rows of each of `contexts` tokens.
     """
 
     spec: ExecutionSpec
@@ -73,6 +76,8 @@ class Plan:
     seconds: dict[Key, float]
     decode: list[Rate]
     prefill: list[Rate]
+    contexts: list[int]
+    estimates: dict[Key, list[Estimate]]
 
     @property
     def fits(self) -> bool:
@@ -115,7 +120,9 @@ def make_plan(config: EngineConfig, target: str, *, exact: bool = False, progres
     device = device_spec(target)
     spec = describe_for(config, target) if exact else describe_on(config, _mesh(device, config.tensor_parallel_size))
     table = spec.table
-    programs, seconds = _compiled(config, spec, progress) if exact else (_estimated(spec), {})
+    contexts = sorted({min(context, spec.max_model_len) for context in CONTEXTS})
+    built = _compiled(config, spec, progress) if exact else []
+    programs = {one.key: one.memory for one in built} or _estimated(spec)
     memory = DeviceMemory.of(memory_limit(config, spec, target), spec, programs.values())
     try:
         pages = pages_beside(config, spec, memory)
@@ -125,7 +132,6 @@ def make_plan(config: EngineConfig, target: str, *, exact: bool = False, progres
         pages = 0
     formats = formats_of(spec)
     model = spec.model.config
-    contexts = sorted({min(context, spec.max_model_len) for context in CONTEXTS})
     batches = sorted({min(batch, spec.max_slots) for batch in (*BATCHES, spec.max_slots)})
     steps = sorted({table.tile_size * tiles for tiles in (1, table.max_tiles, max(1, table.max_tiles // 4))})
     return Plan(
@@ -136,13 +142,15 @@ def make_plan(config: EngineConfig, target: str, *, exact: bool = False, progres
         pages=pages,
         total_programs=len(program_keys(spec)),
         programs=programs,
-        seconds=seconds,
+        seconds={one.key: one.seconds for one in built},
         decode=[
             Rate(n, c, bound(decode(model, formats, n, c), formats, device), n * spec.most_pages(c) < pages)
             for n in batches
             for c in contexts
         ],
         prefill=[Rate(n, c, bound(prefill(model, formats, n, c), formats, device)) for n in steps for c in contexts],
+        contexts=contexts,
+        estimates={one.key: [one.estimate(spec, device, Step(one.rows, context)) for context in contexts] for one in built},
     )
 
 
@@ -151,13 +159,11 @@ def _mesh(device: DeviceSpec, count: int) -> Mesh:
     return Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> tuple[dict[Key, ProgramMemory], dict[Key, float]]:
-    provisional = dataclasses.replace(spec, num_pages=2)  # what programs take does not depend on it
+def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> list[Compiled]:
     table = spec.table
     rows = {TrunkKey(rows, 0, table.page_buckets[-1]) for rows in (table.row_buckets[0], table.max_rows)}
     keys: list[Key] = [*dict.fromkeys([*largest(spec), *sorted(rows)])]
-    built = [*compile_all(provisional, keys, threads=sizes(config, "gpu").compile_threads, progress=progress, options=UNTUNED)]
-    return {one.key: memory_of(one.program) for one in built}, {one.key: one.seconds for one in built}
+    return compiled(spec, keys, threads=sizes(config, "gpu").compile_threads, progress=progress)
 
 
 def _estimated(spec: ExecutionSpec) -> dict[Key, ProgramMemory]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from jengine.display import columns_html
+from jengine.planning.estimate import CAUSES, Assumptions
 
 if TYPE_CHECKING:
     from jengine.planning.plan import Plan, Rate
@@ -73,17 +75,21 @@ def tables(plan: Plan) -> list[Table]:
     if plan.seconds:
         rows = [(str(key), f"{plan.seconds[key]:.1f}", f"{used.temporaries:,}") for key, used in plan.programs.items()]
         sections.append(Table("compiled for this plan", ("seconds", "bytes of temporaries"), list(rows)))
+        sections.append(_estimates(plan))
     return sections
 
 
-def verdict(plan: Plan) -> tuple[str, str]:
+def verdict(plan: Plan) -> tuple[str, ...]:
     """What the speeds mean, and whether it fits."""
+    assumed = ", ".join(f"{name} {value:g}" for name, value in asdict(Assumptions()).items())
+    estimates = f"Estimates are of full rows, and were checked on no GPU. They assume (SI units; shares of the data sheet): {assumed}."
     device = plan.device
     links = f", {device.link / 1e9:.0f} GB/s to the other devices ({device.link_name})" if plan.formats.devices > 1 else ""
     rate = device.rates.get(plan.formats.product, device.rates[plan.formats.dtype])
     sources = f"{device.bandwidth / 1e12:.2f} TB/s of memory, {rate / 1e12:,.0f} T operations/s in {plan.formats.product}{links}"
     return (
         f"Speeds are bounds: each resource of the data sheet used fully ({sources}).",
+        *([estimates] if plan.estimates else []),
         f"The whole table has {plan.total_programs} programs. {'It fits.' if plan.fits else 'It does not fit.'}",
     )
 
@@ -92,6 +98,17 @@ def html(plan: Plan) -> str:
     """The same for a notebook."""
     shown = "".join(columns_html([table.title, *table.head], table.rows) for table in tables(plan))
     return f"<div><p>{escape(setting(plan))}</p>{shown}<p>{'<br>'.join(map(escape, verdict(plan)))}</p></div>"
+
+
+def _estimates(plan: Plan) -> Table:
+    """Of each program that was compiled: milliseconds at each context, and their causes at the longest."""
+    head = ["kernels", *(f"ms at {context:,}" for context in plan.contexts), *CAUSES]
+    rows: list[tuple[str, ...]] = []
+    for key, estimates in plan.estimates.items():
+        last = estimates[-1]
+        times = [f"{1e3 * estimate.total:.2f}" for estimate in estimates]
+        rows.append((str(key), f"{last.kernels:,}", *times, *(f"{last.seconds[cause] / last.total:.0%}" for cause in CAUSES)))
+    return Table("estimates, tokens", head, rows)
 
 
 def _speeds(title: str, context: str, rates: list[Rate]) -> Table:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_suite
-from benchmarks.gpu import correctness, decode, inputs, prefill, programs, rows
+from benchmarks.gpu import correctness, decode, experts, inputs, prefill, programs, rows
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
@@ -210,3 +210,13 @@ def test_kernels_take_the_shapes_that_are_timed() -> None:
     k, v = jax.eval_shape(lambda: inputs.large(LLAMA, 1, "bfloat16", None))
     assert dispatch.why_decode_unsupported(q, k, v, device=HOPPER) is None
     assert dispatch.why_prefill_unsupported(tile, k, v, device=HOPPER) is None
+
+
+@pytest.mark.full
+def test_products_of_experts_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "chained", lambda *args: 1.0)
+    monkeypatch.setattr(experts, "ceilings", lambda small: Ceilings(1e9, 1e9))
+    assert [row.outcome for row in experts.measure(small=True)] == 6 * ["ok"]
+    product = dispatch.grouped_product
+    monkeypatch.setattr(dispatch, "grouped_product", lambda *args, **how: product(*args, **how) * 1.05)
+    assert [row.outcome for row in experts.measure(small=True)] == 6 * ["failed"]

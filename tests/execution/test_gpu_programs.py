@@ -18,13 +18,16 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.config import EngineConfig
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.memory import temporaries_bound
-from jengine.execution.programs import FILL, SPILL, UNTUNED, compile_all, lower, program_keys
+from jengine.execution.programs import FILL, SPILL, UNTUNED, WHOLE, compile_all, gpu_options, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.pages import SWAPS
 from jengine.parallel.mesh import make_mesh
+from jengine.planning.compiled import compiled
 from jengine.program_table import TrunkKey
 from jengine.shapes import describe
 from pallas_kernels import ahead_of_time
+from pallas_kernels.groups import GRID
+from pallas_kernels.thunks import compiled_with_thunks
 from tests.golden.weights import VARIANTS
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
@@ -80,6 +83,39 @@ def elsewhere(check: Callable[..., None], *args: Any) -> None:
         pool.submit(check, *args).result()
 
 
+QWEN3_30B_A3B = {
+    **VARIANTS["qwen3_moe"],
+    **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+    **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 1, "mlp_only_layers": []},
+    **{"dtype": "bfloat16"},
+}
+
+
+def check_experts_on_hopper(quantization: str | None) -> None:
+    """Of a layer of Qwen3-30B-A3B. XLA's own form made products with all experts, and transposed their weights."""
+    options = {"max_num_batched_tokens": 136} | ({"quantization": quantization} if quantization else {})
+    spec = described("h200", model=QWEN3_30B_A3B, **options)
+    config, most = spec.model.config, spec.table.trunks()[-1]
+    assert most.tiles == 2
+    for key in (TrunkKey(8, 0), most):
+        compiled, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        assert text is not None and memory is not None
+        assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == (5 if key.tiles else 4)
+        rows = spec.table.tokens(key) * config.experts_per_token * (1 if key.tiles else GRID)  # few rows: each alone in its expert
+        activations = rows * 2 * (2 * config.hidden_size + 3 * config.expert_size)  # bytes: what goes into both products and comes out
+        assert memory.temp_size_in_bytes <= temporaries_bound(spec, key)
+        assert quantization or memory.temp_size_in_bytes <= 2 * activations  # XLA converts eight-bit weights that all tokens share
+        assert len(thunks) == 1, "all of it in a command buffer"
+        moved = re.findall(r"= \S*\[128,(?:768,2|1536|2048),\d+\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text)
+        assert not moved, "expert weights are read as they lie"
+
+
+@pytest.mark.parametrize("quantization", [None, *(pytest.param(kind, marks=pytest.mark.full) for kind in ("int8", "fp8"))])
+def test_on_hopper_experts_take_what_their_rows_take(quantization: str | None) -> None:
+    elsewhere(check_experts_on_hopper, quantization)
+
+
 def check_batch_invariant_on_hopper() -> None:
     spec = described("h200", 2, batch_invariant=True)
     built = {one.key: one.program.as_text() for one in compile_all(spec, [*program_keys(spec)], threads=2, progress=False, options=UNTUNED)}
@@ -97,6 +133,33 @@ def test_batch_invariant_programs_compile_without_nondeterministic_operations() 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_on_hopper_kernels_do_all_that_touches_the_cache(devices: int) -> None:
     elsewhere(check_on_hopper, devices)
+
+
+def check_launches(devices: int) -> None:
+    """Heads as those of Llama 3.1 8B, whose sequences are cut into four parts where rows are few."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    rows, mixed = TrunkKey(8, 0), TrunkKey(8, 1)
+    several, alone = (described("h200", n, {**MODEL, **heads}, max_model_len=8192) for n in (devices, 1))
+    [program] = compiled(several, [mixed], threads=1, progress=False)
+    assert program.launches == 1
+    for program in compiled(alone, [rows, mixed], threads=1, progress=False):
+        kernels = [one.source for one, _, _ in program.program.kernels()]
+        first, second = (i for i, source in enumerate(kernels) if "/kv_write/" in source)
+        assert program.launches == 1
+        assert second - first <= (12 if program.key == rows else 17), kernels[first:second]
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.full)])
+def test_a_step_is_one_command_buffer_and_a_layer_few_kernels(devices: int) -> None:
+    """With collectives, beside which XLA would launch every kernel alone otherwise."""
+    elsewhere(check_launches, devices)
+
+
+def test_what_the_environment_says_of_command_buffers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_options(described("h200")) == {}
+    assert gpu_options(described("h200", 2)) == WHOLE
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert gpu_options(described("h200", 2)) == {}
 
 
 def check_bursts_on_hopper() -> None:

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2  # a dependency of jax
 
+from jengine.execution.largest import BLOCK, argmax, top_k
 from jengine.execution.logits import ALL_ALLOWED, mask_words
-from jengine.execution.sampler import argmax, sample, sample_from_cdf, truncate, uniform, with_logprobs
+from jengine.execution.sampler import sample, sample_from_cdf, uniform, with_logprobs
 from jengine.execution.sampling_row import pack_sampling, sampling_of
+from jengine.execution.truncation import by_bits, by_digits, truncate
 from jengine.program_table import Variant
 from jengine.request import MAX_LOGPROBS, SamplingParams
 from jengine.scheduling.step_plan import SlotReset
@@ -187,6 +189,31 @@ def test_the_largest_is_the_first_of_equals_and_never_padding(size: int) -> None
     np.testing.assert_array_equal(jax.jit(argmax)(x), np.argmax(x, -1))
     x[2, size // 2], x[3] = np.nan, np.nan
     assert np.all(np.asarray(jax.jit(argmax)(x)) < size)
+
+
+@pytest.mark.parametrize("size", [20, 300, 20 * BLOCK, 50 * BLOCK - 7])
+def test_the_likeliest_are_those_of_a_sort_and_ties_keep_their_order(size: int) -> None:
+    rng = np.random.default_rng(size)
+    x = rng.normal(size=(6, size)).astype(np.float32)
+    x[0], x[1], x[2] = -np.inf, 7.0, rng.integers(-3, 4, size)  # many ties
+    x[3] = np.where(rng.random(size) < 5 / size, x[3], -np.inf)  # fewer numbers than are asked for
+    for got, expected in zip(jax.jit(lambda x: top_k(x, 20))(x), jax.lax.top_k(x, 20), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+SEARCHES = {search.__name__: jax.jit(search) for search in (by_bits, by_digits)}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@settings(max_examples=30)
+@given(kinds=st.lists(st.sampled_from(list(LOGITS)), min_size=ROWS, max_size=ROWS), seed=st.integers(0, 2**32), data=st.data())
+def test_a_search_finds_the_largest_threshold(search: str, kinds: list[str], seed: int, data: st.DataObject) -> None:
+    """Counts are exact, so both find the k-th largest number."""
+    x = logits_for(kinds, seed)
+    k = np.array(data.draw(st.lists(st.integers(1, VOCAB + 3), min_size=ROWS, max_size=ROWS)))
+    got = np.asarray(SEARCHES[search](x, np.float32(1), k.astype(np.float32)))
+    expected = np.array([np.sort(row)[-n] if n <= VOCAB else -np.inf for row, n in zip(x, k, strict=True)], np.float32)
+    np.testing.assert_array_equal(np.where(abs(got) <= np.finfo(np.float32).tiny, 0, got), expected)  # processors may take less for 0
 
 
 def test_ties_at_a_threshold_are_all_kept() -> None:

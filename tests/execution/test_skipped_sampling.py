@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,6 @@ from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.sampler import sample, with_logprobs, with_wanted_logprobs
 from jengine.execution.sampling_row import sampling_of
 from jengine.request import MAX_LOGPROBS, SamplingParams
-from pallas_kernels.ahead_of_time import device
 from tests.execution.test_sampler import GREEDY_ROW, ROWS, VOCAB, Row, compiled, logits_for, stacked
 
 USES: dict[str, Row] = {
@@ -73,22 +70,7 @@ def full_sampler(logits: jax.Array, counts: jax.Array, words: jax.Array, positio
     return with_wanted_logprobs(logits, sample(logits, sampling, positions, "full", lambda: counts, mask), sampling)
 
 
-def branches_compiled_for(device: jax.Device) -> int:
-    arrays = (np.zeros((ROWS, VOCAB), np.float32), np.zeros((ROWS, VOCAB), np.int32), *stacked([GREEDY_ROW] * ROWS))
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    args = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding) for array in arrays]
-    text = jax.jit(full_sampler).lower(*args).compile().as_text()
-    assert text is not None
-    return text.count(" conditional(")
-
-
 def test_a_cpu_skips_what_no_row_uses() -> None:
-    assert branches_compiled_for(jax.devices("cpu")[0]) > 0
-
-
-def test_a_gpus_samplers_have_no_branches() -> None:
-    """XLA would wait for the host at each."""
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
-    if os.environ.get("JAX_PLATFORMS") != "cpu":
-        pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise")
-    assert branches_compiled_for(device("h200")) == 0
+    arrays = np.zeros((ROWS, VOCAB), np.float32), np.zeros((ROWS, VOCAB), np.int32), *stacked([GREEDY_ROW] * ROWS)
+    text = jax.jit(full_sampler).lower(*arrays).compile().as_text()
+    assert text is not None and " conditional(" in text

@@ -14,6 +14,9 @@ from kernel_facts import (
     COPIES,
     EIGHT_BITS,
     EIGHT_BITS_INTERPRETED,
+    GROUPED,
+    GROUPED_INTERPRETED,
+    GROUPED_THREADS,
     INTERPRETED,
     PREFILL_ALONE,
     PREFILL_CASES,
@@ -93,7 +96,33 @@ def test_the_prefill_kernel_of_head_dim_256_and_eight_bits_spills_addresses_only
         check_prefill(case, PREFILL_THREADS, blocks=1, spilled=128)
 
 
-SHARED_OPERANDS = {"decode": INTERPRETED, "decode, eight bits": EIGHT_BITS_INTERPRETED, "prefill": PREFILL_INTERPRETED}
+@pytest.mark.parametrize("case", every_second({name: GROUPED[name] for name in ("64 rows, int8", "2048 rows")}))
+def test_few_grouped_rows_spill_nothing_and_hide_the_wait_for_weights(case: Case) -> None:
+    check_grouped(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", GROUPED.values(), ids=GROUPED)
+def test_grouped_products_spill_nothing_and_hide_the_wait_for_weights(case: Case) -> None:
+    check_grouped(case)
+
+
+def check_grouped(case: Case) -> None:
+    facts, compiled = compiled_for_h200(case)
+    assert facts.spilled == 0
+    assert facts.products > 0
+    rows = case[1][0].shape[0]
+    assert facts.blocks(GROUPED_THREADS) >= (1 if rows > 1 << 15 else 2)
+    text = compiled.as_text()
+    assert text is not None and not re.search(r"\b(while|conditional|sort)\(", text)
+
+
+SHARED_OPERANDS = {
+    "decode": INTERPRETED,
+    "decode, eight bits": EIGHT_BITS_INTERPRETED,
+    "prefill": PREFILL_INTERPRETED,
+    "grouped": GROUPED_INTERPRETED,
+}
 FORMS = {f"{kernel}, {name}": case for kernel, cases in SHARED_OPERANDS.items() for name, case in cases.items()}
 
 

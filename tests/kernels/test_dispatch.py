@@ -12,7 +12,8 @@ import pytest
 
 from pallas_kernels import ampere, attention_decode, dispatch, xla
 from pallas_kernels.cpu import attention
-from pallas_kernels.dispatch import paged_attention_decode, why_decode_unsupported
+from pallas_kernels.dispatch import paged_attention_decode, why_decode_unsupported, why_grouped_product_unsupported
+from pallas_kernels.groups import grouped
 from pallas_kernels.quantized import movable, quantize
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
@@ -169,3 +170,20 @@ def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     where = jnp.array([4, 0]), jnp.array([1, 1])
     dispatch.paged_attention_prefill(tiles, k, v, jnp.asarray(TABLES), *where, scale=0.3, device=AMPERE, impl="mosaic")
     assert given == ["paged_attention_decode", "paged_attention_prefill"]
+
+
+def test_what_the_grouped_product_takes_and_why_not() -> None:
+    x, weight = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((2, 32, 2, 64), jnp.bfloat16)
+    for stored in weight, quantize(weight, "int8"), quantize(weight, "float8_e4m3fn"):
+        assert why_grouped_product_unsupported(x, stored, device=HOPPER) is None
+    refusals: list[tuple[Any, Any, str]] = [
+        ((x, weight), AMPERE, "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"),
+        ((x.astype(jnp.float32), weight), HOPPER, "dtype=float32: the kernel takes bfloat16 and float16"),
+        ((x, weight.astype(jnp.float16)), HOPPER, "weight=float16: the kernel takes x's dtype, bfloat16, or a quantized weight"),
+        ((x, weight[:, :24]), HOPPER, "out=48: the kernel takes multiples of 64"),
+        ((x[:, :32], weight[..., :32]), HOPPER, "in=32: the kernel takes multiples of 64"),
+    ]
+    for arrays, device, reason in refusals:
+        assert why_grouped_product_unsupported(*arrays, device=device) == reason
+    with pytest.raises(ValueError, match=r"impl='mosaic': device=.*compute capability 9\.0"):
+        dispatch.grouped_product(x, weight, grouped(jnp.zeros(1, jnp.int32), 2), impl="mosaic")

@@ -21,7 +21,7 @@ from jengine.execution import programs
 from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.programs import ALLOCATE, COUNT, Built, Key, program_keys, running
-from jengine.planning import plan
+from jengine.planning import compiled as planned
 from jengine.planning.plan import Plan, formats_of, make_plan
 from jengine.planning.report import report, tables
 from jengine.program_table import SamplerKey, TrunkKey
@@ -74,7 +74,7 @@ def compiled(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with texts(ahead_of_time) as written:
         done = compile_table(EngineConfig.of(str(tiny), TINY), out, target="h200", progress=False)
     check_products(written)
-    assert done.memory is not None and len(done.file_bytes) == len(program_keys(done.spec)) == 16
+    assert done.memory is not None and len(done.file_bytes) == len(program_keys(done.spec)) == 21
     assert done.spec.num_pages == 1 + 4, "as many as all sequences take: a page each, and the null page"
     return out
 
@@ -117,15 +117,20 @@ def test_results_of_autotuning_that_cannot_be_read(tiny: Path, tmp_path: Path) -
 
 def test_a_plan_for_a_tiny_model(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(tiny), "--target=h200", "--quiet", *(f"--{name.replace('_', '-')}={value}" for name, value in TINY.items())]
-    with texts(plan) as written:
+    with texts(planned) as written:
         assert cli.main(["plan", *arguments, "--exact"]) == 0
     check_products(written)
     text = capsys.readouterr().out
-    assert "on 1 x NVIDIA H200" in text and text.rstrip().endswith("The whole table has 16 programs. It fits.")
+    assert "on 1 x NVIDIA H200" in text and text.rstrip().endswith("The whole table has 21 programs. It fits.")
     exact, quick = (make_plan(EngineConfig.of(str(tiny), TINY), "h200", exact=exact, progress=False) for exact in (True, False))
     assert dataclasses.replace(quick.memory, working=0) == dataclasses.replace(exact.memory, working=0)
     assert all(quick.programs[key].working >= exact.programs[key].working for key in quick.programs), "the estimate is a bound"
     assert quick.seconds == {} and "compiled for this plan" in text
+    assert quick.estimates == {} and "kernels  ms at 64" in text and "Estimates are of full rows, and were checked on no GPU" in text
+    steps = [estimates for key, estimates in exact.estimates.items() if isinstance(key, TrunkKey)]
+    assert len(steps) == 3 and all(estimate.seconds["launches"] > estimate.total / 2 for [estimate] in steps), (
+        "what is tiny waits for launches"
+    )
 
 
 def test_pages_of_8b_on_an_h200_by_hand() -> None:

@@ -113,7 +113,7 @@ def test_eight_devices_share_70b() -> None:
 
 
 def test_eight_bit_products_take_their_own_rate() -> None:
-    device = DeviceSpec("D", "9.0", 1, 1e12, {"bfloat16": 100.0, "int8": 200.0}, 1.0, "link")
+    device = DeviceSpec("D", "9.0", 1, 1e12, {"bfloat16": 100.0, "int8": 200.0}, 1.0, "link", 1)
     work = Work(products=400.0, attention=100.0, read=0, sent=0)
     w8a8, fp8 = (Formats(1, kind, "bfloat16", 2, 1) for kind in ("int8", "float8_e4m3fn"))
     assert bound(work, BF16, device).seconds == 5.0

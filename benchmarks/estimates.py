@@ -1,0 +1,106 @@
+"""What decode steps should take on GPUs that are not here, from programs compiled for them, with shares by cause.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 70b 30b-a3b] [--rows 1 8] [--sampler truncated] [--out FILE]
+
+Needs the extra `aot`. A step is a trunk and a sampler, of the smallest programs that hold its rows. Models are compiled with one layer and
+with two; the others take as much as the second. Figures rest on `planning.estimate.Assumptions`, which no GPU has confirmed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import RESULTS, save
+from jengine.checkpoints.hugging_face import model_config
+from jengine.config import EngineConfig
+from jengine.device_spec import device_spec
+from jengine.execution.spec import ExecutionSpec
+from jengine.parallel.mesh import make_mesh
+from jengine.planning.compiled import Compiled, compiled
+from jengine.planning.estimate import CAUSES, Assumptions, Estimate, Step, longer, together
+from jengine.program_table import SamplerKey, TrunkKey
+from jengine.shapes import describe
+from pallas_kernels import ahead_of_time
+from tools.make_model import COMMON, SHAPES
+
+LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+QWEN3_30B_A3B = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "head_dim": 128},
+    **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "hidden_act": "silu"},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "rope_theta": 1e6},
+    **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "tie_word_embeddings": False},
+}
+MODELS: dict[str, tuple[dict[str, Any], int]] = {  # and on how many devices
+    "8b": ({**COMMON, **SHAPES["8b"]}, 1),
+    "70b": ({**COMMON, **SHAPES["8b"], **LLAMA_70B}, 8),
+    "30b-a3b": (QWEN3_30B_A3B, 1),
+}
+TARGET, ROWS, CONTEXTS = "h200", (1, 8, 32, 128, 256), (1024, 8192, 32768)
+
+
+def described(config: dict[str, Any], devices: int, layers: int) -> ExecutionSpec:
+    mesh = make_mesh(devices, ahead_of_time.devices(TARGET, devices))
+    options = {"max_num_seqs": max(ROWS), "max_model_len": max(CONTEXTS), "tensor_parallel_size": devices}
+    return describe(EngineConfig.of("MODEL", options), model_config({**config, "num_hidden_layers": layers}), mesh, Path())
+
+
+def measure(name: str, sampler: Any, batches: list[int]) -> dict[str, Any]:
+    """Milliseconds and shares, by rows and context."""
+    config, devices = MODELS[name]
+    one, two = (described(config, devices, layers) for layers in (1, 2))
+    trunks, samplers = dict[int, TrunkKey](), dict[int, SamplerKey]()
+    for rows in batches:
+        trunks[rows] = next(key for key in one.table.trunks() if key.rows >= rows and not key.tiles)
+        samplers[rows] = next(key for key in one.table.samplers() if key.rows >= rows and key.variant == sampler)
+    built: list[dict[Any, Compiled]] = []
+    for spec, keys in ((one, [*{*trunks.values(), *samplers.values()}]), (two, [*{*trunks.values()}])):
+        built.append({program.key: program for program in compiled(spec, keys, threads=2, progress=True)})
+    device, layers = device_spec(TARGET), int(config["num_hidden_layers"])
+
+    def step(rows: int, context: int) -> Estimate:
+        what = Step(rows, context)
+        shallow, deep = (programs[trunks[rows]].estimate(one, device, what) for programs in built)
+        return together([longer(shallow, deep, layers), built[0][samplers[rows]].estimate(one, device, what)])
+
+    results: dict[str, Any] = {}
+    for rows in batches:
+        for context in CONTEXTS:
+            found = step(rows, context)
+            shares = {cause: round(found.seconds[cause] / found.total, 3) for cause in CAUSES}
+            results[f"{rows} x {context}"] = {"ms": round(1e3 * found.total, 3), "kernels": found.kernels, "shares": shares}
+    return {"devices": devices, "launches": {str(key): program.launches for key, program in built[1].items()}, "steps": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
+    parser.add_argument("--rows", type=int, nargs="+", default=[*ROWS])
+    parser.add_argument("--sampler", default="truncated", choices=["greedy", "sample", "truncated", "full"])
+    parser.add_argument("--quick", action="store_true", help="the first model alone, with a greedy sampler; nothing saved")
+    options = parser.parse_args()
+    if options.quick:
+        options.models, options.sampler = options.models[:1], "greedy"
+    results = {name: measure(name, options.sampler, options.rows) for name in options.models}
+    for name, result in results.items():
+        print(
+            f"\n{name} on {result['devices']} x {TARGET}\n{'rows x context':>14} {'ms':>9} {'kernels':>8}"
+            + "".join(f"{c:>13}" for c in CAUSES)
+        )
+        for step, figures in result["steps"].items():
+            shares = "".join(f"{figures['shares'][cause]:13.0%}" for cause in CAUSES)
+            print(f"{step:>14} {figures['ms']:9.2f} {figures['kernels']:8,}{shares}")
+    if not options.quick:
+        file = RESULTS / "estimates.json"
+        before = json.loads(file.read_text())["models"] if file.exists() else {}
+        save(
+            "estimates",
+            {"target": TARGET, "sampler": options.sampler, "assumed": dataclasses.asdict(Assumptions()), "models": before | results},
+        )
+
+
+if __name__ == "__main__":
+    main()

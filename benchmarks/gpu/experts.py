@@ -1,0 +1,94 @@
+"""Products of tokens with their experts' weights: right, and then bytes or operations a second over the device's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu.ceilings import Ceilings, ceilings
+from benchmarks.gpu.correctness import compare
+from benchmarks.gpu.inputs import KINDS
+from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
+from pallas_kernels import dispatch
+from pallas_kernels.groups import grouped
+from pallas_kernels.quantized import Quantized, dequantize, quantize
+from pallas_kernels.timing import CHAIN, chained
+
+GOAL = 0.7
+CHECKED = 256  # rows that are compared
+
+
+class Load(NamedTuple):
+    """Experts of a layer, as many inputs as outputs; tokens of a step, and experts of each."""
+
+    experts: int
+    hidden: int
+    tokens: tuple[int, ...]
+    each: int
+
+
+FULL, SMALL = Load(128, 2048, (1, 8, 64, 256, 2048, 8192), 8), Load(4, 64, (1, 5), 2)  # the first as Qwen3-30B-A3B has them
+
+
+def measure(small: bool) -> Iterator[Row]:
+    """Rows of every kind of weights and number of tokens. Products of few tokens wait for weights, those of many for the tensor cores."""
+    load, most = SMALL if small else FULL, ceilings(small)
+    for kind in KINDS:
+        weight = _weight(load, kind)
+        x = jax.ShapeDtypeStruct((1, load.hidden), jnp.bfloat16)
+        refused = None if small else dispatch.why_grouped_product_unsupported(x, weight)  # type: ignore[arg-type]
+        for tokens in load.tokens:
+            case = f"{kind or 'bfloat16'} weights, {tokens} tokens"
+            yield skipped(case, refused) if refused else attempt(case, partial(_row, case, load, weight, tokens, most, small))
+
+
+def _weight(load: Load, kind: str | None) -> Any:
+    """[experts, out, in], drawn on the device; results are about as large as inputs."""
+
+    def draw(key: jax.Array) -> Any:
+        plain = jax.random.normal(key, (load.hidden, load.hidden), jnp.bfloat16) * load.hidden**-0.5
+        return quantize(plain, kind) if kind else plain
+
+    return jax.jit(lambda: jax.lax.map(draw, jax.random.split(jax.random.key(0), load.experts)))()
+
+
+def _row(case: str, load: Load, weight: Any, tokens: int, most: Ceilings, small: bool) -> Row:
+    rng = np.random.default_rng(tokens)
+    chosen = np.stack([[rng.permutation(load.experts)[: load.each] for _ in range(tokens)] for _ in range(CHAIN)]).reshape(CHAIN, -1)
+    x = jax.random.normal(jax.random.key(1), (tokens * load.each, load.hidden)).astype(jnp.bfloat16)
+    impl: dispatch.Impl = "xla" if small else "mosaic"
+
+    def run(x: jax.Array, chosen: jax.Array, weight: Any) -> jax.Array:
+        groups = grouped(chosen, load.experts)
+        return dispatch.grouped_product(x[groups.row], weight, groups, impl=impl)[groups.place]
+
+    error = _error(jax.jit(run)(x, jnp.asarray(chosen[0]), weight), x, chosen[0], weight)
+    seconds = chained(run, x, jnp.asarray(chosen), weight)
+    met = float(np.mean([len(np.unique(one)) for one in chosen]))
+    stored = weight.values if isinstance(weight, Quantized) else weight
+    moved, operations = met * load.hidden**2 * stored.dtype.itemsize, 2 * x.size * load.hidden
+    shares = {"memory": moved / seconds / most.bandwidth, "products": operations / seconds / most.rate}
+    values = {"us": 1e6 * seconds, "GB/s": moved / seconds / 1e9, "TFLOP/s": operations / seconds / 1e12, "error / allowed": error}
+    goal = GOAL if not small and moved > 1 << 27 else None
+    right = "" if goal else "ok"
+    return Row(case, values | {"share": max(shares.values())}, goal, outcome=right if error <= 1 else FAILED)
+
+
+def _error(got: jax.Array, x: jax.Array, chosen: np.ndarray, weight: Any) -> float:
+    """The largest error over what rounding the result allows, in some rows."""
+    some = np.unique(np.linspace(0, len(chosen) - 1, CHECKED, dtype=int))
+
+    def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
+        row, expert = args
+        matrix = weight[expert]
+        wide = dequantize(matrix) if isinstance(matrix, Quantized) else matrix
+        return jnp.einsum("oi,i->o", wide.astype(jnp.float32), row.astype(jnp.float32), precision="highest")
+
+    want = np.asarray(jax.jit(lambda *args: jax.lax.map(one, args))(x[some], jnp.asarray(chosen[some])))
+    scaled = 2 * float(jnp.finfo(jnp.bfloat16).eps)  # the result's rounding; and dequantized weights are rounded, too
+    return compare(got[some], want, scaled * (np.abs(want) + np.abs(want).max(-1, keepdims=True))).worst

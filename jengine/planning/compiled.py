@@ -1,0 +1,59 @@
+"""Programs compiled for GPUs that are not there, for what is said of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from jengine.device_spec import DeviceSpec
+from jengine.execution.memory import ProgramMemory
+from jengine.execution.programs import UNTUNED, Key, compile_all, memory_of
+from jengine.execution.spec import ExecutionSpec
+from jengine.planning.estimate import Estimate, Step, estimate
+from jengine.planning.hlo import Program, parse
+from jengine.planning.roofline import experts_met
+from jengine.program_table import SamplerKey, TrunkKey
+from pallas_kernels.thunks import dumped, dumping
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One of them.
+
+    Attributes:
+        seconds: that it took to compile.
+        launches: by the host; a command buffer is one.
+    """
+
+    key: Key
+    seconds: float
+    memory: ProgramMemory
+    program: Program
+    launches: int
+
+    @property
+    def rows(self) -> int:
+        """That it decodes or samples at most."""
+        return self.key.rows if isinstance(self.key, TrunkKey | SamplerKey) else 0
+
+    def estimate(self, spec: ExecutionSpec, device: DeviceSpec, step: Step) -> Estimate:
+        """Of a step that does this. Rows that are padding are alike: they meet the experts of one."""
+        tokens = spec.table.tokens(self.key) - max(0, self.rows - step.rows - 1) if isinstance(self.key, TrunkKey) else 0
+        met = experts_met(spec.model.config, tokens)
+        return estimate(self.program, step, device, launches=self.launches, met=met, devices=spec.mesh.size)
+
+
+def compiled(spec: ExecutionSpec, keys: list[Key], *, threads: int, progress: bool) -> list[Compiled]:
+    """Programs for the spec's devices. What they take does not depend on the number of pages."""
+    provisional = dataclasses.replace(spec, num_pages=2)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**UNTUNED, **dumping(Path(folder))}
+        built = [*compile_all(provisional, keys, threads=threads, progress=progress, options=options)]
+        thunks = dumped(Path(folder))
+    found = []
+    for one in built:
+        program = parse(one.program.as_text())
+        found.append(Compiled(one.key, one.seconds, memory_of(one.program), program, len(thunks[program.name])))
+    return found

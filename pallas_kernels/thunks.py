@@ -1,0 +1,88 @@
+"""What the host launches of a program that XLA compiled for a GPU: thunks, and command buffers, each a CUDA graph of several."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+LINE = re.compile(r"^( *)\d+: (k\w+)\s+\[[^\]]*\]\s*(.*?)(?: grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), \d+, \d+\].*)?\s*$")
+BUFFER, WHILE, COPY = "kCommandBuffer", "kWhile", "kCopy"
+
+
+@dataclass(frozen=True, slots=True)
+class Thunk:
+    """One of them.
+
+    Attributes:
+        kind: XLA's name, such as kCustomKernel, kGemm, kCommandBuffer, kWhile.
+        name: of the operation in the compiled text.
+        blocks, threads: of a kernel, and of each block; 0 where XLA does not say.
+        nested: of a command buffer, or of a loop's condition and body.
+    """
+
+    kind: str
+    name: str
+    blocks: int
+    threads: int
+    nested: tuple[Thunk, ...]
+
+    def leaves(self) -> Iterator[Thunk]:
+        """Itself, or all that is nested in it and nests nothing."""
+        if self.kind not in (BUFFER, WHILE):
+            yield self
+        for thunk in self.nested:
+            yield from thunk.leaves()
+
+
+def dumping(folder: Path) -> dict[str, str | bool]:
+    """XLA's options with which what is compiled leaves its thunks in a folder, for `dumped`."""
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+
+
+def dumped(folder: Path) -> dict[str, tuple[Thunk, ...]]:
+    """What the host launches for each program, in order; by the name that XLA's text of a program begins with."""
+    found = {}
+    for first in folder.glob("*.thunk_sequence.txt"):
+        last = Path(str(first).replace(".thunk_sequence.", ".thunk_sequence_after_thunk_passes."))  # not there if they changed nothing
+        found[first.name.split(".")[1]] = parsed((last if last.exists() else first).read_text())
+    return found
+
+
+def compiled_with_thunks(
+    lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
+) -> tuple[jax.stages.Compiled, tuple[Thunk, ...]]:
+    """The program, and what the host launches for it.
+
+    Args:
+        lowered: for a GPU.
+        options: XLA's.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile(compiler_options={**(options or {}), **dumping(Path(folder))})
+        [thunks] = dumped(Path(folder)).values()
+        return compiled, thunks
+
+
+def parsed(text: str) -> tuple[Thunk, ...]:
+    """Of XLA's dump."""
+    lines = [(len(match[1]), match) for match in map(LINE.match, text.splitlines()) if match]
+    return tuple(_nested(lines))
+
+
+def leaves(thunks: Iterable[Thunk]) -> list[Thunk]:
+    """What runs on the device, each thunk of a loop once."""
+    return [leaf for thunk in thunks for leaf in thunk.leaves()]
+
+
+def _nested(lines: list[tuple[int, re.Match[str]]]) -> Iterator[Thunk]:
+    while lines:
+        (depth, match), *rest = lines
+        inside = next((i for i, (other, _) in enumerate(rest) if other <= depth), len(rest))
+        blocks = int(match[4] or 0) * int(match[5] or 0) * int(match[6] or 0)
+        yield Thunk(match[2], match[3], blocks, int(match[7] or 0), tuple(_nested(rest[:inside])))
+        lines = rest[inside:]

@@ -1,0 +1,63 @@
+"""What the host launches for samplers compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jengine.execution.logits import mask_words
+from jengine.execution.programs import UNTUNED
+from jengine.execution.sampler import sample, with_wanted_logprobs
+from jengine.execution.sampling_row import SAMPLING_WORDS, sampling_of
+from jengine.program_table import Variant
+from pallas_kernels import ahead_of_time
+from pallas_kernels.thunks import compiled_with_thunks, leaves
+
+pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
+if os.environ.get("JAX_PLATFORMS") != "cpu":
+    pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True)
+
+ROWS, VOCAB = 8, 128256
+LAUNCHES = 12  # of a sampler; a command buffer is one
+KERNELS = {"greedy": 4, "sample": 13, "truncated": 72, "full": 90}  # in command buffers and beside them
+
+
+def sampler(variant: Variant) -> Callable[..., Any]:
+    def run(logits: jax.Array, words: jax.Array, positions: jax.Array, counts: jax.Array, mask: jax.Array) -> Any:
+        sampling = sampling_of(words)
+        if variant != "full":
+            return sample(logits, sampling, positions, variant)
+        tokens = sample(logits, sampling, positions, variant, lambda: counts, mask)
+        return with_wanted_logprobs(logits, tokens, sampling)
+
+    return run
+
+
+@pytest.mark.parametrize("variant", ["greedy", *(pytest.param(name, marks=pytest.mark.full) for name in ("sample", "truncated")), "full"])
+def test_a_sampler_is_few_launches_without_loops_and_branches(variant: Variant) -> None:
+    """XLA would wait for the host at each of these."""
+    h200 = ahead_of_time.device("h200")
+    shapes = [
+        ((ROWS, VOCAB), jnp.float32),
+        ((ROWS, SAMPLING_WORDS), jnp.int32),
+        ((ROWS,), jnp.int32),
+        ((ROWS, VOCAB), jnp.int32),
+        ((ROWS, mask_words(VOCAB)), jnp.uint32),
+    ]
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(h200)) for shape, dtype in shapes]
+    with jax.default_device(h200):
+        lowered = jax.jit(sampler(variant)).lower(*args)
+    compiled, thunks = compiled_with_thunks(lowered, UNTUNED)
+    text = compiled.as_text()
+    assert text is not None and not re.search(r" (while|conditional)\(", text)
+    assert len(thunks) <= LAUNCHES
+    assert len(leaves(thunks)) <= KERNELS[variant]
+    sorts = [thunk for thunk in leaves(thunks) if "sort" in thunk.name]
+    assert all(thunk.blocks <= ROWS for thunk in sorts), "of a row's few candidates: a vocabulary would take many blocks"

@@ -1,0 +1,77 @@
+"""Where rows of groups are placed, and the Hopper kernel that multiplies them, interpreted on a CPU with race detection on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.grouped_product import grouped_product
+from pallas_kernels.groups import GRID, block_rows, grouped
+from pallas_kernels.quantized import dequantize, quantize
+from tests.kernels.interpreted import RACES, interpret
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from([1, 3, 16]), st.sampled_from([1, 4, 40]), st.integers(0, 2**32), st.booleans())
+def test_each_row_lies_once_in_a_block_of_its_group(count: int, rows: int, seed: int, few: bool) -> None:
+    chosen = np.random.default_rng(seed).integers(0, min(2, count) if few else count, rows)
+    groups, block = jax.tree.map(np.asarray, jax.jit(grouped, static_argnums=1)(chosen, count)), block_rows(rows, count)
+    assert groups.row[groups.place].tolist() == list(range(rows))
+    assert groups.owner[groups.place].tolist() == chosen.tolist()
+    covered: dict[int, int] = {}
+    for group, start, length in zip(groups.group, groups.start * GRID, groups.length * GRID, strict=True):
+        assert (length <= block and start + block <= len(groups.row)) or not length, "a whole block can be read"
+        covered |= dict.fromkeys(range(start, start + length), group)
+    assert len(covered) == groups.length.sum() * GRID == groups.size.sum(), "no place twice"
+    assert [covered[place] for place in groups.place] == chosen.tolist()
+    assert (np.bincount(chosen, minlength=count) == 0).tolist() == (groups.size == 0).tolist(), "nothing is read of other groups"
+
+
+# kind, dtype, rows of each group, out, in
+SMALL = [
+    ("", "bfloat16", (3, 0, 5, 1), 128, 128),
+    ("int8", "bfloat16", (0, 20, 0, 1), 64, 192),
+]
+MORE = [
+    ("", "float16", (0, 20, 0, 1), 64, 320),
+    ("float8_e4m3fn", "bfloat16", (3, 0, 5, 1), 128, 64),
+    ("", "bfloat16", (100, 1, 0, 0, 60), 384, 128),
+    ("int8", "float16", (9, 8, 0, 7, 1), 128, 512),
+    ("float8_e4m3fn", "float16", (0, 0, 64), 192, 128),
+]
+
+
+def check(kind: str, dtype: str, sizes: Sequence[int], out: int, size: int) -> None:
+    rng = np.random.default_rng(out)
+    chosen = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    x = jnp.asarray(rng.normal(size=(len(chosen), size)), dtype)
+    weight = jnp.asarray(rng.normal(size=(len(sizes), out, size)), dtype)
+    stored = quantize(weight, kind) if kind else None
+    values, scale = (stored.values, stored.scale) if stored else (weight, None)
+    unused = np.array(sizes) == 0
+    if not kind:
+        values = jnp.where(unused[:, None, None], jnp.nan, values)
+    groups = grouped(jnp.asarray(chosen), len(sizes))
+    run = partial(grouped_product, operand_in_registers=False, interpret=RACES)
+    got = np.asarray(interpret(run, x[groups.row], values, scale, groups)[groups.place], np.float32)
+    matrices = np.asarray((dequantize(stored) if stored else weight).astype(jnp.float32))
+    expected = np.einsum("ri,roi->ro", np.asarray(x, np.float32), matrices[chosen])
+    np.testing.assert_allclose(got, expected, atol=1e-2 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_against_a_product_for_each_row(case: tuple[str, str, tuple[int, ...], int, int]) -> None:
+    check(*case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_more_of_them(case: tuple[str, str, tuple[int, ...], int, int]) -> None:
+    check(*case)
