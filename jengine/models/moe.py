@@ -18,6 +18,7 @@ from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
 from jengine.parallel.collectives import all_reduce, shard_index
 from pallas_kernels.activations import gated
+from pallas_kernels.hadamard import transform
 from pallas_kernels.int4 import Int4
 from pallas_kernels.products import Weight
 from pallas_kernels.quantized import Quantized, dequantize, quantize
@@ -99,7 +100,8 @@ class Experts(nnx.Module):
             values, scale = weight, None
             if isinstance(weight, Quantized):  # no ragged product takes eight bits: they are converted as they are read
                 values, scale = weight.values.astype(rows.dtype), weight.scale[owners]
-                rows = dequantize(quantize(rows, weight.kind)) if weight.inputs else rows
+                if weight.inputs:
+                    rows = dequantize(quantize(transform(rows, weight.hadamard), weight.kind)).astype(rows.dtype)
             precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
             flat = values.reshape(values.shape[0], -1, values.shape[-1])
             y = lax.ragged_dot_general(rows, flat, sizes, PRODUCT, precision=precision, preferred_element_type=rows.dtype)
