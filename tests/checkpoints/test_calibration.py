@@ -94,6 +94,9 @@ def test_text_is_cut_into_sequences(tmp_path: Path) -> None:
 def test_options_that_it_needs() -> None:
     with pytest.raises(InvalidArgument, match=r"calibration_data='a': needs quantization=int4"):
         EngineConfig.of("demo", {"calibration_data": "a", "quantization": "int8"})
-    config = EngineConfig.of("demo", {"calibration_data": "a", "quantization": "int4"})
+    model = read_config(resolve("demo"))
+    config, plain = (EngineConfig.of("demo", {**options, "quantization": "int4"}) for options in ({"calibration_data": "a"}, {}))
+    one, other = (describe(each, model, make_mesh(1), Path()) for each in (config, plain))
+    assert one.fingerprint() != other.fingerprint(), "programs of the one would be loaded for the other"
     with pytest.raises(InvalidArgument, match=r"tensor_parallel_size=2: must be 1 with calibration_data"):
-        describe(config, read_config(resolve("demo")), SimpleNamespace(devices=np.array(jax.devices()[:1] * 2)), Path())  # type: ignore[arg-type]
+        describe(config, model, SimpleNamespace(devices=np.array(jax.devices()[:1] * 2)), Path())  # type: ignore[arg-type]
