@@ -1,9 +1,10 @@
 """What fewer bits cost and give: perplexity of SmolLM2-135M-Instruct, and memory and speed of the 134M shape, against bfloat16.
 
-    python -m benchmarks.quantization [--parts perplexity speed] [--arms ...] [--repeat 5] [--quick]
+    python -m benchmarks.quantization [--parts perplexity speed] [--arms ... [--update]] [--repeat 5] [--quick]
 
 Perplexity is that of a fixed English text (english.txt) and of greedy answers at float32 to sixteen chats (tests/golden/smollm2.json), each
-token given all before it. The model is stored in four bits (GGUF's Q4_1): other forms start from what those stand for.
+token given all before it. The model is stored in four bits by groups of 32 (GGUF's Q4_1): other forms start from what those stand for.
+int4 is calibrated on text that the model itself generates.
 Speed is taken with all engines in one process, in turn: one stream (prompt 128, 64 tokens out), 32 streams (prompt 128, 32 tokens
 out), and prompts of 1024 tokens.
 """
@@ -22,17 +23,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.machine import made_model, save
+from benchmarks.machine import MODELS, RESULTS, made_model, save
 from jengine import LLM, SamplingParams
 from tests.golden.smollm2 import ANSWERS
 from tools.smollm2 import smollm2
 
 PLAIN = {"quantization": "none"}
+CALIBRATION = str(MODELS / "calibration.txt")
 ARMS: dict[str, dict[str, str]] = {
     "bfloat16": PLAIN,
     "float32": {"dtype": "float32", **PLAIN},
     "as stored": {},
     "int4": {"quantization": "int4"},
+    "int4, calibrated": {"quantization": "int4", "calibration_data": CALIBRATION},
     "int8 weights": {"quantization": "int8"},
     "w8a8": {"quantization": "w8a8"},
     "fp8": {"quantization": "fp8"},
@@ -62,7 +65,22 @@ def texts(tokenizer: Any) -> dict[str, list[Scored]]:
     return {"english": pieces, "chats": chats}
 
 
+def write_calibration() -> None:
+    """The model's own text, once: sixteen texts, and chats whose questions it asks itself."""
+    file = Path(CALIBRATION)
+    if file.exists():
+        return
+    llm = make(str(smollm2()), "bfloat16", max_model_len=1024)
+    prompts = [llm.tokenizer.encode(text, add_special_tokens=False) for text in ["<|endoftext|>"] * 16 + ["<|im_start|>user\n"] * 48]
+    params = [SamplingParams(temperature=1.0, max_tokens=250, ignore_eos=True, seed=n) for n in range(len(prompts))]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    ids = [prompt + list(output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs, strict=True)]
+    file.write_text("".join(llm.tokenizer.decode(some, skip_special_tokens=False) for some in ids))
+
+
 def perplexity(arm: str) -> dict[str, Any]:
+    if "calibration_data" in ARMS[arm]:
+        write_calibration()
     llm = make(str(smollm2()), arm, max_model_len=1024, max_num_seqs=4)
     found: dict[str, Any] = {}
     for name, pieces in texts(llm.tokenizer).items():
@@ -110,7 +128,7 @@ def measure_speed(model: str, arms: list[str], repeat: int) -> dict[str, Any]:
 
 
 def show_perplexity(result: dict[str, Any]) -> None:
-    base = result["bfloat16"]
+    base = result.get("bfloat16", next(iter(result.values())))
     print(f"\n{'':20}{'English':>12}{'/ bfloat16':>12}{'chats':>12}{'/ bfloat16':>12}{'weights MiB':>13}{'cache KiB/token':>17}")
     for arm, got in result.items():
         columns = "".join(f"{got[name]:12.3f}{got[name] / base[name]:12.4f}" for name in ("english", "chats"))
@@ -126,17 +144,28 @@ def show_speed(result: dict[str, Any]) -> None:
         print(f"{arm:20}{got['weights_mib']:13.2f}{speed}")
 
 
+def update(found: dict[str, Any]) -> None:
+    """These arms' perplexities among the saved ones."""
+    known = {**json.loads((RESULTS / "quantization_perplexity.json").read_text())["perplexity"], **found}
+    save("quantization_perplexity", {"perplexity": {arm: known[arm] for arm in ARMS if arm in known}})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=("perplexity", "speed"), default=["perplexity", "speed"])
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="fewer than all; nothing is saved then")
+    parser.add_argument("--update", action="store_true", help="replace these arms' perplexities among the saved ones")
     parser.add_argument("--quick", action="store_true", help="two arms, nothing saved; speed of the demo model")
     options = parser.parse_args()
     arms = ["bfloat16", "w8a8"] if options.quick else options.arms or list(ARMS)
     result: dict[str, Any] = {}
     if "perplexity" in options.parts:
-        result["perplexity"] = {arm: perplexity(arm) for arm in arms}
+        result["perplexity"] = {}
+        for arm in arms:
+            result["perplexity"][arm] = perplexity(arm)
+            if options.update:
+                update(result["perplexity"])
         show_perplexity(result["perplexity"])
     if "speed" in options.parts:
         result["speed"] = measure_speed("demo" if options.quick else str(made_model("134m")), arms, 1 if options.quick else options.repeat)

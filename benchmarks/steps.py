@@ -26,11 +26,12 @@ class Model:
 
     Args:
         quantization: as the engine's option.
+        calibrated: four-bit weights have that form; they are rounded to nearest.
     """
 
-    def __init__(self, folder: Path, dtype: str, quantization: str | None = None) -> None:
+    def __init__(self, folder: Path, dtype: str, quantization: str | None = None, *, calibrated: bool = False) -> None:
         self.config, self.mesh, self.quantization = read_config(folder), make_mesh(1), quantization
-        self.model = build(self.config, dtype, self.config.max_position, quantization)
+        self.model = build(self.config, dtype, self.config.max_position, quantization, calibrated=calibrated)
         self.params = load(folder, self.model, self.mesh, progress=False)
 
     def step(self, *, rows: int = 0, context: int = 0, tiles: int = 0, tile_size: int = 256, past: int = 0) -> Step:

@@ -161,6 +161,8 @@ class EngineConfig:
             scale for each output channel; w8a8: activations too, with a scale for each row; fp8: both as e4m3, emulated on devices
             older than Hopper and Ada; int4: weights in four bits, with a scale and an offset for each group of 128 inputs, and
             embeddings in int8; none: converts the weights of a quantized checkpoint to dtype.
+        calibration_data: a file of text, for int4: the model reads it at the start, and weights are rounded so that errors cancel on such
+            text (GPTQ). Takes longer, and the memory of unquantized weights; on one device only.
         kv_cache_dtype: number format of the KV cache. int8 and fp8 (e4m3) have a scale for each token and kv head; auto: the same as
             dtype.
         embeddings: compile programs for embeddings. By default, if the model's folder has sentence-transformers' files that say how it
@@ -230,6 +232,7 @@ class EngineConfig:
     generation_config: Literal["auto", "vllm"] | None = "auto"
     dtype: Dtype = "auto"
     quantization: Quantization | None = None
+    calibration_data: str | Path | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     embeddings: bool | None = None
     max_model_len: int | None = None
@@ -289,7 +292,7 @@ class EngineConfig:
                 check_whole(name, getattr(self, name), 1, None)
         if self.num_pages is not None:
             check_whole("num_pages", self.num_pages, 2, None)
-        for name in ("model", "revision", "tokenizer", "cache_dir", "programs", "record_trace"):
+        for name in ("model", "revision", "tokenizer", "cache_dir", "programs", "record_trace", "calibration_data"):
             if not isinstance(getattr(self, name), str | Path | None):
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -305,6 +308,8 @@ class EngineConfig:
             raise InvalidArgument("dtype", self.dtype, f"must be auto, {', '.join(DTYPES)}")
         if self.quantization not in (None, *get_args(Quantization)):
             raise InvalidArgument("quantization", self.quantization, f"must be None, {', '.join(get_args(Quantization))}")
+        if self.calibration_data is not None and self.quantization != "int4":
+            raise InvalidArgument("calibration_data", self.calibration_data, "needs quantization=int4")
         if self.kv_cache_dtype not in ("auto", "int8", "fp8"):
             raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, "must be auto, int8 or fp8")
         if self.generation_config not in ("auto", "vllm", None):

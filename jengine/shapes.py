@@ -32,6 +32,8 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     """
     device = mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
+    if config.calibration_data is not None and mesh.devices.size > 1:
+        raise InvalidArgument("tensor_parallel_size", mesh.devices.size, "must be 1 with calibration_data")
     check_formats(config, device)
     max_model_len = _max_model_len(config, model)
     chosen = sizes(config, device.platform)
@@ -53,7 +55,14 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
             steps=config.burst_steps,
         )
     spec = ExecutionSpec(
-        model=build(model, choose_dtype(config.dtype, model, device, root), max_model_len, config.quantization, mesh.devices.size),
+        model=build(
+            model,
+            choose_dtype(config.dtype, model, device, root),
+            max_model_len,
+            config.quantization,
+            mesh.devices.size,
+            calibrated=config.calibration_data is not None,
+        ),
         mesh=mesh,
         table=table,
         max_model_len=max_model_len,

@@ -18,9 +18,11 @@ from jengine.checkpoints import (
     choose_embedder,
     has_output_head,
     load,
+    load_calibrated,
     read_config,
     read_reranker,
     read_sampling_defaults,
+    read_text,
     resolve,
 )
 from jengine.config import EngineConfig, ModelConfig
@@ -241,7 +243,12 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     if config.process_id == 0 and holds_tokenizer(started.tokenizer_folder):
         started.tokenizer = Tokenizer.load(started.tokenizer_folder)  # before the weights: what is wrong shows early
     lap("tokenizer")
-    params = load(started.folder, shapes.model, mesh, progress=progress)
+    if config.calibration_data is None:
+        params = load(started.folder, shapes.model, mesh, progress=progress)
+    else:
+        params = load_calibrated(
+            started.folder, shapes.model, mesh, read_text(config.calibration_data, started.require_tokenizer()), progress
+        )
     lap("weights")
     spec = _with_pages(config, shapes, root, link)
     link.agree(f"{spec.fingerprint()} {spec.host_pages}", partial(_same, "config", "options, versions or models differ"))

@@ -18,6 +18,7 @@ import jax
 
 from pallas_kernels import products, tuning, xla
 from pallas_kernels.groups import Groups
+from pallas_kernels.hadamard import transform
 from pallas_kernels.int4 import Int4
 from pallas_kernels.products import Weight
 from pallas_kernels.quantized import Pages, Quantized, dequantize, quantize
@@ -260,7 +261,8 @@ def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl 
     scale = None
     if isinstance(weight, Quantized):
         values, scale = weight.values, weight.scale.reshape(weight.shape[0], -1)
-        x = dequantize(quantize(x, weight.kind)) if weight.inputs else x  # as if it were multiplied in eight bits
+        if weight.inputs:  # as if they were multiplied in eight bits
+            x = dequantize(quantize(transform(x, weight.hadamard), weight.kind)).astype(x.dtype)
     form: Any = xla.grouped_product
     if serves:
         from pallas_kernels import grouped_product as kernel

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hadamard import gain, transform
+
 TILE, WORDS = 128, 16  # inputs that are packed together, and the words that they fill
 GROUPS = 32, 64, 128  # inputs that may share a scale
 LOWEST, HIGHEST = -8, 7
@@ -25,10 +27,14 @@ SCALES = 4  # their number, for each row, is a multiple of this
 Try = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # squared errors, numbers, scales, offsets
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("size", "group", "dtype", "kind"))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("values", "scale", "offset"),
+    meta_fields=("size", "group", "dtype", "kind", "hadamard"),
+)
 @dataclass(frozen=True)
 class Int4:
-    """Stands for number * scale + offset, each of -8 to 7, or of kind e2m1 one of E2M1, with a sign.
+    """Stands for number * scale + offset, each of -8 to 7, or of kind e2m1 one of E2M1, with a sign; transformed back.
 
     The inputs lie in as many parts as devices share them. Each part is padded to tiles; scales and offsets of padding are zero.
 
@@ -40,6 +46,7 @@ class Int4:
         group: inputs that share a scale, one of GROUPS. A part's last group may have fewer.
         dtype: of what it stands for.
         kind: of numbers, one of KINDS.
+        hadamard: inputs that were transformed together before they were quantized; 1: none were.
     """
 
     values: jax.Array
@@ -49,6 +56,7 @@ class Int4:
     group: int = TILE
     dtype: str = "float32"
     kind: str = "int4"
+    hadamard: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,6 +91,7 @@ def pack(
     parts: int = 1,
     dtype: str = "float32",
     kind: str = "int4",
+    hadamard: int = 1,
 ) -> Int4:
     """From numbers int8 [..., in] of the kind, and scale and offset [..., in / group]; in / parts is a multiple of group."""
     size = numbers.shape[-1] // parts
@@ -98,15 +107,23 @@ def pack(
         return jnp.pad(apart, _last(by_group, groups(size, group) - apart.shape[-1])).reshape(*by_group.shape[:-1], -1)
 
     values = packed.reshape(*numbers.shape[:-1], -1)
-    return Int4(values, padded(scale), None if offset is None else padded(offset), size, group, dtype, kind)
+    return Int4(values, padded(scale), None if offset is None else padded(offset), size, group, dtype, kind, hadamard)
 
 
-def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1) -> Int4:
-    """x [..., in], a float: each group's numbers, scale and offset are the best of several tries, by the sum of squared errors."""
+def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1, hadamard: int = 1) -> Int4:
+    """x [..., in], a float, each group rounded to nearest."""
     size = x.shape[-1] // parts
     missing = -size % group
-    apart = _parts(x.astype(jnp.float32), parts)
+    apart = _parts(transform(x.astype(jnp.float32), hadamard) / gain(hadamard), parts)
     rows = jnp.pad(apart, _last(x, missing), mode="edge").reshape(*apart.shape[:-1], -1, group)
+    numbers, scale, offset = fit(rows)
+    numbers = numbers.astype(jnp.int8).reshape(*apart.shape[:-1], -1)[..., :size].reshape(x.shape)
+    scale, offset = (by_group.reshape(*x.shape[:-1], -1) for by_group in (scale, offset))
+    return pack(numbers, scale, offset, group=group, parts=parts, dtype=str(x.dtype), hadamard=hadamard)
+
+
+def fit(rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Numbers, as floats, and scale and offset [..., 1] of groups float32 [..., group]: the best of several tries, by squared errors."""
     low, high = rows.min(-1, keepdims=True), rows.max(-1, keepdims=True)
 
     def tried(shrunk: jax.Array) -> Try:
@@ -125,13 +142,16 @@ def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1) -> Int4:
         return jax.tree.map(lambda new, old: jnp.where(found[0] < best[0], new, old), found, best), None
 
     (_, numbers, scale, offset), _ = jax.lax.scan(better, tried(jnp.float32(SHRUNK[0])), jnp.array(SHRUNK[1:], jnp.float32))
-    numbers = numbers.astype(jnp.int8).reshape(*apart.shape[:-1], -1)[..., :size].reshape(x.shape)
-    scale, offset = (by_group.reshape(*x.shape[:-1], -1) for by_group in (scale, offset))
-    return pack(numbers, scale, offset, group=group, parts=parts, dtype=str(x.dtype))
+    return numbers, scale, offset
 
 
-def dequantize_int4(x: Int4, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """[..., in] of the given dtype, or x.dtype."""
+def dequantize_int4(x: Int4) -> jax.Array:
+    """[..., in] of x.dtype."""
+    return transform(wide(x), x.hadamard).astype(x.dtype)
+
+
+def wide(x: Int4) -> jax.Array:
+    """float32 [..., in]: weights for inputs that are transformed."""
     bits = _parts(x.values, x.values.shape[-1] // words(x.size))
     bits = bits.reshape(*bits.shape[:-1], -1, 1, WORDS, 1)
     shifts = 4 * jnp.arange(4)[:, None, None] + 16 * jnp.arange(2)
@@ -146,10 +166,10 @@ def dequantize_int4(x: Int4, dtype: jax.typing.DTypeLike | None = None) -> jax.A
     def spread(by_group: jax.Array) -> jax.Array:
         return _parts(by_group, leading[-1])[..., : numbers.shape[-2], None]
 
-    wide = numbers * spread(x.scale)
+    weights = numbers * spread(x.scale)
     if x.offset is not None:
-        wide = wide + spread(x.offset)
-    return wide.reshape(*leading, -1)[..., : x.size].reshape(x.shape).astype(dtype or x.dtype)
+        weights = weights + spread(x.offset)
+    return weights.reshape(*leading, -1)[..., : x.size].reshape(x.shape)
 
 
 def _parts(x: jax.Array, parts: int) -> jax.Array:

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
-from pallas_kernels.int4 import Int4, dequantize_int4
+from pallas_kernels.hadamard import transform
+from pallas_kernels.int4 import Int4, wide
 from pallas_kernels.quantized import Quantized, quantize
 
 LAST = (((1,), (1,)), ((), ()))  # contract the last axes
@@ -72,7 +73,7 @@ def prepare(weight: Any, x: str | None = None) -> None:
         if isinstance(weight, Int4):
             products.prepare_int4(x or weight.dtype, weight)
         else:
-            products.prepare(x or str(weight.dtype), kind_of(weight))
+            products.prepare(x or str(weight.dtype), kind_of(weight), getattr(weight, "hadamard", 1))
 
 
 Weight = jax.Array | Quantized | Int4
@@ -125,14 +126,15 @@ def _by_cpu_kernel(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any], form: st
     if isinstance(weight, Int4):
         return products.product_of_int4(x, weight, dtype)
     if form == "amx" and products.why_no_tiles(str(x.dtype), kind_of(weight), weight.shape[0]) is None:
-        values, scale = (weight.values, weight.scale) if isinstance(weight, Quantized) else (weight, None)
-        return products.product_by_tiles(x, values, scale, dtype)
+        if isinstance(weight, Quantized):
+            return products.product_by_tiles(x, weight.values, weight.scale, dtype, weight.hadamard)
+        return products.product_by_tiles(x, weight, None, dtype)
     if not isinstance(weight, Quantized):
         return products.product(x, weight, None, dtype)
     if not weight.inputs:
         return products.product(x, weight.values, weight.scale, dtype)
     if weight.kind == "int8":
-        return products.product_of_bytes(x, weight.values, weight.scale, dtype)
+        return products.product_of_bytes(x, weight.values, weight.scale, dtype, weight.hadamard)
     rows = quantize(x, weight.kind)
     y = products.product(rows.values.astype(x.dtype), weight.values, weight.scale, jnp.float32)
     return (y * rows.scale[:, None]).astype(dtype)
@@ -140,11 +142,11 @@ def _by_cpu_kernel(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any], form: st
 
 def _by_xla(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any]) -> jax.Array:
     if isinstance(weight, Int4):
-        return _any_rows(x, dequantize_int4(weight, x.dtype), dtype)
+        return _any_rows(transform(x, weight.hadamard).astype(x.dtype), wide(weight).astype(x.dtype), dtype)
     if not isinstance(weight, Quantized):
         return _any_rows(x, weight, dtype)
     if weight.inputs:
-        rows = quantize(x, weight.kind)
+        rows = quantize(transform(x, weight.hadamard), weight.kind)
         sums = _any_rows(rows.values, weight.values, jnp.int32 if weight.kind == "int8" else jnp.float32)
         return (sums.astype(jnp.float32) * rows.scale[:, None] * weight.scale).astype(dtype)
     y: jax.Array = lax.platform_dependent(x, weight.values, cpu=_converted_by_block, default=_converted)

@@ -14,16 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.hadamard import gain, transform
 from pallas_kernels.int4 import Int4, dequantize_int4
 
 SMALLEST = 1e-30  # of what counts as a row's largest magnitude: rows of zeros stay zeros
 LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0}
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("dtype", "inputs", "kind"))
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("dtype", "inputs", "kind", "hadamard"))
 @dataclass(frozen=True)
 class Quantized:
-    """Stands for values * scale[..., None].
+    """Stands for values * scale[..., None], transformed back.
 
     Attributes:
         values: int8 or float8_e4m3fn [..., size]; of a cache uint8, the bits of float8_e4m3fn: XLA on a CPU moves no fp8, a gather or a
@@ -32,6 +33,7 @@ class Quantized:
         dtype: of what it stands for.
         inputs: products quantize their other side too, row by row, and multiply eight-bit numbers.
         kind: int8 or float8_e4m3fn.
+        hadamard: numbers of a row that were transformed together before they were quantized; 1: none were.
     """
 
     values: jax.Array
@@ -39,6 +41,7 @@ class Quantized:
     dtype: str = "float32"
     inputs: bool = False
     kind: str = "int8"
+    hadamard: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,15 +62,19 @@ def is_quantized(node: object) -> bool:
 Pages = jax.Array | Quantized  # of a cache: [num_pages, kv_heads, page_size, head_dim]
 
 
-def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, *, inputs: bool = False) -> Quantized:
-    """x [..., size], a float, to int8 or float8_e4m3fn: the largest magnitude of a row becomes the dtype's largest number."""
+def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, *, inputs: bool = False, hadamard: int = 1) -> Quantized:
+    """x [..., size], a float, to int8 or float8_e4m3fn: the largest magnitude of a row becomes the dtype's largest number.
+
+    Args:
+        inputs, hadamard: as in Quantized; products transform the other side of a weight alike.
+    """
     largest = LARGEST[jnp.dtype(dtype)]
-    wide = x.astype(jnp.float32)
+    wide = transform(x.astype(jnp.float32), hadamard) / gain(hadamard)
     scale = jnp.maximum(jnp.abs(wide).max(-1), SMALLEST) / largest
     values = wide / scale[..., None]
     if jnp.dtype(dtype) == jnp.int8:
         values = jnp.round(values)
-    return Quantized(values.astype(dtype), scale, str(x.dtype), inputs, str(jnp.dtype(dtype)))
+    return Quantized(values.astype(dtype), scale, str(x.dtype), inputs, str(jnp.dtype(dtype)), hadamard)
 
 
 def numbers(x: Quantized) -> jax.Array:
@@ -84,4 +91,4 @@ def dequantize(x: Quantized | Int4) -> jax.Array:
     """[..., size] of x.dtype."""
     if isinstance(x, Int4):
         return dequantize_int4(x)
-    return (numbers(x).astype(jnp.float32) * x.scale[..., None]).astype(x.dtype)
+    return transform(numbers(x).astype(jnp.float32) * x.scale[..., None], x.hadamard).astype(x.dtype)

@@ -143,11 +143,29 @@ def compare() -> str:
 
 def perplexity() -> str:
     found = json.loads((RESULTS / "quantization_perplexity.json").read_text())
-    base = found["perplexity"]["bfloat16"]["perplexity"]
-    rows = ["| | Perplexity | Ratio to bfloat16 | Weights, MiB | Cache, KiB a token |", "| --- | ---: | ---: | ---: | ---: |"]
+    base = found["perplexity"]["bfloat16"]
+    rows = [
+        "| | English | / bfloat16 | Chats | / bfloat16 | Weights, MiB | Cache, KiB a token |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for name, row in found["perplexity"].items():
-        value, bytes = row["perplexity"], f"{row['weights_mib']:.2f} | {row['cache_kib_a_token']:.2f}"
-        rows.append(f"| {name} | {value:.3f} | {value / base:.4f} | {bytes} |")
+        texts = " | ".join(f"{row[text]:.3f} | {row[text] / base[text]:.3f}" for text in ("english", "chats"))
+        rows.append(f"| {name} | {texts} | {row['weights_mib']:.1f} | {row['cache_kib_a_token']:.2f} |")
+    return "\n".join([*rows, "", _machine(found)])
+
+
+def quantized_steps() -> str:
+    """Milliseconds of decode steps, and of reading their weights."""
+    found = json.loads((RESULTS / "quantized_steps.json").read_text())
+    forms = {name: row for name, row in found.items() if isinstance(row, dict) and "floor_ms" in row}
+    counts = list(next(iter(forms.values()))["ms"])
+    rows = [
+        "| | Weights, MiB | Reading them, ms | " + " | ".join(f"{n} rows, ms" for n in counts) + " |",
+        "| --- |" + " ---: |" * (len(counts) + 2),
+    ]
+    for name, row in forms.items():
+        times = " | ".join(f"{row['ms'][n]:.2f}" for n in counts)
+        rows.append(f"| {name} | {row['bytes'] / 2**20:.1f} | {row['floor_ms']:.2f} | {times} |")
     return "\n".join([*rows, "", _machine(found)])
 
 
@@ -235,6 +253,7 @@ CONTENT: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "comparison": compare,
     "perplexity": perplexity,
+    "quantized steps": quantized_steps,
     "start time": start_time,
     "sharing": sharing,
     "targets": targets,

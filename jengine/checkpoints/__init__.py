@@ -1,5 +1,6 @@
 """Models on disk: where they are, what they are, and their weights on the device."""
 
+from jengine.checkpoints.calibration import load_calibrated, read_text
 from jengine.checkpoints.conversion import convert
 from jengine.checkpoints.folder import read_config, read_sampling_defaults, resolve
 from jengine.checkpoints.sentence_transformers import Reranker, choose_embedder, read_reranker
@@ -11,8 +12,10 @@ __all__ = [
     "convert",
     "has_output_head",
     "load",
+    "load_calibrated",
     "read_config",
     "read_reranker",
     "read_sampling_defaults",
+    "read_text",
     "resolve",
 ]

@@ -28,13 +28,15 @@ def fitted(array: jax.Array, target: Target) -> jax.Array | Quantized | Int4:
     """A parameter in the form that programs take, from its plain one."""
     shardings = jax.tree.map(lambda x: x.sharding, target)
     if isinstance(target, Int4):
-        to_int4 = jax.jit(quantize_int4, static_argnames=("group", "parts"), out_shardings=shardings)
-        packed: Int4 = jax.block_until_ready(to_int4(array, group=target.group, parts=target.shape[-1] // target.size))
+        to_int4 = jax.jit(quantize_int4, static_argnames=("group", "parts", "hadamard"), out_shardings=shardings)
+        packed: Int4 = jax.block_until_ready(
+            to_int4(array, group=target.group, parts=target.shape[-1] // target.size, hadamard=target.hadamard)
+        )
         return packed
     if not isinstance(target, Quantized):
         return array
-    convert = jax.jit(quantize, static_argnames=("dtype", "inputs"), out_shardings=shardings)
-    quantized: Quantized = jax.block_until_ready(convert(array, dtype=target.kind, inputs=target.inputs))
+    convert = jax.jit(quantize, static_argnames=("dtype", "inputs", "hadamard"), out_shardings=shardings)
+    quantized: Quantized = jax.block_until_ready(convert(array, dtype=target.kind, inputs=target.inputs, hadamard=target.hadamard))
     return quantized
 
 
@@ -51,6 +53,13 @@ def joined(numbers: jax.Array, scale: jax.Array, offset: jax.Array | None, targe
     """A parameter in the form that programs take, from its parts."""
     if isinstance(target, Quantized):
         return dataclasses.replace(target, values=numbers, scale=scale)
-    made = partial(pack, group=target.group, parts=target.shape[-1] // target.size, dtype=target.dtype, kind=target.kind)
+    made = partial(
+        pack,
+        group=target.group,
+        parts=target.shape[-1] // target.size,
+        dtype=target.dtype,
+        kind=target.kind,
+        hadamard=target.hadamard,
+    )
     packed: Int4 = jax.block_until_ready(jax.jit(made, out_shardings=jax.tree.map(lambda x: x.sharding, target))(numbers, scale, offset))
     return packed

@@ -186,7 +186,7 @@ class ExecutionSpec:
             "source": source_digest(),
             "model": model,
             "dtype": str(np.dtype(self.model.dtype)),
-            "quantization": self.model.quantization,
+            "quantization": f"{self.model.quantization}, calibrated" if self.model.calibrated else self.model.quantization,
             "cache_dtype": str(self.cache_dtype),
             "max_model_len": self.max_model_len,
             "table": dataclasses.asdict(self.table),

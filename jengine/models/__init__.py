@@ -45,6 +45,7 @@ from jengine.models.family import Decoder, Family, TextPart
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import RULES
 from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.hadamard import block_of
 from pallas_kernels.int4 import KINDS, pack, quantize_int4
 from pallas_kernels.quantized import quantize
 
@@ -53,6 +54,7 @@ QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations ar
     "w8a8": ("int8", True),
     "fp8": ("float8_e4m3fn", True),
 }
+TRANSFORMED = ("w8a8",)  # outliers of activations would leave few of eight bits to the others
 EMBEDDINGS = {"int4": "int8"}  # and output heads, which bear four bits less well
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 _FILES = (
@@ -88,6 +90,7 @@ class Model:
         params: what programs take: a jax.ShapeDtypeStruct, or a Quantized or an Int4 of several, for each parameter.
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors each parameter is made of, a tuple of pieces.Piece.
+        calibrated: as in build.
         prefix: the Decoder's.
         text_part, skipped: the family's.
     """
@@ -95,6 +98,7 @@ class Model:
     config: ModelConfig
     dtype: jnp.dtype
     quantization: str | None
+    calibrated: bool
     params: Params
     axes: Any
     sources: Any
@@ -109,7 +113,15 @@ class Model:
         return module
 
 
-def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, quantization: str | None = None, shards: int = 1) -> Model:
+def build(
+    config: ModelConfig,
+    dtype: jax.typing.DTypeLike,
+    max_model_len: int,
+    quantization: str | None = None,
+    shards: int = 1,
+    *,
+    calibrated: bool = False,
+) -> Model:
     """Declares the model of a family; allocates nothing.
 
     Args:
@@ -118,6 +130,7 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
         quantization: as in EngineConfig, of the matrices in products and of embeddings; routers, norms, biases and learned positions
             keep dtype.
         shards: devices that the parameters are laid out for, see ModelConfig.
+        calibrated: four-bit weights are, see checkpoints/calibration.py.
 
     Raises:
         ModelError: the family or its activation is not supported.
@@ -141,16 +154,20 @@ def build(config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int, 
         if config.stored is not None and not vocabulary:
             return _stored(plain, config.stored, parameter.get_metadata("source"), parts)
         if quantization == "int4" and not vocabulary:
-            return jax.eval_shape(partial(quantize_int4, parts=parts), plain)
+            hadamard = block_of(plain.shape[-1] // parts) if calibrated else 1  # rounded to nearest, little is gained
+            return jax.eval_shape(partial(quantize_int4, parts=parts, hadamard=hadamard), plain)
         if quantization in (None, "none"):
             return plain
-        kind, inputs = QUANTIZATIONS[EMBEDDINGS.get(quantization, quantization)]
-        return jax.eval_shape(partial(quantize, dtype=kind, inputs=inputs), plain)
+        name = EMBEDDINGS.get(quantization, quantization)
+        kind, inputs = QUANTIZATIONS[name]
+        hadamard = block_of(plain.shape[-1] // parts) if name in TRANSFORMED else 1
+        return jax.eval_shape(partial(quantize, dtype=kind, inputs=inputs, hadamard=hadamard), plain)
 
     return Model(
         config=config,
         dtype=jnp.dtype(dtype),
         quantization=quantization,
+        calibrated=calibrated,
         params=tree(abstract),
         axes=tree(lambda p: p.get_metadata("axes")),
         sources=tree(lambda p: p.get_metadata("source")),

@@ -80,9 +80,24 @@ def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *sou
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, matrix=True)
 
 
-def dense(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+class Calibrated:
+    """A weight that becomes a quantized one once its inputs are known: see checkpoints/calibration.py."""
+
+    shape: tuple[int, ...]
+
+    def product(self, x: jax.Array, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+        """x [N, in] by the weight -> [N, outs]."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Calibrated:
+        """Itself: how nnx asks for a parameter's value."""
+        return self
+
+
+def dense(x: jax.Array, weight: Weight | Calibrated, bias: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """x [N, in], weight [*out, in], bias [*out] -> [N, *out], in x's dtype or the given one."""
-    y = product(x, flattened(weight), dtype).reshape(x.shape[0], *weight.shape[:-1])
+    y = weight.product(x, dtype) if isinstance(weight, Calibrated) else product(x, flattened(weight), dtype)
+    y = y.reshape(x.shape[0], *weight.shape[:-1])
     return y if bias is None else y + bias.astype(y.dtype)
 
 

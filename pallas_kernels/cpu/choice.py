@@ -15,6 +15,7 @@ from pallas_kernels.cpu.formats import Processor, processor
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.cpu.products import why_no_tiles
 from pallas_kernels.cpu.tiles import OUTS
+from pallas_kernels.hadamard import block_of
 from pallas_kernels.products import ROW_CLASSES, form_key, product, using
 from pallas_kernels.quantized import quantize
 
@@ -66,7 +67,7 @@ def forms(x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[s
 def _fastest(able: Sequence[str], rows: int, x: str, kind: str, shape: tuple[int, int]) -> str:
     """Alternately measured, each at its best."""
     inputs, weight = jnp.ones((rows, shape[1]), x), jnp.ones(shape, x if kind == "w8a8" else kind)
-    args: tuple[Any, Any] = (inputs, quantize(weight, "int8", inputs=True) if kind == "w8a8" else weight)
+    args: tuple[Any, Any] = (inputs, quantize(weight, "int8", inputs=True, hadamard=block_of(shape[1])) if kind == "w8a8" else weight)
     programs = {}
     for form in able:
         with using({form_key(rows, x, kind): form}):

@@ -15,8 +15,8 @@ from pallas_kernels.cpu import native
 from pallas_kernels.cpu.blocks import AHEAD, ARGUMENTS, Out, block, padded, rounded
 from pallas_kernels.cpu.emit import F32, I8, I32, I64, PTR, VOID, Code, constant, vector
 from pallas_kernels.cpu.formats import SIZES, Format, Processor, as_floats, byte_format, plain_format, processor
+from pallas_kernels.cpu.hadamard import transform_row, write_parts
 
-ALONE = 1 << 15  # numbers of x up to which quantizing them takes a thread less time than waking another
 FEW = 48  # rows, up to which weights are what memory is read for
 CONVERTED_FEW = 16  # and where each block's weights are converted first
 PANEL, SCRATCH = 64, 1 << 17  # outputs at most; bytes of the converted, which lie on the stack
@@ -35,14 +35,14 @@ def product_module(target: native.Target, x: str, weight: str) -> str:
     return str(code.module)
 
 
-def bytes_module(target: native.Target, x: str) -> str:
+def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
     """The functions `quantize`, `quantize_parts` and `multiply` of x, int8 weight and its scale.
 
-    Results are out, bytes of x, their scales and their sums [rows].
+    Results are out, bytes of x, their scales and their sums [rows]; with a hadamard block above 1, also x transformed, float32.
     """
     at, code = processor(target), Code()
     how = byte_format(at)
-    quantize(code, at, x, 1, 2, sums=(how.offset, 3) if how.offset else None)
+    quantize(code, at, x, 1, 2, sums=(how.offset, 3) if how.offset else None, transformed=(hadamard, 4))
     _multiply(code, at, how, Out(scaled=True, bytes=True), None)
     return str(code.module)
 
@@ -207,18 +207,28 @@ def _convert(code: Code, at: Processor, stored: str, converted: str) -> None:
     b.ret_void()
 
 
-def quantize(code: Code, at: Processor, x: str, bytes_result: int, scales_result: int, sums: tuple[int, int] | None = None) -> None:
+def quantize(
+    code: Code,
+    at: Processor,
+    x: str,
+    bytes_result: int,
+    scales_result: int,
+    sums: tuple[int, int] | None = None,
+    transformed: tuple[int, int] = (1, 0),
+) -> None:
     """Rows of x to bytes and their scales: `quantized.quantize` to the last bit as XLA compiles it, which multiplies by reciprocals.
 
     The functions `quantize`, and `quantize_parts`, into how many parts it is worth cutting.
 
     Args:
         sums: (factor, result): also each row's bytes summed, times this.
+        transformed: (block, result): rows are transformed first, where the block is more than 1.
     """
-    frame, most = code.function("quantize_parts", [I64] * 2, internal=False, result=I64)
-    _, shape = code.argument(code.b.inttoptr(frame, PTR), 0)
-    few = code.b.icmp_signed("<=", code.mul(code.word(shape, 0), code.word(shape, 1)), I64(ALONE))
-    code.b.ret(code.b.select(few, I64(1), most))
+    hadamard, own = transformed
+    stored, x = x, "float32" if hadamard > 1 else x
+    if hadamard > 1:
+        transform_row(code, at, stored, hadamard)
+    write_parts(code, "quantize_parts")
     frame, part, parts = code.function("quantize", [I64] * 3, internal=False)
     b, frame = code.b, code.b.inttoptr(frame, PTR)
     source, shape = code.argument(frame, 0)
@@ -239,7 +249,12 @@ def quantize(code: Code, at: Processor, x: str, bytes_result: int, scales_result
 
     first, end = (b.sdiv(code.mul(rows, n), parts) for n in (part, code.add(part, 1)))
     with code.loop(first, end, 1) as each:
-        row, target = code.at(source, code.mul(code.mul(each.index, size), SIZES[x])), code.at(into, code.mul(each.index, size))
+        start = code.mul(each.index, size)
+        row, target = code.at(source, code.mul(start, SIZES[stored])), code.at(into, start)
+        if hadamard > 1:
+            spread = code.at(code.result(frame, own)[0], code.mul(start, 4))
+            code.call("transform_row", VOID, row, spread, size)
+            row = spread
         with code.loop(0, whole, at.lanes, [constant(vector(F32, at.lanes), SMALLEST)]) as numbers:
             numbers.next([largest(code.at(row, code.mul(numbers.index, SIZES[x])), at.lanes, numbers.values[0])])
         most = code.call(f"llvm.vector.reduce.fmaximum.v{at.lanes}f32", F32, numbers.results[0])

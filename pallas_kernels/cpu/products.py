@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import native, tiles
 from pallas_kernels.cpu.calls import call, register
+from pallas_kernels.cpu.hadamard import transform_module
 from pallas_kernels.cpu.int4 import int4_module, needs_sums
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.cpu.multiply import bytes_module, product_module
@@ -28,20 +29,21 @@ def product(x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax
     return y.astype(dtype)
 
 
-def product_of_bytes(x: jax.Array, weight: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """x, quantized row by row to int8 as `quantize` does, times int8 weights; exact sums, times both scales."""
+def product_of_bytes(x: jax.Array, weight: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike, hadamard: int = 1) -> jax.Array:
+    """x, transformed, then quantized row by row to int8 as `quantize` does, times int8 weights; exact sums, times both scales."""
     rows, size = x.shape
     shapes = [
         jax.ShapeDtypeStruct((rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32),
         jax.ShapeDtypeStruct((rows, size), jnp.int8),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
         jax.ShapeDtypeStruct((rows,), jnp.int32),
+        *_transformed(x, hadamard),
     ]
-    y: jax.Array = call(register_bytes(str(x.dtype)), shapes, x, weight, scale)[0]
+    y: jax.Array = call(register_bytes(str(x.dtype), hadamard), shapes, x, weight, scale)[0]
     return y.astype(dtype)
 
 
-def product_by_tiles(x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike) -> jax.Array:
+def product_by_tiles(x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike, hadamard: int = 1) -> jax.Array:
     """As `product` of bfloat16 by bfloat16, or with a scale as `product_of_bytes`, by AMX; of what `why_no_tiles` refuses nothing."""
     rows, size = x.shape
     shapes = [
@@ -49,13 +51,17 @@ def product_by_tiles(x: jax.Array, weight: jax.Array, scale: jax.Array | None, d
         jax.ShapeDtypeStruct((tiles.packed_bytes(rows, size, str(weight.dtype)),), jnp.uint8),
     ]
     if scale is not None:
-        shapes += [jax.ShapeDtypeStruct((rows, size), jnp.int8), jax.ShapeDtypeStruct((rows,), jnp.float32)]
-    y: jax.Array = call(register_tiles(str(x.dtype), scale is not None), shapes, x, weight, *([] if scale is None else [scale]))[0]
+        shapes += [jax.ShapeDtypeStruct((rows, size), jnp.int8), jax.ShapeDtypeStruct((rows,), jnp.float32), *_transformed(x, hadamard)]
+    name = register_tiles(str(x.dtype), scale is not None, hadamard)
+    y: jax.Array = call(name, shapes, x, weight, *([] if scale is None else [scale]))[0]
     return y.astype(dtype)
 
 
 def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike) -> jax.Array:
     """x @ weight.T, sums in float32; weights [out, in] are unpacked in registers."""
+    if weight.hadamard > 1:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape, jnp.float32)]
+        x = call(register_transform(str(x.dtype), weight.hadamard), shapes, x)[0]
     shapes = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32)]
     offset = [] if weight.offset is None else [weight.offset]
     if needs_sums(native.host(), str(x.dtype), bool(offset)):
@@ -73,27 +79,35 @@ def why_no_tiles(x: str, kind: str, outs: int) -> str | None:
     return f"outputs={outs}: at least {tiles.OUTS}" if outs < tiles.OUTS else None
 
 
-def register_tiles(x: str, of_bytes: bool) -> str:
+def _transformed(x: jax.Array, hadamard: int) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, jnp.float32)] if hadamard > 1 else []
+
+
+def register_tiles(x: str, of_bytes: bool, hadamard: int = 1) -> str:
     def make() -> list[int | tuple[int, int]]:
-        text = tiles.tiles_module(native.host(), x, of_bytes=of_bytes)
+        text = tiles.tiles_module(native.host(), x, of_bytes=of_bytes, hadamard=hadamard)
         if not of_bytes:
             return [*native.compiled(text, "pack", "multiply")]
         quantize, parts, *others = native.compiled(text, "quantize", "quantize_parts", "pack", "multiply")
         return [(quantize, parts), *others]
 
-    return register(f"jengine_tiles_{x}_{'w8a8' if of_bytes else 'bfloat16'}", make)
+    return register(f"jengine_tiles_{x}_{_w8a8(hadamard) if of_bytes else 'bfloat16'}", make)
+
+
+def _w8a8(hadamard: int) -> str:
+    return "w8a8" if hadamard == 1 else f"w8a8_{hadamard}"
 
 
 def register_product(x: str, weight: str) -> str:
     return register(f"jengine_product_{x}_{weight}", lambda: native.compiled(product_module(native.host(), x, weight), "multiply"))
 
 
-def register_bytes(x: str) -> str:
+def register_bytes(x: str, hadamard: int = 1) -> str:
     def make() -> list[int | tuple[int, int]]:
-        quantize, parts, multiply = native.compiled(bytes_module(native.host(), x), "quantize", "quantize_parts", "multiply")
+        quantize, parts, multiply = native.compiled(bytes_module(native.host(), x, hadamard), "quantize", "quantize_parts", "multiply")
         return [(quantize, parts), multiply]
 
-    return register(f"jengine_product_{x}_w8a8", make)
+    return register(f"jengine_product_{x}_{_w8a8(hadamard)}", make)
 
 
 def register_int4(x: str, group: int, offset: bool, kind: str = "int4") -> str:
@@ -104,21 +118,32 @@ def register_int4(x: str, group: int, offset: bool, kind: str = "int4") -> str:
     return register(f"jengine_product_{x}_{kind}_{group}{'_offset' if offset else ''}", make)
 
 
+def register_transform(x: str, block: int) -> str:
+    def make() -> list[int | tuple[int, int]]:
+        transform, parts = native.compiled(transform_module(native.host(), x, block), "transform", "transform_parts")
+        return [(transform, parts)]
+
+    return register(f"jengine_transform_{x}_{block}", make)
+
+
 def prepare_int4(x: str, weight: Int4) -> None:
     """As `prepare`."""
     if x in INPUTS:
         register_int4(x, weight.group, weight.offset is not None, weight.kind)
+        if weight.hadamard > 1:
+            register_transform(x, weight.hadamard)
 
 
-def prepare(x: str, weight: str) -> None:
+def prepare(x: str, weight: str, hadamard: int = 1) -> None:
     """Register what products of these dtypes call; nothing where they have no kernel.
 
     Args:
         weight: or "w8a8" or "fp8 inputs", where x is quantized too.
+        hadamard: of a w8a8 weight.
     """
     if tiles.permitted() and why_no_tiles(x, weight, tiles.OUTS) is None:
-        register_tiles(x, weight == "w8a8")
+        register_tiles(x, weight == "w8a8", hadamard)
     if x in INPUTS and weight == "w8a8":
-        register_bytes(x)
+        register_bytes(x, hadamard)
     elif x in INPUTS and weight in (*WEIGHTS, "fp8 inputs"):
         register_product(x, "float8_e4m3fn" if weight == "fp8 inputs" else weight)

@@ -38,14 +38,15 @@ def packed_bytes(rows: int, size: int, x: str) -> int:
     return -(-rows // SIDE) * -(-size * SIZES[x] // LINE) * SIDE * LINE
 
 
-def tiles_module(target: native.Target, x: str, *, of_bytes: bool) -> str:
+def tiles_module(target: native.Target, x: str, *, of_bytes: bool, hadamard: int = 1) -> str:
     """Functions `quantize`, if of bytes, `pack` and `multiply`.
 
-    Arguments are x, weight and, of bytes, the weight's scale; results are out, packed rows and, of bytes, their bytes and scales.
+    Arguments are x, weight and, of bytes, the weight's scale; results are out, packed rows and, of bytes, their bytes and scales; with a
+    hadamard block above 1, also x transformed, float32.
     """
     code = Code()
     if of_bytes:
-        quantize(code, processor(target), x, 2, 3)
+        quantize(code, processor(target), x, 2, 3, transformed=(hadamard, 4))
     _pack(code, SIZES["int8" if of_bytes else "bfloat16"], of_bytes)
     _multiply(code, of_bytes)
     return str(code.module)

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from jengine.checkpoints.files import read_tensors
 from jengine.errors import ModelError
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
+from tests.checkpoints.pickled_models import archive, dictionary, rebuilt
 from tests.golden.weights import weights, write_model
 
 DATA = Path(__file__).parent.parent / "data" / "pytorch"
@@ -40,14 +40,6 @@ def test_a_folder_with_an_index(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_tensors(tmp_path)["float32"].array, load_file(DATA / "expected.safetensors")["float32"])
 
 
-def archive(tmp_path: Path, content: bytes, **members: bytes) -> Path:
-    file = tmp_path / "pytorch_model.bin"
-    with zipfile.ZipFile(file, "w") as made:
-        for name, data in {"data.pkl": content, **members}.items():
-            made.writestr(f"archive/{name}", data)
-    return file
-
-
 class Runs:
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.reduced = function, arguments
@@ -62,22 +54,8 @@ def test_nothing_that_a_pickle_names_is_called(tmp_path: Path, function: Any) ->
     argument = f"open({str(ran)!r}, 'w')" if function is eval else f"touch {ran}"
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         with pytest.raises(ModelError, match=r"names \S+\.\S+; only tensors are read"):
-            pickled.read_file(archive(tmp_path, pickle.dumps({"a": Runs(function, argument)}, protocol)), ())
+            pickled.read_file(archive(tmp_path / "pytorch_model.bin", pickle.dumps({"a": Runs(function, argument)}, protocol)), ())
     assert not ran.exists()
-
-
-def rebuilt(key: str = "0", count: int = 4, offset: int = 0, shape: Sequence[int] = (4,), strides: Sequence[int] = (1,)) -> bytes:
-    """A float32 tensor in a pickle, written by hand."""
-
-    def numbers(values: Sequence[int]) -> bytes:
-        return b"(" + b"".join(b"I%d\n" % value for value in values) + b"t"
-
-    storage = b"(Vstorage\nctorch\nFloatStorage\nV%s\nVcpu\nI%d\ntQ" % (key.encode(), count)
-    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"I%d\n" % offset + numbers(shape) + numbers(strides) + b"I00\n)tR"
-
-
-def dictionary(**values: bytes) -> bytes:
-    return b"\x80\x02}" + b"".join(b"V%s\n%ss" % (name.encode(), value) for name, value in values.items()) + b"."
 
 
 def tensor(**how: Any) -> bytes:
@@ -95,7 +73,7 @@ def test_a_model_without_safetensors(tmp_path: Path) -> None:
     }
     shapes = {name: (array.size, array.shape, [stride // 4 for stride in array.strides]) for name, array in arrays.items()}
     pickle_ = dictionary(**{name: rebuilt(name, count, 0, *laid) for name, (count, *laid) in shapes.items()})
-    archive(tmp_path / "b", pickle_, **{f"data/{name}": array.tobytes() for name, array in arrays.items()})
+    archive(tmp_path / "b" / "pytorch_model.bin", pickle_, **{f"data/{name}": array.tobytes() for name, array in arrays.items()})
     one, other = (
         load(folder, build(read_config(folder), "float32", 64), make_mesh(1), progress=False) for folder in (tmp_path / "a", tmp_path / "b")
     )
@@ -104,7 +82,7 @@ def test_a_model_without_safetensors(tmp_path: Path) -> None:
 
 def test_a_pickle_written_by_hand(tmp_path: Path) -> None:
     numbers = np.arange(4, dtype=np.float32)
-    file = archive(tmp_path, tensor(offset=1, shape=(2, 2), strides=(1, 1)), **{"data/0": numbers.tobytes()})
+    file = archive(tmp_path / "pytorch_model.bin", tensor(offset=1, shape=(2, 2), strides=(1, 1)), **{"data/0": numbers.tobytes()})
     assert pickled.read_file(file, ())["a"].array.tolist() == [[1, 2], [2, 3]]
 
 
@@ -127,7 +105,7 @@ def test_a_pickle_written_by_hand(tmp_path: Path) -> None:
 )
 def test_corrupt_files(tmp_path: Path, content: bytes, why: str) -> None:
     with pytest.raises(ModelError, match=why):
-        pickled.read_file(archive(tmp_path, content, **{"data/0": bytes(16)}), ())
+        pickled.read_file(archive(tmp_path / "pytorch_model.bin", content, **{"data/0": bytes(16)}), ())
 
 
 def test_files_of_other_kinds(tmp_path: Path) -> None:
@@ -137,7 +115,7 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is missing"):
         pickled.read_file(tmp_path / "pytorch_model.bin", ())
     with pytest.raises(ModelError, match="byteorder b'big' is not supported"):
-        pickled.read_file(archive(tmp_path, tensor(), byteorder=b"big"), ())
+        pickled.read_file(archive(tmp_path / "pytorch_model.bin", tensor(), byteorder=b"big"), ())
     compressed = tmp_path / "compressed.bin"
     with zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as made:
         made.writestr("archive/data.pkl", tensor())

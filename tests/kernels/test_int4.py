@@ -18,11 +18,12 @@ from pallas_kernels.cpu import calls, native
 from pallas_kernels.cpu import products as cpu_products
 from pallas_kernels.cpu.int4 import int4_module
 from pallas_kernels.cpu.kinds import INPUTS
-from pallas_kernels.int4 import E2M1, GROUPS, HIGHEST, KINDS, LOWEST, Int4, dequantize_int4, groups, pack, quantize_int4, words
+from pallas_kernels.int4 import E2M1, GROUPS, HIGHEST, KINDS, LOWEST, Int4, groups, pack, quantize_int4, words
 from pallas_kernels.products import form_key, product, using
 from pallas_kernels.quantized import dequantize
 from tests.kernels.test_masked import SETS, runs_here
 
+FULL = [("bfloat16", 2), ("bfloat16", 64), ("bfloat16", 192), ("float32", 2), ("float32", 288), ("float32", 512)]
 few = settings(max_examples=2, deadline=None, phases=[Phase.generate])  # each is compiled
 shapes = st.tuples(st.integers(1, 70), st.integers(1, 400), st.one_of(st.integers(1, 9), st.integers(10, 150)))  # rows, inputs, outputs
 
@@ -128,6 +129,17 @@ def check_product(x_dtype: str, group: int, shape: tuple[int, int, int], dtype: 
     assert (np.abs(got - want) <= rounding * np.abs(want) + 4e-6 * np.abs(want).max() + 1e-9).all()
 
 
+@pytest.mark.parametrize(("x_dtype", "block"), [("bfloat16", 512), *(pytest.param(*of, marks=pytest.mark.full) for of in FULL)])
+def test_inputs_are_transformed(block: int, x_dtype: str) -> None:
+    x = jax.random.normal(jax.random.key(1), (70, 2 * block)).astype(x_dtype)
+    weight = quantize_int4(jax.random.normal(jax.random.key(2), (9, 2 * block)), group=32, hadamard=block)
+    want = np.asarray(x, np.float64) @ np.asarray(dequantize(weight), np.float64).T
+    for form in ("kernel", "xla"):
+        for rows in (1, 70):
+            got = in_form(form, x[:rows], weight, "float32")
+            np.testing.assert_allclose(got, want[:rows], atol=(2e-2 if x_dtype == "bfloat16" else 1e-5) * np.abs(want).max())
+
+
 @pytest.mark.parametrize("size", [1, 127, 200])
 def test_groups_that_are_not_full(size: int) -> None:
     x = jax.random.normal(jax.random.key(1), (3, size))
@@ -152,7 +164,6 @@ def test_xla_dequantizes_in_the_dtype_of_activations() -> None:
     got = jax.jit(product)(jnp.ones((2, 64), jnp.float16), half)  # no kernel takes it
     assert got.dtype == jnp.float16
     np.testing.assert_allclose(np.asarray(got, np.float32), np.tile(wide.sum(1), (2, 1)), rtol=2e-2, atol=0.2)
-    assert dequantize_int4(weight, "bfloat16").dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import products
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
+from pallas_kernels.hadamard import block_of, gain, transform
 from pallas_kernels.products import ROW_CLASSES, form_key, product, using
 from pallas_kernels.quantized import Quantized, dequantize, quantize
 
@@ -26,19 +27,21 @@ shapes = st.tuples(st.integers(1, 80), st.integers(1, 300), st.one_of(st.integer
 few = settings(max_examples=3, deadline=None, phases=[Phase.generate])  # each is compiled
 
 
-def arrays(rows: int, size: int, outs: int, x: str, kind: str) -> tuple[jax.Array, Any]:
+def arrays(rows: int, size: int, outs: int, x: str, kind: str, *, spread: bool = True) -> tuple[jax.Array, Any]:
+    """spread: inputs of w8a8, in the largest blocks that divide them."""
     inputs, weight = (jax.random.normal(jax.random.key(n), (count, size)) for n, count in ((rows, rows), (outs, outs)))
     if kind in INPUTS:
         return inputs.astype(x), weight.astype(kind)
     stored = "float8_e4m3fn" if kind in ("float8_e4m3fn", "fp8 inputs") else "int8"
-    return inputs.astype(x), quantize(weight, stored, inputs=kind in ("w8a8", "fp8 inputs"))
+    hadamard = block_of(size) if kind == "w8a8" and spread else 1
+    return inputs.astype(x), quantize(weight, stored, inputs=kind in ("w8a8", "fp8 inputs"), hadamard=hadamard)
 
 
 def exact(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
     """float64, of the numbers as they are multiplied."""
     if isinstance(weight, Quantized):
         if weight.inputs:
-            x = dequantize(jax.jit(lambda x: quantize(x.astype(jnp.float32), weight.kind))(x))
+            x = dequantize(jax.jit(lambda x: quantize(transform(x.astype(jnp.float32), weight.hadamard), weight.kind))(x))
         return (
             np.asarray(x, np.float64)
             @ (np.asarray(weight.values.astype(jnp.float32), np.float64) * np.asarray(weight.scale, np.float64)[:, None]).T
@@ -74,8 +77,37 @@ def test_every_form_is_the_exact_product(form: str, kind: str, x_dtype: str, sha
 @few
 @given(shape=shapes)
 def test_bytes_are_those_of_xla_to_the_last_bit(x_dtype: str, shape: tuple[int, int, int]) -> None:
-    x, weight = arrays(*shape, x_dtype, "w8a8")
+    x, weight = arrays(*shape, x_dtype, "w8a8", spread=False)
     np.testing.assert_array_equal(in_form("kernel", x, weight, "float32"), in_form("xla", x, weight, "float32"))
+
+
+@pytest.mark.parametrize("x_dtype", INPUTS)
+@pytest.mark.parametrize("size", [40, 576, 1536, *(pytest.param(size, marks=pytest.mark.full) for size in (6, 64, 192, 2560))])
+def test_transformed_rows_in_blocks_of_every_size(size: int, x_dtype: str) -> None:
+    """Bytes may differ from XLA's by one where sums in another order are rounded."""
+    x, weight = arrays(5, size, 8, x_dtype, "w8a8")
+    assert weight.hadamard == block_of(size) > 1
+    np.testing.assert_allclose(in_form("kernel", x, weight, "float32"), in_form("xla", x, weight, "float32"), atol=2e-2)
+
+
+def test_the_transform_spreads_outliers() -> None:
+    x, weight = (jax.random.normal(jax.random.key(n), (16, 512)) for n in range(2))
+    x = x.at[:, 7].mul(50)
+
+    def error(hadamard: int) -> float:
+        got = product(x, quantize(weight, "int8", inputs=True, hadamard=hadamard))
+        return float(jnp.abs(got - x @ weight.T).mean())
+
+    assert error(512) < error(1) / 4
+
+
+@pytest.mark.parametrize("size", [1, 10, 64, 96, 576, 1536])
+def test_the_transform_is_orthogonal(size: int) -> None:
+    """And spreads a number over its block: evenly, but for threes."""
+    block = block_of(size)
+    made = np.asarray(transform(jnp.eye(size), block), np.float64)
+    np.testing.assert_allclose(made @ made.T, gain(block) * np.eye(size), atol=1e-4 * gain(block))
+    assert np.abs(made).max() == pytest.approx({1: 1, 3: 2 / 3, 9: 4 / 9}[block // gain(block)], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", [*WEIGHTS, "w8a8"])

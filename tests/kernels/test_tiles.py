@@ -98,11 +98,12 @@ def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("x_dtype", "kind"), [("bfloat16", "bfloat16"), ("bfloat16", "w8a8"), ("float32", "w8a8")])
-@pytest.mark.parametrize("shape", [(1, 32, 32), (17, 100, 45), (16, 31, 33), (50, 130, 64)])
+@pytest.mark.parametrize("shape", [(1, 32, 32), (17, 100, 45), (16, 31, 33), (50, 130, 64), (18, 192, 45)])
 def test_the_product(x_dtype: str, kind: str, shape: tuple[int, int, int], with_tiles: None) -> None:
     rows, size, outs = shape
     x, plain = (jax.random.normal(jax.random.key(n), (n, size)) for n in (rows, outs))
-    weight: Any = quantize(plain, "int8", inputs=True) if kind == "w8a8" else plain.astype(kind)
+    hadamard = 64 if size % 64 == 0 else 1
+    weight: Any = quantize(plain, "int8", inputs=True, hadamard=hadamard) if kind == "w8a8" else plain.astype(kind)
     x = x.astype(x_dtype)
     for dtype in ("float32", "bfloat16"):
         got = {}
@@ -111,7 +112,9 @@ def test_the_product(x_dtype: str, kind: str, shape: tuple[int, int, int], with_
                 lowered = jax.jit(lambda x, w: product(x, w, dtype)).lower(x, weight)  # noqa: B023
             assert ("jengine_tiles" in lowered.as_text()) == (form == "amx")
             got[form] = np.asarray(lowered.compile()(x, weight), np.float64)
-        if kind == "w8a8":
+        if kind == "w8a8" and hadamard > 1:  # sums in another order may round a byte otherwise
+            np.testing.assert_allclose(got["amx"], got["xla"], atol=0.2)
+        elif kind == "w8a8":
             np.testing.assert_array_equal(got["amx"], got["xla"])
         else:
             exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T

@@ -1,0 +1,54 @@
+"""Decode steps of the 134M shape by form of weights, at 1, 8 and 32 rows, beside the time that reading the weights takes.
+
+    python -m benchmarks.quantized_steps [--rows 1 8 32] [--context 128] [--budget 20] [--quick]
+
+Forms take turns within one process. The floor is a step's bytes of weights over the measured bandwidth. "int4, calibrated" also transforms
+the inputs of its products; its weights are rounded to nearest here, which changes no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import jax
+
+from benchmarks.machine import made_model, save
+from benchmarks.step_profile import bandwidth
+from benchmarks.steps import Model, least
+from jengine.checkpoints import resolve
+
+FORMS: dict[str, tuple[str | None, bool]] = {
+    "bfloat16": (None, False),
+    "w8a8": ("w8a8", False),
+    "int4": ("int4", False),
+    "int4, calibrated": ("int4", True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=128, help="tokens that each row reads")
+    parser.add_argument("--budget", type=float, default=20, help="seconds for each number of rows")
+    parser.add_argument("--quick", action="store_true", help="the demo model, nothing saved")
+    options = parser.parse_args()
+    folder = resolve("demo") if options.quick else made_model("134m")
+    models = {name: Model(folder, "bfloat16", kind, calibrated=calibrated) for name, (kind, calibrated) in FORMS.items()}
+    steps = {rows: {name: model.step(rows=rows, context=options.context) for name, model in models.items()} for rows in options.rows}
+    speed = bandwidth()
+    result: dict[str, Any] = {"context": options.context, "bandwidth_gbs": speed / 1e9}
+    print(f"{speed / 1e9:.1f} GB/s\n{'':18}{'MiB':>8}{'floor ms':>10}" + "".join(f"{f'{rows} rows, ms':>20}" for rows in options.rows))
+    best = {rows: least({name: step.seconds for name, step in of.items()}, options.budget) for rows, of in steps.items()}
+    for name, model in models.items():
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+        seconds = {rows: best[rows][name] for rows in options.rows}
+        result[name] = {"bytes": size, "floor_ms": size / speed * 1e3, "ms": {str(rows): taken * 1e3 for rows, taken in seconds.items()}}
+        columns = "".join(f"{taken * 1e3:12.2f} ({best[rows]['bfloat16'] / taken:4.2f}x)" for rows, taken in seconds.items())
+        print(f"{name:18}{size / 2**20:8.1f}{size / speed * 1e3:10.2f}{columns}")
+    if not options.quick:
+        save("quantized_steps", result)
+
+
+if __name__ == "__main__":
+    main()

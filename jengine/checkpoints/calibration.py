@@ -1,0 +1,179 @@
+"""Four-bit weights calibrated on text: the model reads it once, and each product's weight is quantized as it is reached.
+
+So each is fitted, by GPTQ, to the inputs that it will have: those that the quantized products before it give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from jengine.checkpoints.quantization import fitted
+from jengine.checkpoints.weights import load
+from jengine.errors import InvalidArgument
+from jengine.models import Model, Params, build
+from jengine.models.layers import Attend, Calibrated, flattened
+from jengine.observe.progress import progress_bar
+from jengine.parallel.mesh import with_shardings
+from jengine.text.tokenizer import Tokenizer
+from pallas_kernels.gptq import gptq
+from pallas_kernels.hadamard import gain, transform
+from pallas_kernels.int4 import Int4, pack
+from pallas_kernels.products import product
+from pallas_kernels.quantized import is_quantized
+from pallas_kernels.xla import Rotation, rotate
+
+LENGTH, SEQUENCES = 512, 32  # tokens of a sequence; sequences at most
+
+
+def read_text(file: str | Path, tokenizer: Tokenizer) -> np.ndarray:
+    """int32 [sequences, LENGTH]: a text's tokens, spread over it where there are more than are taken.
+
+    Raises:
+        InvalidArgument: the file cannot be read, or has too few tokens.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as wrong:
+        raise InvalidArgument("calibration_data", str(file), f"cannot be read as text: {wrong}") from None
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    count = len(tokens) // LENGTH
+    if count == 0:
+        raise InvalidArgument("calibration_data", str(file), f"has {len(tokens)} tokens; at least {LENGTH} are needed")
+    every = np.array(tokens[: count * LENGTH], np.int32).reshape(count, LENGTH)
+    chosen: np.ndarray = every[np.linspace(0, count - 1, min(count, SEQUENCES)).astype(int)]
+    return chosen
+
+
+def load_calibrated(path: Path, model: Model, mesh: Mesh, tokens: np.ndarray, progress: bool = True) -> Params:
+    """As `load`, by way of plain parameters.
+
+    Args:
+        tokens: as `read_text` gives them.
+    """
+    plain = build(model.config, model.dtype, model.config.max_position, "none")
+    params = load(path, plain, mesh, progress)
+    return calibrate(model, params, with_shardings(mesh, model.params, model.axes), tokens, progress)
+
+
+def calibrate(model: Model, params: Params, targets: Params, tokens: np.ndarray, progress: bool = True) -> Params:
+    """The parameters of `model`, in the forms of `targets`, from plain ones on one device.
+
+    Matrices of experts are rounded to nearest: few tokens reach each.
+
+    Args:
+        targets: abstract, with shardings.
+        tokens: int32 [sequences, length].
+    """
+
+    def prepared(array: jax.Array, target: Any, axes: tuple[str | None, ...]) -> Any:
+        stacked = len(axes) > 2 and axes[0] is None
+        if not isinstance(target, Int4) or stacked:
+            return fitted(array, target)
+        return _Waiting(array, target, bar.update)
+
+    total = sum(isinstance(leaf, Int4) for leaf in jax.tree.leaves(targets, is_leaf=is_quantized))
+    with progress_bar(total=total, desc="calibrating", show=progress) as bar:
+        mixed = jax.tree.map(prepared, params, targets, model.axes, is_leaf=is_quantized)
+        count, length = tokens.shape
+        positions = jnp.tile(jnp.arange(length), count)
+        model.bind(mixed).hidden(jnp.asarray(tokens.reshape(-1)), positions, _attend(count))
+    return jax.tree.map(lambda leaf: leaf.result() if isinstance(leaf, _Waiting) else leaf, mixed, is_leaf=_is_leaf)
+
+
+class _Waiting(Calibrated):
+    """A weight until the product that it is for is reached."""
+
+    def __init__(self, weight: jax.Array, target: Int4, count: Any) -> None:
+        self.weight = weight
+        self.target, self.count = target, count
+        self.shape = target.shape
+        self.made: Int4 | None = None
+
+    def product(self, x: jax.Array, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+        if self.made is None:
+            self.made = self.quantized(x)
+            self.count(1)
+        y: jax.Array = _product(x, flattened(self.made), dtype=dtype)
+        return y
+
+    def quantized(self, x: jax.Array) -> Int4:
+        block, group = self.target.hadamard, self.target.group
+        spread = transform(x.astype(jnp.float32), block)
+        moments = jnp.matmul(spread.T, spread, precision=lax.Precision.HIGHEST)
+        weight = transform(flattened(self.weight).astype(jnp.float32), block) / gain(block)
+        numbers, scale, offset = (part.reshape(*self.shape[:-1], -1) for part in gptq(weight, moments, group))
+        made = pack(numbers, scale, offset, group=group, dtype=self.target.dtype, hadamard=block)
+        placed: Int4 = jax.device_put(made, jax.tree.map(lambda leaf: leaf.sharding, self.target))
+        return placed
+
+    def result(self) -> Int4:
+        """Of a weight that no product used, rounded to nearest."""
+        if self.made is None:
+            self.made = fitted(self.weight, self.target)  # type: ignore[assignment]
+        assert self.made is not None
+        return self.made
+
+
+def _is_leaf(node: Any) -> bool:
+    return is_quantized(node) or isinstance(node, _Waiting)
+
+
+def _attend(count: int) -> Attend:
+    """Attention within each of so many sequences of one length, one after the other."""
+
+    def attend(
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        *,
+        rotation: Rotation | None,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        apart = (x.reshape(count, -1, *x.shape[1:]) for x in (q, k, k if v is None else v))
+        y: jax.Array = _attention(*apart, sinks, scale=scale, window=window, soft_cap=soft_cap)
+        return y.reshape(q.shape)
+
+    return attend
+
+
+# Compiled once for all layers: what runs outside of programs is compiled again wherever it holds control flow.
+_product = jax.jit(product, static_argnames="dtype")
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, *, scale: float, window: int | None, soft_cap: float | None
+) -> jax.Array:
+    """[sequences, length, heads, head_dim]"""
+    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
+    seen = (distance >= 0) & (distance < (window or q.shape[1]))
+
+    def one(sequence: Sequence[jax.Array]) -> jax.Array:
+        q, k, v = sequence
+        k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+        scores = jnp.einsum("qhd,khd->hqk", q, k, preferred_element_type=jnp.float32) * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        if sinks is not None:
+            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], -1)
+        weights = jax.nn.softmax(scores)[..., : len(k)]
+        return jnp.einsum("hqk,khd->qhd", weights.astype(v.dtype), v)
+
+    y: jax.Array = lax.map(one, (q, k, v))
+    return y

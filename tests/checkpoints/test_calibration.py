@@ -1,0 +1,102 @@
+"""Four-bit weights calibrated on text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jengine.checkpoints import load, load_calibrated, read_config, read_text, resolve
+from jengine.config import EngineConfig
+from jengine.errors import InvalidArgument
+from jengine.models import build
+from jengine.parallel.mesh import make_mesh
+from jengine.shapes import describe
+from jengine.text.tokenizer import Tokenizer
+from pallas_kernels.gptq import gptq
+from pallas_kernels.int4 import Int4, dequantize_int4, pack, quantize_int4
+from pallas_kernels.quantized import Quantized, is_quantized
+from tests.golden.weights import max_model_len, write_model
+from tests.models.test_quantization import logits
+from tests.text.conftest import byte_level, write
+
+
+def inputs(rows: int, size: int) -> jax.Array:
+    """Correlated, as activations are."""
+    mixed = jax.random.normal(jax.random.key(0), (size // 4, size))
+    return jax.random.normal(jax.random.key(1), (rows, size // 4)) @ mixed + 0.1 * jax.random.normal(jax.random.key(2), (rows, size))
+
+
+@pytest.mark.parametrize(("size", "group"), [(200, 128), pytest.param(192, 32, marks=pytest.mark.full)])
+def test_products_with_such_inputs_are_nearer(size: int, group: int) -> None:
+    x, weight = inputs(512, size), jax.random.normal(jax.random.key(3), (48, size))
+    numbers, scale, offset = gptq(weight, x.T @ x, group)
+    assert numbers.shape == weight.shape and scale.shape == offset.shape == (48, -(-size // group))
+    wide = [np.repeat(np.asarray(part), group, 1)[:, :size] for part in (scale, offset)]
+    made = np.asarray(numbers) * wide[0] + wide[1]
+    nearest = dequantize_int4(quantize_int4(weight, group=group))
+    errors = [float(jnp.abs(x @ (weight - other).T).mean()) for other in (made, nearest)]
+    assert errors[0] < 0.6 * errors[1]
+
+
+def test_moments_without_an_inverse() -> None:
+    """Of inputs that are always zero, or fewer than there are columns."""
+    x = jnp.zeros((2, 64)).at[:, :3].set(1.0)
+    numbers, scale, _ = gptq(jnp.ones((4, 64)), x.T @ x, 32)
+    assert np.isfinite(np.asarray(scale)).all() and numbers.dtype == jnp.int8
+
+
+@pytest.mark.parametrize("variant", ["llama_tied", pytest.param("mixtral", marks=pytest.mark.full)])
+def test_a_calibrated_model_is_nearer_on_such_text(variant: str, tmp_path: Path) -> None:
+    """Than one rounded to nearest. Matrices are four bits wide, the vocabulary eight, and matrices of experts are rounded to nearest."""
+    write_model(tmp_path, variant)
+    config, mesh = read_config(tmp_path), make_mesh(1)
+    text = np.random.default_rng(0).integers(0, config.vocab_size, (6, 48)).astype(np.int32)
+    plain, calibrated = (build(config, "float32", max_model_len(variant), kind, calibrated=kind == "int4") for kind in ("none", "int4"))
+    want = logits(plain, load(tmp_path, plain, mesh, progress=False), text[0])
+    params = load_calibrated(tmp_path, calibrated, mesh, text, progress=False)
+    rounded = load(tmp_path, calibrated, mesh, progress=False)
+    assert jax.tree.structure(params) == jax.tree.structure(calibrated.params)
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    assert any(isinstance(leaf, Int4) and leaf.hadamard > 1 for leaf in leaves) and isinstance(params["embed"], Quantized)
+    errors = [np.abs(logits(*of, text[0]) - want).mean() for of in ((calibrated, params), (calibrated, rounded))]
+    assert errors[0] < 0.9 * errors[1]
+
+
+def test_transformed_weights_stand_for_what_they_did() -> None:
+    x = jax.random.normal(jax.random.key(0), (5, 192))
+    made = quantize_int4(x, group=64, parts=3, hadamard=64)
+    plain = quantize_int4(x, group=64, parts=3)
+    errors = [float(jnp.abs(dequantize_int4(of) - x).mean()) for of in (made, plain)]
+    assert errors[0] < 1.2 * errors[1]
+    numbers = jnp.zeros((1, 64), jnp.int8).at[0, 0].set(1)
+    ones = pack(numbers, jnp.ones((1, 1)), None, group=64, hadamard=64)
+    np.testing.assert_array_equal(dequantize_int4(ones), np.ones((1, 64)))  # the transform's first row
+
+
+def test_text_is_cut_into_sequences(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write(byte_level(), tmp_path))
+    file = tmp_path / "text"
+    file.write_text("a story " * 40_000)
+    tokens = read_text(file, tokenizer)
+    assert tokens.shape == (32, 512) and tokens.dtype == np.int32
+    file.write_text("short")
+    with pytest.raises(InvalidArgument, match=r"calibration_data=.*has \d+ tokens; at least 512 are needed"):
+        read_text(file, tokenizer)
+    with pytest.raises(InvalidArgument, match=r"calibration_data=.*cannot be read as text"):
+        read_text(tmp_path / "missing", tokenizer)
+
+
+def test_options_that_it_needs() -> None:
+    with pytest.raises(InvalidArgument, match=r"calibration_data='a': needs quantization=int4"):
+        EngineConfig.of("demo", {"calibration_data": "a", "quantization": "int8"})
+    model = read_config(resolve("demo"))
+    config, plain = (EngineConfig.of("demo", {**options, "quantization": "int4"}) for options in ({"calibration_data": "a"}, {}))
+    one, other = (describe(each, model, make_mesh(1), Path()) for each in (config, plain))
+    assert one.fingerprint() != other.fingerprint(), "programs of the one would be loaded for the other"
+    with pytest.raises(InvalidArgument, match=r"tensor_parallel_size=2: must be 1 with calibration_data"):
+        describe(config, model, SimpleNamespace(devices=np.array(jax.devices()[:1] * 2)), Path())  # type: ignore[arg-type]
