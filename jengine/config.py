@@ -202,7 +202,7 @@ class EngineConfig:
             has ended.
         batch_wait_ms: with dynamic and static batching, the milliseconds that the first request of a batch waits for others.
         record_trace: a file that gets a line for each finished request, for `jengine simulate`: lengths, times, targets and keyed hashes
-            that show which prompts begin alike; no text and no tokens.
+            that show which prompts share a prefix; no text and no tokens.
         overlap: dispatch each step before the tokens of the previous one are read, so that the device does not wait for the host.
         num_scheduler_steps: decode steps that run as one program, without the host in between: 1 or 8; auto: 8 while no request waits.
             Steps with prompts, masks, penalties, log probabilities or beams run singly. A new request may wait for two such bursts.

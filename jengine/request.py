@@ -94,8 +94,8 @@ class SamplingParams:
         max_tokens: the most tokens to generate; None: up to the model's length.
         min_tokens: the fewest tokens to generate. End-of-sequence and stop tokens are not sampled before.
         ignore_eos: continue after the model's end-of-sequence token.
-        stop: strings that end the output. The text ends before the string. At most MAX_TEXTS strings, MAX_TEXTS_CHARACTERS characters
-            in all.
+        stop: strings that end the output. The text ends before the string. At most MAX_TEXTS strings, with MAX_TEXTS_CHARACTERS
+            characters in total.
         stop_token_ids: tokens that end the output; at most MAX_STOP_TOKEN_IDS, the end-of-sequence tokens included.
         repetition_penalty: above 1, tokens that occur in the prompt or the output become less likely; below 1, likelier. Must be
             above 0.
@@ -104,7 +104,7 @@ class SamplingParams:
         logit_bias: token ids and the values to add to their logits; at most MAX_LOGIT_BIAS.
         allowed_token_ids: the only tokens that may be sampled; at most MAX_ALLOWED_TOKEN_IDS.
         bad_words: texts that must not occur in the output: a token that would complete one is not sampled. At most MAX_TEXTS texts,
-            MAX_TEXTS_CHARACTERS characters in all.
+            with MAX_TEXTS_CHARACTERS characters in total.
         structured_outputs: a constraint on the output: an object with exactly one of the fields json, regex, choice and grammar,
             such as {"regex": "[0-9]+"}. In Python, also a StructuredOutputs.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
