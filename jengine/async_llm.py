@@ -1,4 +1,4 @@
-"""The online face: submit requests to a running engine, iterate over their outputs, abort them."""
+"""The online interface: submit requests to a running engine, iterate over their outputs, abort them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from jengine.updates import Load
 class AsyncLLM(AsyncEmbeddings, AsyncInsight):
     """A model that answers many requests at once, inside an asyncio event loop.
 
-    The engine's loop has a thread of its own and knows tokens only; text is made in the event loop. One event loop at a
-    time: after it has been closed (asyncio.run has returned), another may go on.
+    The engine's loop runs in its own thread and handles tokens only; the event loop turns them into text. Use one event loop at a
+    time: after it has been closed (asyncio.run has returned), you may continue in another.
 
     Args:
         model, progress, options: as for LLM.
@@ -57,7 +57,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
     def over(
         cls, backend: Backend, tokenizer: Tokenizer, default_sampling_params: SamplingParams | None = None, *, stream_interval: int = 1
     ) -> AsyncLLM:
-        """Around an engine that runs elsewhere. Requests without sampling parameters get the default ones; None is SamplingParams()."""
+        """Wrap an engine that runs elsewhere. Requests without sampling parameters get the default ones; None is SamplingParams()."""
         llm = cls.__new__(cls)
         llm._attach(backend, tokenizer, default_sampling_params or SamplingParams(), stream_interval)
         return llm
@@ -67,7 +67,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer)
         self._handles: dict[str, RequestHandle] = {}  # by request id
-        self._asked: set[asyncio.Future[Any]] = set()  # of the engine; whose result has not come
+        self._asked: set[asyncio.Future[Any]] = set()  # pending questions to the engine
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
@@ -77,11 +77,11 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
 
     @property
     def load(self) -> Load:
-        """How busy the engine is, as last heard of it."""
+        """How busy the engine is, as it last reported."""
         return self.backend.load
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of requests that bring none: what the model's generation_config.json recommends, unless generation_config is "vllm"."""
+        """The parameters of requests that pass none: the model's generation_config.json, unless generation_config is "vllm"."""
         return self._default_params
 
     def get_tokenizer(self) -> Tokenizer:
@@ -106,15 +106,17 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         """Complete one prompt. Leaving the iteration early aborts the request.
 
         Args:
-            sampling_params: None takes `get_default_sampling_params()`. BeamSearchParams give one output, at the end, a completion a beam.
-            request_id: for `abort`; must not be in use. None makes one.
+            sampling_params: None is `get_default_sampling_params()`. BeamSearchParams give one output, at the end, with a
+                completion for each beam.
+            request_id: for `abort`; must not be in use. None generates one.
             priority, ttft_ms, tpot_ms, client: see ServiceLevel.
             timeout: seconds; then the request ends with finish_reason "abort" and stop_reason "timeout".
-            output_kind: cumulative: all that there is so far, each time; delta: the text, tokens and logprobs that are new, of every
-                completion, those without news too; final: once, at the end. A slow reader gets several tokens at a time.
+            output_kind: what each output has. cumulative: everything so far; delta: only the new text, tokens and logprobs of every
+                completion, even if there are none; final: everything, in one output at the end. A slow reader gets several tokens
+                at a time.
 
         Raises:
-            InvalidArgument: when the iteration begins: it can never be answered. Nothing has been queued then.
+            InvalidArgument: when the iteration begins; the prompt or a parameter is invalid, or too large. Nothing has been queued.
             EngineDead: the engine has failed, or was closed.
         """
         work: Prompt | PreparedPrompt = prompt
@@ -150,7 +152,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         output_kind: OutputKind = "cumulative",
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[RequestOutput]:
-        """Answer one conversation, by the model's chat template; as `generate`.
+        """Answer one conversation, with the model's chat template; otherwise like `generate`.
 
         Args:
             messages: dicts with "role" and "content".
@@ -174,22 +176,22 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         )
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; its iteration gets a last output with finish_reason "abort". False where it is unknown or has ended."""
+        """End a request; its iteration gets a last output with finish_reason "abort". False: the id is unknown, or it has ended."""
         handle = self._handles.get(request_id)
         return handle is not None and handle.abort()
 
     def set_strategy(self, strategy: str) -> None:
-        """What steps are composed for, from the next one on; see EngineConfig.strategy. May be called in any thread.
+        """Change the strategy, from the next step on; see EngineConfig.strategy. May be called in any thread.
 
         Raises:
-            InvalidArgument: there is no such strategy, or it cannot be had with the engine's batching.
+            InvalidArgument: there is no such strategy, or the engine's batching mode excludes it.
             EngineDead: the engine has failed, or was closed.
         """
         self._check_usable()
         self.backend.set_strategy(self.backend.limits.check_strategy(strategy))
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages; requests that run keep theirs. Returns whether it was done.
+        """Empty the prefix cache; running requests keep their pages. Returns whether it was done.
 
         Raises:
             EngineDead: the engine has failed, or was closed.
@@ -197,8 +199,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         return await self._ask(self.backend.reset_prefix_cache)
 
     async def close(self, drain: float = 0.0) -> None:
-        """Stop: no new requests; up to `drain` seconds for those that run, then they are aborted with stop_reason "shutdown";
-        then the engine's thread ends. May be called again."""
+        """Stop accepting requests, give running ones up to `drain` seconds to finish, abort the rest with stop_reason "shutdown",
+        and end the engine's thread. May be called again."""
         self._closing = True
         self._bind()
         loop = asyncio.get_running_loop()
@@ -221,7 +223,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
     # --- the same, step by step ------------------------------------------------------------------
 
     def prepare(self, prompt: Prompt, sampling_params: GenerationParams | None = None) -> PreparedPrompt:
-        """Check and tokenize a prompt, for `submit`. May be called in any thread, where a long text holds nothing up.
+        """Validate and tokenize a prompt, for `submit`. May be called in any thread, so that long text does not block the event
+        loop.
 
         Raises:
             InvalidArgument: it can never be answered.
@@ -242,10 +245,10 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
     def prepare_chat(
         self, messages: Conversation, sampling_params: GenerationParams | None = None, **options: Unpack[ChatOptions]
     ) -> PreparedPrompt:
-        """As `prepare`, of a conversation; see `chat`.
+        """Like `prepare`, for a conversation; see `chat`.
 
         Raises:
-            InvalidArgument: a message or option is wrong, or it can never be answered.
+            InvalidArgument: a message or option is wrong, or as `prepare`.
             ModelError: the model has no chat template.
         """
         prompt = chat_prompt(self.tokenizer, messages, max_model_len=self._max_model_len, **options)
@@ -267,11 +270,11 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         """Queue one prompt, in the event loop. When this returns, the request is valid and queued; iterate over the handle, then close it.
 
         Args:
-            prompt, sampling_params: or what `prepare` made of both.
+            prompt, sampling_params: as for `generate`; or, as prompt alone, the result of `prepare`.
             request_id, priority, ttft_ms, tpot_ms, client, timeout, output_kind: as for `generate`.
 
         Raises:
-            InvalidArgument: it can never be answered. Nothing has been queued then.
+            InvalidArgument: the prompt or a parameter is invalid, or too large. Nothing has been queued.
             EngineDead: the engine has failed, or was closed.
         """
         self._check_usable()
@@ -311,7 +314,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             raise EngineDead("the engine has been closed")
 
     async def _ask[T](self, ask: Callable[[Callable[[T], None]], None]) -> T:
-        """Ask something of the engine, which calls what it is given with the answer."""
+        """Ask the engine something: it passes the answer to a callback."""
         self._check_usable()
         self._bind()
         asked: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -325,7 +328,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
 
     def _bind(self) -> None:
-        """To the event loop that runs now, unless requests may be waiting in another one."""
+        """Bind to the running event loop, unless requests may be waiting in another one."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
@@ -350,7 +353,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             del self._handles[handle.request_id]
 
     def _pass_on(self) -> None:
-        """Tell the engine what has ended."""
+        """Tell the engine which requests have ended."""
         for ended in self._live.ended:
             self.backend.end(*ended)
         self._live.ended.clear()
@@ -360,12 +363,12 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             for output in self._live.take(updates):
                 self._handles[output.request_id].grow()
             self._pass_on()
-        except Exception as error:  # a fault in making text: the event loop would log it, and everybody would wait
+        except Exception as error:  # a fault in making text: the event loop would log it, and all requests would hang
             self.backend.quit(wait=False)
             self._fail(error)
 
     def _died(self, error: BaseException) -> None:
-        self._dead = error  # at once: the next request is refused, whatever the event loop does meanwhile
+        self._dead = error  # at once: the next request is rejected, whatever the event loop does meanwhile
         self._post(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
@@ -380,12 +383,12 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
                 asked.set_exception(error)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:
-        """Call it in the event loop, from whatever thread."""
+        """Call it in the event loop, from any thread."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has been closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # it has been closed: no caller waits
                 self._loop.call_soon_threadsafe(call, *arguments)
 
 
 def _resolve[T](asked: asyncio.Future[T], answer: T) -> None:
-    if not asked.done():  # who asked may have been cancelled
+    if not asked.done():  # the caller may have been cancelled
         asked.set_result(answer)

@@ -1,4 +1,4 @@
-"""What a model is and how an engine runs: plain data, validated once, on construction."""
+"""The configuration of a model and of an engine: plain data, validated once, on construction."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ BURST_STEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer's shape, in one vocabulary for every family.
+    """The architecture of a decoder-only transformer, in fields that all families share.
 
     Attributes:
-        max_position: tokens a sequence may have; with learned positions, the length of their table.
-        rotary_dim: channels of a head that rotate; None is all of them.
-        local_rope_theta: of layers with a window, where it differs from the others'; they are not stretched then.
-        unrotated_layers: those without rotary embedding.
+        max_position: the most tokens of a sequence; with learned positions, the length of their table.
+        rotary_dim: the number of a head's channels that rotate; None: all.
+        local_rope_theta: rope_theta of layers with a window, if it differs from that of the others. Their frequencies are then not
+            scaled.
+        unrotated_layers: layers without rotary embedding.
         query_scaling_beta: a query at position p is multiplied by 1 + beta * log(1 + p // rope_scaling.original_max_position).
         windows: for each layer, how many tokens a query sees, itself included; None is all; empty is None everywhere.
         linear: layers with a recurrent state in place of attention; None: there are none.
@@ -37,27 +38,30 @@ class ModelConfig:
         attention_scale: multiplies scores; None is head_dim ** -0.5.
         attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap).
         norm_offset: added to the weight of every RMS norm.
-        pre_norm: norms come before attention and MLP, and one at the end; else after each.
-        parallel_residual: attention and MLP of a layer read the same input, and both are added to it.
+        pre_norm: norms come before attention and MLP, and there is one at the end; otherwise they come after each.
+        parallel_residual: attention and MLP of a layer read the same input, and both results are added to it.
         shared_norm: with parallel_residual, they share one norm.
-        qk_norm: queries and keys are normed, where a family's checkpoints differ in that.
+        qk_norm: queries and keys are normalized; for families whose checkpoints differ in this.
         embedding_multiplier, residual_multiplier: factors of embeddings, and of what attention and MLP add.
         logits_scaling: divides logits.
-        gated_mlp: an MLP has three matrices, gate, up and down; else two.
-        embedding_size: of tokens, projected to and from hidden_size; None is hidden_size, without projections.
+        gated_mlp: an MLP has three matrices, gate, up and down; otherwise two.
+        embedding_size: size of token embeddings, which are projected to and from hidden_size; None: hidden_size, without
+            projections.
         expert_layers: which layers route tokens to experts.
         expert_size: an expert's intermediate size.
-        shared_expert_size: that of the expert that all tokens meet; 0: there is none.
+        shared_expert_size: intermediate size of the expert that computes all tokens; 0: there is none.
         normalize_experts: the chosen experts' probabilities are scaled to a sum of 1.
-        router: what makes experts' scores of a router's results.
-        expert_groups, expert_groups_kept: a token chooses among the experts of as many groups, the best of all.
+        router: the function that turns a router's results into experts' scores.
+        expert_groups, expert_groups_kept: experts form expert_groups groups; a token chooses among those of its best
+            expert_groups_kept.
         routed_scaling: multiplies the experts' results.
-        swiglu_alpha, swiglu_limit: of gpt-oss's experts: gates, cut at the limit, are multiplied by the sigmoid of alpha times them, and
-            by 1 plus what is multiplied with gates, cut at plus and minus the limit.
-        latent: heads share keys and values in a compressed form; None: they do not.
-        stored: how matrices are stored, where they are quantized; None where they are not, or are to become dtype.
-        shards: devices that the parameters are laid out for. Kv heads repeat where there are fewer than devices; heads, intermediate
-            sizes and the vocabulary are padded with zeros to what divides. The other fields are the checkpoint's.
+        swiglu_alpha, swiglu_limit: of gpt-oss's experts, with gate at most limit, and up within plus and minus limit: gate *
+            sigmoid(alpha * gate) * (up + 1).
+        latent: heads share keys and values in a compressed form; None: they have their own.
+        stored: the format of quantized matrices; None: they are not quantized, or are to be converted to dtype.
+        shards: the number of devices that the parameters are laid out for. Kv heads are repeated if there are fewer of them than
+            devices; heads, intermediate sizes and the vocabulary are padded with zeros to a multiple. The other fields have the
+            checkpoint's values.
     """
 
     family: str  # Hugging Face's model_type
@@ -127,20 +131,20 @@ class ModelConfig:
 
     @property
     def num_kv_heads_padded(self) -> int:
-        """Kv heads as laid out, over all devices."""
+        """The number of kv heads in this layout, over all devices."""
         return self.padded(self.num_kv_heads * self.kv_repeats)
 
     @property
     def group_size_padded(self) -> int:
-        """Query heads that share a kv head, as laid out."""
+        """Query heads that share a kv head, in this layout."""
         return -(-self.group // self.kv_repeats)
 
     def padded(self, size: int) -> int:
-        """The next multiple of the devices."""
+        """Round up to a multiple of the number of devices."""
         return -(-size // self.shards) * self.shards
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a query sees in a layer, itself included; None is all."""
+        """How many tokens a query sees in a layer, itself included; None: all."""
         return self.windows[layer] if self.windows else None
 
 
@@ -165,8 +169,8 @@ class EngineConfig:
             text (GPTQ). Takes longer, and the memory of unquantized weights; on one device only.
         kv_cache_dtype: number format of the KV cache. int8 and fp8 (e4m3) have a scale for each token and kv head; auto: the same as
             dtype.
-        embeddings: compile programs for embeddings. By default, if the model's folder has sentence-transformers' files that say how it
-            embeds.
+        embeddings: compile programs for embeddings. By default, only if the model's folder has sentence-transformers' files, which
+            say how the model computes embeddings.
         max_model_len: the most tokens of a sequence, prompt and output together. By default the model's length.
         max_num_seqs: the most sequences that run at once. By default 32 on a CPU, 256 on a GPU.
         max_num_batched_tokens: the most tokens in a step, those of decoding sequences and of prompts together. By default 512 on a CPU,
@@ -176,15 +180,16 @@ class EngineConfig:
         kv_cache_memory: size of the KV cache on each device: bytes, or text such as "512MiB". By default, on a CPU, enough for
             max_num_seqs sequences of max_model_len tokens, but at most 1 GiB; on a GPU, see gpu_memory_utilization.
         gpu_memory_utilization: the share of a GPU's memory for weights, programs and KV cache together.
-        num_pages: size of the KV cache in pages instead of bytes, the null page included.
-        enable_prefix_caching: keep the pages of prompts and answers until they are needed elsewhere; a request whose prompt begins with
-            the same tokens, and has the same cache_salt, takes them instead of computing them.
-        swap_space: GiB of the host's memory, for each device, that keep cached pages which the device gives to others, those of preempted
-            requests among them. A request takes them back where that is predicted to be faster than computing them. 0: none; the host's
-            memory is the caller's to give. Needs enable_prefix_caching.
-        batch_invariant: a request's tokens and log probabilities are the same to the last bit, whatever runs beside it, and whether it is
-            preempted, found in the prefix cache or neither. A step computes all decode rows or a few prompt tiles, never both;
-            max_num_batched_tokens bounds the prompt tokens between two steps of rows. Refused with what cannot keep it.
+        num_pages: size of the KV cache in pages instead of bytes, including the null page, which padding uses.
+        enable_prefix_caching: keep the pages of prompts and outputs until their memory is needed. A request whose prompt begins
+            with the same tokens, and has the same cache_salt, uses them instead of computing them again.
+        swap_space: GiB of host memory, for each device, for cached pages that the device evicts, including those of preempted
+            requests. A request fetches them back if that is predicted to be faster than computing them again. 0: off. Needs
+            enable_prefix_caching.
+        batch_invariant: a request's tokens and log probabilities are identical to the last bit, whatever else is in the batch, and
+            whether or not it is preempted or found in the prefix cache. A step computes either all decode rows or a few prompt
+            tiles; max_num_batched_tokens bounds the prompt tokens between two decode steps. Options that cannot guarantee this are
+            rejected.
         policy: the order of waiting requests. fcfs: first come, first served; priority: lower priority values first, see
             priority_ageing; fair: equal shares by tokens, so the client that has been served least comes next.
         priority_ageing: seconds of waiting that count as one level of priority, so that no request starves. With 0, waiting does not
@@ -203,25 +208,26 @@ class EngineConfig:
             has ended.
         batch_wait_ms: with dynamic and static batching, the milliseconds that the first request of a batch waits for others.
         record_trace: a file that gets a line for each finished request, for `jengine simulate`: lengths, times, targets and keyed hashes
-            that show which prompts begin alike; no text and no tokens.
-        overlap: dispatch a step before the last one's tokens are read.
+            that show which prompts share a prefix; no text and no tokens.
+        overlap: dispatch each step before the tokens of the previous one are read, so that the device does not wait for the host.
         num_scheduler_steps: decode steps that run as one program, without the host in between: 1 or 8; auto: 8 while no request waits.
-            Steps with prompts, masks, penalties, log probabilities or beams run singly. A new request waits for up to two such bursts.
-        stream_interval: the fewest new tokens in an output of a stream, its first and last output excepted.
-        seed: seeds the requests that set no seed.
+            Steps with prompts, masks, penalties, log probabilities or beams run singly. A new request may wait for two such bursts.
+        stream_interval: the fewest new tokens in each output of a stream, except its first and last output.
+        seed: for requests that do not set a seed.
         cache_dir: the folder of saved programs. By default jengine's folder in the user's cache.
         cache_max_size: the largest size of that folder, such as "20GiB"; above it, the least recently used programs are removed. By
-            default 10GiB. With several processes, each has this much.
+            default 10GiB. With several processes, the limit applies to each of them.
         programs: a folder that `jengine compile` wrote for this model, these options and this device. The engine then compiles nothing.
             A dtype of auto and an unset num_pages take the folder's values.
-        warm_up: when the engine is ready. progressive: when the few programs that can serve any request are there; the others follow
-            while it runs. all: when every program is there.
+        warm_up: when the engine is ready. progressive: when the few programs that can serve any request are ready; the others
+            follow while it runs. all: when every program is ready.
         compile_threads: programs compiled at once. By default 2 on a CPU, one for each core of the host on a GPU, at most cpu_threads.
         cpu_threads: threads of a CPU that compute, compile and tokenize at once. By default all cores that the process may use. All
-            engines of a process must agree on it, and JAX must not have started before the first of them.
-        tensor_parallel_size: devices that share the model. Kv heads are repeated if they are fewer, which takes as much more cache.
-        coordinator: host:port where process 0 listens, if several processes share the model, on one machine or on many. Start all with
-            the same options; only process 0 takes requests.
+            engines of a process must use the same number, and the first one must be created before JAX starts.
+        tensor_parallel_size: devices that share the model. If there are fewer kv heads than devices, they are repeated, which takes
+            proportionally more cache.
+        coordinator: host:port where process 0 listens, if several processes share the model, on one machine or on many. Start all
+            with the same options except process_id; only process 0 takes requests.
         num_processes: processes that share the model. Together they have tensor_parallel_size devices.
         process_id: index of this process, from 0.
     """
@@ -272,7 +278,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, model: str, options: dict[str, Any]) -> EngineConfig:
-        """From keyword options. Those of vLLM that change nothing here are accepted, see vllm_options.
+        """Make a configuration from keyword options. Options of vLLM that would change nothing here are accepted; see vllm_options.
 
         Raises:
             InvalidArgument: an unknown option, or a value out of range.
@@ -321,16 +327,16 @@ class EngineConfig:
             check_number(name, getattr(self, name), 0.0, math.inf, "a finite number, at least 0")
         check_targets(self.ttft_ms, self.tpot_ms)
         if self.strategy in ("latency", "auto") and self.batching != "continuous":
-            raise InvalidArgument("batching", self.batching, f"must be continuous with strategy={self.strategy}: batches wait for others")
+            raise InvalidArgument("batching", self.batching, f"must be continuous with strategy={self.strategy}: others delay requests")
         if self.strategy in ("latency", "auto") and self.batch_invariant:
-            raise InvalidArgument("batch_invariant", True, f"not with strategy={self.strategy}: prompts and rows take turns")
+            raise InvalidArgument("batch_invariant", True, f"not with strategy={self.strategy}: it mixes prompts and rows in a step")
         if str(self.num_scheduler_steps).isdecimal():  # text where an option's file or flag gave it
             object.__setattr__(self, "num_scheduler_steps", int(self.num_scheduler_steps))
         if isinstance(self.num_scheduler_steps, bool) or self.num_scheduler_steps not in (1, BURST_STEPS, "auto"):
             raise InvalidArgument("num_scheduler_steps", self.num_scheduler_steps, f"must be 1, {BURST_STEPS} or auto")
         if self.burst_steps > 1 and self.batch_invariant:
             raise InvalidArgument(
-                "num_scheduler_steps", self.num_scheduler_steps, "must be 1 with batch_invariant: bursts are other programs"
+                "num_scheduler_steps", self.num_scheduler_steps, "must be 1 with batch_invariant: a burst is a different program"
             )
         if self.burst_steps > self.tile_size:
             limit = f"at least {BURST_STEPS} with num_scheduler_steps={self.num_scheduler_steps}"
@@ -349,14 +355,15 @@ class EngineConfig:
 
     @property
     def burst_steps(self) -> int:
-        """Steps in a row; 1: there are no bursts."""
+        """The number of decode steps in a burst; 1: there are no bursts."""
         return 1 if self.num_scheduler_steps == 1 else BURST_STEPS
 
 
 def check_budget(max_num_seqs: int, max_num_batched_tokens: int, tile_size: int) -> None:
-    """
+    """Check that a step has room for all decode rows and one tile of a prompt.
+
     Raises:
-        InvalidArgument: a step cannot carry all rows and a tile.
+        InvalidArgument: max_num_batched_tokens is too small.
     """
     need = max_num_seqs + tile_size
     if max_num_batched_tokens < need:
@@ -364,7 +371,7 @@ def check_budget(max_num_seqs: int, max_num_batched_tokens: int, tile_size: int)
 
 
 def parse_bytes(name: str, value: int | str | None) -> int | None:
-    """Bytes from a number or from text such as 512MiB, 2GB, 1.5GiB.
+    """Parse a size in bytes: a number, or text such as 512MiB, 2GB, 1.5GiB.
 
     Raises:
         InvalidArgument: neither.

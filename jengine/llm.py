@@ -1,4 +1,4 @@
-"""The offline face: a model as a library import."""
+"""The offline interface: a model as a Python object."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from jengine.updates import Load
 class LLM(Embeddings, BeamSearches):
     """A model, loaded and compiled, ready for prompts.
 
-    Any number of threads may call one LLM: their requests share batches, and each call returns when its own have ended. A
-    process that is forked later cannot use it.
+    Any number of threads may call one LLM: their requests share batches, and each call returns when its own requests have ended. A
+    process that is forked later cannot use the LLM.
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
@@ -76,16 +76,16 @@ class LLM(Embeddings, BeamSearches):
         tpot_ms: float | Sequence[float | None] | None = None,
         client: str | list[str] | tuple[str, ...] = "",
     ) -> list[RequestOutput]:
-        """Complete every prompt; results in the order of the prompts.
+        """Complete every prompt. Returns the outputs in the order of the prompts.
 
         Args:
-            prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of such. A dict may have a "cache_salt", too:
-                its prompt then shares cached pages only with prompts of an equal salt.
+            prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these. A dict may also have a
+                "cache_salt": its prompt then shares cached pages only with prompts of the same salt.
             sampling_params: one for all prompts, or one each; None is `get_default_sampling_params()`.
             priority, ttft_ms, tpot_ms, client: one for all prompts, or one each; see ServiceLevel.
 
         Raises:
-            InvalidArgument: a prompt or parameter that can never be answered. Nothing has been run then.
+            InvalidArgument: a prompt or parameter is invalid, or too large for this engine. Nothing has been run.
             EngineDead: the LLM was closed, or a step has failed, perhaps in another thread.
         """
         each = listed(prompts)
@@ -95,12 +95,13 @@ class LLM(Embeddings, BeamSearches):
         return self._answers(work, "generating", use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput]:
-        """Complete one prompt, yielding the same output object, grown, after each step that gave it tokens, or `stream_interval` of them.
+        """Complete one prompt. Yields the same, growing output object after each step that added tokens (`stream_interval` or
+        more).
 
-        The object grows only while the next one is asked for. Closing the iterator early aborts the request.
+        The object grows only while you wait for the next one. Closing the iterator early aborts the request.
 
         Raises:
-            InvalidArgument: at the call, if the prompt or a parameter can never be answered.
+            InvalidArgument: at the call, as `generate`.
             EngineDead: as `generate`.
         """
         if isinstance(prompt, list) and any(not isinstance(item, int) for item in prompt):
@@ -119,7 +120,7 @@ class LLM(Embeddings, BeamSearches):
         client: str | list[str] | tuple[str, ...] = "",
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer every conversation, by the model's chat template; results in the order of the conversations.
+        """Answer every conversation, with the model's chat template. Returns the outputs in the order of the conversations.
 
         Args:
             messages: dicts with "role" and "content", or a list of such conversations.
@@ -127,7 +128,7 @@ class LLM(Embeddings, BeamSearches):
             options: how a conversation becomes a prompt; see ChatOptions.
 
         Raises:
-            InvalidArgument: a message, option or parameter that can never be answered. Nothing has been run then.
+            InvalidArgument: a message, option or parameter is invalid, or too large for this engine. Nothing has been run.
             ModelError: the model has no chat template.
         """
         prompts = [self.chat_prompt(conversation, **options) for conversation in conversations(messages)]
@@ -149,10 +150,10 @@ class LLM(Embeddings, BeamSearches):
 
         Args:
             prompts, sampling_params: as for `generate`.
-            prompt_tokens: lengths, instead of prompts; one or several.
+            prompt_tokens: the length of a prompt, or several lengths, instead of prompts.
 
         Raises:
-            InvalidArgument: as `generate`; or both prompts and prompt_tokens are given, or neither.
+            InvalidArgument: as `generate`; or prompts and prompt_tokens are both given, or neither is.
             EngineDead: as `generate`.
         """
         lengths = [prompt_tokens] if isinstance(prompt_tokens, int) else [*prompt_tokens]
@@ -173,7 +174,7 @@ class LLM(Embeddings, BeamSearches):
         return chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages; requests that run keep theirs. Returns whether it was done.
+        """Empty the prefix cache; running requests keep their pages. Returns whether it was done.
 
         Raises:
             EngineDead: as `generate`.
@@ -181,8 +182,8 @@ class LLM(Embeddings, BeamSearches):
         return self._shared.reset_prefix_cache()
 
     def costs(self) -> CostReport:
-        """What steps cost on this machine: measured at warm-up, refined by every step, saved for the next start. May be called from
-        any thread; a table where it is shown, in a notebook with a plot if matplotlib is there.
+        """Report what steps cost on this machine: measured at warm-up, refined by every step, saved for the next start. The report
+        is shown as a table; in a notebook also as a plot, if matplotlib is installed. May be called from any thread.
 
         Raises:
             EngineDead: after `close`.
@@ -190,8 +191,8 @@ class LLM(Embeddings, BeamSearches):
         return self.engine.costs()
 
     def trace(self, seconds: float | None = None) -> Trace:
-        """What the engine did in the last so many seconds, or in the last 8192 steps: always recorded. `trace().save("trace.json")` makes
-        a file for https://ui.perfetto.dev. May be called from any thread.
+        """Return what the engine did in the last `seconds`, or in the last 8192 steps; it always records them.
+        `trace().save("trace.json")` writes a file for https://ui.perfetto.dev. May be called from any thread.
 
         Raises:
             EngineDead: after `close`.
@@ -199,8 +200,8 @@ class LLM(Embeddings, BeamSearches):
         return self.engine.trace(seconds)
 
     def explain(self, seconds: float = 60.0) -> Explanation:
-        """What bounded the engine in the last so many seconds, with the evidence, the option to change and the effect that costs
-        predict. May be called from any thread.
+        """Find the engine's bottlenecks in the last `seconds`, with the evidence, the option to change and the predicted effect.
+        May be called from any thread.
 
         Raises:
             EngineDead: after `close`.
@@ -217,9 +218,9 @@ class LLM(Embeddings, BeamSearches):
         self._shared.set_strategy(strategy)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of requests that bring none: what the model's generation_config.json recommends, unless generation_config is "vllm".
+        """The parameters of requests that pass none: the model's generation_config.json, unless generation_config is "vllm".
 
-        SamplingParams that are given apply as they are, without these.
+        SamplingParams that a request passes are used unchanged, without these defaults.
         """
         return self._default_params
 
@@ -228,13 +229,13 @@ class LLM(Embeddings, BeamSearches):
         return self.tokenizer
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Wait until every program is ready, as with warm_up="all"; requests are answered meanwhile, too.
+        """Wait until every program is ready, as with warm_up="all". Requests are served meanwhile.
 
         Args:
             timeout: in seconds.
 
         Returns:
-            Whether all are.
+            Whether all programs are ready.
         """
         return self.engine.wait_until_compiled(timeout)
 
@@ -250,7 +251,7 @@ class LLM(Embeddings, BeamSearches):
 
     @property
     def engine(self) -> Engine:
-        """The engine beneath, for tests and tools; only for one thread, while no call is running. Raises EngineDead after `close`."""
+        """The underlying engine, for tests and tools; use it in one thread, while no call runs. Raises EngineDead after `close`."""
         return self._shared.engine
 
     @property
@@ -260,7 +261,7 @@ class LLM(Embeddings, BeamSearches):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What the start took, in seconds and compilations, and what has been compiled since (always 0, or it is a bug)."""
+        """Counters: what the start took, compilations since then (any is a bug), preemptions, cache hits, decisions and targets."""
         return {
             "programs_compiled": self.started.programs_compiled,
             "programs_loaded": self.started.programs_loaded,
@@ -301,7 +302,7 @@ class LLM(Embeddings, BeamSearches):
         ]
 
     def _answers(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
-        """Of prompts' requests, when all have ended."""
+        """The outputs of these requests, when all have ended."""
         call = Call()
         try:
             self._shared.open(call, work)
@@ -320,7 +321,7 @@ class LLM(Embeddings, BeamSearches):
         pooling: PoolingParams | None = None,
         beams: BeamSearchParams | None = None,
     ) -> list[Request]:
-        """A prompt's requests, checked."""
+        """A prompt's requests, validated."""
         self._shared.check()
         params = self._default_params if params is None else params
         limits = self._shared.limits

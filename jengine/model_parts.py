@@ -27,13 +27,13 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
-    """How a checkpoint holds its matrices, where these are quantized already and stay so in memory.
+    """The format of a checkpoint's quantized matrices, which they keep in memory.
 
     Attributes:
-        form: of numbers; int4 and e2m1, of MXFP4, have a scale for each group of inputs, the others for each output.
-        group: inputs that share a scale.
-        offset: groups have offsets too.
-        others: regular expressions of modules' names, matched from the start: those that are stored otherwise.
+        form: number format; int4 and e2m1 (of MXFP4) have a scale for each group of inputs, the others have one for each output.
+        group: the number of inputs that share a scale.
+        offset: whether groups also have offsets.
+        others: regular expressions, matched from the start, for the names of modules that are stored in another format.
     """
 
     form: Literal["int4", "e2m1", "int8", "float8_e4m3fn"]

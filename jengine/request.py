@@ -1,4 +1,4 @@
-"""What a user asks and what comes back: plain data, validated once, on construction."""
+"""Sampling parameters, requests and outputs: plain data, validated once, on construction."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ INSTEAD = {  # of parameters that users of other engines and older versions of v
     "guided_grammar": 'structured_outputs={"grammar": ...} does this',
     "guided_json": 'structured_outputs={"json": ...} does this',
     "guided_regex": 'structured_outputs={"regex": ...} does this',
-    "logits_processors": "logit_bias, allowed_token_ids, bad_words and structured_outputs are what changes logits",
+    "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
     "max_completion_tokens": "max_tokens does this",
     "max_new_tokens": "max_tokens does this",
     "response_format": "structured_outputs does this",
@@ -80,7 +80,7 @@ class StructuredOutputs:
 class SamplingParams:
     """How a request's tokens are chosen and when it ends. Names and meanings follow vLLM.
 
-    Lists have a maximal length, which is checked first; then duplicates are removed.
+    Lists have a maximum length, which is checked before duplicates are removed.
 
     Args:
         n: completions of the prompt, at most MAX_SAMPLES, each sampled independently. Must be 1 if temperature is 0, as in vLLM. The
@@ -89,21 +89,22 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the likeliest tokens until their total probability reaches this; in (0, 1].
         min_p: drop tokens whose probability is below this times that of the likeliest token; in [0, 1].
-        seed: a 64-bit number. With the same seed, a prompt gets the same random numbers in every batch; other prompts get others. By
-            default, each request draws one.
+        seed: a 64-bit number. With the same seed, a prompt gets the same random numbers in every batch; other prompts get others.
+            By default, each request gets a random one.
         max_tokens: the most tokens to generate; None: up to the model's length.
         min_tokens: the fewest tokens to generate. End-of-sequence and stop tokens are not sampled before.
         ignore_eos: continue after the model's end-of-sequence token.
-        stop: strings that end the output. The text ends before the string. At most MAX_TEXTS strings, MAX_TEXTS_CHARACTERS characters
-            in all.
+        stop: strings that end the output. The text ends before the string. At most MAX_TEXTS strings, with MAX_TEXTS_CHARACTERS
+            characters in total.
         stop_token_ids: tokens that end the output; at most MAX_STOP_TOKEN_IDS, the end-of-sequence tokens included.
-        repetition_penalty: above 1, tokens of the prompt and the output become less likely; below 1, likelier. Must be above 0.
+        repetition_penalty: above 1, tokens that occur in the prompt or the output become less likely; below 1, likelier. Must be
+            above 0.
         presence_penalty: subtracted from the logits of tokens that occur in the output; in [-2, 2].
         frequency_penalty: subtracted from the logits of tokens in the output, once for each occurrence; in [-2, 2].
         logit_bias: token ids and the values to add to their logits; at most MAX_LOGIT_BIAS.
         allowed_token_ids: the only tokens that may be sampled; at most MAX_ALLOWED_TOKEN_IDS.
         bad_words: texts that must not occur in the output: a token that would complete one is not sampled. At most MAX_TEXTS texts,
-            MAX_TEXTS_CHARACTERS characters in all.
+            with MAX_TEXTS_CHARACTERS characters in total.
         structured_outputs: a constraint on the output: an object with exactly one of the fields json, regex, choice and grammar,
             such as {"regex": "[0-9]+"}. In Python, also a StructuredOutputs.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
@@ -111,8 +112,8 @@ class SamplingParams:
         detokenize: turn tokens into text. Stop strings need it.
         logprobs: return, for each output token, its log probability and those of this many likeliest tokens; 0 returns the token's own
             only. Computed from the raw logits. At most MAX_LOGPROBS; by default none.
-        prompt_logprobs: the same for each token of the prompt but the first. Such a request computes its whole prompt: it does not use
-            the prefix cache.
+        prompt_logprobs: the same for each token of the prompt except the first. Such a request computes its whole prompt: it does
+            not use the prefix cache.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.
@@ -156,7 +157,7 @@ class SamplingParams:
         check_whole("n", self.n, 1, MAX_SAMPLES)
         check_number("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")
         if self.n > 1 and self.greedy:
-            raise InvalidArgument("n", self.n, "must be 1 where temperature is 0: greedy completions would all be the same")
+            raise InvalidArgument("n", self.n, "must be 1 if temperature is 0: greedy completions would all be the same")
         check_whole("top_k", self.top_k, -1, None)
         check_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", open_low=True)
         check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
@@ -180,7 +181,7 @@ class SamplingParams:
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
             raise InvalidArgument("structured_outputs", self.structured_outputs, "must be a StructuredOutputs")
         if self.stop and not self.detokenize:
-            raise InvalidArgument("detokenize", False, "must be True where stop strings are given")
+            raise InvalidArgument("detokenize", False, "must be True if stop strings are given")
 
     def _check_lists(self) -> None:
         bias = self.logit_bias
@@ -216,7 +217,7 @@ class SamplingParams:
 
     @property
     def masks(self) -> bool:
-        """Whether a token mask must be worked out on the host."""
+        """Whether a token mask must be computed on the host."""
         return self.allowed_token_ids is not None or bool(self.bad_words) or self.structured_outputs is not None
 
     @property
@@ -240,7 +241,7 @@ def _structured(fields: dict[str, Any]) -> StructuredOutputs:
 
 
 def check_entries(name: str, count: int) -> None:
-    """Checks a list among the sampling parameters by its length, before its entries are copied or looked at.
+    """Check the length of a list in the sampling parameters, before its entries are copied or inspected.
 
     Raises:
         InvalidArgument: more than MAX_ENTRIES allows.
@@ -250,7 +251,8 @@ def check_entries(name: str, count: int) -> None:
 
 
 def check_cache_salt(salt: object) -> None:
-    """
+    """Check the type and the length of a cache salt.
+
     Raises:
         InvalidArgument: neither None nor text of 1 to MAX_CACHE_SALT characters.
     """
@@ -270,7 +272,7 @@ def _several(name: str, value: object) -> list[Any] | tuple[Any, ...]:
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
-    """Without duplicates."""
+    """Check a list of texts, and remove duplicates."""
     texts = _several(name, value)
     for text in texts:
         if not isinstance(text, str) or not text:
@@ -281,7 +283,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Without duplicates."""
+    """Check a list of token ids, and remove duplicates."""
     ids = _several(name, value)
     if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:  # a loop over each would take ten times as long
         for token in ids:
@@ -296,7 +298,7 @@ class TokenMask(Protocol):
         """Clear the bits of tokens that must not come next. Token t is bit t % 32 of words[t // 32], uint32."""
 
     def accept(self, token: int) -> None:
-        """Take note of the token that was sampled."""
+        """Record the token that was sampled."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -304,9 +306,10 @@ class Request:
     """One completion of a prompt inside the engine. Each of the n completions is a separate request.
 
     Attributes:
-        cache_salt: requests share cached pages only with requests that have the same salt, or none.
-        pooling: it asks for an embedding; its sampling parameters are POOLED then.
-        beams: it asks for beams; its sampling parameters are those of beams.sampling_of, with as many log probabilities as come back.
+        cache_salt: requests share cached pages only if they have the same salt, or if neither has one.
+        pooling: set if the request asks for an embedding; its sampling parameters are then POOLED.
+        beams: set if the request asks for a beam search; its sampling parameters are then those of beams.sampling_of, with as many
+            log probabilities as are returned.
     """
 
     request_id: str

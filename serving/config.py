@@ -1,4 +1,4 @@
-"""How a server runs: plain data, and where its values come from: flags, JENGINE_* variables, a TOML file."""
+"""A server's configuration: plain data, read from flags, JENGINE_* variables and a TOML file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ServerConfig:
             response_template.
         reasoning_parser: the format of the model's reasoning, for HTTP. auto detects it as for tool_call_parser.
         served_model_name: the name that clients see and may ask for. By default the model's.
-        max_waiting: the most requests that may wait; further ones are rejected with RESOURCE_EXHAUSTED.
+        max_waiting: the most requests that may wait; further ones are rejected with RESOURCE_EXHAUSTED (429 over HTTP).
         max_streams_per_client: the most completions that one client (an API key's name, or an address) may have at once. A request
             counts n times. The keys file may set another number for a key.
         max_calls_per_client: the most calls of every kind that one client may have at once; at least max_streams_per_client.
@@ -48,21 +48,22 @@ class ServerConfig:
         client_chat_templates: accept chat templates from clients. A template is a program: it runs in a separate process, which is
             ended when it takes too much time or memory.
         write_timeout: seconds after which a client that does not read is disconnected.
-        lame_duck_seconds: seconds after SIGTERM in which health says NOT_SERVING but requests are still accepted, so that load balancers
-            can leave. Then the drain begins. Has no effect if drain_seconds is 0.
-        drain_seconds: seconds for requests in flight to finish at the end; then they are aborted. By default a stop takes at most 28 s,
-            and Kubernetes kills after 30: raise terminationGracePeriodSeconds together with this.
-        watchdog_seconds: seconds without progress after which the engine process is killed and replaced. A step may take five times as
-            long as the longest known one in addition. 0 waits for ever.
+        lame_duck_seconds: seconds after SIGTERM during which health says NOT_SERVING but requests are still accepted, so that load
+            balancers can leave. Then the drain begins. Has no effect if drain_seconds is 0.
+        drain_seconds: seconds that requests in flight have to finish during a shutdown; then they are aborted. By default a
+            shutdown takes at most 28 s, and Kubernetes kills the process after 30: raise terminationGracePeriodSeconds together
+            with this.
+        watchdog_seconds: seconds without progress after which the engine process is killed and replaced. A step may, in addition,
+            take five times as long as the longest known one. 0: no limit.
         tls_cert: PEM file of the server's certificate chain; turns TLS on.
-        tls_key: PEM file of its private key.
+        tls_key: PEM file of the certificate's private key.
         tls_client_ca: PEM file of the authorities whose client certificates are required (mutual TLS).
-        api_keys: file of the keys' hashes, as `python -m jengine.serving.security` writes them; a request needs one of the keys. Request
-            ids, aborts, limits and cached pages are a key's own.
-        request_log: file to which a line of JSON is appended for each request, without its texts; - is stdout.
-        otlp_traces_endpoint: URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces, that is sent a span for each
-            request, below its client's `traceparent` (needs jengine[otel]).
-        log_level: of the server's log on stderr. Prompts and outputs are never logged.
+        api_keys: file with the hashes of API keys, as `python -m jengine.serving.security` writes them; every request then needs
+            one of these keys. Each key has its own request ids, aborts, limits and cached pages.
+        request_log: file to which a line of JSON is appended for each request, without its text; - is stdout.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces, which receives a span for
+            each request, as a child of its client's `traceparent` (needs jengine[otel]).
+        log_level: level of the server's log on stderr. Prompts and outputs are never logged.
     """
 
     host: str = "127.0.0.1"
@@ -158,7 +159,7 @@ def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.env
     """The server's and the engine's options: each from its flag, else its JENGINE_* variable, else the TOML file, else the default.
 
     Args:
-        flags: those that were given, by option; `config` is the path of the TOML file.
+        flags: the flags that were given, by option name; `config` is the path of the TOML file.
         environ: JENGINE_PORT is `port`, and so on; JENGINE_CONFIG is the file. Kubernetes' service links are ignored.
 
     Raises:
@@ -175,7 +176,7 @@ def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.env
 
 
 def given_options(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Sourced:
-    """What `resolve_config` makes its options from: those of the server and the engine that were given anywhere.
+    """The options of the server and the engine that were given in any of these places, for `resolve_config`.
 
     Raises:
         InvalidArgument: an unknown name, or a value that cannot be read.
@@ -188,7 +189,7 @@ def given_options(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
 
 @contextlib.contextmanager
 def naming_source(given: Sourced) -> Iterator[None]:
-    """Adds to an InvalidArgument where its field was given."""
+    """Add to an InvalidArgument where its field was given."""
     try:
         yield
     except InvalidArgument as wrong:
@@ -220,9 +221,9 @@ def _from_file(path: Path, where: str) -> Sourced:
 
 
 def _parsed(variable: str, text: str, hint: Any) -> Any:
-    """A variable's text as a value of this type; of a union, as text where it may be that."""
+    """Parse a variable's text as a value of this type; for a union that allows text, keep the text."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if not text:  # not the default: an empty JENGINE_API_KEYS must not open the door
+    if not text:  # not the default: an empty JENGINE_API_KEYS must not turn authentication off
         raise InvalidArgument(variable, text, "is empty; unset it to take the default")
     try:
         if bool in kinds:

@@ -99,7 +99,7 @@ LINES: list[tuple[bytes, dict[str, Any] | str]] = [  # a line, and its record or
     (b'{"prompt": "' + b"x" * 192 + b'"}', "at most max_model_len - 1 = 191"),
     (b'{"messages": [{"role": "user", "content": "x"}]}', "the model has no chat template"),
     (b'{"messages": [{"role": "usr", "content": "x"}], "chat_template": "x"}', "must be one of system"),
-    (b'{"prompt": "The quick", "n": 2}', "n=2: must be 1 where temperature is 0"),
+    (b'{"prompt": "The quick", "n": 2}', "n=2: must be 1 if temperature is 0"),
     (b'{"prompt": "The quick", "n": 3, "seed": 3, "temperature": 1.0}', {"line": 27, "prompt_tokens": 3}),
     (b'{"prompt": "The quick"}', {"line": 28, "prompt_tokens": 3}),  # without a line's end
 ]

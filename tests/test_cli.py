@@ -281,7 +281,7 @@ def test_prompt_from_stdin(made: list[Any], monkeypatch: pytest.MonkeyPatch, cap
     [
         (["bad"], "prompt='bad': must be good"),
         (["go", "--temperature=-1"], "temperature=-1.0: must be a finite number, at least 0"),
-        (["go", "--n=2", "--temperature=0"], "n=2: must be 1 where temperature is 0: greedy completions would all be the same"),
+        (["go", "--n=2", "--temperature=0"], "n=2: must be 1 if temperature is 0: greedy completions would all be the same"),
         (["go", "--top-p=nan"], "top_p=nan: must be in (0, 1]"),
         (["go", "--kv-cache-memory=lots"], "kv_cache_memory='lots': must be a number of bytes, or text such as 512MiB (command line)"),
     ],
