@@ -32,7 +32,7 @@ class ModelConfig:
             scaled.
         unrotated_layers: layers without rotary embedding.
         query_scaling_beta: a query at position p is multiplied by 1 + beta * log(1 + p // rope_scaling.original_max_position).
-        windows: for each layer, how many tokens a query sees, itself included; None is all; empty is None everywhere.
+        windows: for each layer, how many tokens a query sees, itself included; None: all. An empty tuple: all, in every layer.
         linear: layers with a recurrent state in place of attention; None: there are none.
         attention_gate: what attention gives is multiplied by a gate for each channel.
         attention_scale: multiplies scores; None is head_dim ** -0.5.
