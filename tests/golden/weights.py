@@ -50,7 +50,7 @@ def _weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     elif any(table in name for table in ("embed_", "embeddings", "lm_head", "wte", "wpe")):
         scaled = next((scale for family, scale in TABLES.items() if variant.startswith(family)), 0.5) * noise
     else:
-        stacked = ".experts." in name and len(shape) == 3  # [experts, in, out], as GPT-2's are [in, out]
+        stacked = ".experts." in name and len(shape) == 3 and variant.startswith("gpt_oss")  # [experts, in, out], as GPT-2's are [in, out]
         inputs = shape[0] if ".c_" in name else shape[1] if stacked else shape[-1]
         scaled = 1.3 / math.sqrt(inputs) * noise
     if ties and not EACH_EXPERT.search(name) and any(part in name for part in (".router.", ".gate.", ".experts.")):
