@@ -15,11 +15,11 @@ import numpy as np
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.slots import pack_updates
-from jengine.program_table import ProgramTable
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs import Slopes, StepCosts
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
+from jengine.table.program_table import ProgramTable
 
 PAGE_SIZE, TILE_SIZE, TOKENS, SEQUENCES = 16, 64, 8192, 8
 PAGES = TOKENS // PAGE_SIZE

@@ -22,12 +22,12 @@ import numpy as np
 
 from benchmarks.machine import made_model, save
 from jengine.config import EngineConfig
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
+from jengine.engine.start import start_engine
 from jengine.execution.runner import InFlight, Runner, StepResult
-from jengine.program_table import ProgramTable
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.step_plan import StepPlan
-from jengine.start import start_engine
+from jengine.table.program_table import ProgramTable
 
 MAX_NUM_SEQS = 32
 PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens, drawn evenly

@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.machine import made_model, save
 from jengine.config import EngineConfig
+from jengine.engine.start import start_engine
 from jengine.request import Request, SamplingParams
-from jengine.start import start_engine
 from jengine.updates import TokenUpdate
 
 ROWS, TOKENS = (1, 8, 32), 129

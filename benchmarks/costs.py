@@ -29,14 +29,14 @@ import numpy as np
 
 from benchmarks.machine import RESULTS, made_model, save
 from jengine.config import EngineConfig
-from jengine.engine import Engine
-from jengine.measure import measure as measure_costs
-from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
+from jengine.engine.engine import Engine
+from jengine.engine.measure import measure as measure_costs
+from jengine.engine.start import start_engine
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import Work
-from jengine.start import start_engine
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
 GOAL = 1.5  # times the spread of identical steps
 WINDOW = 15  # steps, whose median error counts as "back within the goal"

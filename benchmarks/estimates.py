@@ -17,13 +17,13 @@ from typing import Any
 from benchmarks.machine import RESULTS, save
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import EngineConfig
-from jengine.device_spec import device_spec
+from jengine.devices.device_spec import device_spec
+from jengine.engine.shapes import describe
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.planning.compiled import Compiled, compiled
 from jengine.planning.estimate import CAUSES, Assumptions, Estimate, Step, longer, together
-from jengine.program_table import SamplerKey, TrunkKey
-from jengine.shapes import describe
+from jengine.table.program_table import SamplerKey, TrunkKey
 from pallas_kernels import ahead_of_time
 from tools.make_model import COMMON, SHAPES
 

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from jengine.checkpoints import read_config, resolve
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.execution.batch import BatchLayout
 from jengine.execution.programs import ALLOCATE, Key
 from jengine.execution.runner import InFlight, Runner, StepResult
@@ -40,15 +40,15 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
-from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.text.completion import CompletionBuilder
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
 try:
-    from jengine.step_clock import StepClock
+    from jengine.engine.step_clock import StepClock
 except ImportError:  # an older checkout
     StepClock = None  # type: ignore[assignment,misc]
 try:

@@ -22,10 +22,10 @@ import numpy as np
 from benchmarks.machine import made_model, save
 from benchmarks.sharing import CountingRunner, in_turn
 from jengine.config import EngineConfig
+from jengine.engine.start import start_engine
 from jengine.execution.runner import Runner
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.blocks import BlockManager
-from jengine.start import start_engine
 from jengine.updates import TokenUpdate
 
 CONVERSATIONS, AT_ONCE, TURNS = 50, 4, 4

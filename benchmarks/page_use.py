@@ -10,11 +10,11 @@ import numpy as np
 from jengine.config import ModelConfig
 from jengine.execution.kv_cache import SHARED, page_bytes
 from jengine.models.cache import cache_groups
-from jengine.program_table import ProgramTable
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.block_table import NO_HIT, GroupPages
 from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.scheduler import Scheduler
+from jengine.table.program_table import ProgramTable
 
 DTYPE = np.dtype("bfloat16")
 TILE_SIZE = 64

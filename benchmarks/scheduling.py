@@ -31,7 +31,8 @@ from benchmarks.host_cost import Clock, make_engine
 from benchmarks.machine import RESULTS, made_model, save
 from benchmarks.virtual_engine import VirtualEngine
 from jengine.config import EngineConfig
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
+from jengine.engine.start import start_engine
 from jengine.execution.batch import BatchLayout
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs import StepCosts
@@ -40,7 +41,6 @@ from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.work import Work, pairs
-from jengine.start import start_engine
 
 PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens, drawn evenly
 SEQS, TILE, PAGE, TILES = 32, 64, 16, 8

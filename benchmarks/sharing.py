@@ -27,10 +27,10 @@ import numpy as np
 from benchmarks.machine import RESULTS, made_model, save
 from benchmarks.page_use import bytes_at_8k, unused_slots
 from jengine.config import EngineConfig
+from jengine.engine.start import start_engine
 from jengine.execution.runner import InFlight, Runner
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.step_plan import StepPlan
-from jengine.start import start_engine
 from jengine.updates import TokenUpdate
 
 PAGE_SIZE = 16

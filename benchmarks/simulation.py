@@ -24,9 +24,9 @@ import numpy as np
 
 from benchmarks.machine import RESULTS, facts, made_model
 from jengine.config import EngineConfig
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
+from jengine.engine.start import describe_engine, start_engine
 from jengine.execution.cache_folders import cache_root, costs_file
-from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs import Slopes, StepCosts
 from jengine.scheduling.work import Work
@@ -35,7 +35,7 @@ from jengine.simulation.setup import Setup
 from jengine.simulation.summary import Targets, summarize
 from jengine.simulation.trace import Trace, make_trace
 from jengine.simulation.tune import Search, values
-from jengine.start import describe_engine, start_engine
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.updates import TokenUpdate
 
 OPTIONS: dict[str, Any] = {"max_model_len": 1024, "dtype": "bfloat16", "warm_up": "all"}

@@ -15,8 +15,8 @@ from jengine.execution.programs import lower
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
-from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.scheduling.step_plan import Sample, Span, StepPlan
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
 PAGE_SIZE = 16
 

@@ -21,8 +21,8 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
-from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.scheduling.step_plan import Sample, Span, StepPlan
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
 ROWS, CONTEXT, PAGE_SIZE = 32, 256, 16
 GOAL = 0.05  # share of a step's time

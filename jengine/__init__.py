@@ -9,25 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jengine.async_llm import AsyncLLM
-    from jengine.backend import Backend, EngineThread, Steps, Updates, run_engine
+    from jengine.api.async_llm import AsyncLLM
+    from jengine.api.backend import Backend, EngineThread, Steps, Updates, run_engine
+    from jengine.api.chat import chat_prompt
+    from jengine.api.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
+    from jengine.api.llm import LLM
+    from jengine.api.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
+    from jengine.api.request_handle import OutputKind, RequestHandle
     from jengine.beam_params import BeamSearchParams
     from jengine.beams import BeamSearchOutput, BeamSearchSequence, GenerationParams
-    from jengine.chat import chat_prompt
     from jengine.config import EngineConfig
-    from jengine.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
+    from jengine.engine.limits import Limits
+    from jengine.engine.start import Started, follow, start_engine
     from jengine.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.explanations.explain import Explanation, Finding, explain
     from jengine.interrupts import uninterrupted
-    from jengine.limits import Limits
-    from jengine.llm import LLM
     from jengine.observe.records import EngineFacts
     from jengine.observe.totals import StepTotals
     from jengine.observe.trace import Readers, Trace
     from jengine.pooling import Embedder, PoolingParams
     from jengine.profiling.capture import capture_process, read_profiles
     from jengine.profiling.data import Profile, ProfileOptions
-    from jengine.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.request import (
         CompletionOutput,
         FinishReason,
@@ -40,12 +42,10 @@ if TYPE_CHECKING:
         check_cache_salt,
         check_entries,
     )
-    from jengine.request_handle import OutputKind, RequestHandle
     from jengine.scheduling.forecast import Prediction
     from jengine.scheduling.options import StrategyName
     from jengine.scheduling.sequence_limits import SequenceLimits
     from jengine.service_level import MAX_CLIENT
-    from jengine.start import Started, follow, start_engine
     from jengine.text.grammars import check_structure, probe_structure
     from jengine.text.masks import make_masks
     from jengine.text.tokenizer import Tokenizer
@@ -130,25 +130,25 @@ __all__ = [
 ]
 
 _MODULES = {
-    "jengine.llm": ("LLM",),
-    "jengine.async_llm": ("AsyncLLM",),
-    "jengine.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine"),
+    "jengine.api.llm": ("LLM",),
+    "jengine.api.async_llm": ("AsyncLLM",),
+    "jengine.api.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine"),
     "jengine.beam_params": ("BeamSearchParams",),
     "jengine.beams": ("BeamSearchOutput", "BeamSearchSequence", "GenerationParams"),
-    "jengine.chat": ("chat_prompt",),
+    "jengine.api.chat": ("chat_prompt",),
     "jengine.config": ("EngineConfig",),
-    "jengine.embeddings": ("EmbeddingOutput", "EmbeddingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
+    "jengine.api.embeddings": ("EmbeddingOutput", "EmbeddingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
     "jengine.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
     "jengine.explanations.explain": ("Explanation", "Finding", "explain"),
     "jengine.interrupts": ("uninterrupted",),
-    "jengine.limits": ("Limits",),
+    "jengine.engine.limits": ("Limits",),
     "jengine.observe.records": ("EngineFacts",),
     "jengine.observe.totals": ("StepTotals",),
     "jengine.observe.trace": ("Readers", "Trace"),
     "jengine.pooling": ("Embedder", "PoolingParams"),
     "jengine.profiling.capture": ("capture_process", "read_profiles"),
     "jengine.profiling.data": ("Profile", "ProfileOptions"),
-    "jengine.prompts": ("PreparedPrompt", "TextPrompt", "TokensPrompt", "params_of_samples"),
+    "jengine.api.prompts": ("PreparedPrompt", "TextPrompt", "TokensPrompt", "params_of_samples"),
     "jengine.request": (
         "CompletionOutput",
         "FinishReason",
@@ -161,12 +161,12 @@ _MODULES = {
         "check_cache_salt",
         "check_entries",
     ),
-    "jengine.request_handle": ("OutputKind", "RequestHandle"),
+    "jengine.api.request_handle": ("OutputKind", "RequestHandle"),
     "jengine.scheduling.forecast": ("Prediction",),
     "jengine.scheduling.options": ("StrategyName",),
     "jengine.scheduling.sequence_limits": ("SequenceLimits",),
     "jengine.service_level": ("MAX_CLIENT",),
-    "jengine.start": ("Started", "follow", "start_engine"),
+    "jengine.engine.start": ("Started", "follow", "start_engine"),
     "jengine.text.grammars": ("check_structure", "probe_structure"),
     "jengine.text.masks": ("make_masks",),
     "jengine.text.tokenizer": ("Tokenizer",),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from jengine import InvalidArgument, SamplingParams
-from jengine.chat import chat_prompt
+from jengine.api.chat import chat_prompt
 from jengine.commands.chat import Chat, LocalModel
 from jengine.request import CompletionOutput, RequestOutput
 from jengine.text.chat_template import ChatTemplate

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from jengine import LLM, InvalidArgument
-from jengine.cpu_threads import cpu_threads, limit_cpu_threads
-from jengine.device_defaults import CORES
+from jengine.devices.cpu_threads import cpu_threads, limit_cpu_threads
+from jengine.devices.device_defaults import CORES
 from tests.execution.test_program_store import make_spec
 
 COUNT = """
 import json, os, sys
 from pathlib import Path
-from jengine.cpu_threads import limit_cpu_threads
+from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.text.tokenizer import Tokenizer
 
 def threads():

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from jengine.ahead_of_time import describe_on
 from jengine.config import EngineConfig
-from jengine.device_defaults import CORES, Sizes, sizes
+from jengine.devices.device_defaults import CORES, Sizes, sizes
 from jengine.errors import InvalidArgument
 from jengine.parallel.mesh import make_mesh
+from jengine.planning.ahead_of_time import describe_on
 from jengine.planning.plan import make_plan
 
 LLAMA = EngineConfig(model=str(Path(__file__).parent / "data" / "llama-3.1-8b"), dtype="bfloat16")

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from jengine import display
+from jengine.api.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
 from jengine.display import answer_html, counted, image_html, short, table_html
-from jengine.embeddings import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
 from jengine.observe.trace import Trace
 from jengine.request import CompletionOutput, RequestOutput
 from tests.observe.virtual import make_virtual

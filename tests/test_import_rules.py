@@ -153,12 +153,12 @@ def test_no_import_cycle() -> None:
         ("jengine.simulation.replay", "def f():\n    from jengine.execution import memory"),
         ("jengine.models.llama", "from jengine.execution.trunk import Trunk"),
         ("pallas_kernels.xla", "from jengine.config import EngineConfig"),
-        ("jengine.serving.server", "from jengine.engine import Engine"),
-        ("jengine.serving.server", "import jengine.engine"),
-        ("jengine.engine", "from jengine import SamplingParams"),
+        ("jengine.serving.server", "from jengine.engine.engine import Engine"),
+        ("jengine.serving.server", "import jengine.engine.engine"),
+        ("jengine.engine.engine", "from jengine import SamplingParams"),
         ("jengine.commands.serve", "import jengine.serving"),
         ("jengine.serving.server", "from serving.config import ServerConfig"),
-        ("jengine.engine", "def f():\n    import jengine.serving.server"),
+        ("jengine.engine.engine", "def f():\n    import jengine.serving.server"),
         ("jengine.commands.chat", "from jengine.serving.client import Client"),
         ("jengine.commands.generate", "def f():\n    import jengine.serving.client"),
     ],
@@ -228,7 +228,7 @@ LATER = {"grpc", "huggingface_hub", "jax.experimental.mosaic", "llguidance", "ll
 def test_a_start_imports_no_more_than_it_needs() -> None:
     code = "import sys; from jengine import LLM, start_engine; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert {"jax", "jengine.start"} <= set(modules) and not LATER & set(modules)
+    assert {"jax", "jengine.engine.start"} <= set(modules) and not LATER & set(modules)
 
 
 def test_unknown_names_are_refused() -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from jengine import measure as measure_module
+from jengine.engine import measure as measure_module
+from jengine.engine.measure import _slope, _two_slopes, measure
 from jengine.execution.runner import InFlight, PendingSample, StepResult
-from jengine.measure import _slope, _two_slopes, measure
-from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
-from jengine.ready_programs import ReadyPrograms, first_needed
 from jengine.scheduling.costs import Cost, Slopes, StepCosts
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import Work, pairs, rows_work
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
+from jengine.table.ready_programs import ReadyPrograms, first_needed
 
 TABLE = ProgramTable((1, 8, 16), (8, 16), (1, 2, 4), 16)
 

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import pytest
 
-from jengine import precision
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import EngineConfig, ModelConfig
-from jengine.precision import check_formats, choose_dtype
+from jengine.engine import precision
+from jengine.engine.precision import check_formats, choose_dtype
 from tests.golden.weights import VARIANTS
 
 MODEL: ModelConfig = dataclasses.replace(model_config(VARIANTS["llama_gqa"]), dtype="bfloat16")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.program_table import VARIANTS, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
-from jengine.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
+from jengine.table.program_table import VARIANTS, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
+from jengine.table.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 
 tables = st.builds(
     ProgramTable.build,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
+from jengine.engine.step_clock import StepClock
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.step_plan import Span, StepPlan
 from jengine.scheduling.work import Work
-from jengine.step_clock import StepClock
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
 TABLE = ProgramTable((8,), (8,), (1,), 16)
 PLAN = StepPlan(TrunkKey(8, 0), SamplerKey(8, "greedy"), [Span(1, 1, 5), Span(2, 2, 6)], work=Work(13, 7))

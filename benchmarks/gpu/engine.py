@@ -18,7 +18,8 @@ from benchmarks.gpu.model import compiled, random_params
 from benchmarks.gpu.rows import Row, skipped
 from benchmarks.host_cost import Clock
 from jengine.checkpoints.hugging_face import model_config
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
+from jengine.engine.shapes import page_buckets
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
@@ -27,10 +28,9 @@ from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.planning.plan import formats_of
 from jengine.planning.roofline import decode, prefill
-from jengine.program_table import ProgramTable
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
-from jengine.shapes import page_buckets
+from jengine.table.program_table import ProgramTable
 from jengine.updates import TokenUpdate
 
 DECODE_GOAL, PREFILL_GOAL = 0.8, 0.6

@@ -61,7 +61,7 @@ def measure(given: Path | None) -> Iterator[Row]:
 def missing_modules() -> str | None:
     """Why jengine cannot be imported, or None."""
     try:
-        importlib.import_module("jengine.start")
+        importlib.import_module("jengine.engine.start")
         importlib.import_module("benchmarks.gpu.model")
     except ImportError as error:
         return reason(error)
@@ -115,8 +115,8 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
 
 def _spec() -> Any:
     """What the engine would ask for, with the number of pages that OPTIONS have."""
-    from jengine.ahead_of_time import describe_for
     from jengine.config import EngineConfig
+    from jengine.planning.ahead_of_time import describe_for
 
     spec = describe_for(EngineConfig.of(str(ROOT / MODEL), OPTIONS), None)
     return dataclasses.replace(spec, num_pages=OPTIONS["num_pages"])

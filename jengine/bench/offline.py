@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jengine.api.llm import LLM
 from jengine.bench.workload import Ask
-from jengine.llm import LLM
 from jengine.request import SamplingParams
 
 RANKS = (10, 25, 50, 75, 90, 99)

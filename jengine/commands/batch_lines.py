@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from jengine import InvalidArgument, JengineError, ModelError, RequestOutput, SamplingParams
-from jengine.chat import ChatOptions
+from jengine.api.chat import ChatOptions
 from jengine.commands.batch_files import Output, output_of
 from jengine.commands.batch_records import OWN, Form, Key, Record
 

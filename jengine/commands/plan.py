@@ -51,8 +51,8 @@ def _costs(options: argparse.Namespace) -> int:
             raise InvalidArgument(name, getattr(options, name), "cannot be combined with --costs, which are measured on this machine")
     config = config_for(options)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory may be an engine's
-    from jengine.cost_report import cost_report
-    from jengine.start import describe_engine, saved_costs
+    from jengine.engine.start import describe_engine, saved_costs
+    from jengine.observe.cost_report import cost_report
 
     costs = saved_costs(*describe_engine(config))
     if costs is None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jengine.execution.batch import Batch
 from jengine.execution.kv_cache import Place
-from jengine.program_table import TrunkKey
+from jengine.table.program_table import TrunkKey
 from pallas_kernels import dispatch, xla
 from pallas_kernels.xla import Rotation
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling
-from jengine.program_table import ProgramTable, TrunkKey
 from jengine.scheduling.step_plan import SlotReset, StepPlan
+from jengine.table.program_table import ProgramTable, TrunkKey
 
 ENTRY_WORDS, RESET_WORDS = 4, 1 + SAMPLING_WORDS
 NULL_STATES = [0, 0]  # of plans that only measure

@@ -15,8 +15,8 @@ from jengine.execution.sampler import Sampled, make_sampler
 from jengine.execution.slots import SlotState, updated
 from jengine.execution.trunk import make_pass
 from jengine.models import Model, Params
-from jengine.program_table import BurstKey
 from jengine.scheduling.step_plan import StepPlan
+from jengine.table.program_table import BurstKey
 
 BurstOut = tuple[Cache, SlotState, Sampled]  # the last: int32 [steps, sampler rows]
 

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.models.cache import CacheGroup, PageArray, places
-from jengine.pages import SWAPS
 from jengine.parallel.collectives import AXIS
+from jengine.table.pages import SWAPS
 from pallas_kernels import dispatch, xla
 from pallas_kernels.quantized import LARGEST, Pages, Quantized, movable, quantize
 

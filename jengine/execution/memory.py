@@ -16,7 +16,7 @@ from jengine.config import EngineConfig, parse_bytes
 from jengine.errors import OutOfMemory
 from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec
-from jengine.program_table import SamplerKey, TrunkKey
+from jengine.table.program_table import SamplerKey, TrunkKey
 from pallas_kernels.delta_rule import chunk_size
 from pallas_kernels.devices import skip_cuda_check
 from pallas_kernels.int4 import Int4

@@ -32,10 +32,10 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_trunk
 from jengine.observe.compiles import announced, retrieval_count
 from jengine.observe.progress import progress_bar
-from jengine.pages import SWAPS
 from jengine.parallel.mesh import shard_mapped
-from jengine.program_table import BurstKey, PoolKey, SamplerKey, ScoreKey, TrunkKey
-from jengine.ready_programs import by_use, first_needed
+from jengine.table.pages import SWAPS
+from jengine.table.program_table import BurstKey, PoolKey, SamplerKey, ScoreKey, TrunkKey
+from jengine.table.ready_programs import by_use, first_needed
 from pallas_kernels.products import using
 
 CompilerOptions = dict[str, str | bool]  # XLA's

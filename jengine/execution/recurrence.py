@@ -11,7 +11,7 @@ from jax import lax
 
 from jengine.execution.attention import TokenAxis
 from jengine.execution.batch import Batch
-from jengine.program_table import TrunkKey
+from jengine.table.program_table import TrunkKey
 from pallas_kernels import delta_rule
 
 ROWS_BYTES = 32 << 20  # of states that are turned at once: what rows take beside the cache

@@ -21,11 +21,11 @@ from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.slots import UPDATE_WORDS, pack_updates
 from jengine.execution.worker import Call, Worker, encode
 from jengine.observe.progress import progress_bar
-from jengine.pages import SWAPS
 from jengine.parallel.link import Link, SingleProcess
-from jengine.program_table import PoolKey, SamplerKey, ScoreKey, TrunkKey
-from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.step_plan import Span, StepPlan, Swaps
+from jengine.table.pages import SWAPS
+from jengine.table.program_table import PoolKey, SamplerKey, ScoreKey, TrunkKey
+from jengine.table.ready_programs import ReadyPrograms
 
 
 @dataclass(slots=True)

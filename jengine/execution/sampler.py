@@ -21,8 +21,8 @@ from jengine.execution.truncation import truncate, truncating
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
 from jengine.parallel.collectives import all_gather, all_to_all, own_rows
-from jengine.program_table import Variant
 from jengine.request import MAX_LOGPROBS
+from jengine.table.program_table import Variant
 
 
 class Sampled(NamedTuple):

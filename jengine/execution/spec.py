@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jengine
-from jengine.cpu_threads import cpu_threads
+from jengine.devices.cpu_threads import cpu_threads
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import SHARED, Cache, Page, abstract_cache, abstract_page, page_bytes
 from jengine.execution.logits import mask_words
@@ -26,9 +26,9 @@ from jengine.execution.sources import source_digest
 from jengine.execution.trunk import ToSample
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, cache_groups, paged
-from jengine.pages import SWAPS, most_pages, pages_of
 from jengine.parallel.mesh import with_shardings
-from jengine.program_table import BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
+from jengine.table.pages import SWAPS, most_pages, pages_of
+from jengine.table.program_table import BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.products import cpu_refused
 
 STAGING = 256 << 20  # bytes of pages under way between the device and the host, in each direction; at least those of one call

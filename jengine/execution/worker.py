@@ -17,7 +17,7 @@ from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import ToSample
 from jengine.models import Params
-from jengine.program_table import BurstKey, PoolKey, SamplerKey, ScoreKey, TrunkKey
+from jengine.table.program_table import BurstKey, PoolKey, SamplerKey, ScoreKey, TrunkKey
 
 
 class Call(NamedTuple):

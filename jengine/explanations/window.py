@@ -9,9 +9,9 @@ from statistics import fmean
 
 from jengine.observe.records import STAGES, EngineFacts, RequestRecord, StepRecord
 from jengine.observe.trace import Trace
-from jengine.program_table import SamplerKey, TrunkKey, Variant
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.work import Work
+from jengine.table.program_table import SamplerKey, TrunkKey, Variant
 
 FEWEST = 20  # steps from which shares mean something
 SHORT_PAGES = 0.1  # of the cache, below which pages are short

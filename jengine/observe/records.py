@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from jengine.program_table import SamplerKey, TrunkKey
 from jengine.scheduling.work import Work
+from jengine.table.program_table import SamplerKey, TrunkKey
 
 STAGES = ("schedule", "pack", "dispatch", "mask", "wait", "collect", "text", "away")  # of the loop, in the order of a step
 RESUMPTIONS = ("cached", "swap", "recompute")  # kinds of preemption, by how the sequence came back

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from jengine.device_spec import DeviceSpec
+from jengine.devices.device_spec import DeviceSpec
 from jengine.planning.hlo import Array, Instruction, Program
 
 Cause = Literal["weights", "cache", "activations", "links", "launches"]

@@ -11,22 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jengine.ahead_of_time import check_target, describe_for, describe_on, largest, memory_limit
 from jengine.checkpoints.weights import num_bytes
 from jengine.config import EngineConfig
-from jengine.device_defaults import sizes
-from jengine.device_spec import DeviceSpec, device_spec
+from jengine.devices.device_defaults import sizes
+from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.errors import OutOfMemory
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside, temporaries_bound
 from jengine.execution.programs import Key, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import QUANTIZATIONS
 from jengine.parallel.collectives import AXIS
+from jengine.planning.ahead_of_time import check_target, describe_for, describe_on, largest, memory_limit
 from jengine.planning.compiled import Compiled, compiled
 from jengine.planning.estimate import Estimate, Step
 from jengine.planning.report import html, setting
 from jengine.planning.roofline import Bound, Formats, bound, decode, kv_token_bytes, prefill
-from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
+from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.quantized import is_quantized
 
 CONTEXTS = 1024, 8192  # tokens of a sequence, beside max_model_len

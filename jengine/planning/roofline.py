@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jengine.config import ModelConfig
-from jengine.device_spec import DeviceSpec
+from jengine.devices.device_spec import DeviceSpec
 from jengine.models.cache import cache_groups, paged
 
 Resource = Literal["memory", "products", "links"]

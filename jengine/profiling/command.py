@@ -22,7 +22,7 @@ from jengine.profiling.jax_capture import SECONDS, JaxCapture
 VARIABLE = "_JENGINE_PROFILE"  # tells the command's processes: the options as JSON, and the folder
 HOOK = Path(__file__).parent / "hook"
 SERVER = "jengine.serving.app"
-USES = ("jengine.engine", SERVER)  # what is imported by processes that are of interest
+USES = ("jengine.engine.engine", SERVER)  # what is imported by processes that are of interest
 LOOK_SECONDS = 0.1
 WARM_STEPS = 20  # after which jax.profiler captures
 

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 
-from jengine.pages import most_pages
-from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.auto_strategy import AutoState, LoadSigns, auto
 from jengine.scheduling.batching import Batches
 from jengine.scheduling.blocks import BlockManager
@@ -20,6 +18,8 @@ from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.scheduling.strategies import Decision, batch_size
 from jengine.scheduling.targets import Targets
 from jengine.scheduling.work import Work
+from jengine.table.pages import most_pages
+from jengine.table.ready_programs import ReadyPrograms
 
 
 class Admissions(Targets):

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 
-from jengine.pages import SWAPS, most_pages, pages_of
 from jengine.scheduling.block_table import NO_HIT, BlockTable, Copy, Entry, GroupPages, Hit
 from jengine.scheduling.host_tier import Fetch, HostTier
 from jengine.scheduling.page_pool import PagePool
 from jengine.scheduling.prefix_finder import LAST_PAGE, PrefixFinder
 from jengine.scheduling.prefix_index import PrefixIndex
 from jengine.scheduling.states import States
+from jengine.table.pages import SWAPS, most_pages, pages_of
 
 
 class BlockManager:

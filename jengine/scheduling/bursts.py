@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from jengine.program_table import VARIANTS
 from jengine.scheduling.beam_searches import BeamSearches
 from jengine.scheduling.draft import Draft
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.work import Work
+from jengine.table.program_table import VARIANTS
 
 
 class Bursts(BeamSearches):

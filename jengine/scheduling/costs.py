@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from jengine.pages import SWAPS
-from jengine.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, TrunkKey
 from jengine.scheduling.drift import Drift
 from jengine.scheduling.host_costs import HostCosts, HostSeconds
 from jengine.scheduling.work import NO_WORK, Work
+from jengine.table.pages import SWAPS
+from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, TrunkKey
 
 # The estimate before anything is measured. Only ratios matter: a step's fixed cost is that of 50 tokens.
 STEP_SECONDS = 1e-3

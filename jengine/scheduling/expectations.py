@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence as List
 from typing import NamedTuple
 
-from jengine.program_table import VARIANTS
 from jengine.request import Request
 from jengine.scheduling.forecast import Job, Machine, Prediction, forecast
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.work import Work
+from jengine.table.program_table import VARIANTS
 
 FRESH = 0.25  # seconds
 SHARE = 0.01  # of the time

@@ -6,9 +6,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from jengine.pages import SWAPS
 from jengine.scheduling.prefix_index import Block, PrefixIndex
 from jengine.scheduling.step_plan import Swaps
+from jengine.table.pages import SWAPS
 
 SAVED_SHARE = 4  # one in this many pages of a pool is kept free or saved, so that taking it loses nothing
 

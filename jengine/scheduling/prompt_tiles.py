@@ -6,8 +6,6 @@ from collections import Counter
 from typing import Any
 
 from jengine.beams import sampling_of
-from jengine.program_table import ProgramTable
-from jengine.ready_programs import ReadyPrograms
 from jengine.scheduling.admissions import Admissions
 from jengine.scheduling.block_table import NO_HIT, Hit
 from jengine.scheduling.blocks import BlockManager
@@ -18,6 +16,8 @@ from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.scheduling.step_plan import Sample, SlotReset, Span
 from jengine.scheduling.work import Work, pairs
+from jengine.table.program_table import ProgramTable
+from jengine.table.ready_programs import ReadyPrograms
 
 
 class PromptTiles(Admissions):

@@ -8,8 +8,6 @@ from collections.abc import Sequence as List
 from itertools import chain, islice
 from types import MappingProxyType
 
-from jengine.pages import SWAPS
-from jengine.program_table import VARIANTS, ProgramTable
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.bursts import Bursts
@@ -24,6 +22,8 @@ from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.scheduling.step_plan import Sample, Span, StepPlan, Swaps
 from jengine.scheduling.strategies import Situation, latency, throughput
 from jengine.scheduling.work import Work, rows_work
+from jengine.table.pages import SWAPS
+from jengine.table.program_table import VARIANTS, ProgramTable
 from jengine.updates import Found
 
 NOTHING_FOUND: Mapping[int, Found] = MappingProxyType({})

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jengine.pooling import PooledStates
-from jengine.program_table import VARIANTS, sampler_variant
 from jengine.request import FinishReason, Request
 from jengine.scheduling.beams import Beams
+from jengine.table.program_table import VARIANTS, sampler_variant
 from jengine.updates import Beam
 
 Order = tuple[int, int, float, int]  # place under the policy, see order_of; smaller comes first, no two are equal

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jengine.errors import InvalidArgument
-from jengine.pages import most_pages
 from jengine.request import MAX_STOP_TOKEN_IDS, Request
+from jengine.table.pages import most_pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

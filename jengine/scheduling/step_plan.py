@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jengine.program_table import BurstKey, SamplerKey, TrunkKey
 from jengine.request import SamplingParams
 from jengine.scheduling.work import NO_WORK, Work
+from jengine.table.program_table import BurstKey, SamplerKey, TrunkKey
 
 
 class Span(msgspec.Struct, gc=False):

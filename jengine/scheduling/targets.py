@@ -7,8 +7,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from itertools import accumulate, islice, takewhile
 
-from jengine.program_table import VARIANTS
-from jengine.ready_programs import ReadyPrograms
 from jengine.request import FinishReason
 from jengine.scheduling.blocks import BlockManager
 from jengine.scheduling.costs import StepCosts
@@ -22,6 +20,8 @@ from jengine.scheduling.sequence_limits import SequenceLimits
 from jengine.scheduling.sequences import Sequences
 from jengine.scheduling.timeline import Timeline
 from jengine.scheduling.work import Work, pairs, rows_work
+from jengine.table.program_table import VARIANTS
+from jengine.table.ready_programs import ReadyPrograms
 
 JUDGED = 32  # new requests in each step, so that thousands at once hold no step up
 REJECTED = "rejected"  # the stop_reason of a request whose targets cannot be met

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from jengine.observe.progress import progress_bar
-from jengine.program_table import ProgramTable
 from jengine.request import SamplingParams
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
@@ -20,6 +19,7 @@ from jengine.simulation.replay_scheduler import Preempted, ReplayScheduler
 from jengine.simulation.times import StepTimes
 from jengine.simulation.trace import Trace
 from jengine.simulation.virtual_engine import VirtualEngine
+from jengine.table.program_table import ProgramTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from jengine.config import EngineConfig
-from jengine.device_defaults import sizes
+from jengine.devices.device_defaults import sizes
+from jengine.engine.shapes import page_buckets
+from jengine.engine.start import describe_engine, saved_costs
 from jengine.errors import InvalidArgument
 from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_fit
 from jengine.execution.spec import ExecutionSpec
-from jengine.program_table import ProgramTable
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.options import SchedulingOptions
-from jengine.shapes import page_buckets
 from jengine.simulation.replay import EngineShape
-from jengine.start import describe_engine, saved_costs
+from jengine.table.program_table import ProgramTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jengine.program_table import SamplerKey, TrunkKey
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.host_costs import HostSeconds
 from jengine.scheduling.work import Work
+from jengine.table.program_table import SamplerKey, TrunkKey
 
 
 class StepTimes:

@@ -18,8 +18,8 @@ from concurrent.futures import Future
 import llguidance
 
 from jengine.errors import InvalidArgument
-from jengine.mask_thread import MASK_SECONDS
 from jengine.request import StructuredOutputs
+from jengine.text.mask_thread import MASK_SECONDS
 from jengine.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 100_000

@@ -12,10 +12,10 @@ import pytest
 
 from jengine.checkpoints import load, load_calibrated, read_config, read_text, resolve
 from jengine.config import EngineConfig
+from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
-from jengine.shapes import describe
 from jengine.text.tokenizer import Tokenizer
 from pallas_kernels.gptq import gptq
 from pallas_kernels.int4 import Int4, dequantize_int4, pack, quantize_int4

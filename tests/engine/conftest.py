@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jengine.config import EngineConfig
-from jengine.engine import Engine
-from jengine.start import start_engine
+from jengine.engine.engine import Engine
+from jengine.engine.start import start_engine
 from tests.engine.running import SMALL, Estimates
 from tests.golden.weights import max_model_len, write_model
 

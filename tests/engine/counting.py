@@ -7,11 +7,11 @@ from typing import Any
 
 from jengine import AsyncLLM, EngineThread, RequestOutput, SamplingParams
 from jengine.config import ModelConfig
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.execution.runner import InFlight, StepResult
-from jengine.program_table import ProgramTable
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
+from jengine.table.program_table import ProgramTable
 from jengine.text.tokenizer import Tokenizer
 from tests.text.conftest import byte_level
 

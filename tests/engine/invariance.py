@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.request import SamplingParams
 from jengine.scheduling.step_plan import StepPlan
 from jengine.updates import PromptScores, TokenUpdate

@@ -11,7 +11,7 @@ from itertools import pairwise
 import jax
 import numpy as np
 
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.execution.runner import Runner
 from jengine.request import Request, SamplingParams, TokenMask
 from jengine.scheduling.blocks import BlockManager

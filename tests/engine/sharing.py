@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.execution.runner import Runner
 from jengine.execution.worker import Call
 from jengine.observe.step_recorder import StepRecorder

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, RequestOutput, SamplingParams
-from jengine.async_llm import OutputKind
+from jengine.api.async_llm import OutputKind
 from tests.engine.counting import LONG, TEXT, CountingRunner, assert_idle, collect, counting
 from tests.engine.running import SMALL
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jengine import InvalidArgument
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from tests.engine.invariance import OPTIONS, Observed, check_invariance, differences, preempted, random_work
 
 FULL = [

@@ -14,7 +14,7 @@ import pytest
 
 from jengine import LLM, AsyncLLM, BeamSearchParams, EngineThread, InvalidArgument, SamplingParams
 from jengine.beams import sampling_of
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.request import Request
 from jengine.updates import Beam, BeamsFound
 from tests.engine.counting import assert_idle

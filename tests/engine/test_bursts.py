@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jengine import LLM, AsyncLLM, EngineConfig, EngineThread, InvalidArgument, SamplingParams
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from tests.engine.counting import assert_idle
 from tests.engine.running import SMALL, prompts, run
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from jengine import LLM, AsyncLLM, EngineDead, SamplingParams, cli
-from jengine import start as start_module
 from jengine.config import EngineConfig
-from jengine.cost_report import CostReport
-from jengine.engine import Engine
+from jengine.engine import start as start_module
+from jengine.engine.engine import Engine
+from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import cache_root, folder_name, measured_costs
 from jengine.execution.runner import InFlight, StepResult
+from jengine.observe.cost_report import CostReport
 from jengine.scheduling.costs import FIRST, StepCosts
-from jengine.start import start_engine
 from tests.engine.running import SMALL, prompts, run
 from tests.test_display import Visible
 

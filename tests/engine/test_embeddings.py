@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, PoolingParams, Request, SamplingParams
-from jengine.engine import Engine
-from jengine.prompts import POOLED
-from jengine.reranking import judgement, judging_prompts
+from jengine.api.prompts import POOLED
+from jengine.api.reranking import judgement, judging_prompts
+from jengine.engine.engine import Engine
 from jengine.updates import Pooled, TokenUpdate
 from tests.golden import embedding_models
 from tests.golden.embedding_models import SIZE, write_embedder, write_reranker

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.request import MAX_LOGPROBS, SamplingParams
 from tests.engine.running import SMALL, Answer, run
 from tests.golden.weights import VARIANTS, Case, Golden

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.execution.runner import Runner
 from jengine.execution.worker import Worker
 from jengine.request import SamplingParams

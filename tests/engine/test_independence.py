@@ -9,7 +9,7 @@ import pytest
 
 from jengine import BeamSearchParams
 from jengine.beams import sampling_of
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs import SwapCosts
 from jengine.updates import BeamsFound, TokenUpdate

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jengine.errors import JengineError
-from jengine.mask_thread import MaskThread
+from jengine.text.mask_thread import MaskThread
 
 LIMIT = 0.1
 

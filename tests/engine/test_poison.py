@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.execution.kv_cache import Cache
 from jengine.execution.runner import Runner
 from tests.engine.running import Answer, Work, limit_pages, run
@@ -87,7 +87,7 @@ def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -
     variant, form, options = request.param
     with pytest.MonkeyPatch.context() as patch:
         if form == "xla":
-            for module in ("pallas_kernels.products", "jengine.execution.spec", "jengine.shapes"):
+            for module in ("pallas_kernels.products", "jengine.execution.spec", "jengine.engine.shapes"):
                 patch.setattr(f"{module}.cpu_refused", lambda: "XLA's form is wanted")
         engine: Engine = make_engine(variant, **options)
         assert isinstance(engine.runner, Runner)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.errors import InvalidArgument
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from jengine.config import EngineConfig
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
+from jengine.engine.start import start_engine
 from jengine.execution import programs as programs_module
 from jengine.execution.programs import Built, first_keys
 from jengine.execution.runner import Runner
-from jengine.program_table import TrunkKey
 from jengine.request import SamplingParams
-from jengine.start import start_engine
+from jengine.table.program_table import TrunkKey
 from tests.engine.running import SMALL, Work, prompts, run
 from tests.golden.weights import write_model
 
@@ -175,7 +175,7 @@ def test_the_interpreter_ends_in_the_midst_of_it(model: Path, tmp_path: Path) ->
     script = """
 import json, sys, time
 from jengine.config import EngineConfig
-from jengine.start import start_engine
+from jengine.engine.start import start_engine
 engine, _ = start_engine(EngineConfig.of(sys.argv[1], json.loads(sys.argv[2])), progress=False)
 first = engine.load.programs_ready
 while engine.load.programs_ready == first:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from jengine import InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer, chat_prompt
-from jengine.prompts import listed, make_requests
+from jengine.api.prompts import listed, make_requests
 from tests.text.conftest import byte_level
 
 

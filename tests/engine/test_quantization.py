@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jengine.config import EngineConfig
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.errors import InvalidArgument
 from jengine.request import SamplingParams
 from tests.engine.running import limit_pages, prompts, run

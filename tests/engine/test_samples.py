@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, InvalidArgument, RequestOutput, SamplingParams
-from jengine.outputs import LiveOutputs, blank_copy, catch_up
-from jengine.prompts import make_requests
+from jengine.api.outputs import LiveOutputs, blank_copy, catch_up
+from jengine.api.prompts import make_requests
 from jengine.request import MAX_SAMPLES, Request
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Ended, PromptScores, TokenLogprobs, TokenUpdate

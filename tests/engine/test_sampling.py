@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jengine.config import EngineConfig
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
+from jengine.engine.start import start_engine
 from jengine.errors import InvalidArgument
 from jengine.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
-from jengine.start import start_engine
 from tests.engine.running import SMALL, Answer, limit_pages, prompts, run
 from tests.golden.weights import write_model
 

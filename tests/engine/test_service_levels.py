@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.errors import InvalidArgument
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.options import SchedulingOptions

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.scheduling.policy import victim
 from tests.engine.running import Work, overlapped_steps, prompts, run
 from tests.engine.sharing import LENGTH, Sharing, cached, mixed, params

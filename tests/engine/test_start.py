@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jengine.engine import Engine
-from jengine.program_table import VARIANTS
+from jengine.engine.engine import Engine
 from jengine.request import Request, SamplingParams
+from jengine.table.program_table import VARIANTS
 from tests.engine.running import SMALL, limit_pages, overlapped_steps, prompts, run
 from tests.golden.weights import write_model
 
@@ -25,7 +25,7 @@ from jengine.observe.compiles import compile_count
 before = compile_count()
 from jengine.config import EngineConfig
 from jengine.request import Request, SamplingParams
-from jengine.start import start_engine
+from jengine.engine.start import start_engine
 engine, started = start_engine(EngineConfig.of(sys.argv[1], json.loads(sys.argv[2])), progress=False)
 params = SamplingParams(temperature=0.8, top_k=5, seed=3, max_tokens=4, logprobs=2)
 engine.add(Request(request_id="0", prompt_token_ids=[5, 6, 7], params=params))

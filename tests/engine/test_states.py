@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.request import SamplingParams
 from jengine.scheduling.policy import victim
 from tests.engine.running import Work, limit_pages, prompts, run

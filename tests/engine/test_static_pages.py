@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
+from jengine.engine.shapes import page_buckets
 from jengine.execution.programs import Programs, lower
 from jengine.execution.runner import Runner
 from jengine.execution.worker import Worker
-from jengine.program_table import TrunkKey
 from jengine.request import SamplingParams
 from jengine.scheduling.scheduler import Scheduler
-from jengine.shapes import page_buckets
+from jengine.table.program_table import TrunkKey
 from tests.engine.running import SMALL, run
 from tests.golden.weights import Golden
 

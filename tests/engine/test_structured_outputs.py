@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, SamplingParams
-from jengine.mask_thread import MASK_SECONDS
+from jengine.api.shared_engine import Call
 from jengine.request import Request, TokenMask
-from jengine.shared_engine import Call
+from jengine.text.mask_thread import MASK_SECONDS
 from jengine.text.masks import make_mask
 from tests.engine.running import SMALL, limit_pages
 from tests.engine.structures import Structure, structures

@@ -6,7 +6,7 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
-from jengine.program_table import ProgramTable
+from jengine.table.program_table import ProgramTable
 from tests.golden.weights import VARIANTS
 
 

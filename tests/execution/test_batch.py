@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling, sampling_of
 from jengine.execution.slots import SlotState, pack_updates, update_slots
-from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.request import MAX_STOP_TOKEN_IDS, SamplingParams
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
 WHOLE = st.integers(0, 2**31 - 1)
 RESET = st.builds(

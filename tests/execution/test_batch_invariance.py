@@ -12,6 +12,7 @@ import pytest
 
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import EngineConfig
+from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument
 from jengine.execution.batch import BatchLayout
 from jengine.execution.batch_invariance import why_not_batch_invariant
@@ -23,12 +24,11 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.collectives import AXIS
 from jengine.parallel.mesh import make_mesh
 from jengine.planning.plan import TargetDevice
-from jengine.program_table import ProgramTable, TrunkKey
 from jengine.request import SamplingParams
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.step_plan import Span, StepPlan
-from jengine.shapes import describe
 from jengine.simulation.setup import Setup
+from jengine.table.program_table import ProgramTable, TrunkKey
 from pallas_kernels.cpu import choice
 from tests.execution.test_sampler import GREEDY_ROW, Row, stacked
 from tests.golden.weights import VARIANTS

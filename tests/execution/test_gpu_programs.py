@@ -16,15 +16,15 @@ import pytest
 
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import EngineConfig
+from jengine.engine.shapes import describe
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.memory import temporaries_bound
 from jengine.execution.programs import FILL, SPILL, UNTUNED, WHOLE, compile_all, gpu_options, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
-from jengine.pages import SWAPS
 from jengine.parallel.mesh import make_mesh
 from jengine.planning.compiled import compiled
-from jengine.program_table import TrunkKey
-from jengine.shapes import describe
+from jengine.table.pages import SWAPS
+from jengine.table.program_table import TrunkKey
 from pallas_kernels import ahead_of_time
 from pallas_kernels.groups import GRID
 from pallas_kernels.thunks import compiled_with_thunks

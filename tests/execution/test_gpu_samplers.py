@@ -16,7 +16,7 @@ from jengine.execution.logits import mask_words
 from jengine.execution.programs import UNTUNED
 from jengine.execution.sampler import sample, with_wanted_logprobs
 from jengine.execution.sampling_row import SAMPLING_WORDS, sampling_of
-from jengine.program_table import Variant
+from jengine.table.program_table import Variant
 from pallas_kernels import ahead_of_time
 from pallas_kernels.thunks import compiled_with_thunks, leaves
 

@@ -12,16 +12,16 @@ import pytest
 
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import EngineConfig
+from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument
 from jengine.execution.host_store import check_host_memory
 from jengine.execution.programs import FILL, SPILL, Programs, lower, program_keys
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker
-from jengine.pages import SWAPS
 from jengine.parallel.mesh import make_mesh
 from jengine.scheduling.step_plan import Swaps
-from jengine.shapes import describe
+from jengine.table.pages import SWAPS
 from tests.execution.specs import make_spec
 from tests.golden.weights import VARIANTS
 

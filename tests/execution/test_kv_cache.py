@@ -8,8 +8,8 @@ import numpy as np
 
 from jengine.execution.kv_cache import COPIES, abstract_cache, abstract_page, fill_pages, make_copy, page_bytes, spill_pages
 from jengine.models.cache import TOKENS, CacheGroup, PageArray
-from jengine.pages import SWAPS
 from jengine.parallel.mesh import make_mesh
+from jengine.table.pages import SWAPS
 
 FLAT, HEADS = PageArray((TOKENS, 6), sharded=None), PageArray((2, TOKENS, 4))
 STATE = PageArray((2, 3, 5), dtype="float32")

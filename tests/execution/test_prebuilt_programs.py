@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from jengine import cli
-from jengine.ahead_of_time import compile_table
 from jengine.config import EngineConfig
+from jengine.engine.start import start_engine
 from jengine.errors import InvalidArgument
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms, difference
 from jengine.execution.programs import program_keys
-from jengine.start import start_engine
+from jengine.planning.ahead_of_time import compile_table
 from tests.execution.specs import make_spec
 from tests.golden.weights import Golden, write_model
 
@@ -32,7 +32,7 @@ from jengine.observe.compiles import compile_count
 before = compile_count()
 from jengine.config import EngineConfig
 from jengine.request import Request, SamplingParams
-from jengine.start import start_engine
+from jengine.engine.start import start_engine
 engine, started = start_engine(EngineConfig.of(sys.argv[1], json.loads(sys.argv[2])), progress=False)
 params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 engine.add(Request(request_id="0", prompt_token_ids=json.loads(sys.argv[3]), params=params))

@@ -17,7 +17,7 @@ import pytest
 from jengine.execution import programs as programs_module
 from jengine.execution.programs import ALLOCATE, Key, Programs, open_cache
 from jengine.observe.compiles import retrieval_count
-from jengine.program_table import SamplerKey
+from jengine.table.program_table import SamplerKey
 from tests.execution.specs import make_spec
 
 LIMIT = 1 << 30  # bytes

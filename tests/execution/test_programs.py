@@ -14,7 +14,7 @@ import pytest
 from jengine.execution.memory import ProgramMemory, temporaries_bound
 from jengine.execution.programs import ALLOCATE, Programs, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
-from jengine.program_table import SamplerKey, TrunkKey
+from jengine.table.program_table import SamplerKey, TrunkKey
 from tests.execution.specs import make_spec
 
 MANY = 16384  # pages: one layer's keys alone take more than any program's bound

@@ -18,9 +18,9 @@ from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.sampler import sample, sample_from_cdf, uniform, with_logprobs
 from jengine.execution.sampling_row import pack_sampling, sampling_of
 from jengine.execution.truncation import by_bits, by_digits, truncate
-from jengine.program_table import Variant
 from jengine.request import MAX_LOGPROBS, SamplingParams
 from jengine.scheduling.step_plan import SlotReset
+from jengine.table.program_table import Variant
 from tests.execution.oracle import Oracle, adjusted
 
 ROWS, VOCAB = 8, 300  # no multiple of the block in which the distribution is inverted

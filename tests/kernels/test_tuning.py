@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jengine import device_defaults
 from jengine.config import EngineConfig
-from jengine.program_table import ProgramTable
+from jengine.devices import device_defaults
+from jengine.table.program_table import ProgramTable
 from pallas_kernels import dispatch, timing, tune, tuning, xla
 from pallas_kernels.quantized import movable, quantize
 from pallas_kernels.tuning import DecodeCase, DecodeChoice

@@ -17,7 +17,7 @@ from jengine.explanations.window import Window
 from jengine.observe import step_recorder
 from jengine.observe.records import Memory
 from jengine.observe.trace import Readers, Trace
-from jengine.program_table import TrunkKey
+from jengine.table.program_table import TrunkKey
 from tests.observe.virtual import MS, TILE, Load, Virtual, make_virtual
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from jengine import engine as engine_module
-from jengine.engine import Engine
+from jengine.engine import engine as engine_module
+from jengine.engine.engine import Engine
 from jengine.execution.runner import StepResult
 from jengine.observe import pauses, step_recorder
 from jengine.observe.trace import Trace
-from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.request import Request, SamplingParams, TokenMask
 from jengine.scheduling.costs import Slopes, StepCosts
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
 MS = 1e-3
 TILE = 64

@@ -13,16 +13,16 @@ import pytest
 
 from jengine.checkpoints import load, read_config
 from jengine.config import EngineConfig
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
+from jengine.engine.start import start_engine
 from jengine.execution.memory import temporaries_bound
 from jengine.execution.programs import Programs, lower, memory_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.collectives import AXIS, all_gather, all_to_all, own_rows
 from jengine.parallel.mesh import make_mesh, shard_mapped
-from jengine.program_table import SamplerKey
 from jengine.request import MAX_LOGPROBS, SamplingParams
-from jengine.start import start_engine
+from jengine.table.program_table import SamplerKey
 from jengine.updates import TokenUpdate
 from pallas_kernels.quantized import dequantize
 from tests.checkpoints.quantized_models import gptq, write_quantized

@@ -17,7 +17,7 @@ from jengine.execution.slots import UPDATE_WORDS
 from jengine.execution.worker import Call, decode, encode
 from jengine.parallel import link
 from jengine.parallel.link import Follower, Leader, SingleProcess
-from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
+from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey
 
 
 @pytest.fixture

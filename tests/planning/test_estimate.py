@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jengine.device_spec import DeviceSpec
+from jengine.devices.device_spec import DeviceSpec
 from jengine.planning.estimate import CAUSES, Assumptions, Step, estimate, longer, together
 from jengine.planning.hlo import Instruction, parse
 from pallas_kernels.thunks import leaves, parsed

@@ -13,19 +13,20 @@ from typing import Any
 
 import pytest
 
-from jengine import ahead_of_time, cli
-from jengine.ahead_of_time import compile_table, describe_for, memory_limit
+from jengine import cli
 from jengine.config import EngineConfig
+from jengine.engine.start import start_engine
 from jengine.errors import InvalidArgument
 from jengine.execution import programs
 from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.programs import ALLOCATE, COUNT, Built, Key, program_keys, running
+from jengine.planning import ahead_of_time
 from jengine.planning import compiled as planned
+from jengine.planning.ahead_of_time import compile_table, describe_for, memory_limit
 from jengine.planning.plan import Plan, formats_of, make_plan
 from jengine.planning.report import report, tables
-from jengine.program_table import SamplerKey, TrunkKey
-from jengine.start import start_engine
+from jengine.table.program_table import SamplerKey, TrunkKey
 from tests.golden.weights import VARIANTS, write_model
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")

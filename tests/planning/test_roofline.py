@@ -12,7 +12,7 @@ import pytest
 from jengine.checkpoints import read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import ModelConfig
-from jengine.device_spec import DeviceSpec, device_spec
+from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.models import build
 from jengine.planning.roofline import (
     Bound,

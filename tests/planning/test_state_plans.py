@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from jengine.config import EngineConfig
+from jengine.engine.start import describe_engine
 from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.memory import pages_that_fit
 from jengine.planning.plan import make_plan
 from jengine.planning.report import report
 from jengine.simulation.setup import Setup
-from jengine.start import describe_engine
 from tests.golden.weights import write_model
 
 MODEL = str(Path(__file__).parent.parent / "data" / "qwen3.6-35b-a3b")

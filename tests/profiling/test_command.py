@@ -15,7 +15,7 @@ from jengine.profiling.findings import findings
 QUICK = ProfileOptions(jax=False, heap=False, system_calls="off")
 USES = """
 import sys, threading, time, types
-sys.modules["jengine.engine"] = types.ModuleType("jengine.engine")  # as if it had been imported
+sys.modules["jengine.engine.engine"] = types.ModuleType("jengine.engine.engine")  # as if it had been imported
 lock = threading.Lock()
 def hold():
     with lock:

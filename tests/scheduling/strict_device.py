@@ -16,14 +16,14 @@ from functools import partial
 
 from jengine.beam_params import BeamSearchParams
 from jengine.beams import sampling_of
-from jengine.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, ScoreKey, sampler_variant
-from jengine.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import SlotReset, Span, StepPlan
+from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, ScoreKey, sampler_variant
+from jengine.table.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from jengine.updates import Found
 from tests.scheduling.answers import EOS, alone, beams_alone, found_after, next_token
 from tests.scheduling.host_memory import Content, HostMemory

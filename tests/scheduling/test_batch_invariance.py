@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
-from jengine.ready_programs import ReadyPrograms, by_use, first_needed
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.composition import BatchInvariant
 from jengine.scheduling.expectations import Asked, expect
 from jengine.scheduling.work import Work
+from jengine.table.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
+from jengine.table.ready_programs import ReadyPrograms, by_use, first_needed
 from tests.scheduling.strict_device import Loop
 
 NO_END = {"ignore_eos": True}

@@ -8,8 +8,8 @@ import pytest
 
 from jengine.beam_params import MAX_BEAM_WIDTH, BeamSearchParams
 from jengine.beams import sampling_of
+from jengine.engine.limits import Limits
 from jengine.errors import InvalidArgument
-from jengine.limits import Limits
 from jengine.request import MAX_LOGPROBS, Request, SamplingParams
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.sequence_limits import SequenceLimits

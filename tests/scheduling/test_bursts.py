@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jengine.program_table import BurstKey
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.work import NO_WORK
+from jengine.table.program_table import BurstKey
 from tests.scheduling.strict_device import Loop
 
 

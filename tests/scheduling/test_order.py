@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.virtual_engine import VirtualEngine
-from jengine.program_table import ProgramTable
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
+from jengine.table.program_table import ProgramTable
 from tests.scheduling.test_promises import Linear
 
 TILE, SEQS, BUDGET = 8, 4, 4 + 4 * 8

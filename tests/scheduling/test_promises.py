@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.virtual_engine import VirtualEngine
-from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.work import NO_WORK, Work
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
 TILE, PAGE, MODEL_LEN, SEQS = 8, 4, 96, 12
 TABLE = ProgramTable.build(max_num_seqs=SEQS, max_num_batched_tokens=SEQS + 8 * TILE, tile_size=TILE)

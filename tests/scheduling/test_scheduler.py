@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from jengine.errors import InvalidArgument
-from jengine.program_table import TrunkKey
 from jengine.request import MAX_STOP_TOKEN_IDS, Request, SamplingParams
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.sequence import State
+from jengine.table.program_table import TrunkKey
 from tests.scheduling.strict_device import Loop, alone
 
 NO_END = {"ignore_eos": True}

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jengine.beam_params import BeamSearchParams
 from jengine.errors import InvalidArgument
-from jengine.pages import most_pages
-from jengine.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.work import NO_WORK, Work
+from jengine.table.pages import most_pages
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from tests.scheduling.answers import VOCAB
 from tests.scheduling.strict_device import Loop
 

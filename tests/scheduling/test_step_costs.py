@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jengine.program_table import VARIANTS, ProgramTable, SamplerKey, TrunkKey
 from jengine.scheduling.costs import FIRST, Slopes, StepCosts
 from jengine.scheduling.drift import STEPS
 from jengine.scheduling.work import Work
+from jengine.table.program_table import VARIANTS, ProgramTable, SamplerKey, TrunkKey
 
 TABLE = ProgramTable(row_buckets=(8, 32), mixed_row_buckets=(8, 32), tile_buckets=(1, 2, 4, 8), tile_size=64)
 NOISE = 0.03

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.program_table import ProgramTable
 from jengine.scheduling.auto_strategy import HOLD, AutoState, LoadSigns, auto
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.output_lengths import FEWEST, OutputLengths
@@ -16,6 +15,7 @@ from jengine.scheduling.page_forecast import Growth, peak_pages
 from jengine.scheduling.promises import Outlook, Prompt, Stream
 from jengine.scheduling.strategies import Situation, batch_size, latency, throughput
 from jengine.scheduling.work import NO_WORK, Work
+from jengine.table.program_table import ProgramTable
 
 BUCKETS = (1, 2, 4, 8)
 TABLE = ProgramTable(row_buckets=(8, 32), mixed_row_buckets=(8, 32), tile_buckets=BUCKETS, tile_size=64)

@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 
 import jengine
 from jengine import BeamSearchParams, InvalidArgument, SamplingParams, StructuredOutputs
-from jengine.chat import ChatOptions
+from jengine.api.chat import ChatOptions
 from jengine.serving import conversions
 from jengine.serving.conversions import NO_LIMIT, from_params, to_params
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb

@@ -6,12 +6,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from jengine.program_table import ProgramTable
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import Slopes, StepCosts
 from jengine.scheduling.options import SchedulingOptions
 from jengine.simulation.replay import EngineShape
 from jengine.simulation.trace import Trace, make_trace
+from jengine.table.program_table import ProgramTable
 
 
 def make_costs(table: ProgramTable, base: float = 1e-3, token: float = 1e-5, host: float = 2e-4) -> StepCosts:

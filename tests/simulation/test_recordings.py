@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
 from jengine.errors import InvalidArgument
 from jengine.execution.runner import StepResult
 from jengine.observe.recorder import BLOCK, TraceRecorder
-from jengine.program_table import ProgramTable
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.simulation.formats import read_trace
+from jengine.table.program_table import ProgramTable
 
 SECRET = [12345] * (2 * BLOCK)
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jengine.errors import InvalidArgument
-from jengine.program_table import TrunkKey
 from jengine.request import SamplingParams
 from jengine.scheduling.costs import Cost
 from jengine.scheduling.work import Work
@@ -15,6 +14,7 @@ from jengine.simulation.replicas import replicas_needed
 from jengine.simulation.report import bars, report, save_plot
 from jengine.simulation.summary import Targets, in_target, summarize
 from jengine.simulation.trace import make_trace
+from jengine.table.program_table import TrunkKey
 from tests.simulation.shapes import make_shape, poisson
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jengine import InvalidArgument, ModelError
-from jengine.chat import chat_prompt, conversations
+from jengine.api.chat import chat_prompt, conversations
 from jengine.text.chat_template import ChatTemplate, load_chat_templates
 from jengine.text.tokenizer import Tokenizer
 from tests.text.chat_templates import ALL, CHATML, INSTRUCT, LLAMA_3, THINKING
@@ -218,7 +218,7 @@ def test_the_sandbox(template: str) -> None:
 def test_only_those_who_chat_import_jinja(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, LLAMA_3)
     code = (
-        "import sys; from pathlib import Path; import jengine.llm; from jengine.chat import chat_prompt\n"
+        "import sys; from pathlib import Path; import jengine.api.llm; from jengine.api.chat import chat_prompt\n"
         "from jengine.text.tokenizer import Tokenizer; tokenizer = Tokenizer.load(Path(sys.argv[1]))\n"
         "assert 'jinja2' not in sys.modules\n"
         "chat_prompt(tokenizer, [{'role': 'user', 'content': 'x'}])\n"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jengine.api.prompts import make_requests
 from jengine.errors import InvalidArgument, JengineError
-from jengine.prompts import make_requests
 from jengine.request import SamplingParams, StructuredOutputs
 from jengine.text import grammars, masks
 from jengine.text.grammars import MAX_CHARACTERS, MAX_REFS, MAX_RULES, check_structure, compile_structure, probe_structure

@@ -13,18 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from jengine.async_embeddings import LONG_TEXT, AsyncEmbeddings
-from jengine.async_insight import AsyncInsight
-from jengine.backend import Backend, EngineThread, Updates
+from jengine.api.async_embeddings import LONG_TEXT, AsyncEmbeddings
+from jengine.api.async_insight import AsyncInsight
+from jengine.api.backend import Backend, EngineThread, Updates
+from jengine.api.chat import ChatOptions, Conversation, chat_prompt
+from jengine.api.outputs import LiveOutputs
+from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
+from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle
 from jengine.beams import GenerationParams, split
-from jengine.chat import ChatOptions, Conversation, chat_prompt
 from jengine.config import EngineConfig
 from jengine.errors import EngineDead, InvalidArgument, JengineError
-from jengine.outputs import LiveOutputs
 from jengine.process import check_process
-from jengine.prompts import PreparedPrompt, Prompt, make_requests
 from jengine.request import RequestOutput, SamplingParams
-from jengine.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle
 from jengine.service_level import ServiceLevel
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
     """
 
     def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
-        from jengine.start import start_engine  # an AsyncLLM over an engine elsewhere needs no jax
+        from jengine.engine.start import start_engine  # an AsyncLLM over an engine elsewhere needs no jax
 
         config = EngineConfig.of(str(model), options)
         engine, self.started = start_engine(config, progress=progress)

@@ -26,9 +26,13 @@ from jengine.checkpoints import (
     resolve,
 )
 from jengine.config import EngineConfig, ModelConfig
-from jengine.cpu_threads import limit_cpu_threads
-from jengine.device_defaults import sizes
-from jengine.engine import Engine
+from jengine.devices.cpu_threads import limit_cpu_threads
+from jengine.devices.device_defaults import sizes
+from jengine.engine.engine import Engine
+from jengine.engine.measure import measure
+from jengine.engine.precision import choose_dtype
+from jengine.engine.saved_costs import SavedCosts
+from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument
 from jengine.execution.background import BackgroundPrograms
 from jengine.execution.cache_folders import cache_limit, cache_root, saved_page_counts
@@ -40,22 +44,18 @@ from jengine.execution.programs import Programs, first_keys, open_cache, program
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
-from jengine.measure import measure
 from jengine.models.cache import paged
 from jengine.observe.compiles import compile_count
 from jengine.observe.recorder import TraceRecorder
 from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
 from jengine.parallel.mesh import make_mesh
 from jengine.pooling import Embedder
-from jengine.precision import choose_dtype
-from jengine.ready_programs import ReadyPrograms
 from jengine.request import SamplingParams
-from jengine.saved_costs import SavedCosts
 from jengine.scheduling.block_table import GroupPages
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
-from jengine.shapes import describe
+from jengine.table.ready_programs import ReadyPrograms
 from jengine.text.tokenizer import Tokenizer, holds_tokenizer
 
 

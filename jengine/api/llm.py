@@ -8,28 +8,28 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations
+from jengine.api.llm_beams import BeamSearches
+from jengine.api.llm_embeddings import Embeddings
+from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
+from jengine.api.request_handle import tokens_of
+from jengine.api.shared_engine import Call, SharedEngine
 from jengine.beam_params import BeamSearchParams
-from jengine.chat import ChatOptions, Conversation, chat_prompt, conversations
 from jengine.checks import check_whole
 from jengine.config import EngineConfig
-from jengine.cost_report import CostReport
 from jengine.display import counted, table_html
-from jengine.engine import Engine
+from jengine.engine.engine import Engine
+from jengine.engine.start import start_engine
 from jengine.errors import EngineDead, InvalidArgument
 from jengine.explanations.explain import Explanation, explain
-from jengine.llm_beams import BeamSearches
-from jengine.llm_embeddings import Embeddings
+from jengine.observe.cost_report import CostReport
 from jengine.observe.progress import progress_bar
 from jengine.observe.trace import Trace
 from jengine.pooling import PoolingParams
-from jengine.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.request import Request, RequestOutput, SamplingParams
-from jengine.request_handle import tokens_of
 from jengine.scheduling.expectations import asked_of, expect
 from jengine.scheduling.forecast import Prediction
 from jengine.service_level import ServiceLevel, levels, one_each
-from jengine.shared_engine import Call, SharedEngine
-from jengine.start import start_engine
 from jengine.text.tokenizer import Tokenizer
 from jengine.updates import Load
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from jengine.api.embeddings import ScoringOutput, ScoringRequestOutput
+from jengine.api.prompts import TokensPrompt, check_length
 from jengine.checkpoints.sentence_transformers import Reranker
-from jengine.embeddings import ScoringOutput, ScoringRequestOutput
 from jengine.errors import InvalidArgument, ModelError
-from jengine.prompts import TokensPrompt, check_length
 from jengine.request import RequestOutput, SamplingParams
 from jengine.text.tokenizer import Tokenizer
 

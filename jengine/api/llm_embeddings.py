@@ -7,18 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jengine.embeddings import EmbeddingRequestOutput, ScoringRequestOutput, similarity
+from jengine.api.embeddings import EmbeddingRequestOutput, ScoringRequestOutput, similarity
+from jengine.api.prompts import Prompt, listed
+from jengine.api.reranking import judgement, judging_prompts, paired
+from jengine.api.shared_engine import SharedEngine
 from jengine.errors import InvalidArgument
 from jengine.pooling import Pooling, PoolingParams, require_embedder
-from jengine.prompts import Prompt, listed
 from jengine.request import Request, RequestOutput, SamplingParams
-from jengine.reranking import judgement, judging_prompts, paired
 from jengine.service_level import ServiceLevel, levels
-from jengine.shared_engine import SharedEngine
 from jengine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jengine.start import Started
+    from jengine.engine.start import Started
 
 
 class Embeddings(ABC):

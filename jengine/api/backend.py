@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from jengine.limits import Limits
+from jengine.engine.limits import Limits
 from jengine.observe.totals import StepTotals
 from jengine.observe.trace import Trace
 from jengine.profiling.data import ProfileOptions

@@ -6,7 +6,7 @@ import os
 
 from jax._src import xla_bridge  # whether a backend exists: JAX has no public way to ask
 
-from jengine.device_defaults import CORES
+from jengine.devices.device_defaults import CORES
 from jengine.errors import InvalidArgument
 
 XLA_THREADS = "NPROC"  # XLA reads it when JAX starts its CPU backend, which keeps that many threads from then on

@@ -8,11 +8,11 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
-from jengine.backend import Backend
-from jengine.embeddings import EmbeddingRequestOutput
+from jengine.api.backend import Backend
+from jengine.api.embeddings import EmbeddingRequestOutput
+from jengine.api.prompts import PreparedPrompt, Prompt, make_requests
+from jengine.api.request_handle import RequestHandle
 from jengine.pooling import Pooling, require_embedder
-from jengine.prompts import PreparedPrompt, Prompt, make_requests
-from jengine.request_handle import RequestHandle
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 

@@ -6,10 +6,10 @@ import io
 from dataclasses import dataclass
 
 from jengine.display import columns, columns_html, image_html
-from jengine.program_table import SamplerKey, TrunkKey
 from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.host_costs import HostSeconds
 from jengine.scheduling.work import Work
+from jengine.table.program_table import SamplerKey, TrunkKey
 
 CONTEXTS = 0, 1024, 8192  # tokens that come before each row and each tile
 CURVE = [0, 512, 1024, 2048, 4096, 8192]

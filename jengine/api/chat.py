@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, TypedDict, cast
 
+from jengine.api.prompts import TokensPrompt, check_length
 from jengine.errors import InvalidArgument, ModelError
-from jengine.prompts import TokensPrompt, check_length
 from jengine.request import check_cache_salt
 from jengine.text.tokenizer import Tokenizer
 

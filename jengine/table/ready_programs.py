@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jengine.program_table import VARIANTS, BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey, Variant
+from jengine.table.program_table import VARIANTS, BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey, Variant
 
 TableKey = TrunkKey | SamplerKey | ScoreKey | PoolKey | BurstKey
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from jengine.api.prompts import Prompt, listed
 from jengine.beam_params import BeamSearchParams
 from jengine.beams import BeamSearchOutput, BeamSearchSequence, sampling_of
 from jengine.checks import check_whole
 from jengine.errors import InvalidArgument
-from jengine.prompts import Prompt, listed
 from jengine.request import Request, RequestOutput, SamplingParams
 from jengine.service_level import ServiceLevel
 from jengine.text.tokenizer import Tokenizer

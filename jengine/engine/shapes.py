@@ -9,14 +9,14 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from jengine.config import EngineConfig, ModelConfig
-from jengine.device_defaults import PROMPT_TOKENS, sizes
+from jengine.devices.device_defaults import PROMPT_TOKENS, sizes
+from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype
 from jengine.errors import InvalidArgument
 from jengine.execution.batch_invariance import check_batch_invariant
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
-from jengine.precision import CACHE_DTYPES, check_formats, choose_dtype
-from jengine.program_table import ProgramTable
+from jengine.table.program_table import ProgramTable
 from pallas_kernels.products import cpu_refused
 
 SNAPSHOTS = 4  # one for so many running sequences

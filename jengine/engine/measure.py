@@ -12,13 +12,13 @@ import jax
 from jengine.execution.runner import InFlight, Runner
 from jengine.models.cache import paged
 from jengine.observe.progress import progress_bar
-from jengine.pages import SWAPS
-from jengine.program_table import VARIANTS, BurstKey, SamplerKey, TrunkKey, Variant
-from jengine.ready_programs import ReadyPrograms
 from jengine.request import SamplingParams
 from jengine.scheduling.costs import Cost, Slopes, StepCosts, SwapCosts
 from jengine.scheduling.step_plan import Sample, SlotReset, Span, StepPlan, Swaps
 from jengine.scheduling.work import Work, pairs, rows_work
+from jengine.table.pages import SWAPS
+from jengine.table.program_table import VARIANTS, BurstKey, SamplerKey, TrunkKey, Variant
+from jengine.table.ready_programs import ReadyPrograms
 
 RUNS = 4  # of each step, after one that is not counted; their lower median counts
 ENOUGH = 0.3  # seconds for a step's runs: slow ones run less often

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jengine.backend import Backend
-from jengine.cost_report import CostReport
+from jengine.api.backend import Backend
 from jengine.errors import InvalidArgument, JengineError
 from jengine.explanations.explain import Explanation, explain
+from jengine.observe.cost_report import CostReport
 from jengine.observe.trace import Trace
 from jengine.profiling.data import ProfileOptions
 

@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 from jengine.checkpoints import choose_embedder, read_config, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
 from jengine.config import EngineConfig
-from jengine.cpu_threads import limit_cpu_threads
-from jengine.device_defaults import sizes
-from jengine.device_spec import device_spec
+from jengine.devices.cpu_threads import limit_cpu_threads
+from jengine.devices.device_defaults import sizes
+from jengine.devices.device_spec import device_spec
+from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument, OutOfMemory
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.memory import PAGE_GRID, DeviceMemory, ProgramMemory, claim_gpu_memory, pages_beside, pages_that_fit
@@ -26,8 +27,7 @@ from jengine.execution.program_store import ProgramStore
 from jengine.execution.programs import UNTUNED, CompilerOptions, Key, compile_all, file_name, memory_notes, memory_of, program_keys, running
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
-from jengine.program_table import SamplerKey, ScoreKey, TrunkKey
-from jengine.shapes import describe
+from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels import ahead_of_time
 
 AUTOTUNE = "autotune.textproto"

@@ -13,17 +13,18 @@ from functools import partial
 import numpy as np
 
 from jengine.config import ModelConfig
-from jengine.cost_report import CostReport, cost_report
-from jengine.engine_parts import Arrivals, ModelRunner
+from jengine.engine.engine_parts import Arrivals, ModelRunner
+from jengine.engine.limits import Limits
+from jengine.engine.load import load_of
+from jengine.engine.mask_rows import fill_mask
+from jengine.engine.step_clock import StepClock
+from jengine.engine.step_updates import burst_updates, found_after_beams, logprobs_of, pooled_update
 from jengine.errors import JengineError
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, StepResult
 from jengine.execution.sampler import SampledLogprobs
-from jengine.limits import Limits
-from jengine.load import load_of
-from jengine.mask_rows import fill_mask
-from jengine.mask_thread import MASK_SECONDS, MaskThread
 from jengine.observe.compiles import compile_count
+from jengine.observe.cost_report import CostReport, cost_report
 from jengine.observe.engines import note_engine
 from jengine.observe.recorder import TraceRecorder
 from jengine.observe.records import StepRecord
@@ -31,7 +32,6 @@ from jengine.observe.step_recorder import StepRecorder
 from jengine.observe.totals import StepTotals
 from jengine.observe.trace import Trace
 from jengine.pooling import Embedder
-from jengine.ready_programs import ReadyPrograms
 from jengine.request import FinishReason, Request
 from jengine.scheduling.expectations import Outlook
 from jengine.scheduling.options import StrategyName
@@ -40,8 +40,8 @@ from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.targets import REJECTED
 from jengine.seeds import prompt_seed
-from jengine.step_clock import StepClock
-from jengine.step_updates import burst_updates, found_after_beams, logprobs_of, pooled_update
+from jengine.table.ready_programs import ReadyPrograms
+from jengine.text.mask_thread import MASK_SECONDS, MaskThread
 from jengine.updates import BeamsFound, Ended, Load, Pooled, PromptScores, TokenUpdate, Update
 
 BATCH_POLL_SECONDS = 0.005

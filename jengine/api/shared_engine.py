@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from jengine.engine import Engine
+from jengine.api.outputs import LiveOutputs, blank_copy, catch_up
+from jengine.engine.engine import Engine
+from jengine.engine.limits import Limits
 from jengine.errors import EngineDead
 from jengine.interrupts import uninterrupted
-from jengine.limits import Limits
-from jengine.outputs import LiveOutputs, blank_copy, catch_up
 from jengine.process import check_process
 from jengine.request import Request, RequestOutput
 from jengine.text.tokenizer import Tokenizer
