@@ -140,7 +140,7 @@ class Targets(Sequences):
         everyone, size = [*self._running, *islice(self._waiting, self._num_accepted)], self.sequence.tile_size
         # Where requests are rejected, what is promised to the others holds until their last tokens.
         rejects = self.options.on_late == "reject"
-        lengths = [sequence.max_len if rejects else len(sequence.tokens) + sequence.in_flight + 1 for sequence in everyone]
+        lengths = [s.max_len if rejects else min(len(s.tokens) + s.in_flight + 1, s.max_len) for s in everyone]
         context, longest = rows_work([length - 1 for length in lengths], self.sequence.windows)
         tokens, rank = max(lengths, default=1), max([sequence.variant_rank for sequence in everyone], default=0)
 

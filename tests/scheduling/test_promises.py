@@ -14,6 +14,7 @@ from jengine.scheduling.options import SchedulingOptions
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
+from tests.scheduling.strict_device import Loop
 
 TILE, PAGE, MODEL_LEN, SEQS = 8, 4, 96, 12
 TABLE = ProgramTable.build(max_num_seqs=SEQS, max_num_batched_tokens=SEQS + 8 * TILE, tile_size=TILE)
@@ -93,3 +94,14 @@ def test_promises_are_not_kept_by_rejecting_everything():
             options = {"strategy": "throughput"} if name == "throughput" else {"strategy": "latency", "on_late": name}
             met[name] += serve(costs, requests, lengths, options)[1].goodput.met
     assert met["reject"] > met["serve"] > met["throughput"] > 0
+
+
+def test_a_sequence_whose_last_token_is_in_flight_asks_for_no_page_beyond():
+    """The programs' largest bucket holds the longest sequence."""
+    limits = {"max_model_len": 30, "tile_size": 1, "page_size": 2, "num_pages": 200, "max_num_seqs": 4, "max_num_batched_tokens": 12}
+    one = Loop(**limits, page_buckets=(1, 8, 15), strategy="latency")
+    sequence = one.add([3] * 27, max_tokens=None, ignore_eos=True, targets={"ttft_ms": 1e6})
+    while len(sequence.tokens) + sequence.in_flight < 30:
+        one.step(ahead=2)
+    one.add([4] * 5, max_tokens=2, targets={"ttft_ms": 1e6})
+    one.drain(2)
