@@ -103,7 +103,6 @@ def test_quickstart_runs() -> None:
     assert shown["end"] == [{"text/plain": "0"}]
 
 
-@pytest.mark.full
 def test_batching_runs() -> None:
     cells = run(ROOT / "notebooks" / "02_batching.ipynb")
     shown = data_of(cells)
@@ -115,7 +114,6 @@ def test_batching_runs() -> None:
     assert shown["end"] == [{"text/plain": "0"}]
 
 
-@pytest.mark.full
 def test_costs_runs() -> None:
     cells = run(ROOT / "notebooks" / "03_costs.ipynb")
     shown = data_of(cells)
@@ -125,7 +123,6 @@ def test_costs_runs() -> None:
     assert "needed for" in printed(cells["fleet"])
 
 
-@pytest.mark.full
 def test_kernels_runs() -> None:
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
     cells = run(ROOT / "notebooks" / "04_kernels.ipynb")
@@ -136,7 +133,6 @@ def test_kernels_runs() -> None:
     assert "It fits." in data_of(cells)["plan"][0]["text/html"]
 
 
-@pytest.mark.full
 def test_your_model_runs() -> None:
     cells = run(ROOT / "notebooks" / "05_your_model.ipynb")
     shown = data_of(cells)
