@@ -16,6 +16,7 @@ from jengine.models import build
 from jengine.models.pieces import Piece
 from pallas_kernels.xla import rotate
 from tests.golden.weights import VARIANTS, tensor_shapes
+from tests.models.dense import DenseCausal
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -85,14 +86,15 @@ def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
 def test_narrow_activations_stay_narrow(variant: str) -> None:
     model = build(model_config(VARIANTS[variant]), "bfloat16", 64)
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, **how: Any) -> jax.Array:
-        assert q.dtype == k.dtype == (k if v is None else v).dtype == jnp.bfloat16
-        rotation = how["rotation"]
-        return q if rotation is None else rotate(q, rotation)
+    class Narrow(DenseCausal):
+        def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, **how: Any) -> jax.Array:
+            assert q.dtype == k.dtype == (k if v is None else v).dtype == jnp.bfloat16
+            rotation = how["rotation"]
+            return q if rotation is None else rotate(q, rotation)
 
     def run(params, tokens):
         module = model.bind(params)
-        hidden = module.hidden(tokens, tokens, attend)
+        hidden = module.hidden(tokens, tokens, Narrow(tokens, tokens))
         return hidden, module.logits(hidden)
 
     hidden, logits = jax.eval_shape(run, model.params, jax.ShapeDtypeStruct((5,), jnp.int32))
