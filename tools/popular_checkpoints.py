@@ -58,10 +58,10 @@ def share(groups: list[Group]) -> tuple[int, int]:
 
 def sentence(survey: dict[str, Any]) -> str:
     """README's."""
-    low, high = share(judged(survey))
+    low, _ = share(judged(survey))
     return (
-        f"Of {survey['checkpoints']} popular checkpoints ({survey['source']}, {survey['surveyed']}), those that load have between\n"
-        f"{low} and {high} % of the downloads; `tools/popular_checkpoints.py` lists them, and why the others do not load."
+        f"Of {survey['checkpoints']} popular checkpoints ({survey['source']}, {survey['surveyed']}), those that load have at least\n"
+        f"{low} % of the downloads; `tools/popular_checkpoints.py` lists them, and why the others do not load."
     )
 
 
