@@ -10,6 +10,7 @@ import pytest
 from jengine.engine import measure as measure_module
 from jengine.engine.measure import _slope, _two_slopes, measure
 from jengine.execution.runner import InFlight, PendingSample, StepResult
+from jengine.models.cache import CacheGroup
 from jengine.scheduling.costs import Cost, Slopes, StepCosts
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import Work, pairs, rows_work
@@ -24,9 +25,10 @@ class ExactRunner:
 
     def __init__(self, *, windows: tuple[int | None, ...] = (None,), max_model_len: int = 4096, num_pages: int = 5000) -> None:
         config = SimpleNamespace(vocab_size=100)
+        groups = tuple(CacheGroup("full" if window is None else "window", (0,), window) for window in windows)
         self.spec: Any = SimpleNamespace(
-            table=TABLE, groups=[SimpleNamespace(window=window) for window in windows], max_model_len=max_model_len, num_pages=num_pages,
-            page_size=4, host_pages=0, max_slots=12, table_width=-(-max_model_len // 4), model=SimpleNamespace(config=config),
+            table=TABLE, groups=groups, num_states=0, max_model_len=max_model_len, num_pages=num_pages, page_size=4, host_pages=0,
+            max_slots=12, table_width=-(-max_model_len // 4), model=SimpleNamespace(config=config),
         )  # fmt: skip
         self.costs = StepCosts(
             TABLE,
