@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, join, scores
+from pallas_kernels.versions import store
 
 BLOCKS_TO_FILL = 216  # two for each of an A100's 108 multiprocessors
 SPLIT_TOKENS = 256  # a split should have as many
@@ -221,18 +222,10 @@ def _kernel(
     m, total, acc = lax.fori_loop(0, count, fold, init)
     plgpu.wait_gmem_to_smem(0)
     total = jnp.maximum(total.sum(axis=0), SMALLEST)
-    _store(lse_ref.at[split, item, kv_head, block], m + jnp.log2(total))
-    _store(out_ref.at[split, item, kv_head, block], (acc * spread(1.0 / total, head_dim)).astype(out_ref.dtype))
+    store(lse_ref.at[split, item, kv_head, block], m + jnp.log2(total))
+    store(out_ref.at[split, item, kv_head, block], (acc * spread(1.0 / total, head_dim)).astype(out_ref.dtype))
 
 
 def _copy(source: Any, target: Any) -> None:
     """Begins a copy to shared memory; nothing outside of the source is read."""
     plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
-
-
-def _store(target: Any, values: Any) -> None:
-    """To the device's memory; the little that a block gives need not fill cache lines."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(target, values, optimized=False)
-    else:  # jax 0.11, which does not ask
-        target[...] = values

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.groups import GRID, Groups, block_rows
 from pallas_kernels.hopper import COLUMNS, ROWS, tiled
+from pallas_kernels.versions import store
 
 STAGES = 4  # in flight: 64 KB of 16-bit weights for each block, of which a multiprocessor holds two if groups are small
 
@@ -107,7 +108,7 @@ def _kernel(
         if scaled:
             line = plgpu.load(scale_ref[0].at[group, outputs], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
             y *= lax.broadcast_in_dim(line, y.shape, [0])
-        plgpu.store(mine.transpose((1, 0)), y.astype(out_smem.dtype), optimized=False)
+        store(mine.transpose((1, 0)), y.astype(out_smem.dtype))
         plgpu.commit_smem()
         at: Any = 0
         size = block // GRID
