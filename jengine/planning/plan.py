@@ -23,75 +23,15 @@ from jengine.models import QUANTIZATIONS
 from jengine.parallel.collectives import AXIS
 from jengine.planning.ahead_of_time import check_target, describe_for, describe_on, largest, memory_limit
 from jengine.planning.compiled import Compiled, compiled
-from jengine.planning.estimate import Estimate, Step
-from jengine.planning.report import html, setting
-from jengine.planning.roofline import Bound, Formats, bound, decode, kv_token_bytes, prefill
+from jengine.planning.estimate import Step
+from jengine.planning.report import Plan, Rate
+from jengine.planning.roofline import Formats, bound, decode, kv_token_bytes, prefill
 from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.quantized import is_quantized
 
 CONTEXTS = 1024, 8192  # tokens of a sequence, beside max_model_len
 WORKSPACE = 32 << 20  # bytes, at most, that XLA gives cuBLAS beside a program's own temporaries
 BATCHES = 1, 8, 32, 128, 512  # sequences, up to max_num_seqs
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """Tokens a second at most, of one kind of step.
-
-    Attributes:
-        count: sequences decoding, or tokens of a prefill step.
-        context: tokens of each sequence, or of each prompt.
-        fits: whether the cache holds them.
-    """
-
-    count: int
-    context: int
-    bound: Bound
-    fits: bool = True
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.count / self.bound.seconds
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Plan:
-    """What `jengine plan` prints.
-
-    Attributes:
-        pages: of the cache, the null page included; 0 where there is no room.
-        total_programs: of the whole table.
-        programs: memory of those that take most, as XLA reports it if they were compiled, else an upper estimate.
-        seconds: that each took to compile; empty if none was.
-        estimates: of those, for full rows of each of `contexts` tokens.
-    """
-
-    spec: ExecutionSpec
-    device: DeviceSpec
-    formats: Formats
-    memory: DeviceMemory
-    pages: int
-    total_programs: int
-    programs: dict[Key, ProgramMemory]
-    seconds: dict[Key, float]
-    decode: list[Rate]
-    prefill: list[Rate]
-    contexts: list[int]
-    estimates: dict[Key, list[Estimate]]
-
-    @property
-    def fits(self) -> bool:
-        return self.pages > 0
-
-    def sequences(self, context: int) -> float:
-        """Of so many tokens, that the cache holds at once."""
-        return max(self.pages - 1, 0) / self.spec.most_pages(context)
-
-    def __repr__(self) -> str:
-        return f"Plan({setting(self)}; {self.pages:,} pages, {'fits' if self.fits else 'does not fit'})"
-
-    def _repr_html_(self) -> str:
-        return html(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,82 @@
-"""A plan as text, and for a notebook."""
+"""A plan: plain data that shows itself, as text and in a notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from jengine.devices.device_spec import DeviceSpec
 from jengine.display import columns_html
-from jengine.planning.estimate import CAUSES, Assumptions
-
-if TYPE_CHECKING:
-    from jengine.planning.plan import Plan, Rate
+from jengine.execution.memory import DeviceMemory, ProgramMemory
+from jengine.execution.programs import Key
+from jengine.execution.spec import ExecutionSpec
+from jengine.planning.estimate import CAUSES, Assumptions, Estimate
+from jengine.planning.roofline import Bound, Formats
 
 GIB = 1 << 30
 WAITS = {"memory": "memory bandwidth", "products": "matrix rate", "links": "links"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens a second at most, of one kind of step.
+
+    Attributes:
+        count: sequences decoding, or tokens of a prefill step.
+        context: tokens of each sequence, or of each prompt.
+        fits: whether the cache holds them.
+    """
+
+    count: int
+    context: int
+    bound: Bound
+    fits: bool = True
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.count / self.bound.seconds
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan:
+    """What `jengine plan` prints.
+
+    Attributes:
+        pages: of the cache, the null page included; 0 where there is no room.
+        total_programs: of the whole table.
+        programs: memory of those that take most, as XLA reports it if they were compiled, else an upper estimate.
+        seconds: that each took to compile; empty if none was.
+        estimates: of those, for full rows of each of `contexts` tokens.
+    """
+
+    spec: ExecutionSpec
+    device: DeviceSpec
+    formats: Formats
+    memory: DeviceMemory
+    pages: int
+    total_programs: int
+    programs: dict[Key, ProgramMemory]
+    seconds: dict[Key, float]
+    decode: list[Rate]
+    prefill: list[Rate]
+    contexts: list[int]
+    estimates: dict[Key, list[Estimate]]
+
+    @property
+    def fits(self) -> bool:
+        return self.pages > 0
+
+    def sequences(self, context: int) -> float:
+        """Of so many tokens, that the cache holds at once."""
+        return max(self.pages - 1, 0) / self.spec.most_pages(context)
+
+    def __repr__(self) -> str:
+        return f"Plan({setting(self)}; {self.pages:,} pages, {'fits' if self.fits else 'does not fit'})"
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
 
 class Table(NamedTuple):
