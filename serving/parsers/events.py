@@ -53,6 +53,24 @@ class Parser(Protocol):
         """The text has ended: what was held back."""
 
 
+class Stepwise:
+    """Collects text, and reads as much of it as is certain, step by step."""
+
+    def __init__(self) -> None:
+        self._buffer = ""
+
+    def push(self, text: str) -> list[Event]:
+        self._buffer += text
+        events: list[Event] = []
+        while self._buffer and self._step(events):
+            pass
+        return joined(events)
+
+    def _step(self, events: list[Event]) -> bool:
+        """Reads from the buffer and adds events. Returns whether there may be more to do."""
+        raise NotImplementedError
+
+
 class PlainText:
     """Everything is content."""
 

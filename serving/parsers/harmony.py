@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reasoning, joined
+from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reasoning, Stepwise
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)  # of a message's text
@@ -16,7 +16,7 @@ OPENINGS = (CHANNEL, START, "to=")  # of an answer, after whitespace
 TO, NAMED = re.compile(r"\bto=([^\s<]+)"), re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
-class Harmony:
+class Harmony(Stepwise):
     """An answer that does not begin with a channel is content, as where a grammar forces its text.
 
     Args:
@@ -24,20 +24,13 @@ class Harmony:
     """
 
     def __init__(self, names: Container[str]) -> None:
+        super().__init__()
         self._names = names
-        self._buffer, self._state, self._kind = "", "opening", "content"
+        self._state, self._kind = "opening", "content"
         self._calls = 0
         self._empty = True  # nothing of a message's text has been emitted
 
-    def push(self, text: str) -> list[Event]:
-        self._buffer += text
-        events: list[Event] = []
-        while self._buffer and self._step(events):
-            pass
-        return joined(events)
-
     def _step(self, events: list[Event]) -> bool:
-        """Whether there may be more to do."""
         if self._state == "opening":
             body = self._buffer.lstrip()
             if any(opening.startswith(body) for opening in OPENINGS if len(body) < len(opening)):

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from jengine.serving.parsers.events import Event, Held, joined, split
+from jengine.serving.parsers.events import Event, Held, Stepwise, joined, split
 from jengine.serving.parsers.json_calls import JsonCall
 
 START, END = "<tool_call>", "</tool_call>"
 
 
-class Hermes:
+class Hermes(Stepwise):
     """What is no call between the markers is content, markers included."""
 
     def __init__(self) -> None:
-        self._content, self._buffer, self._count = Held(), "", 0
+        super().__init__()
+        self._content, self._count = Held(), 0
         self._call: JsonCall | None = None
         self._space = ""  # before a call's first character
         self._closing = False
 
-    def push(self, text: str) -> list[Event]:
-        self._buffer += text
-        events: list[Event] = []
-        while self._buffer and self._step(events):
-            pass
-        return joined(events)
-
     def _step(self, events: list[Event]) -> bool:
-        """Whether there may be more to do."""
         if self._closing:
             _, found, self._buffer = split(self._buffer, END)
             self._closing = not found

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from jengine.serving.parsers.events import Arguments, Call, Event, Held, joined, split
+from jengine.serving.parsers.events import Arguments, Call, Event, Held, Stepwise, joined, split
 from jengine.serving.parsers.json_calls import BEFORE, LAST, CallList, Value
 
 START, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-class Mistral:
+class Mistral(Stepwise):
     """What is no call after the marker is content, marker included."""
 
     def __init__(self) -> None:
-        self._content, self._buffer, self._count = Held(), "", 0
+        super().__init__()
+        self._content, self._count = Held(), 0
         self._called = False  # a marker was read, but not what follows
         self._list: CallList | None = None
         self._arguments: Value | None = None  # of a named call
 
-    def push(self, text: str) -> list[Event]:
-        self._buffer += text
-        events: list[Event] = []
-        while self._buffer and self._step(events):
-            pass
-        return joined(events)
-
     def _step(self, events: list[Event]) -> bool:
-        """Whether there may be more to do."""
         if self._list is not None:
             return self._in_list(self._list, events)
         if self._arguments is not None:
