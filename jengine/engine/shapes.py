@@ -34,6 +34,8 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     on_cpu = device.platform == "cpu"
     if config.calibration_data is not None and mesh.devices.size > 1:
         raise InvalidArgument("tensor_parallel_size", mesh.devices.size, "must be 1 with calibration_data")
+    if config.calibration_data is not None and model.linear is not None:
+        raise InvalidArgument("calibration_data", str(config.calibration_data), "models with recurrent states cannot be calibrated")
     check_formats(config, device)
     max_model_len = _max_model_len(config, model)
     chosen = sizes(config, device.platform)

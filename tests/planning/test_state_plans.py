@@ -50,6 +50,10 @@ def test_eight_devices_share_the_heads_of_the_states() -> None:
     ("options", "message"),
     [
         ({"swap_space": 1.0}, "^swap_space=1.0: must be 0: this model's recurrent states are not kept on the host"),
+        (
+            {"calibration_data": "text", "quantization": "int4"},
+            "^calibration_data=.*recurrent states cannot be calibrated",
+        ),
         ({"batch_invariant": True}, "^batch_invariant=True: this model's recurrent states round differently in tiles and in rows"),
     ],
 )
