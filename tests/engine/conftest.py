@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from jengine import LLM
 from jengine.config import EngineConfig
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from tests.engine.running import SMALL, Estimates
+from tests.golden.vllm.cases import MAX_MODEL_LEN, MODELS, write_case_model
 from tests.golden.weights import max_model_len, write_model
 
 
@@ -34,3 +36,14 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
 @pytest.fixture(scope="module")
 def engine(make_engine: Callable[..., Engine]) -> Engine:
     return make_engine()
+
+
+@pytest.fixture(scope="module")
+def case_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LLM]:
+    """The models that vLLM was asked about, by name."""
+    made = {}
+    for name in MODELS:
+        folder: Path = tmp_path_factory.mktemp(name)
+        write_case_model(folder, name)
+        made[name] = LLM(folder, progress=False, dtype="float32", max_model_len=MAX_MODEL_LEN, **SMALL)
+    return made

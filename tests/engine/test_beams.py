@@ -19,7 +19,7 @@ from jengine.request import Request
 from jengine.updates import Beam, BeamsFound
 from tests.engine.counting import assert_idle
 from tests.engine.running import SMALL
-from tests.golden.vllm.cases import BEAM_ANSWERS, BEAMS, MAX_MODEL_LEN, MODELS, write_case_model
+from tests.golden.vllm.cases import BEAM_ANSWERS, BEAMS
 
 TEXT = "The quick brown fox"
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent.parent / "golden" / "beams.json").read_text())
@@ -209,20 +209,10 @@ def test_what_cannot_be_searched_is_rejected(llm: LLM) -> None:
 # vLLM's answers.
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LLM]:
-    made = {}
-    for name in MODELS:
-        folder: Path = tmp_path_factory.mktemp(name)
-        write_case_model(folder, name)
-        made[name] = LLM(folder, progress=False, dtype="float32", max_model_len=MAX_MODEL_LEN, **SMALL)
-    return made
-
-
 @pytest.mark.parametrize("name", BEAMS)
-def test_vllms_answers(name: str, models: dict[str, LLM]) -> None:
+def test_vllms_answers(name: str, case_models: dict[str, LLM]) -> None:
     case = BEAMS[name]
-    [output] = models[case.model].beam_search(case.prompt, BeamSearchParams(**case.params, include_stop_str_in_output=True))
+    [output] = case_models[case.model].beam_search(case.prompt, BeamSearchParams(**case.params, include_stop_str_in_output=True))
     for mine, theirs in zip(output.sequences, VLLM[name], strict=True):
         assert mine.tokens == theirs["tokens"] and mine.text == theirs["text"]
         assert mine.cum_logprob == pytest.approx(theirs["cum_logprob"], abs=1e-3)

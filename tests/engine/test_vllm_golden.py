@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jengine import LLM, InvalidArgument, Logprob, RequestOutput, SamplingParams
 from jengine.text.tokenizer import Tokenizer
-from tests.engine.running import SMALL
-from tests.golden.vllm.cases import ANSWERS, CASES, DEFAULTS, MAX_MODEL_LEN, MODELS, REFUSED, write_case_model
+from tests.golden.vllm.cases import ANSWERS, CASES, DEFAULTS, REFUSED
 
 RECORDED: dict[str, Any] = json.loads(ANSWERS.read_text())
 NOTHING_LEFT = "structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token to go on with"
@@ -33,20 +31,10 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LLM]:
-    made = {}
-    for name in MODELS:
-        folder: Path = tmp_path_factory.mktemp(name)
-        write_case_model(folder, name)
-        made[name] = LLM(folder, progress=False, dtype="float32", max_model_len=MAX_MODEL_LEN, **SMALL)
-    return made
-
-
-@pytest.fixture(scope="module")
-def outputs(models: dict[str, LLM]) -> dict[str, RequestOutput]:
+def outputs(case_models: dict[str, LLM]) -> dict[str, RequestOutput]:
     """All cases of a model at once: each has neighbours with other parameters."""
     answered = {}
-    for model, llm in models.items():
+    for model, llm in case_models.items():
         mine = {name: case for name, case in CASES.items() if case.model == model}
         params = [SamplingParams(**{**DEFAULTS, **case.params}) for case in mine.values()]
         answered |= dict(zip(mine, llm.generate([case.prompt for case in mine.values()], params, use_tqdm=False), strict=True))
@@ -54,10 +42,10 @@ def outputs(models: dict[str, LLM]) -> dict[str, RequestOutput]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_answer(name: str, outputs: dict[str, RequestOutput], models: dict[str, LLM]) -> None:
+def test_answer(name: str, outputs: dict[str, RequestOutput], case_models: dict[str, LLM]) -> None:
     recorded = RECORDED["answers"][name]
     given = outputs[name].outputs[0]
-    wanted = {**recorded, "text": text(name, models[CASES[name].model].tokenizer), **DIFFERENCES.get(name, {})}
+    wanted = {**recorded, "text": text(name, case_models[CASES[name].model].tokenizer), **DIFFERENCES.get(name, {})}
     assert outputs[name].prompt_token_ids == wanted["prompt_token_ids"]
     for field in ("token_ids", "text", "finish_reason", "stop_reason"):
         assert getattr(given, field) == wanted[field], field
@@ -85,10 +73,10 @@ def test_logprobs_under_a_grammar_are_raw(name: str, outputs: dict[str, RequestO
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str, models: dict[str, LLM]) -> None:
+def test_refused(name: str, case_models: dict[str, LLM]) -> None:
     assert RECORDED["refused"][name] is not None
     with pytest.raises(InvalidArgument):
-        models["bytes"].generate("n", SamplingParams(**{**DEFAULTS, **REFUSED[name]}), use_tqdm=False)
+        case_models["bytes"].generate("n", SamplingParams(**{**DEFAULTS, **REFUSED[name]}), use_tqdm=False)
 
 
 def test_differences_are_real() -> None:

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_BASE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rope_theta": 10000.0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
+from tests.golden.more_variants import COMMON
+
+_BASE = {**COMMON, "vocab_size": 96}
 _GPT_OSS = {
     **_BASE,
     "model_type": "gpt_oss",

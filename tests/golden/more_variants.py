@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_BASE: dict[str, Any] = {
-    "vocab_size": 64,
+COMMON: dict[str, Any] = {
     "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
@@ -19,6 +16,7 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "dtype": "float32",
 }
+_BASE = {**COMMON, "vocab_size": 64, "intermediate_size": 112, "num_hidden_layers": 2}
 
 
 def _family(model_type: str, **fields: Any) -> dict[str, Any]:
