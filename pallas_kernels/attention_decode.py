@@ -284,7 +284,7 @@ def _kernel(
     @pl.when(warpgroup == 1)
     def feed() -> None:
         memory() if fetched is None else converting_memory()
-        for slot in range(stages):  # each slot's last release: no barrier is left in a phase that nobody saw
+        for slot in range(stages):  # waits for each slot's last release, so that every barrier phase is observed
             for free in (k_free, v_free):
                 pl.when(slot < count)(partial(plgpu.barrier_wait, free.at[slot]))
 

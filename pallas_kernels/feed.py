@@ -67,7 +67,7 @@ def ring(pages: Any, dtype: jnp.dtype[Any], stages: int, block_k: int, readers: 
 
 
 def feed(blocks: Blocks, k: Ring, v: Ring, k_ref: Any, v_ref: Any, k_scale_ref: Any = None, v_scale_ref: Any = None) -> None:
-    """Fill the rings; returns when all that was filled is free again, so that no barrier is left in a phase that nobody saw."""
+    """Fill the rings; returns when every slot is free again, so that every barrier phase is observed."""
     stages, block_k, _ = k.smem.shape
     page_size = k_ref.shape[2]
     piece = math.gcd(page_size, block_k)  # of a page that one copy takes

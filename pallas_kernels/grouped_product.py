@@ -127,7 +127,7 @@ def _kernel(
             plgpu.copy_gmem_to_smem(w_ref.at[group, pl.ds(first, warpgroups * ROWS), columns], w_smem.at[slot], full.at[slot])
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(start * GRID, block), columns], x_smem.at[slot], full.at[slot])
 
-        for slot in range(min(stages, steps)):  # each slot's last release: no barrier is left in a phase that nobody saw
+        for slot in range(min(stages, steps)):  # waits for each slot's last release, so that every barrier phase is observed
             plgpu.barrier_wait(free.at[slot])
 
     pl.when((length > 0) & (warpgroup < warpgroups))(compute)

@@ -16,8 +16,8 @@ class Groups(NamedTuple):
 
     Attributes:
         place: int32 [rows], of each row.
-        row: int32 [places], which row is there; any, where none is. A whole block can be read from wherever one begins.
-        owner: int32 [places], the group of what is there; any, where nothing is.
+        row: int32 [places], the row at each place; arbitrary for empty places. A whole block can be read from any place where one begins.
+        owner: int32 [places], the group at each place; arbitrary for empty places.
         size: int32 [groups], places of each.
         group: int32 [blocks], of each block of `block_rows` places or fewer.
         start, length: int32 [blocks], its places, in units of GRID; blocks beyond the last have none.

@@ -43,7 +43,7 @@ class CacheGroup:
     Attributes:
         kind: "full": a query reads all tokens before it; "window": the last `window` of them, its own included;
             "latent": all, of which it keeps a compressed form that all heads share. "state": a page holds a recurrent state instead of
-            tokens; there is one such group at most, the last one, with a pool of its own.
+            tokens; there is at most one such group, the last, and it has a separate pool.
         arrays: of each layer, in the order in which its attention takes them: keys and values, or what both are made of; of a state those
             of the convolution and of the recurrence.
         pool: index of the pool of its pages.

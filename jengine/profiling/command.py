@@ -27,8 +27,8 @@ LOOK_SECONDS = 0.1
 WARM_STEPS = 20  # after which jax.profiler captures
 
 
-class Told(msgspec.Struct):
-    """What the command's processes are told."""
+class Instructions(msgspec.Struct):
+    """What the command's processes need to profile themselves."""
 
     folder: str
     options: ProfileOptions
@@ -43,7 +43,7 @@ def profile_command(command: list[str], options: ProfileOptions) -> tuple[Profil
     if command[0] == "jengine":
         command = [sys.executable, "-m", "jengine.cli", *command[1:]]
     with tempfile.TemporaryDirectory() as folder:
-        told = msgspec.json.encode(Told(folder, options)).decode()
+        told = msgspec.json.encode(Instructions(folder, options)).decode()
         path = os.pathsep.join(filter(None, [str(HOOK), os.environ.get("PYTHONPATH", "")]))
         try:
             code = subprocess.call(command, env={**os.environ, VARIABLE: told, "PYTHONPATH": path})
@@ -51,14 +51,17 @@ def profile_command(command: list[str], options: ProfileOptions) -> tuple[Profil
             raise InvalidArgument("command", command[0], f"cannot be run: {error.strerror}") from None
         profile, jax = read_profiles(" ".join(command), sorted(Path(folder).iterdir()))
     if not profile.processes:
-        why = f"ended with code {code}; no process of it was Python without -E and -I, used jengine's engine or server, and ended by itself"
+        why = (
+            f"ended with code {code}; nothing was profiled: no Python process (without -E and -I) used jengine's engine or server "
+            "and exited normally"
+        )
         raise InvalidArgument("command", " ".join(command)[:200], why)
     return profile, jax, code
 
 
 def begin(told: str) -> None:
     """In a process of the command, as it starts."""
-    one = msgspec.json.decode(told, type=Told)
+    one = msgspec.json.decode(told, type=Instructions)
     OwnProfile(Path(one.folder) / str(os.getpid()), one.options)
 
 

@@ -85,8 +85,10 @@ def _source(code: CodeType, offset: int) -> str:
 
 
 def holder(waiting: FrameType, lock: str, others: Iterable[tuple[str, FrameType]]) -> str:
-    """Who very likely has the lock: a thread that is within a `with` of the same name, or in a function that the waiting thread is in, too,
-    past the line at which that one waits. As "thread, in function (file:line)"; empty where nobody is found.
+    """The thread that very likely holds the lock, as "thread, in function (file:line)"; empty if none is found.
+
+    Such a thread is inside a `with` block for a lock of the same name, or in the same function as the waiting thread and past the line at
+    which that one waits.
 
     Args:
         others: other threads by name, and their innermost frames.

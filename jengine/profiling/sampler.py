@@ -19,7 +19,7 @@ from jengine.profiling.proc import FILES, RUNS, UNKNOWN, call_name, call_now, pr
 SLACK = 1e-4  # seconds that a timer is late by itself
 NOTED = 1e-3  # of waiting for the interpreter's lock, from which on it is listed
 KEPT = 20_000
-# Milliseconds of a call of poll, and how often: a tracer's clock is told by these; nothing else here polls.
+# A call of poll lasts so many milliseconds, at this interval in seconds. It marks the clock in a tracer's output; nothing else polls.
 MARK, MARK_SECONDS = 3, 0.5
 DEPTH = 100  # frames of a stack
 

@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
     Attributes:
         kind: collection, lock, call or interpreter: the findings' names.
-        text: what a reader is told.
+        text: its description in the report.
     """
 
     kind: str
