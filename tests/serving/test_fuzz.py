@@ -162,7 +162,8 @@ def fuzz(make_server: MakeServer, seed: int, requests: int) -> Counter[tuple[str
             await ask(channel, own, seen)
 
     async def main(address: str) -> None:
-        async with grpc.aio.insecure_channel(address) as channel:
+        # A profile may be larger than gRPC's default limit. A client that refuses an answer also makes the server log an error.
+        async with grpc.aio.insecure_channel(address, [("grpc.max_receive_message_length", -1)]) as channel:
             await asyncio.gather(*[worker(channel, requests // 10) for _ in range(10)])
 
     with make_server() as server:
