@@ -109,9 +109,9 @@ def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine,
     assert tokens(engine) == expected
     assert engine.scheduler.ready.max_rows == 8 and engine.load.programs_ready == first
     assert {str(step.trunk) for step in engine.records.steps} == {"trunk[8+0t]", "trunk[8+1t]"}
-    for ready in range(first + 1, total, 3):
-        gate.open(3)
-        for _ in range(min(3, total - ready)):
+    for ready in range(first + 1, total, 8):
+        gate.open(8)
+        for _ in range(min(8, total - ready)):
             gate.wait()
         assert tokens(engine) == expected
     gate.open()
@@ -121,6 +121,7 @@ def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine,
     engine.close()
 
 
+@pytest.mark.full
 def test_compilations_while_requests_run_change_nothing(model: Path, whole: Engine, tmp_path: Path) -> None:
     engine, expected = start(model, warm_up="progressive", cache_dir=tmp_path), tokens(whole)
     rounds = 0
