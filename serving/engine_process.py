@@ -178,7 +178,7 @@ class EngineProcess:
     def profile(self, options: ProfileOptions, folder: Path, done: Callable[[str], None]) -> None:
         with self._lock:
             if self._profiled:
-                done("another profile of this process is being taken")
+                done("this process is already being profiled")
                 return
             self._profiled.append(done)
             self._order(TakeProfile(options, str(folder)))
