@@ -159,7 +159,7 @@ def test_wrong_messages_are_refused(messages: Any, field: str, limit: str, byte_
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tools": TOOLS}, "shows no tools"),
+        ({"tools": TOOLS}, "does not support tools"),
         ({"tools": [len]}, "must be plain JSON"),
     ],
 )
