@@ -1,6 +1,6 @@
 """An LLM inference engine in which no request waits for a compilation.
 
-Importing this costs nothing and changes nothing: names load when they are first used.
+Importing this package has no side effects. Names are loaded on first use.
 """
 
 from __future__ import annotations

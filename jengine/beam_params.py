@@ -1,4 +1,4 @@
-"""What a beam search is asked for. Names and meanings follow vLLM."""
+"""Parameters of a beam search. Names and meanings follow vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 from jengine.checks import check_number, check_whole
 from jengine.errors import InvalidArgument
 
-MAX_BEAM_WIDTH = 10  # a step looks at twice as many candidates, and samplers give the log probabilities of MAX_LOGPROBS
+MAX_BEAM_WIDTH = 10  # a step considers twice as many candidates, and samplers return MAX_LOGPROBS log probabilities
 MAX_LENGTH_PENALTY = 10.0
 
 
@@ -38,14 +38,14 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
 
-    # As of SamplingParams, for who takes either.
+    # As in SamplingParams, for code that accepts both.
     structured_outputs: ClassVar[None] = None
     skip_special_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_whole("beam_width", self.beam_width, 1, None)
         if self.beam_width > MAX_BEAM_WIDTH:
-            limit = f"at most {MAX_BEAM_WIDTH}: a step takes the log probabilities of twice as many tokens, as samplers give"
+            limit = f"at most {MAX_BEAM_WIDTH}: a step needs the log probabilities of twice as many tokens"
             raise InvalidArgument("beam_width", self.beam_width, limit)
         limit = f"in [{-MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
         check_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY, limit)

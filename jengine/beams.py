@@ -1,4 +1,4 @@
-"""Beam search: its requests' sampling parameters, and what comes back."""
+"""Beam search: sampling parameters of its requests, and its results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GenerationParams = SamplingParams | BeamSearchParams
 
 
 def split(params: GenerationParams) -> tuple[SamplingParams, BeamSearchParams | None]:
-    """A request's sampling parameters, and its beam search, if it is one."""
+    """Sampling parameters of a request and, if it is one, its beam search."""
     return (sampling_of(params), params) if isinstance(params, BeamSearchParams) else (params, None)
 
 
 def sampling_of(params: BeamSearchParams, logprobs: int | None = None) -> SamplingParams:
-    """The sampling parameters of a beam search's request."""
+    """Sampling parameters of a beam search's request."""
     return SamplingParams(
         max_tokens=params.max_tokens,
         ignore_eos=params.ignore_eos,
@@ -33,10 +33,10 @@ class BeamSearchSequence:
 
     Attributes:
         tokens: ids of the prompt and the output, an end-of-sequence token included.
-        logprobs: of each position of the output, those of its candidates.
-        cum_logprob: of the output, natural logarithm.
-        text: of all tokens but special ones.
-        finish_reason: "stop" where it ends with an end-of-sequence token.
+        logprobs: log probabilities of the candidates at each position of the output.
+        cum_logprob: cumulative log probability of the output (natural logarithm).
+        text: text of all tokens except special ones.
+        finish_reason: "stop" if it ends with an end-of-sequence token.
     """
 
     tokens: list[int]
@@ -44,7 +44,7 @@ class BeamSearchSequence:
     cum_logprob: float = 0.0
     text: str | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # as with vLLM's, there is none
+    stop_reason: int | str | None = None  # as in vLLM, never set
 
     def __repr__(self) -> str:
         return f"BeamSearchSequence({short(self.text or '')}, {self._note()})"

@@ -1,4 +1,4 @@
-"""Numbers that users give, checked."""
+"""Validation of numbers given by users."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from jengine.errors import InvalidArgument
 
 
 def check_whole(name: str, value: object, low: int, high: int | None) -> None:
-    """Raises InvalidArgument unless it is a whole number in [low, high]."""
+    """Raises InvalidArgument unless `value` is a whole number in [low, high]."""
     limit = f"must be a whole number, at least {low}" + ("" if high is None else f" and at most {high}")
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         raise InvalidArgument(name, value, limit)
 
 
 def check_number(name: str, value: object, low: float, high: float, limit: str, open_low: bool = False) -> None:
-    """Raises InvalidArgument unless it is a finite number in [low, high], or with `open_low` in (low, high]; `limit` says so."""
+    """Raises InvalidArgument unless `value` is a finite number in [low, high], or (low, high] with `open_low`.
+    `limit` is the message."""
     fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high and value != math.inf
     if not fits or (open_low and value == low):
         raise InvalidArgument(name, value, f"must be {limit}")
 
 
 def check_targets(ttft_ms: float | None, tpot_ms: float | None) -> None:
-    """Raises InvalidArgument for a target that is neither None nor a finite number of milliseconds above 0."""
+    """Raises InvalidArgument unless each target is None or a finite number of milliseconds above 0."""
     for name, value in (("ttft_ms", ttft_ms), ("tpot_ms", tpot_ms)):
         if value is not None:
             check_number(name, value, 0.0, math.inf, "a finite number of milliseconds above 0", open_low=True)

@@ -32,10 +32,11 @@ FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, the command's own, or 2 for bad input. Ctrl-C ends the process with 130."""
+    """Runs a command. Returns the exit code: 0, the command's own, or 2 for invalid input. Ctrl-C ends the
+    process with 130."""
     options = _parser().parse_args(arguments)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notices and warnings; errors still show
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's: what matters of them, its callers get as errors
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's notices and warnings, but not its errors
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # hides gRPC's log; callers get relevant errors as exceptions
     run: Callable[[argparse.Namespace], int | None] = options.run
     before = signal.signal(signal.SIGINT, _leave)
     try:
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     except JengineError as error:
         print(f"jengine: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, such as head, has enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         _discard_output()
         return 0
     except OSError as error:
@@ -57,13 +58,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """What stdout still buffers must not fail again at exit."""
+    """Prevents a second error at exit when stdout's buffer is flushed."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave(*_: object) -> NoReturn:
-    """At once. A KeyboardInterrupt would first wait for the programs that threads are compiling, for ten seconds or more."""
-    os.write(sys.stderr.fileno(), b"\n")  # so that the shell's prompt does not follow a half-drawn bar or sentence
+    """Exits immediately. A KeyboardInterrupt would first wait for compilations in threads, for ten seconds or more."""
+    os.write(sys.stderr.fileno(), b"\n")  # moves the shell's prompt to a new line
     os._exit(130)
 
 

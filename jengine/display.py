@@ -1,4 +1,4 @@
-"""How things show themselves: one line in a terminal, a small table or text in a notebook."""
+"""How objects are displayed: one line in a terminal, a small table or text in a notebook."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _TEXT = 'style="white-space: pre-wrap; margin: 0"'
 
 
 def short(text: str | None, most: int = 60) -> str:
-    """A text's repr, cut after this many characters."""
+    """A text's repr, cut after `most` characters."""
     return repr(text) if text is None or len(text) <= most else f"{text[:most]!r}..."
 
 
 def counted(number: int, what: str) -> str:
-    """1 token, 2 tokens."""
+    """A number with its noun: 1 token, 2 tokens."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def table_html(rows: Iterable[tuple[str, str]]) -> str:
-    """Names and values, escaped."""
+    """A table of names and values, escaped."""
     cells = (f"<tr><th {_LEFT}>{escape(name)}</th><td {_LEFT}>{escape(value)}</td></tr>" for name, value in rows)
     return f"<table>{''.join(cells)}</table>"
 
@@ -44,10 +44,10 @@ def columns_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def image_html(plot: Callable[[], bytes], alt: str) -> str:
-    """What `plot` draws, a PNG; nothing where matplotlib is not installed.
+    """The PNG drawn by `plot`; empty if matplotlib is not installed.
 
     Args:
-        alt: what it shows.
+        alt: description of the image.
     """
     if find_spec("matplotlib") is None:
         return ""
@@ -55,7 +55,7 @@ def image_html(plot: Callable[[], bytes], alt: str) -> str:
 
 
 def answer_html(prompt: str, completions: Iterable[tuple[str, str]]) -> str:
-    """A prompt, and each (text, note) that followed it, escaped."""
+    """A prompt, and each (text, note) that continues it, escaped."""
     parts = (
         f"<pre {_TEXT}><span {_QUIET}>{escape(prompt)}</span>{escape(text)}</pre><div {_QUIET}>{escape(note)}</div>"
         for text, note in completions

@@ -1,10 +1,10 @@
-"""Every error a user can meet."""
+"""All errors that users can see."""
 
 from __future__ import annotations
 
 import reprlib
 
-_repr = reprlib.Repr(maxlist=80, maxtuple=80, maxdict=80, maxstring=200).repr  # of a list of millions, repr takes seconds
+_repr = reprlib.Repr(maxlist=80, maxtuple=80, maxdict=80, maxstring=200).repr  # repr would take seconds for a list of millions
 
 
 class JengineError(Exception):
@@ -31,7 +31,7 @@ class ModelError(JengineError):
 
 
 class OutOfMemory(JengineError):
-    """The device has no room for the weights, or none beside them for the KV cache."""
+    """The device has no room for the weights, or for the KV cache beside them."""
 
 
 class EngineDead(JengineError):

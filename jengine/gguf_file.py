@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 SUFFIX = ".gguf"
-FEW_FILES = 2  # kept open; a model's configuration, tokenizer and weights are read one after the other
+FEW_FILES = 2  # number of files kept open; configuration, tokenizer and weights are read one after the other
 
 
 def is_gguf(path: Path) -> bool:
@@ -29,7 +29,7 @@ class GgufFile:
         try:
             reader = GGUFReader(path)
         except (ValueError, KeyError, IndexError, TypeError, OSError) as wrong:
-            raise ModelError(f"is no whole GGUF file: {wrong}", file=path) from None
+            raise ModelError(f"is not a complete GGUF file: {wrong}", file=path) from None
         self._fields = reader.fields
         self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
         self.architecture = str(self["general.architecture"])
@@ -38,10 +38,10 @@ class GgufFile:
         return name in self._fields
 
     def __getitem__(self, name: str) -> Any:
-        """A field's value: a number, a text, or a list of them.
+        """The value of a field: a number, a text, or a list of them.
 
         Raises:
-            ModelError: there is no such field.
+            ModelError: the field is missing.
         """
         if name not in self._fields:
             raise ModelError(f"field {name} is missing", file=self.path)
@@ -53,7 +53,7 @@ class GgufFile:
         return self[name]
 
     def names(self, prefix: str) -> list[str]:
-        """Fields that begin so, without that."""
+        """Names of fields with this prefix, without it."""
         return [name.removeprefix(prefix) for name in self._fields if name.startswith(prefix)]
 
     def floats(self, name: str) -> np.ndarray:
@@ -66,10 +66,10 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """A file, from when it was opened before if it has not changed.
+    """Opens a file, or returns the open one if the file has not changed.
 
     Raises:
-        ModelError: it is missing, truncated or no GGUF file.
+        ModelError: it is missing, truncated or not a GGUF file.
     """
     try:
         stat = path.stat()

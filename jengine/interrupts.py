@@ -1,4 +1,4 @@
-"""Ctrl-C between two changes of shared state, never within one."""
+"""Delays Ctrl-C until a change of shared state is complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class uninterrupted:
     def __enter__(self) -> None:
         self._held: tuple[int, FrameType | None] | None = None
         before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-        self._before = before if callable(before) else None  # else the system's own: ignored, or the process ends
+        self._before = before if callable(before) else None  # otherwise the system's default: ignored, or the process ends
         if self._before is not None:
             signal.signal(signal.SIGINT, self._hold)
 

@@ -1,4 +1,4 @@
-"""Parts of a model's shape that some families have: plain data, fields of `ModelConfig`."""
+"""Optional parts of a model's architecture: plain data, used as fields of `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RopeScaling:
     mscale_all_dim: float | None = None
     truncate: bool = True
     short_factor: tuple[float, ...] = ()  # longrope: for each pair of channels, within the trained context
-    long_factor: tuple[float, ...] = ()  # and beyond it
+    long_factor: tuple[float, ...] = ()  # the same beyond it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +44,17 @@ class StoredWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention: one vector a token is cached, from which all heads' keys and values are made.
+    """Multi-head latent attention: caches one vector per token, from which the keys and values of all heads are
+    computed.
 
     Attributes:
-        rank: channels of that vector from which they are made.
-        query_rank: the same of queries, which are not cached; None: they are made from hidden states.
-        key_dim: channels of a head's query and key that do not rotate.
-        rotary_dim: those that do; all heads share the key's, which are cached too.
+        rank: channels of that vector, without the rotating ones.
+        query_rank: channels of the corresponding vector for queries, which is not cached; None: queries are
+            computed from hidden states.
+        key_dim: non-rotating channels of a head's query and key.
+        rotary_dim: rotating channels. All heads share the key's, which are cached too.
         value_dim: channels of a head's value.
-        interleaved: in the checkpoint channels rotate with their neighbours.
+        interleaved: whether channels rotate with their neighbours in the checkpoint.
     """
 
     rank: int
@@ -69,7 +71,7 @@ class LatentAttention:
 
     @property
     def cached_dim(self) -> int:
-        """Channels of what is cached of a token."""
+        """Channels cached for a token."""
         return self.rank + self.rotary_dim
 
 
@@ -78,10 +80,10 @@ class LinearAttention:
     """Layers that keep a recurrent state in place of keys and values: gated delta nets. Fields as in Hugging Face configs.
 
     Attributes:
-        layers: which they are.
-        key_heads: of queries and of keys; each is shared by as many consecutive ones of value_heads.
+        layers: indices of these layers.
+        key_heads: number of query heads and of key heads; each is shared by the same number of consecutive value_heads.
         key_dim, value_dim: channels of a head.
-        taps: of the convolution over queries, keys and values: tokens that each sees, itself included.
+        taps: width of the convolution over queries, keys and values, in tokens.
     """
 
     layers: tuple[int, ...]
@@ -98,5 +100,5 @@ class LinearAttention:
 
     @property
     def channels(self) -> int:
-        """Of a key head's query, its key and its values."""
+        """Channels of a key head's query, key and values together."""
         return 2 * self.key_dim + self.group * self.value_dim

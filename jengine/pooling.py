@@ -1,4 +1,4 @@
-"""Prompts to vectors: what a request asks for, what a model can do, and the sum over a prompt's final hidden states."""
+"""Embeddings: parameters of requests, capabilities of models, and sums of a prompt's final hidden states."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedder:
-    """How a model embeds. Plain data: it may cross threads and processes.
+    """How a model embeds. Plain data that can be sent to other threads and processes.
 
     Attributes:
         size: numbers in an embedding.
@@ -63,10 +63,10 @@ class Embedder:
     generates: bool = True
 
     def params(self, pooling: Pooling | None, normalize: bool | None, dimensions: int | None) -> PoolingParams:
-        """A request's; None takes the model's.
+        """The parameters of a request; None uses the model's settings.
 
         Raises:
-            InvalidArgument: as PoolingParams.
+            InvalidArgument: as in PoolingParams.
         """
         return PoolingParams(
             pooling=self.pooling if pooling is None else pooling,
@@ -75,22 +75,23 @@ class Embedder:
         )
 
     def validate(self, params: PoolingParams, tokens: int) -> None:
-        """Checks what depends on the model.
+        """Checks the limits of the model.
 
         Args:
-            tokens: of the prompt.
+            tokens: number of prompt tokens.
 
         Raises:
-            InvalidArgument: more dimensions than an embedding has, or more tokens than the model was made for.
+            InvalidArgument: there are more dimensions than in an embedding, or more tokens than the model supports.
         """
         if params.dimensions is not None and params.dimensions > self.size:
-            raise InvalidArgument("dimensions", params.dimensions, f"embeddings of this model have {self.size}")
+            raise InvalidArgument("dimensions", params.dimensions, f"must be at most {self.size}, the size of this model's embeddings")
         if self.max_tokens is not None and tokens > self.max_tokens:
             raise InvalidArgument("prompt_token_ids", f"{tokens} tokens", f"at most {self.max_tokens}, the model's max_seq_length")
 
 
 def require_embedder(embedder: Embedder | None) -> Embedder:
-    """
+    """Returns the embedder.
+
     Raises:
         InvalidArgument: the engine has no programs for embeddings.
     """
@@ -101,15 +102,17 @@ def require_embedder(embedder: Embedder | None) -> Embedder:
 
 
 class PooledStates:
-    """The sum over consecutive tokens' hidden states, which come step by step."""
+    """The sum of consecutive tokens' hidden states, added step by step."""
 
     def __init__(self) -> None:
         self._sum: np.ndarray | None = None  # float64 [hidden_size]
         self._start = self._end = 0  # positions of its tokens
 
     def add(self, start: int, end: int, states: np.ndarray) -> None:
-        """The sum over the tokens at [start, end), float32 [hidden_size]. It begins again where they do not follow what is there: a
-        preempted prompt is computed again."""
+        """Adds the sum over the tokens at [start, end), float32 [hidden_size].
+
+        Starts again if the tokens do not follow the previous ones, since a preempted prompt is computed again.
+        """
         if self._sum is None or start != self._end:
             self._sum, self._start = states.astype("float64"), start
         else:
@@ -117,7 +120,7 @@ class PooledStates:
         self._end = end
 
     def vector(self, params: PoolingParams) -> np.ndarray:
-        """The mean, cut and normalized: float32 [dimensions]."""
+        """The mean, shortened and normalized: float32 [dimensions]."""
         assert self._sum is not None, "a prompt ended without hidden states"
         mean: np.ndarray = (self._sum / (self._end - self._start))[: params.dimensions]
         if params.normalize:

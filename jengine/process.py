@@ -1,4 +1,4 @@
-"""What a process that was forked cannot use."""
+"""Detects use in a forked process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jengine.errors import JengineError
 
 
 def check_process(pid: int) -> None:
-    """Raises JengineError in another process than that with this id: threads and devices do not survive os.fork()."""
+    """Raises JengineError unless this is the process with this id: threads and devices do not survive os.fork()."""
     if os.getpid() != pid:
         raise JengineError(
             f"this model was loaded in process {pid} and cannot be used in process {os.getpid()}, which was forked from it: "

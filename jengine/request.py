@@ -16,13 +16,13 @@ from jengine.pooling import PoolingParams
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_STOP_TOKEN_IDS = 16  # end-of-sequence ids included: the width of a slot's stop list on the device
+MAX_STOP_TOKEN_IDS = 16  # including end-of-sequence ids; the width of a slot's stop list on the device
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 64
 MAX_LOGIT_BIAS = 300
-MAX_ALLOWED_TOKEN_IDS = 2**18  # as many tokens as the largest vocabularies have
+MAX_ALLOWED_TOKEN_IDS = 2**18  # the size of the largest vocabularies
 MAX_TEXTS = 256  # strings in `stop`, and in `bad_words`
-MAX_TEXTS_CHARACTERS = 10_000  # of each of these two lists together
+MAX_TEXTS_CHARACTERS = 10_000  # in each of these two lists
 MAX_CACHE_SALT = 256  # characters
 MAX_ENTRIES = {
     "stop": MAX_TEXTS,
@@ -33,7 +33,7 @@ MAX_ENTRIES = {
 }
 FLOAT32_MAX = 3.4e38
 FinishReason = Literal["stop", "length", "abort", "error"]
-INSTEAD = {  # of parameters that users of other engines and older versions of vLLM know
+INSTEAD = {  # alternatives to parameters of other engines and older versions of vLLM
     "best_of": "vLLM has removed it; n gives several completions",
     "guided_decoding": "structured_outputs does this",
     "guided_grammar": 'structured_outputs={"grammar": ...} does this',
@@ -143,7 +143,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
-    if not TYPE_CHECKING:  # type checkers know the fields
+    if not TYPE_CHECKING:  # type checkers use the fields
 
         def __new__(cls, *_: object, **fields: object) -> SamplingParams:
             for name in fields:
@@ -191,7 +191,7 @@ class SamplingParams:
             check_entries("logit_bias", len(bias))
             bias = {
                 int(k) if isinstance(k, str) and k.isdecimal() and len(k) < 20 else k: value for k, value in bias.items()
-            }  # JSON has text for keys
+            }  # JSON keys are text
             object.__setattr__(self, "logit_bias", bias)
             for token, value in bias.items():
                 check_whole("logit_bias", token, 0, None)
@@ -285,7 +285,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     """Check a list of token ids, and remove duplicates."""
     ids = _several(name, value)
-    if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:  # a loop over each would take ten times as long
+    if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:  # a Python loop would take ten times as long
         for token in ids:
             check_whole(name, token, 0, None)
     return tuple(dict.fromkeys(ids))
@@ -316,14 +316,14 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     prompt: str | None = None
-    sample_index: int = 0  # which of a prompt's n samples
-    mask: TokenMask | None = None  # what the parameters allow beyond what programs apply
+    sample_index: int = 0  # index among a prompt's n samples
+    mask: TokenMask | None = None  # constraints that programs do not apply
     priority: int = 0  # lower runs first, under policy="priority"
     arrival: float = 0.0  # seconds, monotonic
     cache_salt: str | None = None
     ttft_ms: float | None = None  # targets; None: the engine's
     tpot_ms: float | None = None
-    client: str = ""  # whose share of the engine it takes, under policy="fair"
+    client: str = ""  # the client whose share of the engine it uses, under policy="fair"
     pooling: PoolingParams | None = None
     beams: BeamSearchParams | None = None
 

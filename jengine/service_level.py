@@ -1,4 +1,4 @@
-"""How urgent a request is, and whose it is."""
+"""Urgency and owner of a request."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ class ServiceLevel:
             raise InvalidArgument("client", shown, f"must be text of at most {MAX_CLIENT} characters")
 
     def apply(self, requests: Iterable[Request]) -> None:
-        """
+        """Sets the fields of requests.
+
         Raises:
-            InvalidArgument: targets for beams.
+            InvalidArgument: targets are given for a beam search.
         """
         for request in requests:
             if request.beams is not None and not (self.ttft_ms is None is self.tpot_ms):
@@ -53,10 +54,10 @@ class ServiceLevel:
 
 
 def levels(count: int, **given: Any) -> list[ServiceLevel]:
-    """One for each prompt, of values that are one for all or one each.
+    """One level per prompt, from values that are given once for all prompts, or once each.
 
     Raises:
-        InvalidArgument: another number of values.
+        InvalidArgument: the number of values is different.
     """
     each = [one_each(name, values, count) for name, values in given.items()]
     return [ServiceLevel(**dict(zip(given, values, strict=True))) for values in zip(*each, strict=True)]

@@ -1,4 +1,4 @@
-"""What an engine says as it runs. Plain data, free of jax: it crosses threads and processes."""
+"""Messages from an engine as it runs. Plain data, without jax, for other threads and processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from jengine.request import FinishReason
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities of raw logits, natural logarithm: of the token, its rank from 1, and (id, value) of the likeliest."""
+    """Log probabilities (natural logarithm) of raw logits: of the token, its rank from 1, and (id, value) of
+    the most likely tokens."""
 
     chosen: float
     rank: int
@@ -18,20 +19,21 @@ class TokenLogprobs(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a sampler found at a position: a token, and log probabilities of it and of the likeliest ones."""
+    """A sampler's result at a position: a token, and log probabilities of it and of the most likely tokens."""
 
     token: int
     logprobs: TokenLogprobs
 
 
 class TokenUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request's next token. A step makes hundreds, hence a struct: a named tuple takes five times as long to make.
+    """A request's next token. A struct, since a step creates hundreds, and a named tuple takes five times as
+    long to create.
 
     Attributes:
-        finish_reason, stop_reason: why it is the last one, if it is.
-        scheduled: when the request first ran, in seconds, monotonic; 0 where that is not known.
-        cached: tokens of its prompt whose keys and values the request did not compute: found in the prefix cache when it first ran, or
-            computed by a sample of the same prompt.
+        finish_reason, stop_reason: set if it is the last one.
+        scheduled: monotonic seconds at which the request first ran; 0 if unknown.
+        cached: prompt tokens that the request did not compute: found in the prefix cache when it first ran, or
+            computed by another sample of the same prompt.
     """
 
     request_id: str
@@ -54,7 +56,8 @@ class PromptScores(NamedTuple):
 
 
 class Pooled(NamedTuple):
-    """A request's embedding, with which it ends: float32 numbers in the machine's byte order. The other fields as TokenUpdate's."""
+    """A request's embedding, which ends it: float32 numbers in native byte order. The other fields are as in
+    TokenUpdate."""
 
     request_id: str
     embedding: bytes
@@ -67,9 +70,9 @@ class Beam(NamedTuple):
     """One result of a beam search.
 
     Attributes:
-        tokens: of the output.
-        cumulative: their log probability.
-        found: at each position, where it was asked for.
+        tokens: output tokens.
+        cumulative: their cumulative log probability.
+        found: candidates at each position, if requested.
     """
 
     tokens: list[int]
@@ -79,7 +82,7 @@ class Beam(NamedTuple):
 
 
 class BeamsFound(NamedTuple):
-    """A request's beams, the best first, with which it ends. The other fields as TokenUpdate's."""
+    """A request's beams, the best first, which end it. The other fields are as in TokenUpdate."""
 
     request_id: str
     beams: list[Beam]
@@ -89,7 +92,7 @@ class BeamsFound(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A request that has ended without a further token, and why."""
+    """A request that has ended without a further token, with its reasons."""
 
     request_id: str
     reason: FinishReason
@@ -100,29 +103,30 @@ Update = TokenUpdate | PromptScores | Pooled | BeamsFound | Ended
 
 
 class Load(NamedTuple):
-    """How busy an engine is.
+    """Current load of an engine.
 
     Attributes:
-        running, waiting: requests.
-        free_pages, pages: of the cache, the null page not counted.
-        preemptions, compiles_since_start: since it started; a compilation is a bug.
-        cached_pages: free pages that can still be found by a prompt.
-        prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache since the start, and those found.
+        running, waiting: numbers of requests.
+        free_pages, pages: pages in the cache, without the null page.
+        preemptions, compiles_since_start: counts since the start; each compilation is a bug.
+        cached_pages: free pages that a prompt can still find.
+        prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache since the start, and found.
         hit_pages: pages found since the start, by cache group.
-        cache_groups: their names, such as "full" or "window[512]".
-        evictions: cached pages that were given to other tokens since the start.
-        host_pages, host_used: pages of the host's memory, and those that are not free; 0 without swap_space.
-        host_queries, host_hits: prompt tokens that the device had not, looked up on the host since the start, and those fetched from there.
-        host_declined: those that were there and computed again, since that was predicted to be faster.
+        cache_groups: names of the groups, such as "full" or "window[512]".
+        evictions: cached pages reused for other tokens since the start.
+        host_pages, host_used: pages of host memory, and those in use; 0 without swap_space.
+        host_queries, host_hits: prompt tokens that were not on the device and were looked up on the host since
+            the start, and those fetched from there.
+        host_declined: prompt tokens found on the host but computed again, since that was predicted to be faster.
         host_spilled, host_fetched: pages copied to the host since the start, and back.
-        host_evictions: pages on the host that were given to other tokens since the start.
-        resumptions: preempted sequences that run again, by where their pages were: still on the device, on the host, nowhere.
-        programs_ready, programs: of the table, those that steps can use so far, and all.
-        strategy: in use.
-        decisions: steps with prompts, by strategy and the reason for their size, since the start.
-        targets_met, targets_missed: requests with ttft_ms or tpot_ms that ended by themselves, since the start.
-        targets_rejected: those that were rejected.
-        first_token_seconds: until a request like those that came of late would get its first token, if it came now; at most a second old.
+        host_evictions: host pages reused for other tokens since the start.
+        resumptions: preempted sequences that resumed, by the place of their pages: on the device, on the host, nowhere.
+        programs_ready, programs: programs that steps can use so far, and all programs of the table.
+        strategy: the strategy in use.
+        decisions: steps with prompts since the start, by strategy and the reason for their size.
+        targets_met, targets_missed: requests with ttft_ms or tpot_ms that finished since the start.
+        targets_rejected: requests with targets that were rejected.
+        first_token_seconds: predicted time to the first token of a typical new request; at most a second old.
     """
 
     running: int

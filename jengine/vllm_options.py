@@ -7,7 +7,7 @@ from typing import Any
 
 from jengine.errors import InvalidArgument
 
-NO_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {  # the values that ask for what is the case anyway, and what that is
+NO_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {  # values without effect, and the reason
     "cpu_offload_gb": ((0,), "weights are not offloaded"),
     "disable_log_stats": ((True, False), "no statistics are logged; see LLM.stats"),
     "enforce_eager": ((False, True), "programs are always compiled, before the first request"),
@@ -26,7 +26,7 @@ def without_no_ops(options: dict[str, Any]) -> dict[str, Any]:
     """The options without those that have no effect.
 
     Raises:
-        InvalidArgument: one of these asks for what is not the case.
+        InvalidArgument: an option has another value.
     """
     left = {}
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""Who is let in: TLS and API keys, from files that are read at the start, and again when asked."""
+"""TLS and API keys of a server, loaded from files at the start and on reload."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger("jengine.serving")
 
 
 class Access:
-    """A server's.
+    """A server's certificates and keys.
 
     Attributes:
         tls: None without TLS.
         authenticator: None without API keys.
-        credentials: for gRPC's port; None without TLS.
-        interceptors: that let gRPC's calls through.
+        credentials: for the gRPC port; None without TLS.
+        interceptors: for gRPC calls.
 
     Raises:
         InvalidArgument: a file cannot be used.
@@ -43,16 +43,18 @@ class Access:
 
     @property
     def reloads(self) -> bool:
-        """Whether there is anything to reload."""
+        """Whether there are files to reload."""
         return self.tls is not None or self.authenticator is not None
 
     def certificate_expiry(self) -> float | None:
-        """When the server's certificate expires, in seconds since 1970; None without TLS."""
+        """Expiry of the server's certificate in seconds since 1970; None without TLS."""
         return None if self.tls is None else self.tls.files.expires.timestamp()
 
     def reload(self) -> None:
-        """Read the files again. New connections get the new certificates, new calls need the new keys; what is open goes on. Files that
-        cannot be used change nothing: the log says why."""
+        """Reads the files again. New connections use the new certificates, new calls the new keys; open ones continue.
+
+        Invalid files change nothing, and the reason is logged.
+        """
         if self.tls is not None:
             _try(self._reload_certificates)
         if self.authenticator is not None:
@@ -71,7 +73,7 @@ class Access:
 
 def _load(path: str | Path) -> ApiKeys:
     keys = ApiKeys.load(path)
-    warn_of_access("api_keys", path, 0o022)  # who writes it lets himself in; hashes may be read
+    warn_of_access("api_keys", path, 0o022)  # whoever can write it can add a key; reading the hashes is harmless
     return keys
 
 
@@ -79,4 +81,4 @@ def _try(reload: Callable[[], None]) -> None:
     try:
         reload()
     except InvalidArgument as wrong:
-        log.error("not reloaded, the old ones stay in use: %s", wrong)
+        log.error("reload failed, the old files stay in use: %s", wrong)

@@ -1,4 +1,4 @@
-"""Admission control: bounds what waits, in all and for each client. Belongs to one event loop; never blocks."""
+"""Admission control: bounds waiting work, in total and per client. Belongs to one event loop; never blocks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
 
 
 class Admission:
-    """Counts the completions that run or wait, in all and by client, each client's streams, and its tokens a minute.
+    """Counts running and waiting completions in total and per client, and each client's streams and tokens a minute.
 
     Attributes:
-        taken: completions that run or wait.
+        taken: number of running and waiting completions.
     """
 
     def __init__(self, config: ServerConfig, models: ModelProvider) -> None:
@@ -28,51 +28,52 @@ class Admission:
         self.taken = 0
         self._streams: Counter[str] = Counter()  # by client
         self._completions: Counter[str] = Counter()
-        self._buckets: dict[str, TokenBucket] = {}  # of keys with a limit
-        self._seconds = SHORTEST_RETRY  # that a completion takes, of late
+        self._buckets: dict[str, TokenBucket] = {}  # of keys with a token limit
+        self._seconds = SHORTEST_RETRY  # recent duration of a completion
 
     @property
     def _running(self) -> int:
         return self._models.info.limits.max_num_seqs
 
     def stream(self, call: Call) -> None:
-        """Count one more stream of this client until it is over, which is when its last message has gone.
+        """Counts one more stream of this client until its last message has been sent.
 
         Raises:
-            Busy: it has too many.
+            Busy: the client has too many streams.
         """
         client, limit = client_of(call), self._client_limit()
         if self._streams.get(client, 0) >= limit:
-            raise Busy(f"this client has {limit} streams; it may have no more at once", self._retry_seconds(), "client_streams")
+            raise Busy(f"this client has {limit} streams, the maximum", self._retry_seconds(), "client_streams")
         self._streams[client] += 1
         call.add_done_callback(lambda _: _take(self._streams, client, 1))
 
     def check(self, n: int, field: str = "n") -> None:
-        """
+        """Checks that the client may ever have `n` completions.
+
         Raises:
-            InvalidArgument: the calling client will never have as many completions; naming the field that asks for them.
+            InvalidArgument: it may not; names the field that requests them.
         """
         places, limit = self._running + self._waiting, self._client_limit()
         if n > limit:
-            raise InvalidArgument(field, n, f"at most {limit}, since a client may have no more completions at once")
+            raise InvalidArgument(field, n, f"at most {limit}, the maximum of concurrent completions per client")
         if n > places:
-            raise InvalidArgument(field, n, f"at most {places}, since {self._running} run and {self._waiting} wait at once")
+            raise InvalidArgument(field, n, f"at most {places}: {self._running} running and {self._waiting} waiting")
 
     def place(self, n: int, call: Call) -> Place:
-        """Places for a prompt's completions.
+        """Reserves places for a prompt's completions.
 
         Raises:
-            Busy: too many wait already, the client has too many, or its tokens of this minute are used up.
-            InvalidArgument: there will never be as many.
+            Busy: too many completions wait, the client has too many, or its tokens of this minute are used up.
+            InvalidArgument: so many completions are never possible.
         """
         self.check(n)
         places, client, limit = self._running + self._waiting, client_of(call), self._client_limit()
         bucket = self._bucket(client)
         if bucket is not None and (seconds := bucket.seconds_until_ready(time.monotonic())):
-            limited = f"this client may use {bucket.per_minute} tokens a minute, and has used them; come again in {seconds:.1f} s"
+            limited = f"this client may use {bucket.per_minute} tokens a minute, and has used them; try again in {seconds:.1f} s"
             raise Busy(limited, seconds, "tokens_per_minute")
         if self._completions.get(client, 0) + n > limit:
-            has = f"this client has {self._completions[client]} completions; it may have no more than {limit} at once"
+            has = f"this client has {self._completions[client]} completions; the maximum is {limit}"
             raise Busy(has, self._retry_seconds(), "client_streams")
         if self.taken + n > places:
             raise Busy(f"{self._waiting} requests are waiting; the queue is full", self._retry_seconds(), "queue_full")
@@ -81,13 +82,13 @@ class Admission:
         return Place(self, client, n, bucket)
 
     def leave(self, client: str, n: int, seconds: float) -> None:
-        """A client's completions have ended that took this long."""
+        """Records that a client's completions have ended after this many seconds."""
         self.taken -= n
         _take(self._completions, client, n)
         self._seconds += 0.1 * (seconds - self._seconds)
 
     def _client_limit(self) -> int:
-        """Streams, and completions, that the calling client may have."""
+        """Maximum number of streams, and of completions, for the calling client."""
         key = current_key.get()
         return self._per_client if key is None or key.max_streams is None else key.max_streams
 
@@ -97,18 +98,18 @@ class Admission:
             self._buckets.pop(client, None)
             return None
         bucket = self._buckets.setdefault(client, TokenBucket(key.tokens_per_minute, now))
-        if bucket.per_minute != key.tokens_per_minute:  # the keys were reloaded
+        if bucket.per_minute != key.tokens_per_minute:  # the keys have been reloaded
             bucket.resize(key.tokens_per_minute, now)
         return bucket
 
     def _retry_seconds(self) -> float:
-        """In which the half of what waits will have begun, so that not all who were refused find the queue full again."""
+        """Seconds until about half of the queue has started, so that not all rejected clients find it full again."""
         rounds = max(self.taken - self._running, 0) / self._running
         return min(max(self._seconds * rounds / 2, SHORTEST_RETRY), LONGEST_RETRY)
 
 
 class Place:
-    """What `Admission.place` gives; to be released, once or more often."""
+    """The places returned by `Admission.place`. `release` may be called repeatedly."""
 
     def __init__(self, admission: Admission, client: str, n: int, bucket: TokenBucket | None) -> None:
         self._admission, self._client, self._n, self._since = admission, client, n, time.monotonic()
@@ -120,7 +121,7 @@ class Place:
         return self._bucket is not None
 
     def charge(self, tokens: int) -> None:
-        """The request has used this many tokens so far, the prompt's included."""
+        """Reports the request's total tokens so far, including the prompt."""
         if self._bucket is not None and tokens > self._charged:
             self._bucket.charge(tokens - self._charged, time.monotonic())
             self._charged = tokens
@@ -138,13 +139,13 @@ class Place:
 
 
 def _take(counts: Counter[str], client: str, n: int) -> None:
-    """Counters forget clients that have nothing."""
+    """Adds to a counter, removing clients whose count becomes zero."""
     counts[client] -= n
     if not counts[client]:
         del counts[client]
 
 
 def client_of(call: Call) -> str:
-    """The name of the client's key, or else its address without the port."""
+    """The name of the client's key or, without keys, its address without the port."""
     key = current_key.get()
     return f"key {key.name}" if key is not None else str(call.peer()).rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""What all services do with a request: queue it, take its outputs, write them to a client who may not read."""
+"""Handling of a request in all services: queue it, receive its outputs, write them to a client that may not read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("jengine.serving")
 
 
 class Answer:
-    """The outputs of a request that has been queued, tracked. Left, the request has ended, or is aborted.
+    """The outputs of a queued and tracked request. On exit, an unfinished request is aborted.
 
     Args:
         pace: of streams; None for a request that gets one output.
@@ -43,7 +43,7 @@ class Answer:
         self._request.over()
 
     async def next(self) -> RequestOutput:
-        """The next output, which is then written; after one that is finished there is none.
+        """Returns the next output, which the caller must write. There is none after a finished one.
 
         Raises:
             EngineDead: the engine has failed, or was closed.
@@ -60,11 +60,12 @@ class Answer:
 
 
 class PatientWriter:
-    """Writes a stream's messages, each of which the client must take within a time.
+    """Writes a stream's messages. The client must read each within a time limit.
 
-    A write waits for HTTP/2's flow control. Where it has waited too long, `give_up` is called, which frees what the request holds; the
-    write itself cannot be taken back, so the error is raised, and reaches the client, when he reads on or goes. Meanwhile this
-    stream holds one message and what the transport buffers.
+    A write waits for HTTP/2's flow control. If it waits too long, `give_up` is called, which frees the
+    request's resources. The write cannot be cancelled, so the error is raised, and reaches the client, only
+    when the client reads on or disconnects. Until then the stream holds one message and the transport's
+    buffers.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class PatientWriter:
         self._stalled = False
 
     async def write(self, message: Any) -> None:
-        """Raises SlowReader when the client did not read in time."""
+        """Raises SlowReader if the client did not read in time."""
         timer = self._call_later(self._seconds, self._stall)
         try:
             await self._write(message)
@@ -86,16 +87,17 @@ class PatientWriter:
 
     def _stall(self) -> None:
         self._stalled = True
-        log.warning("slow reader: %s left a message unread for %g s; what it had asked for is aborted", self._peer(), self._seconds)
+        log.warning("slow reader: %s left a message unread for %g s; its request is aborted", self._peer(), self._seconds)
         self._give_up()
 
 
 def give_up(handle: RequestHandle, place: Place) -> None:
-    """Free what a request holds while its handler is stuck in a write."""
+    """Frees a request's resources while its handler is blocked in a write."""
     place.release()
     handle.abort()
 
 
 def new_id() -> str:
-    """Not AsyncLLM's own: these can be guessed, and a client who took the next one would block somebody else."""
+    """A random id, unlike AsyncLLM's own. Those can be guessed, so a client could take the next one and block
+    another client."""
     return uuid.uuid4().hex

@@ -37,20 +37,21 @@ log = logging.getLogger("jengine.serving")
 
 
 def longest_stop(config: ServerConfig) -> float:
-    """Seconds from SIGTERM to the process's end, at most."""
+    """Maximum seconds from SIGTERM to the end of the process."""
     lame_duck = config.lame_duck_seconds if config.drain_seconds else 0.0
     return lame_duck + config.drain_seconds + QUIT_SECONDS + 2 * EXIT_SECONDS + FLUSH_SECONDS
 
 
 def run(config: ServerConfig, model: str, make_engine: Callable[[OnEnd], EngineProcess]) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. A second SIGINT ends the process at once, with exit code 130. SIGHUP reloads.
+    """Serves until SIGTERM or SIGINT, then drains. A second SIGINT exits immediately with code 130. SIGHUP reloads.
 
     Args:
-        model: its name, unless config has another.
-        make_engine: as for Supervisor.
+        model: the model's name, unless config sets another.
+        make_engine: see Supervisor.
 
     Raises:
-        InvalidArgument: a file that cannot be used, an address that cannot be had, an option that the model or device cannot meet.
+        InvalidArgument: a file is invalid, an address is not available, or the model or device does not support
+            an option.
         ModelError, OutOfMemory, EngineDead: the engine cannot start.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
@@ -62,7 +63,7 @@ def run(config: ServerConfig, model: str, make_engine: Callable[[OnEnd], EngineP
 
 @contextlib.contextmanager
 def _needing_http(option: str, value: object) -> Iterator[None]:
-    """Raises InvalidArgument where the extra is not installed."""
+    """Raises InvalidArgument if the extra is not installed."""
     try:
         yield
     except ModuleNotFoundError as missing:
@@ -70,10 +71,10 @@ def _needing_http(option: str, value: object) -> Iterator[None]:
 
 
 class ServerApp:
-    """One server's. The arguments are those of `run`.
+    """A server. The arguments are those of `run`.
 
     Attributes:
-        reloads: called one after the other on SIGHUP.
+        reloads: functions called in order on SIGHUP.
     """
 
     def __init__(self, config: ServerConfig, name: str, make_engine: Callable[[OnEnd], EngineProcess]) -> None:
@@ -87,7 +88,7 @@ class ServerApp:
         self._showing: set[asyncio.Task[None]] = set()
 
     async def live(self) -> None:
-        """From the first to the last."""
+        """Runs the server from start to end."""
         config = self._config
         metrics = self._metrics()
         access = Access(config, metrics)
@@ -123,7 +124,7 @@ class ServerApp:
             await self._serve(exporter)
 
     async def _http(self, metrics: Metrics, access: Access) -> HttpFront | None:
-        """OpenAI's API, listening, where it is asked for."""
+        """Starts OpenAI's API, if it is enabled."""
         config = self._config
         if config.http_port is None:
             return None
@@ -133,7 +134,7 @@ class ServerApp:
         return await self._started(HttpFront(application(self._parts(metrics, access)), config), access)
 
     async def _exporter(self, metrics: Metrics, access: Access) -> MetricsServer | HttpFront | None:
-        """Metrics, listening, where they are asked for; with the playground, if that is too."""
+        """Starts the metrics port, if it is enabled, with the playground if that is too."""
         config = self._config
         if not isinstance(metrics, PrometheusMetrics):
             return None
@@ -149,7 +150,7 @@ class ServerApp:
         return await self._started(HttpFront(playground(self._parts(metrics, access), pages), config, "metrics_port"), access)
 
     async def _started(self, front: HttpFront, access: Access) -> HttpFront:
-        """Listening; with TLS, also with its certificates of later."""
+        """Starts listening; with TLS, new certificates are used after reloads."""
         tls = access.tls
         await front.start(None if tls is None else tls.files.context)
         if tls is not None:
@@ -162,7 +163,7 @@ class ServerApp:
         return Parts(self._config, self._built.shared, self._built.calls, access.authenticator, metrics, self._why_not_ready)
 
     async def _serve(self, exporter: MetricsServer | HttpFront | None) -> None:
-        """Until a signal comes, and everything has ended."""
+        """Serves until a signal arrives and everything has ended."""
         stop = stop_signal(self._reload)
         starting = asyncio.create_task(self._supervisor.start())
         either: list[asyncio.Future[Any]] = [starting, stop]
@@ -180,7 +181,7 @@ class ServerApp:
         await self._drain()
 
     async def _lame_duck(self) -> None:
-        """Health says NOT_SERVING, but all requests are answered: load balancers take a while to notice."""
+        """Health reports NOT_SERVING, but requests are still answered, so that load balancers can notice."""
         seconds = self._config.lame_duck_seconds
         if self._supervisor.serving and self._config.drain_seconds and seconds:
             log.info("stopping: not serving, but accepting requests for %g s more", seconds)
@@ -194,7 +195,7 @@ class ServerApp:
             reload()
 
     async def _drain(self) -> None:
-        """No new requests; time for those that run; then they are aborted, and told so."""
+        """Rejects new requests, gives running ones time to finish, then aborts them."""
         self._stopping = True
         seconds = self._config.drain_seconds
         log.info("stopping: requests in flight have %g s", seconds)
@@ -206,7 +207,7 @@ class ServerApp:
         if self._front is not None:
             ending.append(asyncio.create_task(self._front.close(FLUSH_SECONDS)))
         await asyncio.wait(ending, timeout=FLUSH_SECONDS)
-        await self._built.server.stop(None)  # who still watches health, or does not read
+        await self._built.server.stop(None)  # clients that still watch health, or do not read
         await stopping
         log.info("stopped")
 
@@ -223,7 +224,7 @@ class ServerApp:
         return self._engine
 
     def _changed(self, serving: bool) -> None:
-        """The model answers, or does so no more."""
+        """Called when the model starts or stops answering."""
         self._background(self._show_health())
         if serving and self._ready:
             log.info("the model answers again")
@@ -239,15 +240,15 @@ class ServerApp:
             await self._built.health.set(service, status)
 
     def _why_not_ready(self) -> str | None:
-        """For /readyz; None where the model answers."""
+        """The reason shown by /readyz; None if the model answers."""
         if self._stopping:
             return "stopping: new requests should go elsewhere"
         if self._supervisor.serving:
             return None
-        return "the engine has ended; another one is starting" if self._ready else "starting: the engine is not ready yet"
+        return "the engine has ended and is being restarted" if self._ready else "starting: the engine is not ready yet"
 
     def _say_ready(self, exporter: MetricsServer | HttpFront | None) -> None:
-        """One line, the only one on stdout."""
+        """Prints the only line on stdout."""
         self._ready = True
         config, info, engine = self._config, self._supervisor.info, self._engine.info
         limits = info.limits

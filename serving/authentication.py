@@ -1,4 +1,4 @@
-"""Who may call: those who bring a known API key, over gRPC as over HTTP."""
+"""Authentication with API keys, for gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from jengine.serving.metrics import Metrics
 from jengine.serving.security import ApiKeys, Key, current_key
 from jengine.serving.sparse_log import SparseLog
 
-OPEN_SERVICES = ("/grpc.health.v1.Health/",)  # what an orchestrator asks before it knows any key
+OPEN_SERVICES = ("/grpc.health.v1.Health/",)  # used by orchestrators, which have no key
 
 log = logging.getLogger("jengine.serving")
 
 
 class Rejection(NamedTuple):
-    """Why a call is not let in. `cause`: for metrics, one word."""
+    """The reason for rejecting a call. `cause`: one word, for metrics."""
 
     cause: str
     message: str
 
 
-MISSING = Rejection("missing_key", "an API key is needed, as metadata: authorization: Bearer KEY")
-WRONG = Rejection("wrong_key", "the API key is not known")
+MISSING = Rejection("missing_key", "an API key is required, as metadata: authorization: Bearer KEY")
+WRONG = Rejection("wrong_key", "the API key is unknown")
 
 
 class Authenticator:
-    """Finds the keys that calls bring.
+    """Finds the keys of calls.
 
     Attributes:
-        keys: may be replaced at any time; calls that have begun go on.
+        keys: may be replaced at any time; running calls continue.
     """
 
     def __init__(self, keys: ApiKeys, metrics: Metrics | None = None) -> None:
@@ -40,7 +40,7 @@ class Authenticator:
         self._rejections, self._raw = SparseLog(log.warning), SparseLog(log.error)
 
     def key_of(self, authorization: str | None) -> Key | Rejection:
-        """Of a call with this header: `Bearer KEY`."""
+        """The key of a call with this `Bearer KEY` header."""
         scheme, _, presented = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             return MISSING
@@ -57,13 +57,13 @@ class Authenticator:
         return WRONG
 
     def rejected(self, why: Rejection, peer: str) -> None:
-        """Count and log a call that is not let in."""
+        """Counts and logs a rejected call."""
         self._metrics.rejected(why.cause)
         self._rejections("rejected a call from %s: %s", peer, why.message)
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
-    """Lets no gRPC call pass without a known key in its `authorization: Bearer KEY` metadata, but for health checks."""
+    """Rejects gRPC calls without a known key in their `authorization: Bearer KEY` metadata, except health checks."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
@@ -74,7 +74,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(call)
         if handler is None or call.method.startswith(OPEN_SERVICES):
-            return handler  # of methods that do not exist gRPC says so: which ones do is no secret
+            return handler  # gRPC reports unknown methods; their names are no secret
         key = self._authenticator.key_of(_authorization(call.invocation_metadata))
         if isinstance(key, Rejection):
             return self._rejecters[key]
@@ -86,7 +86,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             self._authenticator.rejected(why, context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, why.message)
 
-        # As a streaming method, whatever was called: it answers before it has read, or parsed, any message.
+        # A streaming method, whatever was called, since it answers before any message is read or parsed.
         return grpc.stream_stream_rpc_method_handler(reject)
 
 

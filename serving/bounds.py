@@ -1,4 +1,4 @@
-"""What a request may ask for on this server, and with this key."""
+"""Limits on the parameters of a request, set by the server and the key."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jengine.serving.security import current_key
 
 
 class RequestBounds(NamedTuple):
-    """The server's maxima; None is no limit.
+    """The server's limits; None: no limit.
 
     Attributes:
-        max_tokens: of each completion.
+        max_tokens: for each completion.
         seconds: from a request's arrival to its end.
     """
 
@@ -31,10 +31,10 @@ class RequestBounds(NamedTuple):
         return cls(config.max_tokens_limit, config.max_request_seconds)
 
     def params[P: GenerationParams](self, params: P) -> P:
-        """The parameters, with as many tokens as there may be where they set no limit.
+        """The parameters, with the server's max_tokens if they set none.
 
         Raises:
-            InvalidArgument: they ask for more.
+            InvalidArgument: they exceed the server's limit.
         """
         if self.max_tokens is None:
             return params
@@ -58,7 +58,7 @@ class RequestBounds(NamedTuple):
 
 
 def check_priority(priority: int) -> None:
-    """Raises Refusal where the key does not allow this priority. Without keys, every priority is allowed."""
+    """Raises Refusal if the key does not allow this priority. Without keys, all priorities are allowed."""
     key = current_key.get()
     if key is not None and type(priority) is int and priority < key.min_priority:
         message = f"priority={priority}: at least {key.min_priority} with this key (its min_priority; lower runs first)"
@@ -66,16 +66,16 @@ def check_priority(priority: int) -> None:
 
 
 def sees_all_clients() -> bool:
-    """Whether the caller may know what other clients do: its key says so, or there are no keys."""
+    """Whether the caller may see other clients' activity: its key allows it, or there are no keys."""
     key = current_key.get()
     return key is None or key.admin == 1
 
 
 def check_admin(peer: str) -> None:
-    """Raises Refusal unless the caller may change what concerns all clients: by its key's admin=1; without keys, from this machine.
+    """Raises Refusal unless the caller is an administrator: its key has admin=1 or, without keys, it is on this machine.
 
     Args:
-        peer: of the call, as gRPC writes it: "ipv4:127.0.0.1:12345", "ipv6:%5B::1%5D:12345".
+        peer: address of the caller in gRPC's form: "ipv4:127.0.0.1:12345", "ipv6:%5B::1%5D:12345".
     """
     if current_key.get() is None and not is_loopback(peer):
         message = "without API keys, only clients on the server's machine may do this"
@@ -87,7 +87,7 @@ def check_admin(peer: str) -> None:
 
 
 def is_loopback(peer: str) -> bool:
-    """Whether a peer, as gRPC writes it, is on this machine; False for what is no address."""
+    """Whether a peer, in gRPC's form, is on this machine. False if it is not an address."""
     kind, _, rest = unquote(peer).partition(":")
     try:
         address = ipaddress.ip_address(rest.rpartition(":")[0].strip("[]"))

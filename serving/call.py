@@ -1,4 +1,4 @@
-"""A call, as what is common to all protocols sees it."""
+"""The protocol-independent interface of a call."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ DEADLINE_MARGIN = 0.1  # seconds
 
 
 class Call(Protocol):
-    """gRPC's ServicerContext is one; for HTTP see http/calls.py."""
+    """Implemented by gRPC's ServicerContext; for HTTP see http/calls.py."""
 
     def peer(self) -> str:
         """The client's address in gRPC's form: "ipv4:127.0.0.1:12345", "ipv6:%5B::1%5D:12345"."""
 
     def time_remaining(self) -> float | None:
-        """Seconds until the client's deadline; None where it has none."""
+        """Seconds until the client's deadline; None if there is none."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """What came with the request; of HTTP, the headers that tracing needs."""
+        """Metadata of the request; for HTTP, the headers used for tracing."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call it when the call is over, which is when its last message has gone."""
+        """Registers a function to call when the call's last message has been sent."""
 
 
 def interruption(call: Call) -> grpc.StatusCode:
-    """Why a call was cancelled: DEADLINE_EXCEEDED where its deadline has (nearly) passed, else CANCELLED by the client."""
+    """Why a call was cancelled: DEADLINE_EXCEEDED if its deadline has (nearly) passed, otherwise CANCELLED."""
     left = call.time_remaining()
     return grpc.StatusCode.CANCELLED if left is None or left > DEADLINE_MARGIN else grpc.StatusCode.DEADLINE_EXCEEDED

@@ -1,4 +1,4 @@
-"""A client of jengine's gRPC service, blocking or asyncio: what jengine.LLM does here, done by a server."""
+"""Blocking and asyncio clients of jengine's gRPC service."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ __all__ = ["AsyncClient", "Client", "Retries", "ServedOutput", "ServerError", "U
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),  # log probabilities of a long prompt are long
-    ("grpc.keepalive_time_ms", 30_000),  # a server that vanished is noticed, however long its answer takes
+    ("grpc.keepalive_time_ms", 30_000),  # detects a server that has vanished, however long its answer takes
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),  # Attempts pauses
+    ("grpc.initial_reconnect_backoff_ms", 100),  # Attempts adds its own pauses
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),
 ]
 SHORT = 30.0  # seconds for calls that generate nothing
 PROFILE_SECONDS = 90.0
-GRACE = 10.0  # seconds after a request's own timeout, in which the server ends it
+GRACE = 10.0  # additional seconds after a request's own timeout, for the server to end it
 
 
 class _Connection:
-    """What both clients have in common."""
+    """Common parts of both clients."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class _Connection:
         Args:
             address: host:port.
             api_key: sent with every request.
-            tls: encrypt, and trust the authorities that this machine trusts.
-            tls_ca: PEM file of the authorities to trust instead; turns TLS on.
+            tls: use TLS, with the certificate authorities of this machine.
+            tls_ca: PEM file of other authorities to trust; turns TLS on.
             tls_cert, tls_key: PEM files of the client's own certificate, for mutual TLS.
-            retries: how often and how long to retry a request that the server cannot take.
+            retries: number and duration of retries when the server cannot take a request.
 
         Raises:
             InvalidArgument: a file cannot be read.
@@ -94,7 +94,7 @@ def _profile_request(options: ProfileOptions) -> pb.ProfileRequest:
 
 
 def _profile_seconds(options: ProfileOptions) -> float:
-    """Until a profile is there at the latest: what is captured is also written down."""
+    """Maximum seconds for a profile, including the time to write the capture."""
     return 2 * options.seconds + options.heap_seconds + PROFILE_SECONDS
 
 
@@ -131,16 +131,19 @@ class Client(_Connection):
         return self._whole(self._stub.Generate, generate_request(prompt, Call.of(sampling_params, options)))
 
     def stream(self, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any) -> Generator[ServedOutput]:
-        """Complete one prompt, as it comes: each output holds the text, tokens and logprobs that are new of one completion; the last
-        one has finished, with every completion's finish_reason and the usage, and holds no text. Closing it early aborts the request."""
+        """Complete one prompt and stream the output.
+
+        Each output has the new text, tokens and logprobs of one completion. The last one has no text, but every
+        completion's finish_reason and the usage. Closing the iterator early aborts the request.
+        """
         return self._news(self._stub.GenerateStream, generate_request(prompt, Call.of(sampling_params, options)))
 
     def chat(self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any) -> ServedOutput:
-        """Answer one conversation, by the model's chat template."""
+        """Answer one conversation, with the model's chat template."""
         return self._whole(self._stub.Chat, chat_request(messages, Call.of(sampling_params, options)))
 
     def chat_stream(self, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any) -> Generator[ServedOutput]:
-        """Answer one conversation, as it comes; as `stream`."""
+        """Answer one conversation and stream the answer, as `stream`."""
         return self._news(self._stub.ChatStream, chat_request(messages, Call.of(sampling_params, options)))
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -158,37 +161,43 @@ class Client(_Connection):
         return bool(self._ask(self._stub.Abort, pb.AbortRequest(request_id=request_id), SHORT).found)
 
     def model(self) -> pb.GetModelResponse:
-        """What is served: name, max_model_len, max_num_seqs, dtype, has_chat_template and more."""
+        """Describe the served model: name, max_model_len, max_num_seqs, dtype, has_chat_template and more."""
         got: pb.GetModelResponse = self._ask(self._stub.GetModel, pb.GetModelRequest(), SHORT)
         return got
 
     def load(self) -> pb.GetLoadResponse:
-        """How busy the server is: running, waiting, free_pages, pages, cached_pages."""
+        """Return the server's load: running, waiting, free_pages, pages, cached_pages."""
         got: pb.GetLoadResponse = self._ask(self._stub.GetLoad, pb.GetLoadRequest(), SHORT)
         return got
 
     def set_strategy(self, strategy: str) -> None:
-        """Change the server's strategy: throughput, latency, memory or auto. Needs the rights that reset_prefix_cache needs."""
+        """Change the server's strategy: throughput, latency, memory or auto. Needs the same permission as
+        reset_prefix_cache."""
         self._ask(self._stub.SetStrategy, pb.SetStrategyRequest(strategy=strategy), SHORT)
 
     def trace(self, seconds: float | None = None) -> Trace:
-        """What the server's engine did in the last so many seconds, or in all that is kept; `jengine.explain` takes it. Allowed to whom
-        reset_prefix_cache is."""
+        """Return the engine's activity in the last `seconds` seconds, or all that is kept, for `jengine.explain`.
+
+        Needs the same permission as reset_prefix_cache.
+        """
         return Trace.from_json(self._ask(self._stub.GetTrace, pb.GetTraceRequest(seconds=seconds), SHORT).trace)
 
     def profile(self, options: ProfileOptions | None = None) -> tuple[Profile, bytes]:
-        """Take a profile of the server's processes, and wait for it: the profile, and jax.profiler's capture as a zip file. Allowed to whom
-        reset_prefix_cache is."""
+        """Profile the server's processes. Returns the profile, and jax.profiler's capture as a zip file.
+
+        Needs the same permission as reset_prefix_cache.
+        """
         options = options or ProfileOptions()
         answer = self._ask(self._stub.Profile, _profile_request(options), _profile_seconds(options))
         return Profile.from_json(answer.profile), bytes(answer.jax_capture)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages, those of all clients. Needs an API key with admin=1, or a server without keys on this machine."""
+        """Forget all cached pages of all clients. Needs an API key with admin=1, or a server without keys on
+        this machine."""
         return bool(self._ask(self._stub.ResetPrefixCache, pb.ResetPrefixCacheRequest(), SHORT).done)
 
     def close(self) -> None:
-        """End the connection, and what still runs over it."""
+        """Close the connection, and end running requests."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -221,7 +230,7 @@ class Client(_Connection):
         while True:
             reader, begun, call = OutputReader(request), False, None
             try:
-                with uninterrupted():  # between gRPC's count of calls and the thread that serves them, Ctrl-C would stall the channel
+                with uninterrupted():  # Ctrl-C between gRPC's count of calls and the thread that serves them would stall the channel
                     call = method(request, timeout=_deadline(request), **self._options)
                 for event in events_of(call):
                     if (news := reader.news(event)) is not None:

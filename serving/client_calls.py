@@ -1,4 +1,5 @@
-"""Bounds the calls that one client may have at once, of whatever method and protocol: also of those that admission control does not see."""
+"""Bounds the concurrent calls of one client over all methods and protocols, including calls that admission
+control does not count."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ RETRY_SECONDS = 1.0
 
 
 class ClientCalls:
-    """Counts calls by client. A key that may have more streams than `limit` may have as many calls.
+    """Counts calls by client. A key that may have more than `limit` streams may have as many calls.
 
     Attributes:
-        limit: calls that a client may have at once.
+        limit: maximum concurrent calls of a client.
     """
 
     def __init__(self, config: ServerConfig, metrics: Metrics) -> None:
@@ -33,16 +34,16 @@ class ClientCalls:
         self._calls: Counter[str] = Counter()  # by client
 
     def one_more(self, call: Call) -> AbstractContextManager[None]:
-        """Counts the call within what is returned.
+        """Returns a context in which the call is counted.
 
         Raises:
-            Busy: the client has as many as it may have.
+            Busy: the client has too many calls.
         """
         client, key = client_of(call), current_key.get()
         limit = self.limit if key is None or key.max_streams is None else max(self.limit, key.max_streams)
         if self._calls.get(client, 0) >= limit:
             self._metrics.rejected("client_calls")
-            raise Busy(f"this client has {limit} calls; it may have no more at once", RETRY_SECONDS)
+            raise Busy(f"this client has {limit} calls, the maximum", RETRY_SECONDS)
         return self._counting(client)
 
     @contextmanager
@@ -57,7 +58,7 @@ class ClientCalls:
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
-    """Counts gRPC's calls; rejects those of a client that has too many with RESOURCE_EXHAUSTED."""
+    """Counts gRPC calls, and rejects those of clients with too many with RESOURCE_EXHAUSTED."""
 
     def __init__(self, calls: ClientCalls) -> None:
         self._calls = calls
@@ -85,7 +86,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         return stream if isasyncgenfunction(behavior) else answer if iscoroutinefunction(behavior) else behavior
 
     async def _one_more(self, context: grpc.aio.ServicerContext) -> AbstractContextManager[None]:
-        """Aborts the call where there are too many."""
+        """Aborts the call if there are too many."""
         try:
             return self._calls.one_more(context)
         except Busy as busy:

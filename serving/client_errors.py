@@ -1,4 +1,4 @@
-"""A server's refusals, as a client's exceptions; and which of them are worth another attempt."""
+"""Converts a server's errors to exceptions, and decides which of them are retried."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from google.rpc.status_pb2 import Status
 from jengine import InvalidArgument, JengineError
 from jengine.serving.errors import DETAILS_KEY
 
-FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.2, 2.0, 5.0  # seconds, where the server does not say
+FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.2, 2.0, 5.0  # seconds, if the server does not say
 
 
 class ServerError(JengineError):
@@ -31,7 +31,7 @@ class ServerError(JengineError):
 
 
 def exception_of(error: grpc.RpcError, request: Message) -> JengineError:
-    """InvalidArgument where the server named a field of the request, else ServerError."""
+    """InvalidArgument if the server named a field of the request, otherwise ServerError."""
     for violation in _details(error, BadRequest()).field_violations:
         field = violation.field.removeprefix("sampling_params.")
         _, _, limit = violation.description.partition(": ")
@@ -40,18 +40,18 @@ def exception_of(error: grpc.RpcError, request: Message) -> JengineError:
 
 
 def retry_seconds(error: grpc.RpcError) -> float | None:
-    """When the server says to come again."""
+    """The retry delay requested by the server."""
     info = _details(error, RetryInfo())
     return info.retry_delay.ToNanoseconds() / 1e9 if info.HasField("retry_delay") else None
 
 
 def _details[D: Message](error: grpc.RpcError, kind: D) -> D:
-    """The status's detail of this kind; an empty one where it has none."""
+    """The status's detail of this type; empty if there is none."""
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_KEY:
             try:
                 status = Status.FromString(value)
-            except DecodeError:  # not this server's
+            except DecodeError:  # not from this server
                 continue
             for detail in status.details:
                 if detail.Unpack(kind):
@@ -60,7 +60,7 @@ def _details[D: Message](error: grpc.RpcError, kind: D) -> D:
 
 
 def _value_at(request: Message, path: str) -> object:
-    """What was sent as this field; None where the path is no field of its own."""
+    """The value sent in this field; None if the path is not a field of the request."""
     value: object = request
     for name in path.split("."):
         if isinstance(value, Message) and name in value.DESCRIPTOR.oneofs_by_name:
@@ -83,17 +83,17 @@ class Retries:
 
 
 class Attempts:
-    """One request's."""
+    """The attempts of one request."""
 
     def __init__(self, retries: Retries) -> None:
         self._left, self._until, self._pause = retries.attempts - 1, time.monotonic() + retries.seconds, FIRST_PAUSE
 
     def pause(self, error: grpc.RpcError) -> float | None:
-        """Seconds to wait before the next attempt; None where this error is the answer.
+        """Seconds to wait before the next attempt; None if the error is final.
 
-        A server that is there says when to come again; one that is full without saying so (a message is too large for it) will
-        be so next time. One that is not there is tried after pauses that grow. Never earlier, and up to a quarter later, so that
-        not all come together.
+        A busy server says when to retry. If it reports exhaustion without a delay (a message is too large),
+        retrying would not help. An unreachable server is retried after growing pauses. Up to a quarter is added
+        to each pause, so that clients do not all retry at the same time.
         """
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
             return None

@@ -1,4 +1,4 @@
-"""What a client sends and gets: protos to and from what users of jengine know."""
+"""Converts between protobuf messages and the types that users of the client know."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ServedOutput(RequestOutput):
 
 
 class Call(NamedTuple):
-    """What a request has beside its prompt: of the client's methods' keywords, these and the rest."""
+    """The options of a client's method other than the prompt."""
 
     params: GenerationParams | None
     request_id: str | None
@@ -63,7 +63,7 @@ class Call(NamedTuple):
 
 
 def generate_request(prompt: Prompt, call: Call) -> pb.GenerateRequest:
-    """Raises InvalidArgument for what cannot be sent."""
+    """Raises InvalidArgument for values that cannot be sent."""
     request = pb.GenerateRequest()
     given: Any = prompt
     if isinstance(prompt, dict):
@@ -79,7 +79,7 @@ def generate_request(prompt: Prompt, call: Call) -> pb.GenerateRequest:
 
 
 def chat_request(messages: Messages, call: Call) -> pb.ChatRequest:
-    """Raises InvalidArgument for what cannot be sent."""
+    """Raises InvalidArgument for values that cannot be sent."""
     request = pb.ChatRequest()
     for i, message in enumerate(messages):
         with sending(f"messages[{i}]", message):
@@ -96,8 +96,8 @@ def chat_request(messages: Messages, call: Call) -> pb.ChatRequest:
 def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](request: R, call: Call, sampling_fields: Mapping[str, Any]) -> R:
     params = call.params
     if params is not None and sampling_fields:
-        raise InvalidArgument("sampling_params", params, f"excludes its fields as keywords: {', '.join(sampling_fields)}")
-    if params is None:  # what is not given is as the server's model has it
+        raise InvalidArgument("sampling_params", params, f"cannot be combined with its fields as keywords: {', '.join(sampling_fields)}")
+    if params is None:  # fields that are not given have the defaults of the server's model
         request.sampling_params.CopyFrom(from_params(SamplingParams(**sampling_fields), sampling_fields))
     else:
         request.sampling_params.CopyFrom(from_params(params))
@@ -122,7 +122,7 @@ def _message(message: Mapping[str, Any]) -> pb.ChatMessage:
 
 @contextmanager
 def sending(field: str, value: object) -> Iterator[None]:
-    """Names the field where the proto takes no such value."""
+    """Raises InvalidArgument with the field's name if protobuf rejects the value."""
     try:
         yield
     except (TypeError, ValueError, KeyError) as wrong:
@@ -133,7 +133,7 @@ def sending(field: str, value: object) -> Iterator[None]:
 
 
 class OutputReader:
-    """Outputs from responses: of one request."""
+    """Converts the responses of one request to outputs."""
 
     def __init__(self, request: pb.GenerateRequest | pb.ChatRequest) -> None:
         self._prompt = self._ids = None
@@ -147,7 +147,7 @@ class OutputReader:
         return self._end(output, [completion.ending for completion in response.completions], response)
 
     def news(self, event: pb.GenerateStreamResponse) -> ServedOutput | None:
-        """What is new: of one completion, or at the end the endings of all. None of the request's acceptance."""
+        """New output of one completion, or the final output. None for the message that confirms the request."""
         match event.WhichOneof("event"):
             case "delta":
                 return self._output([self._completion(event.delta)])

@@ -151,8 +151,8 @@ def _whole(name: str, value: object, low: int, high: int | None) -> None:
 # --- where values come from -----------------------------------------------------------------------
 
 KINDS = {name: hint for of in (ServerConfig, EngineConfig) for name, hint in get_type_hints(of).items()}
-SERVED: dict[str, Any] = {"warm_up": "all"}  # EngineConfig's defaults, changed
-Sourced = dict[str, tuple[Any, str]]  # by option: its value, and where that was given
+SERVED: dict[str, Any] = {"warm_up": "all"}  # changed defaults of EngineConfig
+Sourced = dict[str, tuple[Any, str]]  # option: (value, place where it was given)
 
 
 def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> tuple[ServerConfig, EngineConfig]:
@@ -163,7 +163,7 @@ def resolve_config(flags: Mapping[str, Any], environ: Mapping[str, str] = os.env
         environ: JENGINE_PORT is `port`, and so on; JENGINE_CONFIG is the file. Kubernetes' service links are ignored.
 
     Raises:
-        InvalidArgument: an unknown name or a bad value; says where it was given.
+        InvalidArgument: an unknown name or an invalid value; says where it was given.
     """
     given = given_options(flags, environ)
     if "model" not in given:
@@ -189,7 +189,7 @@ def given_options(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
 
 @contextlib.contextmanager
 def naming_source(given: Sourced) -> Iterator[None]:
-    """Add to an InvalidArgument where its field was given."""
+    """Adds the place where the field was given to an InvalidArgument."""
     try:
         yield
     except InvalidArgument as wrong:
@@ -223,12 +223,12 @@ def _from_file(path: Path, where: str) -> Sourced:
 def _parsed(variable: str, text: str, hint: Any) -> Any:
     """Parse a variable's text as a value of this type; for a union that allows text, keep the text."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if not text:  # not the default: an empty JENGINE_API_KEYS must not turn authentication off
+    if not text:  # an error rather than the default, since an empty JENGINE_API_KEYS must not turn authentication off
         raise InvalidArgument(variable, text, "is empty; unset it to take the default")
     try:
         if bool in kinds:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        kind = next((kind for kind in (str, float, int) if kind in kinds), str)  # what is left are choices: text
+        kind = next((kind for kind in (str, float, int) if kind in kinds), str)  # the remaining hints are choices, which are text
         return kind(text)
     except (KeyError, ValueError):
         wanted = "true or false" if bool in kinds else "a number" if float in kinds else "a whole number"

@@ -1,4 +1,4 @@
-"""Between protos and jengine's plain data."""
+"""Converts between protobuf messages and jengine's plain data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jengine import (
 )
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
-NO_LIMIT = 2**31 - 1  # as max_tokens: SamplingParams' None, since an unset field is the default
+NO_LIMIT = 2**31 - 1  # as max_tokens: represents None, since an unset field means the default
 REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
@@ -31,16 +31,17 @@ REASONS = {
     "error": pb.FINISH_REASON_ERROR,
 }
 MAX_MESSAGES = 4096  # in a conversation
-MAX_TOOLS_BYTES = 2**20  # of tools, and of a template's variables: templates write them in Python
-MOST_TOKENS = 1000  # in a message; with MAX_LOGPROBS of each, some 600 kB
-BEAM_FIELDS = ("max_tokens", "ignore_eos", "temperature", "include_stop_str_in_output")  # of SamplingParams, that beam searches have too
+MAX_TOOLS_BYTES = 2**20  # of tools, and of a template's variables; templates write these in Python
+MOST_TOKENS = 1000  # in a message; with MAX_LOGPROBS each, about 600 kB
+# fields of SamplingParams that beam searches also have
+BEAM_FIELDS = ("max_tokens", "ignore_eos", "temperature", "include_stop_str_in_output")
 DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)}
 
 # --- sampling parameters --------------------------------------------------------------------------
 
 
 def to_params(proto: pb.SamplingParams, default: SamplingParams | None = None) -> GenerationParams:
-    """What is set, the rest as in `default`, or else as in SamplingParams(): an unset field is not a zero. See also `with_beams`.
+    """Parameters from the set fields; other fields are taken from `default` or SamplingParams(). See also `with_beams`.
 
     Raises:
         InvalidArgument: naming the field.
@@ -63,8 +64,10 @@ def to_params(proto: pb.SamplingParams, default: SamplingParams | None = None) -
 
 
 def with_beams(given: dict[str, Any], default: SamplingParams) -> GenerationParams:
-    """Sampling parameters as given, the rest as in `default`. With use_beam_search a beam search: `n` is its width, other fields that it
-    lacks must be neutral, and max_tokens alone has its default from `default`.
+    """Parameters from the given fields; other fields are taken from `default`.
+
+    With use_beam_search, returns BeamSearchParams: `n` is the width, fields that they lack must have neutral
+    values, and only max_tokens has its default from `default`.
 
     Raises:
         InvalidArgument: naming the field.
@@ -90,11 +93,12 @@ def with_beams(given: dict[str, Any], default: SamplingParams) -> GenerationPara
 
 
 def from_params(params: GenerationParams, fields: Collection[str] | None = None) -> pb.SamplingParams:
-    """All fields, or those named: the server's model may have other defaults. Left unset are empty lists and None, which no model's
-    defaults replace, and which the protocol has no other form for.
+    """All fields, or the named ones, since the server's model may have other defaults.
+
+    Empty lists and None stay unset: no model's defaults replace them, and the protocol cannot express them.
 
     Raises:
-        InvalidArgument: a value that its field cannot hold.
+        InvalidArgument: a field cannot hold its value.
     """
     proto = pb.SamplingParams()
     if isinstance(params, BeamSearchParams):
@@ -134,7 +138,7 @@ def _sending(name: str, value: object) -> Iterator[None]:
 def _structured(proto: pb.StructuredOutputs) -> StructuredOutputs:
     kind = proto.WhichOneof("kind")
     if kind is None:
-        return StructuredOutputs()  # refused, with the reason
+        return StructuredOutputs()  # rejected, with the reason
     value: Any = list(proto.choice.texts) if kind == "choice" else getattr(proto, kind)
     return StructuredOutputs(**{str(kind): value})
 
@@ -154,13 +158,13 @@ def _set_structured(proto: pb.StructuredOutputs, value: StructuredOutputs) -> No
 
 
 def check_messages(messages: Sequence[pb.ChatMessage]) -> None:
-    """Raises InvalidArgument where there are more than MAX_MESSAGES: before they are looked at."""
+    """Raises InvalidArgument if there are more than MAX_MESSAGES, before they are processed."""
     if len(messages) > MAX_MESSAGES:
         raise InvalidArgument("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
 
 
 def to_messages(messages: Sequence[pb.ChatMessage]) -> list[dict[str, Any]]:
-    """As AsyncLLM.chat takes them, with only what is set.
+    """Messages for AsyncLLM.chat, with the set fields only.
 
     Raises:
         InvalidArgument: tool calls that are not JSON.
@@ -175,10 +179,10 @@ def to_messages(messages: Sequence[pb.ChatMessage]) -> list[dict[str, Any]]:
 
 
 def to_options(options: pb.ChatOptions) -> dict[str, Any]:
-    """As jengine's ChatOptions, with only what is set.
+    """ChatOptions with the set fields only.
 
     Raises:
-        InvalidArgument: text that is not JSON, JSON of another type, or more than MAX_TOOLS_BYTES.
+        InvalidArgument: invalid JSON, JSON of another type, or more than MAX_TOOLS_BYTES.
     """
     given: dict[str, Any] = {field.name: value for field, value in options.ListFields()}
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
@@ -203,7 +207,7 @@ def _json(where: str, text: str, kind: type) -> Any:
 
 
 async def response(output: RequestOutput, model: str) -> pb.GenerateResponse:
-    """A finished output, whole. Other requests have their turn meanwhile: log probabilities of n completions may take seconds."""
+    """A complete finished output. Yields to other requests, since log probabilities of n completions may take seconds."""
     whole = pb.GenerateResponse(
         request_id=output.request_id,
         model=model,
@@ -224,8 +228,11 @@ def started(request_id: str, model: str) -> pb.GenerateStreamResponse:
 
 
 def deltas(completion: CompletionOutput) -> Iterator[pb.GenerateStreamResponse]:
-    """A completion's news, as AsyncLLM's output_kind="delta" has them: one message, or several where a slow reader's tokens have
-    gathered, each far below the 4 MB that clients take by default."""
+    """Messages for the new part of a completion, as in AsyncLLM's output_kind="delta".
+
+    One message, or several if tokens of a slow reader have accumulated, each far below the 4 MB that clients
+    accept by default.
+    """
     text, ids, chosen = completion.text, completion.token_ids, completion.logprobs
     if not (text or ids):
         return
@@ -234,7 +241,7 @@ def deltas(completion: CompletionOutput) -> Iterator[pb.GenerateStreamResponse]:
         news = {"index": completion.index, "text": "" if start else text, "token_ids": ids[start:end]}
         if chosen:
             news["logprobs"] = logprobs(chosen[start:end])
-        yield pb.GenerateStreamResponse(delta=news)  # not of a pb.Delta, which would be copied
+        yield pb.GenerateStreamResponse(delta=news)  # built around the delta, since passing a pb.Delta would copy it
 
 
 async def finished(
@@ -270,7 +277,7 @@ def usage(output: RequestOutput, completion_tokens: int) -> pb.Usage:
 
 
 def load(now: Load, counters: bool) -> pb.GetLoadResponse:
-    """`counters`: also those of the prefix cache."""
+    """`counters`: whether to include those of the prefix cache."""
     proto = pb.GetLoadResponse(
         running=now.running,
         waiting=now.waiting,
@@ -300,7 +307,7 @@ def timings(output: RequestOutput) -> pb.Timings:
 
 
 async def _add_logprobs(to: Any, positions: Sequence[Mapping[int, Logprob] | None] | None) -> None:
-    """Some at a time; other requests have their turn in between."""
+    """Adds positions in portions, and lets other requests run in between."""
     for start in range(0, len(positions or ()), MOST_TOKENS):
         if start:
             await asyncio.sleep(0)

@@ -1,8 +1,8 @@
-"""The engine process: a step loop and nothing else. Its server is at the other end of a socket that it inherits.
+"""The engine process: only a step loop. Its server is at the other end of an inherited socket.
 
-The main thread steps the engine and reports. A second thread reads orders, so that parsing them holds no step up, and so that the
-server's death is noticed during a long compilation, too: then the process ends at once. A third thread makes token masks, which may
-take a second, for other requests to pass by.
+The main thread steps the engine and sends updates. A second thread reads orders, so that parsing them does not
+delay steps, and the server's death is noticed even during a long compilation; the process then exits
+immediately. A third thread creates token masks, which may take a second, so that other requests can proceed.
 """
 
 from __future__ import annotations
@@ -63,34 +63,34 @@ from jengine.serving.wire import (
 
 
 def _LOOK() -> None:
-    """No order: time to look for news."""
+    """Not an order: wakes the loop to check for news."""
 
 
 class EngineChild:
-    """An engine that takes its orders from a socket."""
+    """An engine that receives its orders from a socket."""
 
     def __init__(self, server: socket.socket, heartbeat: Heartbeat) -> None:
         self._server, self._heartbeat = server, heartbeat
         self._frames: Frames[Configure | Add | End | ResetPrefixCache | TakeTrace | TakeProfile | SetStrategy | Quit] = Frames(Order)
-        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # what the loop shall do; None ends it
-        self._unmasked: queue.SimpleQueue[Add] = queue.SimpleQueue()  # orders whose masks shall be made
-        self._masking: set[str] = set()  # their requests
-        self._ended: set[str] = set()  # those of them that have been ended meanwhile
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # functions to call in the loop; None ends it
+        self._unmasked: queue.SimpleQueue[Add] = queue.SimpleQueue()  # orders whose masks must be created
+        self._masking: set[str] = set()  # request ids of these
+        self._ended: set[str] = set()  # those of them that were ended meanwhile
         self._configured: queue.SimpleQueue[Configure] = queue.SimpleQueue()
         self._tokenizer: Tokenizer | None = None
         self._engine: Steps
-        self._told: object = None  # the load that the server knows
-        self._totals, self._totals_at = StepTotals(), 0.0  # that it knows, and when it was told
+        self._told: object = None  # the last load sent to the server
+        self._totals, self._totals_at = StepTotals(), 0.0  # the last totals sent to the server, and the time
 
     def run(self) -> None:
-        """Start the engine, then step it until the server says Quit."""
+        """Starts the engine, and steps it until the server sends Quit."""
         threading.Thread(target=self._read, name="orders", daemon=True).start()
         threading.Thread(target=self._mask, name="masks", daemon=True).start()
         configure = self._configured.get()
         module, _, function = configure.engine.partition(":")
         self._engine, self._tokenizer, info = getattr(import_module(module), function)(**json.loads(configure.options))
         gc.collect()
-        gc.freeze()  # what the start has made stays: no collection need look at it again
+        gc.freeze()  # excludes objects of the start from garbage collection
         self._told = self._engine.load
         self._heartbeat.ready(info.longest_step)
         self._say(Ready(self._engine.limits, self._engine.load, info))
@@ -103,7 +103,7 @@ class EngineChild:
             self._heartbeat.turn()
             if self._inbox.empty():
                 untold = wait and self._engine.totals().steps != self._totals.steps
-                if untold or self._engine.load != self._told:  # a request was taken out, or waits: no tokens tell of it
+                if untold or self._engine.load != self._told:  # a request was removed, or is waiting: no tokens report this
                     self._deliver((), totals=untold)
                 if not wait:
                     return True
@@ -117,7 +117,7 @@ class EngineChild:
             wait = not self._engine.has_work
 
     def _next_order(self) -> Callable[[], object] | None:
-        """Waits for it; a second at most while programs become ready, of which the server hears."""
+        """Waits for an order, at most a second while programs become ready, to report these to the server."""
         load = self._engine.load
         try:
             return self._inbox.get(timeout=None if load.programs_ready == load.programs else 1.0)
@@ -143,7 +143,7 @@ class EngineChild:
                 self._engine.add(*requests)
         except InvalidArgument as error:
             self._refuse([request.request_id for request in requests], error)
-        except Exception as error:  # an engine that ended would take all other requests with it, and might get these again
+        except Exception as error:  # a dead engine would end all other requests, and might receive this one again
             traceback.print_exc()
             for request in requests:
                 self._engine.end(request.request_id, "error")
@@ -153,7 +153,7 @@ class EngineChild:
         self._deliver([Ended(request_id, "error", str(error)) for request_id in request_ids if self._goes_on(request_id)])
 
     def _goes_on(self, request_id: str) -> bool:
-        """Whether a request that had to wait for its mask was not ended meanwhile."""
+        """Whether a request that waited for its mask is still wanted."""
         self._masking.discard(request_id)
         ended = request_id in self._ended
         self._ended.discard(request_id)
@@ -177,10 +177,10 @@ class EngineChild:
                     self._pass_on(order)
         except ConnectionError:
             pass
-        except Exception:  # a fault here or of the server: nobody would read on
+        except Exception:  # a fault here or in the server: no one would continue to read
             traceback.print_exc()
             os._exit(1)
-        os._exit(0)  # the server is gone
+        os._exit(0)  # the server has gone
 
     def _pass_on(self, order: Configure | Add | End | ResetPrefixCache | TakeTrace | TakeProfile | SetStrategy | Quit) -> None:
         match order:
@@ -205,8 +205,8 @@ class EngineChild:
                 self._inbox.put(None)
 
     def _profile(self, order: TakeProfile) -> None:
-        """In a thread for it alone."""
-        from jengine import capture_process  # brings what few need
+        """Runs in its own thread."""
+        from jengine import capture_process  # imports modules that are rarely needed
 
         try:
             capture_process("engine", order.options, Path(order.folder))
@@ -222,19 +222,21 @@ class EngineChild:
     def _adding(self, order: Add) -> Callable[[], object]:
         try:
             requests = requests_of(order, self._tokenizer)
-        except Exception as error:  # of one prompt; llguidance has errors of its own
+        except Exception as error:  # of one prompt; llguidance raises its own errors
             request_ids, why = [sample.request_id for sample in order.samples], error
             return lambda: self._refuse(request_ids, why)
         return lambda: self._add(requests)
 
 
 def run(server: socket.socket, heartbeat: Heartbeat) -> int:
-    """An engine process's life, from engine_main on. Returns the exit code. The socket is never closed: its end tells the server that
-    this process has ended."""
+    """Runs an engine process, after engine_main. Returns the exit code.
+
+    The socket is never closed: the server notices the end of this process by the end of the stream.
+    """
     try:
         EngineChild(server, heartbeat).run()
         return 0
-    except ConnectionError:  # the server is gone
+    except ConnectionError:  # the server has gone
         return 0
     except Exception as error:
         if not isinstance(error, JengineError):

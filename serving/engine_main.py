@@ -1,4 +1,4 @@
-"""The engine process's first lines, `python -m jengine.serving.engine_main`: what has to hold before anything slow is imported."""
+"""Entry point of the engine process, `python -m jengine.serving.engine_main`: setup that must precede slow imports."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ def main(server: int, beats: int, interval: float, parent: int) -> int:
         parent: the server's process id.
     """
     die_with_parent(parent)
-    # The server drains before it lets the engine go, whatever signal its process group's or its service manager's gets.
+    # The server drains before it stops the engine, even if signals are sent to the whole process group or by a
+    # service manager.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # writes all threads' stacks to stderr
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notices and warnings; errors still show. Before jax is imported
+    # Hides XLA's notices and warnings, but not its errors. Must be set before jax is imported.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     for descriptor in (server, beats):
         os.set_inheritable(descriptor, False)
     heartbeat = Heartbeat(beats, interval)

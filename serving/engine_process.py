@@ -1,7 +1,7 @@
 """An engine in a separate process, for AsyncLLM, so that networking and detokenizing never delay its step loop.
 
-A socket pair joins the two. The child inherits one end, so nobody else can connect and nothing is left behind; the end of the
-stream tells either side at once that the other has died.
+A socket pair connects the two. The child inherits one end, so no other process can connect, and nothing is left
+behind. The end of the stream tells either side immediately that the other has died.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from jengine.serving.wire import (
     frame,
 )
 
-QUIT_SECONDS = 3.0  # until a child that shall quit is killed: it may be in the middle of a step
-EXIT_SECONDS = 1.0  # until one is killed that has hung up
-KILL_SECONDS = 5.0  # until one that was killed is left behind: it may be stuck in a driver
+QUIT_SECONDS = 3.0  # time for a child to quit before it is killed, since it may be in the middle of a step
+EXIT_SECONDS = 1.0  # time before a child that has closed its socket is killed
+KILL_SECONDS = 5.0  # time for a killed child to exit; it may be stuck in a driver
 WATCHDOG_SECONDS = 10.0
 
 log = logging.getLogger("jengine.serving")
@@ -76,20 +76,22 @@ class EngineProcess:
     """A jengine.Backend whose engine runs in a child process.
 
     Args:
-        engine, options: a function that makes an engine, "module:function", and its keyword arguments; see serving/engines.py.
-        on_end: called once, in whatever thread, when a connected child has gone and nothing of it is left, or when it hangs: with the
-            error that its callers got, or None where it was asked to quit. After a hang, `quit` waits until nothing of it is left.
-        watchdog_seconds: without a sign of life after which the child is killed; 0 waits for ever. See watchdog.Patience.
+        engine, options: a function that creates an engine, "module:function", and its keyword arguments; see
+            serving/engines.py.
+        on_end: called once, in any thread, when a connected child has exited or hangs, with the error that its
+            callers got, or None if it was asked to quit. After a hang, `quit` waits until the child has exited.
+        watchdog_seconds: seconds without a sign of life before the child is killed; 0: wait forever. See
+            watchdog.Patience.
 
     Attributes:
-        limits, load, totals, info: known when `start` has returned.
+        limits, load, totals, info: available when `start` has returned.
     """
 
     limits: Limits
     load: Load
     totals: StepTotals
     info: EngineInfo
-    makes_masks = True  # a grammar that the server has not checked may end the child
+    makes_masks = True  # a grammar that the server has not checked might crash the child
 
     def __init__(
         self,
@@ -100,10 +102,10 @@ class EngineProcess:
     ) -> None:
         self._configure = Configure(engine, json.dumps(options, default=str))
         self._on_end, self._watchdog_seconds = on_end, watchdog_seconds
-        self._outbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()  # what the writer shall send; None ends it
-        self._answers: deque[Callable[[Any], None]] = deque()  # to be called with what the child answers, in the order of the questions
-        self._profiled: deque[Callable[[str], None]] = deque()  # the same for a profile, which takes long; one at a time
-        self._lock = threading.RLock()  # of what follows
+        self._outbox: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()  # data for the writer to send; None ends it
+        self._answers: deque[Callable[[Any], None]] = deque()  # callbacks for the child's answers, in the order of the questions
+        self._profiled: deque[Callable[[str], None]] = deque()  # the same for the running profile, which takes long
+        self._lock = threading.RLock()  # protects the following
         self._child: _Child | None = None
         self._ready = self._connected = self._quitting = False
         self._gone = threading.Event()
@@ -115,20 +117,20 @@ class EngineProcess:
         on_end: Callable[[EngineDead | None], None] | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
     ) -> EngineProcess:
-        """One that runs a model."""
+        """An engine process that runs a model."""
         return cls("jengine.serving.engines:model_engine", dataclasses.asdict(config), on_end, watchdog_seconds)
 
     @property
     def pid(self) -> int | None:
-        """The child's, from the beginning of `start`."""
+        """The child's process id, available early in `start`."""
         return None if self._child is None else self._child.process.pid
 
     def start(self) -> None:
-        """Start the child and wait until it has warmed up; `quit` in another thread ends that.
+        """Starts the child and waits until it has warmed up. `quit` in another thread interrupts this.
 
         Raises:
             InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine, which runs in the child.
-            EngineDead: the child has ended for another reason.
+            EngineDead: the child ended for another reason.
         """
         with self._lock:
             if self._quitting:
@@ -151,7 +153,7 @@ class EngineProcess:
             raise
 
     def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
-        """As jengine.Backend. All that has come from the child by the time it is read is delivered together."""
+        """See jengine.Backend. Messages of the child that arrive together are delivered together."""
         with self._lock:
             if self._child is None or self._quitting:
                 fail(EngineDead("the engine process has been told to quit"))
@@ -178,7 +180,7 @@ class EngineProcess:
     def profile(self, options: ProfileOptions, folder: Path, done: Callable[[str], None]) -> None:
         with self._lock:
             if self._profiled:
-                done("another profile of this process is being taken")
+                done("this process is already being profiled")
                 return
             self._profiled.append(done)
             self._order(TakeProfile(options, str(folder)))
@@ -196,7 +198,7 @@ class EngineProcess:
             self._outbox.put(frame(order))
 
     def quit(self, wait: bool = True) -> None:
-        """End the child: after its step, or by force in QUIT_SECONDS. Before `connect`, at once."""
+        """Ends the child after its step, or by force after QUIT_SECONDS. Before `connect`, ends it immediately."""
         with self._lock:
             first, self._quitting = not self._quitting, True
             child = self._child
@@ -206,10 +208,10 @@ class EngineProcess:
                 self._outbox.put(frame(Quit()))
             elif first and not self._gone.is_set():
                 child.process.kill()
-                if self._ready:  # else `start` is waiting for it
+                if self._ready:  # otherwise `start` is waiting for it
                     child.end()
                     self._gone.set()
-        if wait and not self._gone.wait(QUIT_SECONDS + 2 * EXIT_SECONDS):  # the writer is stuck, too: the child reads nothing
+        if wait and not self._gone.wait(QUIT_SECONDS + 2 * EXIT_SECONDS):  # the writer is blocked, too: the child does not read
             child.process.kill()
             self._gone.wait()
 
@@ -221,11 +223,11 @@ class EngineProcess:
         error: EngineDead | None = None
         try:
             error = self._read(child, deliver)
-        except Exception as wrong:  # of any kind: callers must not wait for ever
-            error = EngineDead(f"the engine process is not understood: {wrong}")
+        except Exception as wrong:  # of any kind, since callers must not wait forever
+            error = EngineDead(f"the engine process sent an invalid message: {wrong}")
             child.process.kill()
         self._outbox.put(None)
-        hung = child.hung  # report to callers first: a child that is stuck in a driver may take long to exit
+        hung = child.hung  # reported to callers first, since a child stuck in a driver may take long to exit
         how = hung or child.end(writer)
         with self._lock:
             if not hung:
@@ -240,7 +242,7 @@ class EngineProcess:
             self._gone.set()
 
     def _read(self, child: _Child, deliver: Callable[[Updates], None]) -> EngineDead | None:
-        """Until the child hangs up. Returns the error that it told of."""
+        """Reads until the child closes the socket. Returns the error that it reported."""
         error = None
         for messages in child.messages():
             updates: list[Any] = []
@@ -267,15 +269,15 @@ class EngineProcess:
                 child.send(data)
                 if self._quitting:
                     seconds = QUIT_SECONDS
-        except queue.Empty:  # it has not quit
+        except queue.Empty:  # it was not asked to quit
             child.process.kill()
 
 
 class _Child:
-    """The process and this end of the socket.
+    """The process, and this side's end of the socket.
 
     Attributes:
-        hung: the error of one that the watchdog has given up.
+        hung: the error, if the watchdog has given up the process.
     """
 
     def __init__(self, watchdog_seconds: float) -> None:
@@ -291,31 +293,31 @@ class _Child:
             raise
 
     def send(self, data: bytearray) -> None:
-        with contextlib.suppress(ConnectionError):  # it has died: reading tells how
+        with contextlib.suppress(ConnectionError):  # the child has died: reading reports how
             self._socket.sendall(data)
 
     def messages(self) -> Iterator[list[Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed]]:
-        """What it says, as much at a time as has come, until it hangs up.
+        """The child's messages until it closes the socket, as lists of those that arrived together.
 
         Raises:
-            Garbled: that is no message.
+            Garbled: a message is invalid.
         """
-        with contextlib.suppress(ConnectionResetError):  # it has hung up with orders unread
+        with contextlib.suppress(ConnectionResetError):  # it closed the socket without reading all orders
             while data := self._socket.recv(RECEIVE):
                 if messages := self._frames.take(data):
                     yield messages
 
     def _give_up(self, why: str) -> None:
-        """In the watchdog's thread: who reads or writes need not wait until the process has really ended."""
+        """Called in the watchdog's thread. Unblocks readers and writers before the process has exited."""
         self.hung = EngineDead(f"the engine process {why}")
-        with contextlib.suppress(OSError):  # closed already
+        with contextlib.suppress(OSError):  # already closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def end(self, writer: threading.Thread | None = None) -> EngineDead:
-        """Wait for its end, and give back what it took. Says how it ended."""
+        """Waits for the process's end and frees its resources. Returns an error that describes the end."""
         code = self._wait()
         if writer is not None:
-            writer.join()  # what it is sending fails by now
+            writer.join()  # its current send fails by now
         self._watchdog.join(EXIT_SECONDS)
         self._socket.close()
         if code is None:
@@ -338,8 +340,8 @@ def _spawn(its_end: socket.socket, beats: int, interval: float) -> subprocess.Po
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "jengine.serving.engine_main", *map(str, (*ours, interval, os.getpid()))],
         stdin=subprocess.DEVNULL,
-        stdout=2,  # what libraries print is not for those who read this process's output
+        stdout=2,  # library output must not mix with this process's stdout
         pass_fds=ours,
-        start_new_session=True,  # a terminal's Ctrl-C is the server's, also before the child ignores it
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},  # as here, wherever that came from
+        start_new_session=True,  # a terminal's Ctrl-C is for the server, even before the child ignores it
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},  # the same import path as here
     )

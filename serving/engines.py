@@ -1,4 +1,4 @@
-"""Which engines an engine process can run: functions of plain options, which `wire.Configure` names."""
+"""Functions that create the engines that an engine process can run, named in `wire.Configure`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jengine.serving.wire import EngineInfo
 
 
 class Made(NamedTuple):
-    """An engine, warmed up, and the tokenizer for its requests' masks. Without one there are none."""
+    """A warmed-up engine, and the tokenizer for its requests' masks. Without a tokenizer there are no masks."""
 
     engine: Steps
     tokenizer: Tokenizer | None
@@ -20,12 +20,12 @@ class Made(NamedTuple):
 
 
 def model_engine(**options: Any) -> Made:
-    """A model's; the options are EngineConfig's. Progress goes to stderr where that is a terminal: bars have no place in a log.
+    """An engine with a model; the options are EngineConfig's. Progress bars are shown if stderr is a terminal.
 
     Raises:
         InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine.
     """
-    from jengine import start_engine  # brings jax, which the mock does without
+    from jengine import start_engine  # imports jax, which the mock does not need
 
     config = EngineConfig(**options)
     engine, started = start_engine(config)
@@ -53,7 +53,7 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
 
 
 def mock_engine(tokenizer_folder: str | None = None, **options: Any) -> Made:
-    """A MockEngine with these options; the folder is that of the tokenizer that its server makes text with."""
+    """A MockEngine with these options. The folder is that of its server's tokenizer."""
     from jengine.serving.mock_engine import MockEngine
 
     tokenizer = None if tokenizer_folder is None else load_tokenizer(Path(tokenizer_folder))

@@ -24,9 +24,9 @@ from jengine.serving.overload import Busy, SlowReader
 log = logging.getLogger("jengine.serving")
 
 DETAILS_KEY = "grpc-status-details-bin"
-LONGEST_MESSAGE = 500  # characters: a status travels as headers, and these are limited
+LONGEST_MESSAGE = 500  # characters: a status is sent in headers, whose size is limited
 
-# Where a field of jengine's errors is in a request; the others are at the same place, or in sampling_params.
+# Places of jengine's error fields in requests; others have the same place, or are in sampling_params.
 PATHS = {
     "prompt_token_ids": "prompt",
     "timeout": "timeout_seconds",
@@ -39,13 +39,13 @@ PATHS = {
 
 
 class Refusal(Exception):
-    """Why a request is not answered, as a gRPC status; HTTP has another form for it (http/errors.py).
+    """A request that is not answered, as a gRPC status; see http/errors.py for HTTP.
 
     Attributes:
-        cause: for logs and metrics: one word of a few; by default the code's name.
-        field: of the request, where it is to blame.
-        retry_seconds: after which another attempt is worth it.
-        resource: what is not there, or there already: its kind and name.
+        cause: one word for logs and metrics; by default the code's name.
+        field: the field of the request at fault, if any.
+        retry_seconds: when a retry is worthwhile.
+        resource: (kind, name) of something that is missing, or already exists.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Refusal(Exception):
 
 
 def busy(message: str, retry_seconds: float, cause: str = "") -> Refusal:
-    """There is too much to do; come again in this time."""
+    """The server is overloaded; the client should retry after this time."""
     return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message, cause=cause, retry_seconds=retry_seconds)
 
 
@@ -73,8 +73,11 @@ def not_found(kind: str, name: str, message: str) -> Refusal:
 
 
 def parser(kind: type[Message]) -> Callable[[bytes], Message | bytes]:
-    """Reads this kind of message. What cannot be read, or has too many fields, stays bytes, for `checked` to reject: raised where gRPC
-    reads messages, an error would be UNKNOWN, and a traceback in the log."""
+    """Returns a parser for this message type. Invalid messages, and those with too many fields, stay bytes for
+    `checked` to reject.
+
+    An error raised where gRPC reads messages would become UNKNOWN, with a traceback in the log.
+    """
 
     def parse(raw: bytes) -> Message | bytes:
         if has_too_many_fields(raw, kind.DESCRIPTOR):
@@ -88,24 +91,25 @@ def parser(kind: type[Message]) -> Callable[[bytes], Message | bytes]:
 
 
 def checked[T](request: T) -> T:
-    """Raises Refusal for what `parser` could not read."""
+    """Raises Refusal for a message that `parser` could not read."""
     if isinstance(request, bytes):
         raise Refusal(
             grpc.StatusCode.INVALID_ARGUMENT,
-            f"the message cannot be parsed as the type that the service's proto says, or has more than {MAX_FIELDS} fields",
+            f"the message cannot be parsed as the type in the service's proto, or has more than {MAX_FIELDS} fields",
         )
     return request
 
 
 def check_model(name: str, models: ModelProvider) -> None:
-    """Raises Refusal where a client asks for another model than there is; an empty name is any."""
+    """Raises Refusal if a client names another model; an empty name is accepted."""
     served = models.info.name
     if name not in ("", served):
         raise not_found("model", name, f"this server has one model: {served}")
 
 
 def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal:
-    """The client's status for an error. Unexpected errors reveal nothing: they may quote a prompt. retry_seconds: see ModelProvider."""
+    """The status for an error. Unexpected errors reveal nothing, since they may quote a prompt. retry_seconds:
+    see ModelProvider."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, InvalidArgument):
@@ -113,7 +117,7 @@ def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal
     if isinstance(error, ModelError):
         return Refusal(grpc.StatusCode.FAILED_PRECONDITION, error.reason)
     if isinstance(error, EngineDead):
-        return Refusal(grpc.StatusCode.UNAVAILABLE, "the engine is not running; come again", retry_seconds=retry_seconds)
+        return Refusal(grpc.StatusCode.UNAVAILABLE, "the engine is not running; try again", retry_seconds=retry_seconds)
     if isinstance(error, Busy):
         return busy(str(error), error.retry_seconds, error.cause)
     if isinstance(error, SlowReader):
@@ -122,7 +126,7 @@ def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal
 
 
 def status_metadata(refused: Refusal) -> tuple[tuple[str, bytes], ...]:
-    """The trailing metadata that carry a refusal's details."""
+    """Trailing metadata with a refusal's details."""
     details = _details(refused)
     if not details:
         return ()
@@ -135,7 +139,7 @@ def status_metadata(refused: Refusal) -> tuple[tuple[str, bytes], ...]:
 
 
 def reported(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A service's method whose errors become statuses. The service has a ModelProvider, `_models`."""
+    """Decorates a service's method: errors become statuses. The service must have a ModelProvider, `_models`."""
 
     @functools.wraps(handler)
     async def method(service: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -149,7 +153,7 @@ def reported(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
                 if refused.code is grpc.StatusCode.INTERNAL:  # without its message, which may quote a prompt
                     log.error("%s in %s:\n%s", type(error).__name__, handler.__name__, "".join(traceback.format_tb(error.__traceback__)))
                 await context.abort(refused.code, refused.message, status_metadata(refused))
-        except grpc.aio.InternalError:  # the client went while something was being sent: gRPC would log that as an error
+        except grpc.aio.InternalError:  # the client disconnected during a send, which gRPC would log as an error
             raise asyncio.CancelledError from None
 
     return method
@@ -158,7 +162,7 @@ def reported(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
 def _invalid(error: InvalidArgument) -> Refusal:
     root = error.field.partition(".")[0].partition("[")[0]
     path = f"sampling_params.{error.field}" if root in SamplingParams.__dataclass_fields__ else PATHS.get(error.field, error.field)
-    quotes = root in ("prompt", "prompt_token_ids", "messages")  # a client knows its own prompt, and whoever logs statuses need not
+    quotes = root in ("prompt", "prompt_token_ids", "messages")  # clients know their own prompt, and it must not appear in logged statuses
     message = f"{path}: {error.limit}" if quotes else str(error).replace(error.field, path, 1)
     if path == "request_id":
         return Refusal(grpc.StatusCode.ALREADY_EXISTS, message, resource=("request", str(error.value)[:99]))

@@ -1,7 +1,8 @@
-"""How many fields a serialized message has, counted before it is parsed.
+"""Counts the fields of a serialized message before it is parsed.
 
-Protobuf parses a message in one call that holds the interpreter's lock. 4 MB of empty submessages take it 0.1 s, in which the event
-loop serves no other request. Requests within jengine's limits have few fields: token ids are packed into one.
+Protobuf parses a message in one call that holds the interpreter's lock. For 4 MB of empty submessages this
+takes 0.1 s, during which the event loop serves no other request. Requests within jengine's limits have few
+fields, since token ids are packed into one.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from functools import cache
 
 from google.protobuf.descriptor import Descriptor
 
-MAX_FIELDS = 2**15  # of a request, those of its submessages included
+MAX_FIELDS = 2**15  # in a request and its submessages
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types
 
 
 def has_too_many_fields(raw: bytes, descriptor: Descriptor, limit: int = MAX_FIELDS) -> bool:
     """Whether a message of this type has more than `limit` fields. Malformed messages are left to the parser.
 
-    Counts up to the limit, so it takes some 20 ms at most; short messages take no time.
+    Stops at the limit, so it takes at most about 20 ms. Short messages are not scanned.
     """
     if len(raw) <= 2 * limit:  # a field has at least a tag and a byte
         return False
@@ -51,12 +52,12 @@ def has_too_many_fields(raw: bytes, descriptor: Descriptor, limit: int = MAX_FIE
 
 @cache
 def _message_fields(kind: Descriptor) -> dict[int, Descriptor]:
-    """The types of the fields that are messages, by number."""
+    """The types of message fields, by number."""
     return {field.number: field.message_type for field in kind.fields if field.message_type is not None}
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends. Raises IndexError where the bytes end before it does."""
+    """A number, and the position after it. Raises IndexError if the bytes end before."""
     value = shift = 0
     while True:
         byte = raw[at]

@@ -104,7 +104,7 @@ class GenerateService(Service, GenerateServiceServicer):
         context: grpc.aio.ServicerContext,
         tracked: TrackedRequest,
     ) -> RequestHandle:
-        """Check and queue a request."""
+        """Validates and queues a request."""
         prompt: Callable[[], str | list[int] | TokensPrompt] = partial(self._prompt_of, request)
         if isinstance(request, pb.ChatRequest):
             template = request.options.chat_template if request.options.HasField("chat_template") else None
@@ -216,15 +216,15 @@ class GenerateService(Service, GenerateServiceServicer):
         log.info("%s takes a profile of %g s", client_of(context), options.seconds)
         ended = threading.Event()
         taking = asyncio.ensure_future(self._profiled(options, ended))
-        taking.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be there to read it
+        taking.add_done_callback(lambda done: done.cancelled() or done.exception())  # there may be no one left to read it
         try:
             profile, jax = await asyncio.shield(taking)
         finally:
-            ended.set()  # the caller has gone, or the server stops
+            ended.set()  # the caller has disconnected, or the server is stopping
         return pb.ProfileResponse(profile=await asyncio.to_thread(profile.to_json), jax_capture=jax)
 
     async def _profiled(self, options: ProfileOptions, ended: threading.Event) -> tuple[TakenProfile, bytes]:
-        """Of the engine's process and of this one, at the same time; of this one at most until `ended`."""
+        """Profiles the engine's process and this one at the same time; this one at most until `ended`."""
         with tempfile.TemporaryDirectory() as name:
             engine, server = Path(name) / "engine", Path(name) / "server"
             both = self._models.llm.profile(options, engine), asyncio.to_thread(capture_process, "server", options, server, ended.wait)
@@ -235,7 +235,7 @@ class GenerateService(Service, GenerateServiceServicer):
 
 
 def _method(request: Prompted, stream: str) -> str:
-    """The RPC's name: Chat and Generate have one handler."""
+    """The RPC's name: Chat and Generate share a handler."""
     return ("Chat" if isinstance(request, pb.ChatRequest) else "Generate") + stream
 
 

@@ -1,4 +1,4 @@
-"""Reading a stream in the main thread so that Ctrl-C does no harm."""
+"""Reads a stream in the main thread so that Ctrl-C is safe."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 
 def events_of(call: Iterator[Any]) -> Generator[Any]:
-    """What a gRPC stream yields, one at a time, as it is asked for. Cancel the call before this is closed.
+    """Yields a gRPC stream's messages on demand. Cancel the call before closing this.
 
-    In the main thread another one reads: a KeyboardInterrupt within gRPC's waiting may leave a lock of the channel taken, and every later
-    call would hang. Python's own queue can be interrupted at any time.
+    For the main thread, another thread reads: a KeyboardInterrupt inside gRPC could leave a lock of the channel
+    acquired, and every later call would hang. Waiting on Python's own queue can be interrupted safely.
     """
     if threading.current_thread() is not threading.main_thread():
         yield from call
         return
-    wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: no more
+    wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: no more messages are wanted
     events: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(call, wanted, events), name="stream", daemon=True).start()
     try:
@@ -39,6 +39,6 @@ def _read(call: Iterator[Any], wanted: queue.SimpleQueue[bool], events: queue.Si
         event = None
         try:
             event = next(call)
-        except BaseException as ended:  # the stream's end, or its error
+        except BaseException as ended:  # the stream's end, or an error
             error = ended
         events.put((event, error))

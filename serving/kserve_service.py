@@ -25,7 +25,7 @@ from jengine.serving.tensors import OUTPUTS, read_request, write_texts
 from jengine.serving.tracking import TrackedRequest
 
 VERSION = "1"
-MOST_AT_ONCE = 64  # requests of one stream that are worked on; the next is read when one of them has ended
+MOST_AT_ONCE = 64  # concurrent requests in one stream; the next is read when one of them has ended
 
 
 class KserveService(Service, GRPCInferenceServiceServicer):
@@ -121,7 +121,7 @@ class KserveService(Service, GRPCInferenceServiceServicer):
                         await stream.write(infer_response=self._response(request, output, tokens))
 
     async def _queue(self, llm: AsyncLLM, read: tensors.Asked, kind: OutputKind, context: grpc.aio.ServicerContext) -> RequestHandle:
-        """Check and queue a request."""
+        """Validates and queues a request."""
         more = read.cache_salt, read.priority, read.timeout, read.ttft_ms, read.tpot_ms
         asked = Asked(read.params, lambda: read.text, read.bytes, *more)
         return await self._submit(llm, asked, kind, context, new_id())
@@ -134,7 +134,7 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         return asked._replace(params=self._bounds.params(asked.params))
 
     def _response(self, request: pb.ModelInferRequest, output: RequestOutput, tokens: int) -> pb.ModelInferResponse:
-        """What this output has; `tokens` were generated so far."""
+        """The content of this output; `tokens`: number generated so far."""
         response = pb.ModelInferResponse(model_name=self._models.info.name, model_version=VERSION, id=request.id)
         response.parameters["triton_final_response"].bool_param = output.finished
         if output.finished:
@@ -160,18 +160,18 @@ class KserveService(Service, GRPCInferenceServiceServicer):
 
 
 class _Stream:
-    """A stream of several requests: their responses one after the other, and what they hold.
+    """A stream of several requests: sends their responses one after the other, and tracks their resources.
 
     Attributes:
-        room: for requests that are worked on.
-        stalled: whether the client did not read in time.
+        room: limits concurrent requests.
+        stalled: whether the client failed to read in time.
     """
 
     def __init__(self, write: Callable[[Any], Awaitable[object]], peer: Callable[[], str], write_timeout: float) -> None:
         self.sequence, self.stalled = asyncio.Semaphore(MOST_AT_ONCE), False
         self._writer = PatientWriter(write, peer, write_timeout, self._stall)
         self._turn = asyncio.Lock()
-        self._held: dict[str, Callable[[], None]] = {}  # what frees a request, by its id
+        self._held: dict[str, Callable[[], None]] = {}  # functions that free requests, by id
 
     async def write(self, **fields: Any) -> None:
         async with self._turn:
@@ -179,7 +179,7 @@ class _Stream:
 
     @contextmanager
     def freeing(self, request_id: str, free: Callable[[], None]) -> Iterator[None]:
-        """Within this, what the request holds is freed if the client does not read, or has not."""
+        """A context in which the request's resources are freed if the client does not read."""
         self._held[request_id] = free
         if self.stalled:
             free()

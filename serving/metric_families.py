@@ -1,4 +1,4 @@
-"""Numbers in Prometheus's form."""
+"""Builds Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 PREFIX = "jengine:"
-SECONDS = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1, 2.5, 5))  # a millisecond to eight minutes
+SECONDS = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1, 2.5, 5))  # a millisecond to about eight minutes
 TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))  # one to half a million
 
 
@@ -23,7 +23,7 @@ class Histogram:
         self.sum += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, how many are not above it), the last for all."""
+        """(upper bound, number of values up to it); the last one includes all."""
         out, total = [], 0
         for bound, count in zip([*map(str, self.bounds), "+Inf"], list(self.counts), strict=True):
             total += count
@@ -32,9 +32,9 @@ class Histogram:
 
 
 class Families:
-    """Metrics of one model: its name is a label of every one.
+    """Metrics of one model, whose name is a label of each.
 
-    Names after the prefix, and what they mean, are vLLM's where it has them.
+    Names (after the prefix) and meanings follow vLLM where it has the same metric.
     """
 
     def __init__(self, model: str) -> None:
@@ -44,21 +44,21 @@ class Families:
         return self.gauges(name, help, (), [((), value)])
 
     def gauges(self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-        """One for each set of the labels' values."""
+        """A gauge for each set of label values."""
         return self._filled(GaugeMetricFamily(PREFIX + name, help, labels=("model_name", *labels)), values)
 
     def counter(self, name: str, help: str, value: float) -> Metric:
         return self.counters(name, help, (), [((), value)])
 
     def counters(self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-        """One for each set of the labels' values."""
+        """A counter for each set of label values."""
         return self._filled(CounterMetricFamily(PREFIX + name, help, labels=("model_name", *labels)), values)
 
     def histogram(self, name: str, help: str, values: Histogram) -> Metric:
         return self.buckets(name, help, values.cumulative(), values.sum)
 
     def buckets(self, name: str, help: str, cumulative: Sequence[tuple[str, float]], total: float) -> Metric:
-        """A histogram, by upper bounds; `total` is the sum of its values."""
+        """A histogram from cumulative counts by upper bound; `total` is the sum of its values."""
         family = HistogramMetricFamily(PREFIX + name, help, labels=("model_name",))
         family.add_metric((self.model,), cumulative, total)
         return family

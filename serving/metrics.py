@@ -1,6 +1,7 @@
-"""What Prometheus reads: counted in plain integers as requests pass, put into its form only when it asks.
+"""Prometheus metrics of requests: counted in plain integers, and converted only when scraped.
 
-Names after the prefix, and what they mean, are vLLM's where it has them; `grpc_server_handled_total` is named as by gRPC's own libraries.
+Names (after the prefix) and meanings follow vLLM where it has the same metric; `grpc_server_handled_total`
+follows gRPC's libraries.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from jengine.serving.call import interruption
 from jengine.serving.engine_metrics import load_families, step_families
 from jengine.serving.metric_families import TOKENS, Families, Histogram
 
-UNFINISHED = "abort"  # why a request ended that nobody waited for
+UNFINISHED = "abort"  # finish reason of a request whose client has gone
 
 
 @dataclass(slots=True)
 class KeyUse:
-    """What one API key has used."""
+    """Usage by one API key."""
 
     requests: Counter[str] = field(default_factory=Counter)  # by gRPC status
     prompt_tokens: int = 0
@@ -36,20 +37,20 @@ class KeyUse:
 
 
 class RequestWatch:
-    """One request's way, as its service sees it. This one is blind: for servers without metrics."""
+    """Receives the progress of one request. This base class ignores it, for servers without metrics."""
 
     def tokens(self, output: RequestOutput) -> None:
-        """An output in which only what is new is there (output_kind delta or final)."""
+        """An output with new content only (output_kind delta or final)."""
 
     def ended(self) -> None:
-        """Exactly once, whatever happened."""
+        """Called exactly once."""
 
 
 class Metrics:
-    """What services tell, and nothing kept of it: for servers without metrics.
+    """Receives the events of services. This base class ignores them, for servers without metrics.
 
     Attributes:
-        certificate_expiry: when the server's certificate expires, in seconds since 1970; None without TLS.
+        certificate_expiry: expiry of the server's certificate in seconds since 1970; None without TLS.
     """
 
     certificate_expiry: Callable[[], float | None] = staticmethod(lambda: None)
@@ -58,39 +59,41 @@ class Metrics:
         return _BLIND
 
     def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
-        """An RPC (`/package.Service/Method`) has ended; of those that no service has, only the number is kept, under `unknown`."""
+        """An RPC (`/package.Service/Method`) has ended. Unknown methods are counted together under `unknown`."""
 
     def http_ended(self, method: str, path: str, status: int) -> None:
-        """An HTTP request for one of the server's paths has ended; 0 where the client went before it had an answer."""
+        """An HTTP request for one of the server's paths has ended; status 0 if the client disconnected before
+        the answer."""
 
     def rejected(self, cause: str, key: str = "") -> None:
-        """A call was refused before it was queued. `cause` is one of a few words, `key` a known key's name."""
+        """A call was rejected before it was queued. `cause` is one of a few words, `key` a known key's name."""
 
     def request_over(self, key: str, status: str, prompt_tokens: int, output_tokens: int) -> None:
-        """A request has ended: with this status, having used these tokens."""
+        """A request has ended with this status, having used these tokens."""
 
 
 _BLIND = RequestWatch()
 
 
 class PrometheusMetrics(Metrics, Collector):
-    """Everything since the server started. Written by the event loop alone; read by Prometheus's threads, to whom a number may be new
-    and another not yet.
+    """All metrics since the server started.
+
+    Only the event loop writes. Prometheus's threads read, and may see some numbers before others are updated.
 
     Args:
-        model: its name, a label of every metric.
-        load: the engine's; raises EngineDead where none is running.
-        restarts: how often an engine was started again.
-        totals: of the engine's steps; raises as `load`.
+        model: the model's name, a label of every metric.
+        load: returns the engine's load; raises EngineDead if none is running.
+        restarts: returns the number of engine restarts.
+        totals: returns totals of the engine's steps; raises as `load`.
     """
 
     def __init__(
         self, model: str, load: Callable[[], Load], restarts: Callable[[], int], totals: Callable[[], StepTotals] = StepTotals
     ) -> None:
         self.model, self.load, self.restarts, self.totals = model, load, restarts, totals
-        self.rpcs: Counter[tuple[str, str]] = Counter()  # by method and status
+        self.rpcs: Counter[tuple[str, str]] = Counter()  # RPCs by method and status
         self.http: Counter[tuple[str, str, int]] = Counter()  # HTTP requests by method, path and status
-        self.finished: Counter[str] = Counter()  # completions by why they ended
+        self.finished: Counter[str] = Counter()  # completions by finish reason
         self.prompt_tokens = self.cached_prompt_tokens = self.generation_tokens = 0
         self.first_token, self.inter_token, self.end_to_end = Histogram(), Histogram(), Histogram()
         self.queue_time, self.prefill_time, self.decode_time, self.inference_time = Histogram(), Histogram(), Histogram(), Histogram()
@@ -111,14 +114,14 @@ class PrometheusMetrics(Metrics, Collector):
         self.rejections[cause, key] += 1
 
     def request_over(self, key: str, status: str, prompt_tokens: int, output_tokens: int) -> None:
-        if key:  # of the keys file: a bounded number
+        if key:  # the number of keys in the keys file is bounded
             use = self.by_key.setdefault(key, KeyUse())
             use.requests[status] += 1
             use.prompt_tokens += prompt_tokens
             use.generation_tokens += output_tokens
 
     def collect(self) -> Iterator[Metric]:
-        """In Prometheus's form."""
+        """Metrics in Prometheus's form."""
         of = Families(self.model)
         try:
             load, totals = self.load(), self.totals()
@@ -127,14 +130,14 @@ class PrometheusMetrics(Metrics, Collector):
         else:
             yield from load_families(of, load)
             yield from step_families(of, totals)
-        yield of.counter("engine_restarts", "Engines started again after one had died", self.restarts())
+        yield of.counter("engine_restarts", "Restarts of the engine after it died", self.restarts())
         if (expiry := self.certificate_expiry()) is not None:
             yield of.gauge("certificate_expiry_timestamp_seconds", "When the server's certificate expires", expiry)
         yield of.counter("prompt_tokens", "Prompt tokens of answered requests", self.prompt_tokens)
         yield of.counter("prompt_tokens_cached", "Prompt tokens taken from the prefix cache", self.cached_prompt_tokens)
         yield of.counter("generation_tokens", "Generated tokens", self.generation_tokens)
         ends = [((reason,), count) for reason, count in list(self.finished.items())]
-        yield of.counters("request_success", "Completions by why they ended", ("finished_reason",), ends)
+        yield of.counters("request_success", "Completions by finish reason", ("finished_reason",), ends)
         rpcs = CounterMetricFamily("grpc_server_handled", "RPCs by outcome", labels=("grpc_service", "grpc_method", "grpc_code"))
         for (method, code), count in list(self.rpcs.items()):
             service, _, name = method.strip("/").rpartition("/")
@@ -145,7 +148,7 @@ class PrometheusMetrics(Metrics, Collector):
             http.add_metric((verb, path, str(answered or "")), count)
         yield http
         rejections = list(self.rejections.items())
-        yield of.counters("request_rejections", "Calls refused before they were queued", ("cause", "api_key"), rejections)
+        yield of.counters("request_rejections", "Calls rejected before they were queued", ("cause", "api_key"), rejections)
         yield from self._keys(of)
         yield of.histogram("request_queue_time_seconds", "From a request's arrival to its first step", self.queue_time)
         yield of.histogram("request_prefill_time_seconds", "From a request's first step to its first token", self.prefill_time)
@@ -159,7 +162,7 @@ class PrometheusMetrics(Metrics, Collector):
         yield of.histogram("e2e_request_latency_seconds", "From a request's arrival to its end", self.end_to_end)
 
     def _keys(self, of: Families) -> Iterator[Metric]:
-        """By API key."""
+        """Metrics by API key."""
         used = list(self.by_key.items())
         requests = [((key, status), count) for key, use in used for status, count in list(use.requests.items())]
         yield of.counters("api_key_requests", "Requests by key and gRPC status", ("api_key", "grpc_code"), requests)
@@ -198,7 +201,7 @@ class _Watch(RequestWatch):
             self.last = now
 
     def _first(self, output: RequestOutput, now: float) -> float:
-        """The first tokens have come. Returns when they did."""
+        """The first tokens have arrived. Returns the time."""
         times, metrics = output.metrics, self.metrics
         metrics.prompt_tokens += len(output.prompt_token_ids)
         metrics.cached_prompt_tokens += output.num_cached_tokens or 0
@@ -235,7 +238,7 @@ class _Watch(RequestWatch):
 
 
 class OutcomeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
-    """Counts RPCs by how they ended. The first of a server's interceptors, so that it sees what others refuse."""
+    """Counts RPCs by status. It is a server's first interceptor, so that it also counts rejections by others."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -265,7 +268,7 @@ class OutcomeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
     @contextmanager
     def _outcome(self, method: str, context: grpc.aio.ServicerContext) -> Iterator[None]:
-        code = grpc.StatusCode.UNKNOWN  # what gRPC makes of an exception
+        code = grpc.StatusCode.UNKNOWN  # gRPC's status for an exception
         try:
             yield
             code = _code_of(context) or grpc.StatusCode.OK
@@ -280,4 +283,4 @@ class OutcomeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
 
 def _code_of(context: grpc.aio.ServicerContext) -> grpc.StatusCode | None:
-    return context.code() or None  # 0 where none was set
+    return context.code() or None  # 0 if none was set

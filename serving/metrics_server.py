@@ -1,4 +1,5 @@
-"""Plain HTTP beside gRPC: /metrics for Prometheus, /healthz and /readyz for orchestrators. Bounded in connections, bytes and seconds."""
+"""A small HTTP server beside gRPC: /metrics for Prometheus, /healthz and /readyz for probes. Limits
+connections, bytes and time."""
 
 from __future__ import annotations
 
@@ -18,28 +19,28 @@ from jengine.serving.metrics import PrometheusMetrics
 
 MOST_CONNECTIONS = 64
 LONGEST_HEAD = 8192  # bytes
-SECONDS = 5.0  # for a request to come, and for its answer to be taken
+SECONDS = 5.0  # for a request to arrive, and for its answer to be read
 
 log = logging.getLogger("jengine.serving")
 
 
 class Page(NamedTuple):
-    """What a path answers."""
+    """A response."""
 
     status: HTTPStatus
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
 
 
-Made = Callable[[str], Awaitable[Page]]  # of a request's Accept header
+Made = Callable[[str], Awaitable[Page]]  # maps a request's Accept header to a page
 Pages = Mapping[str, Made]
 
 
 class MetricsServer:
-    """Serves pages by their paths, GET and HEAD, until it is closed. Belongs to the event loop that it is started in.
+    """Serves pages by path, for GET and HEAD, until it is closed. Belongs to the event loop in which it is started.
 
     Attributes:
-        port: where it listens.
+        port: the port on which it listens.
     """
 
     def __init__(self, pages: Pages) -> None:
@@ -49,7 +50,7 @@ class MetricsServer:
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
-        """Raises InvalidArgument where the port is taken, or the address is not this machine's."""
+        """Raises InvalidArgument if the port is in use, or the address does not belong to this machine."""
         try:
             listening = listen(host.strip("[]"), port)
         except OSError as wrong:
@@ -72,13 +73,13 @@ class MetricsServer:
                 async with asyncio.timeout(SECONDS):
                     await self._answer(reader, writer)
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # it was slow, or left, or this server ends
+            pass  # the client was slow or disconnected, or this server is closing
         finally:
             self._connections.discard(task)
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request; then the connection is closed."""
+        """Answers one request, then closes the connection."""
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         except asyncio.LimitOverrunError:
@@ -87,7 +88,7 @@ class MetricsServer:
         method, _, rest = head[0].partition(" ")
         target, _, version = rest.rpartition(" ")
         if not version.startswith("HTTP/1."):
-            page = Page(HTTPStatus.BAD_REQUEST, b"this port speaks HTTP/1.1\n")
+            page = Page(HTTPStatus.BAD_REQUEST, b"this port supports HTTP/1.1\n")
         elif (handler := self._pages.get(target.partition("?")[0])) is None:
             page = Page(HTTPStatus.NOT_FOUND, f"there are {', '.join(self._pages)}\n".encode())
         elif method not in ("GET", "HEAD"):
@@ -102,7 +103,7 @@ async def _made(handler: Made, accept: str) -> Page:
     try:
         return await handler(accept)
     except Exception:
-        log.exception("a page could not be made")
+        log.exception("a page could not be created")
         return Page(HTTPStatus.INTERNAL_SERVER_ERROR, b"internal server error; see the log\n")
 
 
@@ -121,17 +122,17 @@ async def _send(writer: asyncio.StreamWriter, page: Page, body: bool = True) -> 
 
 
 def pages_of(metrics: PrometheusMetrics, why_not_ready: Callable[[], str | None]) -> Pages:
-    """Of a server.
+    """The pages of a server.
 
     Args:
-        why_not_ready: None where the model answers.
+        why_not_ready: returns None if the model answers.
     """
     registry = CollectorRegistry()
     registry.register(metrics)
     ProcessCollector(registry=registry)
 
     async def healthz(accept: str) -> Page:
-        return Page(HTTPStatus.OK, b"ok\n")  # the event loop runs
+        return Page(HTTPStatus.OK, b"ok\n")  # the event loop is running
 
     async def readyz(accept: str) -> Page:
         why = why_not_ready()

@@ -1,4 +1,4 @@
-"""An engine without a model, to test and measure the server."""
+"""An engine without a model, for testing and measuring the server."""
 
 from __future__ import annotations
 
@@ -29,32 +29,33 @@ from jengine import (
     Update,
 )
 
-PROGRAMS = 41  # as if there were any
-LOOKED_UP = 4096  # tokens of a prompt: enough to test, and no work to speak of for prompts of millions
+PROGRAMS = 41  # an arbitrary number
+LOOKED_UP = 4096  # maximum prompt tokens looked up: enough for tests, and cheap for prompts of millions
 
 
 @dataclass(slots=True)
 class _Sequence:
     request: Request
     max_len: int
-    pages: int  # owned
+    pages: int  # number of owned pages
     generated: int = 0
     cached: int = 0  # prompt tokens
     scheduled: float = 0.0  # seconds, monotonic
 
 
 class MockEngine:
-    """Answers each prompt with its own tokens, over and over, from the sample's index on: deterministic, and at once.
+    """Repeats each prompt's tokens, beginning at the sample's index: deterministic and immediate.
 
-    As a real engine it runs at most `max_num_seqs` requests, each step giving a token to each of them, and each owns cache pages for
-    all of its tokens from its beginning to its end. It knows no sampling parameters but those that end a request, and log
-    probabilities, which are made up. Of a prompt that begins like one before it, with an equal salt, the whole pages count as cached,
-    up to LOOKED_UP tokens. An embedding counts the prompt's tokens by their ids' remainders.
+    Like a real engine, it runs at most `max_num_seqs` requests, each step gives each of them a token, and each
+    owns cache pages for all of its tokens from start to end. It supports only parameters that end a request,
+    and log probabilities, which are artificial. If a prompt has the same beginning and salt as an earlier one,
+    the common whole pages count as cached, up to LOOKED_UP tokens. An embedding contains counts of the prompt's
+    token ids modulo its size.
 
     Args:
-        embedding_size: numbers of an embedding; 0: it does not embed.
-        seconds: that a step takes.
-        fail_at: the step that raises, from 0.
+        embedding_size: numbers in an embedding; 0: embeddings are not supported.
+        seconds: duration of a step.
+        fail_at: index of the step that raises an error, from 0.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class MockEngine:
                 return
 
     def set_strategy(self, strategy: StrategyName) -> None:
-        """Only reported, in its load."""
+        """Only reported in its load."""
         self._strategy = strategy
 
     def reset_prefix_cache(self) -> bool:
@@ -142,7 +143,7 @@ class MockEngine:
         pass
 
     def trace(self, seconds: float | None = None) -> Trace:
-        """It records nothing."""
+        """An empty trace."""
         room = self.limits.sequence
         facts = EngineFacts(self.limits.max_num_seqs, room.max_model_len, room.max_model_len, room.page_size, room.pages)
         return Trace.empty(facts)
@@ -152,7 +153,7 @@ class MockEngine:
 
     def step(self) -> list[Update]:
         if self.steps == self.fail_at:
-            raise FloatingPointError("the mock engine fails as it was told to")
+            raise FloatingPointError("the mock engine fails as requested")
         self.steps += 1
         if self.seconds:
             time.sleep(self.seconds)
@@ -187,7 +188,7 @@ class MockEngine:
         return self._next(request_id, sequence) if sequence.request.pooling is None else self._embedding(request_id, sequence)
 
     def _beams(self, request_id: str, sequence: _Sequence, params: BeamSearchParams) -> BeamsFound:
-        """Beam i is what sample i would be."""
+        """Beam i equals sample i."""
         prompt = sequence.request.prompt_token_ids
         count = sequence.max_len - len(prompt)
         beams = [
@@ -223,11 +224,11 @@ class MockEngine:
 
 
 class _Prefixes:
-    """Pages of prompts that have been seen, by what comes before them; the oldest are forgotten where there are too many.
+    """Pages of earlier prompts, by the preceding pages. The oldest are forgotten if there are too many.
 
     Attributes:
-        known: an id for each page, by the id of the page before it (a first page's is its salt) and its tokens. No id comes twice.
-        queries, hits: tokens.
+        known: an id for each page, by the id of the preceding page (or the salt) and its tokens. Ids are unique.
+        queries, hits: numbers of tokens.
     """
 
     def __init__(self, page_size: int, pages: int) -> None:
@@ -237,7 +238,7 @@ class _Prefixes:
         self._ids = itertools.count()
 
     def admit(self, request: Request) -> int:
-        """The prompt's tokens that are known; at least one is not. All are from now on."""
+        """Number of the prompt's tokens that are known, always fewer than all. From now on, all are."""
         prompt, size, found = request.prompt_token_ids[:LOOKED_UP], self._page_size, 0
         parent: int | str | None = request.cache_salt
         for start in range(0, len(prompt) // size * size, size):

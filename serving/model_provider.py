@@ -1,4 +1,4 @@
-"""The model behind the services."""
+"""Provides services with the model."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Protocol
 
 from jengine import AsyncLLM, Limits
 
-RESTART_SECONDS = 2.0  # that a start from saved programs takes, where none has been seen
+RESTART_SECONDS = 2.0  # initial estimate for a start from saved programs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What is served: known as long as the server lives, whether the engine does or not.
+    """Facts about the model, available as long as the server runs, even without an engine.
 
     Attributes:
-        name: what clients see and may ask for.
-        limits: what the engine can answer at all.
+        name: the name that clients see and may request.
+        limits: limits of requests that the engine can serve.
         dtype: of weights and activations.
-        quantization: of the weights; empty is none.
-        devices: how many of which kind.
-        mesh: devices along each of its axes.
+        quantization: of the weights; empty: none.
+        devices: their kind and number.
+        mesh: number of devices along each axis.
         has_chat_template: whether the model can chat.
     """
 
@@ -35,19 +35,19 @@ class ModelInfo:
 
 
 class ModelProvider(Protocol):
-    """The model, and the AsyncLLM that answers for it now."""
+    """The model, and the AsyncLLM that currently serves it."""
 
     @property
     def llm(self) -> AsyncLLM:
-        """Raises EngineDead while none is running."""
+        """Raises EngineDead while no engine is running."""
 
     @property
     def info(self) -> ModelInfo:
-        """Raises EngineDead before the first one runs: they are not known yet."""
+        """Raises EngineDead until the first engine runs."""
 
     @property
     def retry_seconds(self) -> float:
-        """When a request that found no engine may come again."""
+        """Seconds after which a request that found no engine should be retried."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
-"""Why a server cannot go on with a request: plain exceptions, which errors.py makes into gRPC statuses."""
+"""Overload errors as plain exceptions, which errors.py converts to gRPC statuses."""
 
 from __future__ import annotations
 
 
 class Busy(Exception):
-    """There is too much to do.
+    """The server is overloaded.
 
     Attributes:
-        retry_seconds: after which another attempt is worth it.
-        cause: for logs and metrics: one word of a few.
+        retry_seconds: when a retry is worthwhile.
+        cause: one word for logs and metrics.
     """
 
     def __init__(self, message: str, retry_seconds: float, cause: str = "") -> None:

@@ -1,4 +1,4 @@
-"""How often streams write, so that under load tokens gather in fewer messages."""
+"""Limits how often streams write, so that under load several tokens share a message."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from contextlib import contextmanager
 
 from jengine import Readers
 
-MESSAGE_SECONDS = 100e-6  # of the event loop's time, that a message takes
-CORES_SHARE = 0.04  # of the processor time of all cores, for the messages of all streams together: the engine may need them
-LOOP_SHARE = 0.5  # of the event loop's time, at most
+MESSAGE_SECONDS = 100e-6  # the event loop's time for a message
+CORES_SHARE = 0.04  # share of all cores' time for the messages of all streams, since the engine may need the cores
+LOOP_SHARE = 0.5  # maximum share of the event loop's time
 LONGEST = 0.1  # seconds
-WAITING = 0.5  # seconds from which on a write waits for its client
+WAITING = 0.5  # seconds after which a write counts as waiting for its client
 
 
 class Pace:
-    """Bounds the share of the processor that streams take.
+    """Bounds the share of CPU time used by streams.
 
-    A message costs the server's process and its client much more than a token in it does. With few streams each token goes out as it
-    comes; with many, a stream waits between two messages, and the tokens that come meanwhile go out together. The first and the last
-    message of a stream wait for nothing.
+    A message costs the server and its client much more than a token in it. With few streams, each token is sent
+    immediately. With many, a stream waits between two messages, and tokens that arrive meanwhile are sent
+    together. The first and the last message of a stream are never delayed.
 
     Args:
-        cores: that this process may use; None finds out.
+        cores: number of cores that this process may use; None: detected.
 
     Attributes:
-        writing: streams that write a message, by when they began, time.monotonic().
+        writing: streams that are writing a message, with the start times (time.monotonic()).
     """
 
     def __init__(self, cores: int | None = None) -> None:
@@ -37,7 +37,7 @@ class Pace:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Counts one more stream within this."""
+        """A context that counts one more stream."""
         self._streams += 1
         try:
             yield
@@ -45,14 +45,14 @@ class Pace:
             self._streams -= 1
 
     def readers(self) -> Readers:
-        """How clients read now."""
+        """How clients currently read."""
         now = time.monotonic()
         waits = [now - since for since in self.writing.values() if now - since >= WAITING]
         return Readers(streams=self._streams, waiting=len(waits), longest=max(waits, default=0.0))
 
     @property
     def seconds(self) -> float:
-        """Between two messages of a stream."""
+        """Seconds between two messages of a stream."""
         return min(self._streams * MESSAGE_SECONDS / self._share, LONGEST)
 
 

@@ -1,4 +1,4 @@
-"""A child process that must not outlive its parent, even where it cannot run: stopped, or stuck in a call."""
+"""Ensures that a child process does not outlive its parent, even if it is stopped or stuck in a call."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the *thread* that started it ends (prctl(2)). Linux only; elsewhere nothing happens.
+    """Makes the kernel kill this process when the *thread* that started it ends (prctl(2)). Linux only; no
+    effect elsewhere.
 
     Args:
-        parent: the parent's process id. If it died before this call, this process exits at once.
+        parent: the parent's process id. If it died before this call, this process exits immediately.
     """
     if sys.platform != "linux":
         return

@@ -1,4 +1,4 @@
-"""The request log: a line of JSON for each request, written by a thread, so that a full disk or pipe delays no one."""
+"""The request log: one JSON line per request, written by a thread, so that a full disk or pipe delays no request."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 from jengine import InvalidArgument
 from jengine.serving.sparse_log import SparseLog
 
-MOST_WAITING = 10_000  # lines; more are dropped
+MOST_WAITING = 10_000  # maximum number of waiting lines; further ones are dropped
 
 log = logging.getLogger("jengine.serving")
 
 
 class RequestLog:
-    """Appends to a file, which may be renamed at any time (log rotation): the next line begins a new one.
+    """Appends to a file, which may be renamed at any time (log rotation): the next line starts a new file.
 
     Args:
-        path: the file's; "-" is stdout.
+        path: path of the file; "-": stdout.
 
     Raises:
         InvalidArgument: the file cannot be opened.
@@ -42,21 +42,21 @@ class RequestLog:
         self._thread.start()
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Returns at once."""
+        """Returns immediately."""
         try:
             self._lines.put_nowait(json.dumps(entry, ensure_ascii=False))
         except queue.Full:
-            self._lost("the request log cannot be written fast enough; lines are lost")
+            self._lost("the request log cannot be written fast enough; lines are dropped")
 
     def close(self, seconds: float = 2.0) -> None:
-        """Write what waits, unless that takes longer than this."""
+        """Writes the waiting lines, for at most this time."""
         try:
             self._lines.put(None, timeout=seconds)
         except queue.Full:
             return
         self._thread.join(seconds)
         if not self._thread.is_alive() and isinstance(self._handler, WatchedFileHandler):
-            with contextlib.suppress(OSError):  # what could not be written before cannot now
+            with contextlib.suppress(OSError):  # earlier write errors would repeat
                 self._handler.close()
 
     def _write(self) -> None:

@@ -1,4 +1,4 @@
-"""Work that a request may make crash, hang or grow is done in disposable processes, where that costs one request."""
+"""Runs work that could crash, block or exhaust a process in disposable processes, so that it only affects one request."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from jengine.serving.errors import busy
 from jengine.serving.sandbox_worker import CPU_SECONDS
 from jengine.serving.wire import RECEIVE, Done, Frames, Job, frame
 
-WORKERS = 2  # processes at most; each starts with the first job that finds no idle one
-START_SECONDS, JOB_SECONDS = 120.0, 30.0  # of wall-clock time; a job's CPU_SECONDS end it before, unless its process is stopped
+WORKERS = 2  # maximum number of processes; each starts when a job finds no idle one
+START_SECONDS, JOB_SECONDS = 120.0, 30.0  # wall-clock limits; CPU_SECONDS usually ends a job earlier, unless its process is stopped
 MOST_WAITING = 256  # jobs
 RETRY_SECONDS = 1.0
-MOST_VERDICTS = 1024  # remembered
+MOST_VERDICTS = 1024  # maximum number of remembered results
 
 log = logging.getLogger("jengine.serving")
 
 
 class Lost(JengineError):
-    """A worker has ended in the middle of a job, or was killed."""
+    """A worker ended in the middle of a job, or was killed."""
 
 
 class Sandbox:
     """Checks grammars and renders conversations in worker processes. Belongs to one event loop.
 
-    A client has one job at a time, so that clients take turns. A thread waits for each worker: event loop and workers never wait for
-    each other.
+    A client has one job at a time, so clients take turns. A thread waits for each worker, so event loop and
+    workers do not block each other.
 
     Args:
-        workers: processes at most.
-        module: what they run.
+        workers: maximum number of processes.
+        module: the module that they run.
     """
 
     def __init__(self, workers: int = WORKERS, module: str = "jengine.serving.sandbox_worker") -> None:
@@ -52,17 +52,17 @@ class Sandbox:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
         self._idle: list[_Worker] = []
         self._running: set[_Worker] = set()
-        self._closed, self._lock = False, threading.Lock()  # of these
+        self._closed, self._lock = False, threading.Lock()  # protects these
         self._turns: dict[str, _Turn] = {}  # by client
         self._waiting = 0
         self._verdicts: OrderedDict[bytes, InvalidArgument | None] = OrderedDict()
 
     async def check(self, client: str, what: object, tokenizer: Tokenizer) -> None:
-        """Returns at once for what is no StructuredOutputs, and for one that has passed before.
+        """Checks a grammar. Returns immediately if it is not a StructuredOutputs, or has been checked before.
 
         Raises:
-            InvalidArgument: it exceeds a limit, cannot be read, or ends the process that reads it.
-            Refusal: too many jobs wait.
+            InvalidArgument: it exceeds a limit, is invalid, or crashes the process that reads it.
+            Refusal: too many jobs are waiting.
         """
         if not isinstance(what, StructuredOutputs):
             return
@@ -82,12 +82,12 @@ class Sandbox:
             raise InvalidArgument(verdict.field, verdict.value, verdict.limit)
 
     async def render(self, client: str, messages: list[dict[str, Any]], options: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-        """The token ids of a conversation, by the chat template in ChatOptions. Raises as check."""
+        """Renders a conversation with the chat template in ChatOptions. Returns token ids. Raises as `check`."""
         arguments = json.dumps({"messages": messages, **options})
         return (await self._run(client, tokenizer, Job("render", "chat_template", arguments))).token_ids
 
     def close(self) -> None:
-        """End the workers; jobs that run fail."""
+        """Ends the workers; running jobs fail."""
         with self._lock:
             self._closed = True
             for worker in (*self._running, *self._idle):
@@ -98,7 +98,7 @@ class Sandbox:
 
     async def _run(self, client: str, tokenizer: Tokenizer, job: Job) -> Done:
         if self._waiting >= MOST_WAITING:
-            raise busy(f"{self._waiting} grammars and templates wait to be checked", RETRY_SECONDS)
+            raise busy(f"{self._waiting} grammars and templates are waiting to be checked", RETRY_SECONDS)
         assert tokenizer.folder is not None
         turn = self._turns.setdefault(client, _Turn())
         self._waiting, turn.users = self._waiting + 1, turn.users + 1
@@ -109,12 +109,12 @@ class Sandbox:
             raise
 
         def over(future: asyncio.Future[Done]) -> None:
-            _ = future.cancelled() or future.exception()  # seen, if the client has gone
+            _ = future.cancelled() or future.exception()  # retrieved, even if the client has gone
             turn.free.release()
             self._leave(client, turn)
 
         future = asyncio.get_running_loop().run_in_executor(self._threads, self._do, tokenizer.folder, job)
-        future.add_done_callback(over)  # not when the client has gone: the job still runs then
+        future.add_done_callback(over)  # not when the client disconnects: the job is still running then
         done = await asyncio.shield(future)
         if done.limit:
             raise InvalidArgument(done.field, done.value, done.limit)
@@ -125,7 +125,7 @@ class Sandbox:
         if not turn.users:
             del self._turns[client]
 
-    # --- a thread that waits for a worker --------------------------------------------------------
+    # --- threads that wait for workers -----------------------------------------------------------
 
     def _do(self, folder: Path, job: Job) -> Done:
         worker = self._take(folder)
@@ -138,7 +138,7 @@ class Sandbox:
             worker.close()
             if not isinstance(error, Lost) or self._closed:
                 raise
-            log.warning("a request has ended a sandbox's process: %s; another replaces it", error)
+            log.warning("a request has crashed a sandbox process: %s; it is replaced", error)
             return Done(field=job.field, limit=str(error))
         with self._lock:
             self._running.discard(worker)
@@ -155,14 +155,14 @@ class Sandbox:
 
 
 class _Turn:
-    """Of one client."""
+    """The queue of one client."""
 
     def __init__(self) -> None:
         self.free, self.users = asyncio.Semaphore(1), 0
 
 
 class _Worker:
-    """A process, and this end of its socket."""
+    """A process, and this side's end of its socket."""
 
     def __init__(self, module: str, folder: Path) -> None:
         self._frames: Frames[Done] = Frames(Done)
@@ -173,21 +173,21 @@ class _Worker:
                 [sys.executable, "-P", "-m", module, str(folder)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C is the server's
+                start_new_session=True,  # a terminal's Ctrl-C is for the server
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # as here, wherever that came from
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # the same import path as here
                     "TOKENIZERS_PARALLELISM": "false",
                 },
             )
 
     def wait_until_ready(self) -> None:
-        """Raises JengineError where it cannot start."""
+        """Raises JengineError if it cannot start."""
         if not self._ready:
             try:
                 self._receive(START_SECONDS)
             except Lost as lost:
-                raise JengineError(f"a sandbox's process cannot start: it {lost}") from None
+                raise JengineError(f"a sandbox process cannot start: it {lost}") from None
             self._ready = True
 
     def call(self, job: Job) -> Done:
@@ -196,17 +196,17 @@ class _Worker:
         try:
             self._socket.sendall(frame(job))
         except ConnectionError:
-            pass  # reading tells how it ended
+            pass  # reading reports how it ended
         except TimeoutError:
             raise Lost(f"was not done within {JOB_SECONDS} s") from None
         return self._receive(JOB_SECONDS)
 
     def kill(self) -> None:
-        """In any thread: who waits for it gets Lost."""
+        """Thread-safe. Waiting callers get Lost."""
         self._process.kill()
 
     def close(self) -> None:
-        """Kill it, if it still runs, and give back what it took."""
+        """Kills the process if it still runs, and frees its resources."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
@@ -225,4 +225,4 @@ class _Worker:
         if code == -signal.SIGPROF:
             raise Lost(f"takes more than {CPU_SECONDS} s of processor time")
         how = f"exited with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
-        raise Lost(f"is too complex: the process that worked on it {how}")
+        raise Lost(f"is too complex: its process {how}")

@@ -1,7 +1,7 @@
-"""A disposable process that does what a request may make crash, hang or grow: it compiles grammars and renders chat templates.
+"""A disposable process for work that could crash, block or exhaust it: compiling grammars, and rendering chat templates.
 
-Its server is at the other end of the socket that is its stdin; it ends when that does. It has no other descriptor, and imports
-neither jax nor gRPC.
+Its stdin is a socket to the server; it exits when the server closes that. It has no other descriptors, and
+imports neither jax nor gRPC.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from jengine import InvalidArgument, ModelError, StructuredOutputs, Tokenizer, chat_prompt, probe_structure
 from jengine.serving.wire import RECEIVE, Done, Frames, Job, frame
 
-CPU_SECONDS = 2.0  # of one job; then the process is ended by SIGPROF
-MEMORY = 2**30  # bytes of address space that jobs may add; some 200 MB of these are stacks and arenas that stay unused
-MOST_TOKENS = 2**20  # of a rendered conversation
-NICENESS = 5  # the event loop and the engine go first
+CPU_SECONDS = 2.0  # CPU time of a job; then SIGPROF ends the process
+MEMORY = 2**30  # bytes of address space that jobs may add; about 200 MB of it are unused stacks and arenas
+MOST_TOKENS = 2**20  # maximum tokens of a rendered conversation
+NICENESS = 5  # lets the event loop and the engine run first
 
 
 def do(job: Job, tokenizer: Tokenizer) -> Done:
@@ -32,7 +32,7 @@ def do(job: Job, tokenizer: Tokenizer) -> Done:
             return Done()
         ids = chat_prompt(tokenizer, **arguments)["prompt_token_ids"]
         if len(ids) > MOST_TOKENS:
-            raise InvalidArgument("messages", None, f"the chat template makes {len(ids)} tokens of them; at most {MOST_TOKENS}")
+            raise InvalidArgument("messages", None, f"the chat template renders them as {len(ids)} tokens; at most {MOST_TOKENS}")
         return Done(ids)
     except InvalidArgument as error:
         return Done(field=error.field, value=error.value if isinstance(error.value, str) else "", limit=error.limit)
@@ -48,10 +48,10 @@ def main() -> int:
     os.nice(NICENESS)
     server = socket.socket(fileno=0)
     tokenizer = Tokenizer.load(Path(sys.argv[1]))
-    with contextlib.suppress(InvalidArgument):  # one that llguidance cannot take still renders templates
+    with contextlib.suppress(InvalidArgument):  # a tokenizer that llguidance cannot use can still render templates
         probe_structure(StructuredOutputs(regex="a"), tokenizer)
     _limit_memory()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a crash prints may quote a prompt
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # crash messages could quote a prompt
     frames: Frames[Job] = Frames(Job)
     server.sendall(frame(Done()))
     while data := server.recv(RECEIVE):
@@ -64,14 +64,14 @@ def main() -> int:
 
 
 def _end_with_the_server() -> None:
-    """At once, in the middle of a job, too, where the system can do that; else after it."""
+    """Exits when the server ends: immediately if the system supports it, otherwise after the current job."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         import ctypes
 
         set_death_signal = 1
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)  # if it has died before, reading from the socket tells
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)  # if the server has already died, reading from the socket reports it
 
 
 def _limit_memory() -> None:
@@ -85,5 +85,5 @@ def _limit_memory() -> None:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except ConnectionError:  # the server is gone
+    except ConnectionError:  # the server has gone
         sys.exit(0)

@@ -1,4 +1,5 @@
-"""API keys, known by their hashes, and what belongs to a key. `python -m jengine.serving.security NAME` prints a line of a keys file."""
+"""API keys, stored as hashes, and the rights of each key. `python -m jengine.serving.security NAME` prints a
+line of a keys file."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ MIN_KEY_LENGTH = 20
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a key allows. Keys of one name, such as an old one and its successor, are one client.
+    """The rights of a key. Keys with the same name, such as an old one and its replacement, are one client.
 
     Attributes:
-        name: in logs and metrics; printable.
-        max_streams: completions that the client may have at once; None is the server's max_streams_per_client.
-        tokens_per_minute: prompt and generated tokens together; None is unlimited.
-        min_priority: the lowest priority that its requests may ask for. Lower runs first.
-        admin: 1 for a client that may ask for what concerns all clients: to reset the prefix cache, and to read its counters.
+        name: name in logs and metrics; printable.
+        max_streams: maximum concurrent completions of the client; None: the server's max_streams_per_client.
+        tokens_per_minute: prompt and generated tokens together; None: unlimited.
+        min_priority: the lowest priority value that its requests may have. Lower runs first.
+        admin: 1 for a client that may reset the prefix cache, read its counters, and do other things that
+            affect all clients.
     """
 
     name: str
@@ -38,61 +40,65 @@ class Key:
 
 SETTINGS = tuple(field.name for field in fields(Key) if field.name != "name")
 
-# The key that the call being handled came with; None where no keys are asked for.
+# The key of the current call; None if no keys are used.
 current_key: ContextVar[Key | None] = ContextVar("current_key", default=None)
 
 # --- request ids ------------------------------------------------------------------------------------
 
-_SEPARATOR = "\0"  # not printable, so in no key's name: two keys' ids never meet
+_SEPARATOR = "\0"  # not printable, so in no key's name: ids of two keys never collide
 
 
 def scoped(request_id: str) -> str:
-    """The id that the engine knows a client's request by. Each key has ids of its own; without keys, all clients share theirs."""
+    """The engine's id for a client's request. Each key has separate ids; without keys, all clients share them."""
     key = current_key.get()
     return request_id if key is None else f"{key.name}{_SEPARATOR}{request_id}"
 
 
 def salted(cache_salt: str | None) -> str | None:
-    """The salt that the engine shares the pages of a client's request by. It depends on the key's name as well, so no client finds pages
-    of another key, whose prompts it could guess by the time that an answer takes. Without keys it is the client's own.
+    """The engine's cache salt for a client's request.
+
+    It depends on the key's name, so that no client finds pages of another key, whose prompts it could guess
+    from response times. Without keys, it is the client's own salt.
 
     Raises:
-        InvalidArgument: what is no salt.
+        InvalidArgument: the salt is invalid.
     """
     check_cache_salt(cache_salt)
     key = current_key.get()
     if key is None:
         return cache_salt
     name, own = (text.encode("utf-8", "surrogatepass") for text in (key.name, cache_salt or ""))
-    return hashlib.sha256(len(name).to_bytes(8, "big") + name + own).hexdigest()  # with its length, no name continues in a salt
+    # With the length, so that no name can be continued by a salt.
+    return hashlib.sha256(len(name).to_bytes(8, "big") + name + own).hexdigest()
 
 
 # --- the keys file ----------------------------------------------------------------------------------
 
 
 class ApiKeys:
-    """The keys that are let in, by their SHA-256.
+    """The accepted keys, by SHA-256.
 
-    A plain, fast hash is right here: keys are long and random, so no guessing leads back from a hash, which is what slow
-    hashes are for with passwords; and one is computed for every call. `hash_line` refuses short keys for that reason.
+    A fast hash is appropriate here: keys are long and random, so they cannot be guessed from their hashes (slow
+    hashes are for passwords), and a hash is computed for every call. `hash_line` rejects short keys for this
+    reason.
     """
 
     def __init__(self, keys: dict[bytes, Key]) -> None:
-        self._keys = keys  # by digest
+        self._keys = keys  # keyed by digest
 
     def __len__(self) -> int:
         return len(self._keys)
 
     @classmethod
     def load(cls, path: str | Path) -> ApiKeys:
-        """From a file with a key on each line: its hash in hexadecimal digits, its name, and settings; # begins a comment.
+        """Loads a file with a key per line: its hash in hexadecimal, its name, and settings. # begins a comment.
 
             5e88...1542 anna b  max_streams=8 tokens_per_minute=20000 min_priority=-1
 
-        Name and settings may be left out; the name may contain spaces. The settings are Key's.
+        Name and settings are optional; the name may contain spaces. The settings are fields of Key.
 
         Raises:
-            InvalidArgument: the file cannot be read, has another kind of line, or no key.
+            InvalidArgument: the file cannot be read, has an invalid line, or has no key.
         """
 
         def wrong(limit: str) -> InvalidArgument:
@@ -103,14 +109,14 @@ class ApiKeys:
         except OSError as error:
             raise wrong(f"cannot be read: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise wrong("is no UTF-8 text") from None
+            raise wrong("is not UTF-8 text") from None
         keys: dict[bytes, Key] = {}
         by_name: dict[str, Key] = {}
         for number, line in enumerate(lines, 1):
             words = line.partition("#")[0].split()
             if not words:
                 continue
-            if not re.fullmatch(r"[0-9a-fA-F]{64}", words[0]):  # never quoted: it may be a key
+            if not re.fullmatch(r"[0-9a-fA-F]{64}", words[0]):  # not quoted, since it may be a key
                 raise wrong(
                     f"line {number} does not begin with a SHA-256 in hexadecimal digits; if it is the key itself, replace it by what "
                     "`python -m jengine.serving.security NAME` prints, which reads the key from stdin"
@@ -123,11 +129,11 @@ class ApiKeys:
                 raise wrong(f"line {number}: {key.name!r} has other settings on an earlier line; keys of one name are one client")
             keys[bytes.fromhex(words[0])] = key
         if not keys:
-            raise wrong("holds no key: every request would be rejected")
+            raise wrong("has no key: every request would be rejected")
         return cls(keys)
 
     def find(self, presented: str) -> Key | None:
-        """None for an unknown key. Takes the same time wherever in the file the key is."""
+        """The key, or None if it is unknown. Constant-time with respect to the key's position in the file."""
         digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
         found = None
         for known, key in self._keys.items():
@@ -136,17 +142,20 @@ class ApiKeys:
         return found
 
     def stored_raw(self, presented: str) -> Key | None:
-        """The key whose line has this key itself, where its hash belongs: `openssl rand -hex 32` looks like a hash."""
+        """The key whose line contains this key itself instead of its hash: the output of `openssl rand -hex 32`
+        looks like a hash."""
         return self._keys.get(bytes.fromhex(presented)) if re.fullmatch(r"[0-9a-fA-F]{64}", presented) else None
 
 
 def _key_of(words: list[str], default_name: str) -> Key:
-    """Of what follows a hash: a name, then settings. Raises ValueError."""
+    """Parses the words after a hash: a name, then settings. Raises ValueError."""
     settings: dict[str, int] = {}
     while words and "=" in words[-1]:
         name, _, value = words.pop().partition("=")
         if name not in SETTINGS or name in settings:
-            raise ValueError(f"{name!r} is given twice" if name in settings else f"no setting {name!r}; there are {', '.join(SETTINGS)}")
+            raise ValueError(
+                f"{name!r} is given twice" if name in settings else f"unknown setting {name!r}; the settings are {', '.join(SETTINGS)}"
+            )
         if name == "admin" and value not in ("0", "1"):
             raise ValueError(f"admin={value}: must be 0 or 1")
         if not re.fullmatch(r"-?\d{1,18}", value) or (int(value) < 1 and name not in ("min_priority", "admin")):
@@ -159,10 +168,10 @@ def _key_of(words: list[str], default_name: str) -> Key:
 
 
 def hash_line(key: str, *words: str) -> str:
-    """The line of a keys file for this key, with a name and settings.
+    """The keys file's line for this key, with a name and settings.
 
     Raises:
-        InvalidArgument: a key that is too short to be random, or a setting that there is not.
+        InvalidArgument: the key is too short to be random, or a setting is unknown.
     """
     if len(key) < MIN_KEY_LENGTH:
         limit = f"at least {MIN_KEY_LENGTH} characters, made at random: openssl rand -base64 32"
@@ -175,12 +184,12 @@ def hash_line(key: str, *words: str) -> str:
 
 
 def main() -> int:
-    """Read a key from stdin, print its line."""
+    """Reads a key from stdin and prints its line."""
     parser = argparse.ArgumentParser(
         prog="python -m jengine.serving.security",
         description="Reads an API key from stdin, prints its line for the keys file (--api-keys).",
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="of the client, for logs and metrics")
+    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="the client's name in logs and metrics")
     parser.add_argument("settings", metavar="SETTING=N", nargs="*", help=f"of {', '.join(SETTINGS)}")
     options = parser.parse_args()
     key = getpass.getpass("key: ") if sys.stdin.isatty() else sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""The server: its services, put together."""
+"""Builds the gRPC server from its services."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ SERVICES = tuple(service.full_name for service in DESCRIPTORS)
 
 
 class Built(NamedTuple):
-    """A server that has not been started; its health says NOT_SERVING until somebody sets it, for "" and each of SERVICES. Close the
-    sandbox after it has stopped.
+    """A server that has not been started. Close the sandbox after it has stopped.
+
+    Its health is NOT_SERVING, for "" and each of SERVICES, until it is set.
 
     Attributes:
-        shared, calls: for services of another protocol beside it.
+        shared, calls: for services of other protocols.
     """
 
     server: grpc.aio.Server
@@ -60,10 +61,11 @@ async def build_server(
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> Built:
-    """All services on one server, bound to config's address. In the event loop that it will run in.
+    """Builds a server with all services, bound to config's address. Must be called in the event loop in which
+    it will run.
 
     Raises:
-        InvalidArgument: the address cannot be had.
+        InvalidArgument: the address is not available.
     """
     metrics = metrics or Metrics()
     calls = ClientCalls(config, metrics)
@@ -86,7 +88,7 @@ async def build_server(
 
 
 def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:
-    """As the generated code does it, but for the parser."""
+    """Like the generated code, but with our parser."""
     kinds = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -104,7 +106,7 @@ def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) 
 
 
 def _why_not(config: ServerConfig) -> str:
-    """What gRPC does not tell, found by trying again."""
+    """The reason, which gRPC does not report, found by trying to bind again."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(config.host.strip("[]"), config.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as attempt:
@@ -119,10 +121,10 @@ def _why_not(config: ServerConfig) -> str:
 def _options(config: ServerConfig, calls: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", -1),  # what was computed is sent
-        ("grpc.max_concurrent_streams", 2 * calls),  # of a connection; a client's calls above `calls` are told so
-        ("grpc.so_reuseport", 0),  # a second server on this port is an error, not a silent half
-        # Clients that vanished are found by pings; those that ping, to keep idle streams alive through whatever lies between, may.
+        ("grpc.max_send_message_length", -1),  # computed results are always sent
+        ("grpc.max_concurrent_streams", 2 * calls),  # per connection; a client's calls above `calls` get an error
+        ("grpc.so_reuseport", 0),  # a second server on this port must fail rather than share it
+        # Pings detect clients that have vanished. Clients may also ping, to keep idle streams alive through proxies.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),

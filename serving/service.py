@@ -1,4 +1,4 @@
-"""What all services answer requests with, whatever the protocol."""
+"""Common parts of all services, for any protocol."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Conversation = tuple[list[dict[str, Any]], dict[str, Any]]  # messages, and Chat
 
 
 class Shared(NamedTuple):
-    """A server's parts.
+    """Parts of a server that services share.
 
     Attributes:
-        sandbox: where grammars are checked, and clients' chat templates rendered.
-        text_work: where long texts are tokenized.
-        write_timeout: seconds in which a client must take each message of a stream.
-        client_chat_templates: whether clients may send chat templates of their own.
+        sandbox: checks grammars, and renders clients' chat templates.
+        text_work: tokenizes long texts.
+        write_timeout: seconds in which a client must read each message of a stream.
+        client_chat_templates: whether clients may send chat templates.
     """
 
     models: ModelProvider
@@ -63,7 +63,7 @@ class Shared(NamedTuple):
         request_log: RequestLog | None = None,
         spans: Spans | None = None,
     ) -> Shared:
-        """In the event loop that the server will run in. Close the sandbox after it has stopped."""
+        """Must be called in the server's event loop. Close the sandbox after the server has stopped."""
         return cls(
             models,
             Admission(config, models),
@@ -78,12 +78,12 @@ class Shared(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a request asks for.
+    """A parsed request.
 
     Attributes:
-        prompt: called once; in a thread where the request is long.
-        bytes: of the request.
-        embedding: arguments of AsyncLLM.prepare_embedding; it asks for that then, and for no tokens.
+        prompt: called once, in a thread if the request is long.
+        bytes: size of the request.
+        embedding: arguments of AsyncLLM.prepare_embedding, for an embedding instead of tokens.
     """
 
     params: GenerationParams
@@ -98,7 +98,7 @@ class Asked(NamedTuple):
 
 
 class Service:
-    """A service's base. Every method may reject a request with the statuses of jengine.serving.errors."""
+    """Base class of services. Every method may fail with the statuses of jengine.serving.errors."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -111,9 +111,9 @@ class Service:
         )
 
     async def _submit(self, llm: AsyncLLM, asked: Asked, kind: OutputKind, call: Call, request_id: str) -> RequestHandle:
-        """Check and queue a request. What takes long happens in threads, what may go wrong in processes of the sandbox."""
+        """Validates and queues a request. Slow work runs in threads, dangerous work in the sandbox's processes."""
         client, params = client_of(call), asked.params
-        salt = salted(asked.cache_salt)  # here: threads do not know the key
+        salt = salted(asked.cache_salt)  # computed here, since threads do not know the key
         await self._sandbox.check(client, params.structured_outputs, llm.tokenizer)
 
         def prepare() -> PreparedPrompt:
@@ -140,18 +140,18 @@ class Service:
             raise wrong if wrong.field != "request_id" else InvalidArgument(wrong.field, request_id, wrong.limit) from None
 
     async def _render(self, llm: AsyncLLM, read: Callable[[], Conversation], template: str | None, size: int, call: Call) -> TokensPrompt:
-        """A conversation's prompt.
+        """Renders a conversation's prompt.
 
         Args:
-            read: the conversation; called in a thread where the request, of `size` bytes, is long.
-            template: of the client's, which is among the options as well.
+            read: returns the conversation; called in a thread if the request, of `size` bytes, is long.
+            template: the client's template, which is also among the options.
         """
         client = client_of(call)
         work = partial(self._text_work.run, client, size)
         if template is None:
             return await work(partial(self._render_here, llm, read))
         if not self._shared.client_chat_templates:
-            raise InvalidArgument("chat_template", template, "this server takes no templates from its clients")
+            raise InvalidArgument("chat_template", template, "this server does not accept templates from clients")
         messages, options = await work(read)
         return {"prompt_token_ids": await self._sandbox.render(client, messages, options, llm.tokenizer)}
 
@@ -164,6 +164,6 @@ class Service:
         return self._models.info.limits.sequence.max_model_len
 
     def _check_ids(self, field: str, count: int) -> None:
-        """Before they are copied."""
+        """Checks the number of ids before they are copied."""
         if count > self._max_model_len:
             raise InvalidArgument(field, f"{count} ids", f"at most max_model_len = {self._max_model_len}")

@@ -1,6 +1,6 @@
 """The environment variables that Kubernetes sets for its Services ("service links").
 
-Those of a Service named `jengine`, or `jengine-...`, begin as this server's options do, and are not meant for it.
+Those of a Service named `jengine` or `jengine-...` begin like this server's options, but are not meant for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 _PROTOCOL = "(?:TCP|UDP|SCTP)"
 _URL = rf"{_PROTOCOL.lower()}://\S+"
 _ANY = r".+"
-# For each end of a name the form of its value. kubelet's pkg/kubelet/envvars writes these and no others.
+# The form of the value for each suffix of a name, as written by kubelet's pkg/kubelet/envvars.
 _FORMS = [
     (re.compile(name), re.compile(value))
     for name, value in (

@@ -1,4 +1,4 @@
-"""What signals ask of a server: SIGTERM and SIGINT to stop, SIGHUP to reload, or to stop where its terminal was closed."""
+"""A server's signals: SIGTERM and SIGINT stop it; SIGHUP reloads it, or stops it if its terminal was closed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 
 def stop_signal(reload: Callable[[], None]) -> asyncio.Future[signal.Signals]:
-    """The first signal that asks to stop, in the event loop that runs now. A second SIGINT ends the process at once.
+    """The first signal that stops the server, as a future of the running event loop. A second SIGINT exits immediately.
 
     Args:
         reload: called on SIGHUP.
     """
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[signal.Signals] = loop.create_future()
-    attached = _has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # as under nohup
+    attached = _has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # not under nohup
 
     def asked(number: signal.Signals) -> None:
         if not stop.done():
@@ -39,7 +39,7 @@ def stop_signal(reload: Callable[[], None]) -> asyncio.Future[signal.Signals]:
 
 
 def _has_terminal() -> bool:
-    """Whether this process has a controlling terminal, which it loses when that is closed."""
+    """Whether this process has a controlling terminal. It loses that when the terminal is closed."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:
@@ -48,6 +48,6 @@ def _has_terminal() -> bool:
 
 
 def _leave(*_: object) -> None:
-    """At once: whatever is in flight is cut off, and the engine process ends when this one is gone."""
+    """Exits immediately, without finishing requests. The engine process ends with this one."""
     os.write(sys.stderr.fileno(), b"\n")
     os._exit(130)

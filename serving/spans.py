@@ -1,4 +1,5 @@
-"""A span of OpenTelemetry for each request, under its client's, with what became of it when. Names are vLLM's."""
+"""An OpenTelemetry span for each request, as a child of its client's span, with the times of its stages. Names
+follow vLLM."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from jengine.serving.call import Call
 if TYPE_CHECKING:
     from jengine.serving.tracking import TrackedRequest
 
-CLOSE_SECONDS = 2  # for the last spans, at the end
+CLOSE_SECONDS = 2  # time to send the last spans
 NAME = "llm_request"
 
 
 class Spans:
-    """Tells a collector of each request that has ended, in the background.
+    """Sends a span for each finished request to a collector, in the background.
 
     Args:
-        model: its name.
+        model: the model's name.
         exporter: a SpanExporter of OpenTelemetry's SDK.
-        at_once: send each span as it ends.
+        at_once: whether to send each span as soon as it ends.
     """
 
     def __init__(self, model: str, exporter: Any, *, at_once: bool = False) -> None:
@@ -39,13 +40,13 @@ class Spans:
 
     @classmethod
     def of(cls, endpoint: str, model: str) -> Spans:
-        """To a collector that speaks OTLP over HTTP.
+        """Sends spans to a collector with OTLP over HTTP.
 
         Args:
             endpoint: its URL, such as http://127.0.0.1:4318/v1/traces.
 
         Raises:
-            InvalidArgument: that is no URL, or OpenTelemetry is not installed.
+            InvalidArgument: it is not a URL, or OpenTelemetry is not installed.
         """
         if urlsplit(endpoint).scheme not in ("http", "https"):
             raise InvalidArgument("otlp_traces_endpoint", endpoint, "must be a URL such as http://127.0.0.1:4318/v1/traces")
@@ -57,7 +58,7 @@ class Spans:
             raise InvalidArgument("otlp_traces_endpoint", endpoint, f"needs pip install 'jengine[otel]': {missing}") from None
 
     def over(self, request: TrackedRequest, status: str, call: Call) -> None:
-        """A request has ended with this gRPC status. Its client's span, where it names one (`traceparent`), is the parent."""
+        """A request has ended with this gRPC status. The parent is its client's span (`traceparent`), if given."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         carrier = {str(name): str(value) for name, value in call.invocation_metadata() or () if name in ("traceparent", "tracestate")}
@@ -100,6 +101,6 @@ class Spans:
         span.end(at(end))
 
     def close(self) -> None:
-        """Send what is left, and no more."""
+        """Sends the remaining spans and stops."""
         self._provider.force_flush(CLOSE_SECONDS * 1000)
         self._provider.shutdown()

@@ -1,4 +1,4 @@
-"""Log lines that a stranger could cause in any number, kept few."""
+"""Rate-limits log lines that unauthenticated clients could cause."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ SECONDS = 10.0
 
 
 class SparseLog:
-    """Passes one message on in SECONDS; the next one says how many were left out.
+    """Writes one message per SECONDS. The next one includes the number of suppressed messages.
 
     Args:
-        write: as `logging.Logger.warning`.
+        write: a function like `logging.Logger.warning`.
     """
 
     def __init__(self, write: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""Keeps a model answering: when its engine process dies, another is started, which loads the saved programs."""
+"""Keeps a model available: when its engine process dies, another is started, which loads the saved programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jengine.serving.model_provider import RESTART_SECONDS, ModelInfo
 logger = logging.getLogger(__name__)
 OnEnd = Callable[[EngineDead | None], None]
 SHORTEST_RETRY, LONGEST_OVERDUE = 1.0, 30.0  # seconds
-COUNTERS = (  # of a Load: since its engine's start
+COUNTERS = (  # counters of a Load, since its engine's start
     "preemptions", "compiles_since_start", "prefix_queries", "prefix_hits", "evictions",
     "targets_met", "targets_missed", "targets_rejected",
     "host_queries", "host_hits", "host_declined", "host_spilled", "host_fetched", "host_evictions",
@@ -25,35 +25,35 @@ COUNTERS = (  # of a Load: since its engine's start
 
 
 class BackOff:
-    """How long to wait before each start, in seconds: twice as long each time, from `first` to `longest`; from the beginning again
-    after an engine that has lived for `healthy`."""
+    """Delays before restarts, in seconds: doubled each time, from `first` to `longest`, and reset after an
+    engine that lived for `healthy` seconds."""
 
     def __init__(self, first: float = 0.5, longest: float = 60.0, healthy: float = 60.0) -> None:
         self.first, self.longest, self.healthy = first, longest, healthy
         self._next = first
 
     def next(self, lived: float) -> float:
-        """What `after` would return."""
+        """The result that `after` would have."""
         return self.first if lived >= self.healthy else self._next
 
     def after(self, lived: float) -> float:
-        """The wait after an engine that has lived for this many seconds; 0 is one that did not start."""
+        """The delay after an engine that lived for this many seconds; 0: it did not start."""
         seconds = self.next(lived)
         self._next = min(2 * seconds, self.longest)
         return seconds
 
 
 class Supervisor:
-    """A server's ModelProvider: an AsyncLLM over a live engine process. Belongs to one event loop.
+    """A server's ModelProvider: an AsyncLLM over a running engine process. Belongs to one event loop.
 
     Args:
-        name: of the model, as clients see it.
-        make: a new EngineProcess, not started, that calls this when it ends. For example
+        name: the model's name for clients.
+        make: creates an EngineProcess that is not started, and calls its argument when it ends. For example
             `lambda on_end: EngineProcess.of(config, on_end)`.
         on_state: called in the event loop with whether the model answers, when that changes.
 
     Attributes:
-        restarts: engines started after the first.
+        restarts: number of engines started after the first.
     """
 
     def __init__(
@@ -70,47 +70,47 @@ class Supervisor:
         self._tokenizer: Tokenizer | None = None
         self._facts: ModelInfo | None = None
         self._llm: AsyncLLM | None = None
-        self._past: Load | None = None  # the last engine's, with what those before it had counted
+        self._past: Load | None = None  # the last engine's load, with the counters of earlier ones added
         self._past_totals = StepTotals()  # likewise
         self._serving = self._retired = False
-        self._since = time.monotonic()  # when the engine that answers was ready
-        self._expected: float | None = None  # when the next one should be, where none answers
-        self._start_seconds = RESTART_SECONDS  # of late
+        self._since = time.monotonic()  # time at which the current engine was ready
+        self._expected: float | None = None  # time at which the next engine should be ready, if none is running
+        self._start_seconds = RESTART_SECONDS  # recent duration of a start
         self._keeper: asyncio.Task[None] | None = None
 
     @property
     def llm(self) -> AsyncLLM:
-        """The one that answers now.
+        """The current AsyncLLM.
 
         Raises:
-            EngineDead: there is none.
+            EngineDead: no engine is running.
         """
         if self._llm is None:
-            raise EngineDead("there is no engine at this moment")
+            raise EngineDead("no engine is running")
         return self._llm
 
     @property
     def load(self) -> Load:
-        """Of the engine that answers now, but with what all engines have counted: these numbers never fall. May be read in any thread.
+        """The current engine's load, with the counters of all engines, so that they never decrease. Thread-safe.
 
         Raises:
-            EngineDead: there is none.
+            EngineDead: no engine is running.
         """
-        past = self._past  # before the engine: else one that ends meanwhile would be counted twice
+        past = self._past  # read before the engine, since one that ends meanwhile would be counted twice
         load = self.llm.load
         return load if past is None else _added(past, load)
 
     @property
     def totals(self) -> StepTotals:
-        """Of all engines' steps, but for memory. Raises as `load`."""
+        """Totals of all engines' steps, except memory. Raises as `load`."""
         return self._past_totals + self.llm.backend.totals
 
     @property
     def info(self) -> ModelInfo:
-        """Of the model, since the first engine is ready.
+        """Facts about the model, once the first engine is ready.
 
         Raises:
-            EngineDead: it is not yet.
+            EngineDead: the first engine is not ready.
         """
         if self._facts is None:
             raise EngineDead("the first engine is still starting")
@@ -118,12 +118,13 @@ class Supervisor:
 
     @property
     def serving(self) -> bool:
-        """Whether clients should come: not before the start, while a new engine starts, or from `retire` or `close` on."""
+        """Whether clients should send requests: not before the start, during a restart, or after `retire` or `close`."""
         return self._serving
 
     @property
     def retry_seconds(self) -> float:
-        """Until the next engine should be ready: what is left of the back-off, and a start. The longer it is overdue, the longer."""
+        """Seconds until the next engine should be ready: the rest of the delay, and a start. Grows if the
+        engine is overdue."""
         now = time.monotonic()
         if self._expected is None:  # the engine has just died, or the server is closing
             return self._back_off.next(now - self._since) + self._start_seconds
@@ -131,22 +132,25 @@ class Supervisor:
         return max(left, min(-left / 2, LONGEST_OVERDUE), SHORTEST_RETRY)
 
     def retire(self) -> None:
-        """From now on the model counts as not serving, though it still answers."""
+        """From now on the model counts as not serving, but still answers."""
         self._retired = True
         self._set(False)
 
     async def start(self) -> None:
-        """Start the first engine. Cancelling this ends it.
+        """Starts the first engine. Cancelling this ends the engine.
 
         Raises:
-            InvalidArgument, ModelError, OutOfMemory, EngineDead: as EngineProcess.start. A server can only give up then.
+            InvalidArgument, ModelError, OutOfMemory, EngineDead: as EngineProcess.start; the server cannot run.
         """
         ended = await self._launch()
         self._keeper = asyncio.create_task(self._keep(ended), name="engine-keeper")
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """End: no new requests, up to this many seconds for those that run, then they are aborted; then the engine process ends.
-        May be called again, to cut a drain short."""
+        """Stops: rejects new requests, gives running ones `drain_seconds` to finish, aborts the rest, then ends
+        the engine process.
+
+        May be called again, to shorten a drain.
+        """
         self._set(False)
         if self._keeper is not None:
             self._keeper.cancel()
@@ -154,7 +158,7 @@ class Supervisor:
         if self._llm is not None:
             await self._llm.close(drain_seconds)
 
-    # --- engines, one after the other ------------------------------------------------------------
+    # --- engines -------------------------------------------------------------------------------
 
     async def _keep(self, ended: asyncio.Future[EngineDead | None]) -> None:
         loop = asyncio.get_running_loop()
@@ -172,15 +176,15 @@ class Supervisor:
         while True:
             seconds = self._back_off.after(lived)
             self._expected = time.monotonic() + seconds + self._start_seconds
-            logger.error("%s; starting another in %.1f s", error or "the engine was ended by a fault in making text", seconds)
+            logger.error("%s; starting another in %.1f s", error or "the engine was stopped after an error in producing text", seconds)
             await asyncio.sleep(seconds)
             try:
                 return await self._launch()
-            except Exception as wrong:  # a device that is not free yet, a file that is being replaced: perhaps not for ever
+            except Exception as wrong:  # perhaps temporary: a device is not free yet, a file is being replaced
                 error, lived = wrong, 0.0
 
     async def _launch(self) -> asyncio.Future[EngineDead | None]:
-        """Returns what the engine's end will make known."""
+        """Launches an engine. Returns a future for its end."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[EngineDead | None] = loop.create_future()
 
@@ -196,13 +200,13 @@ class Supervisor:
             await asyncio.to_thread(engine.quit)
             raise
         self._since, self._expected = time.monotonic(), None
-        if not engine.info.programs_compiled:  # as the next start will not compile either
+        if not engine.info.programs_compiled:  # the next start will not compile either
             self._start_seconds = self._since - begun
         self._set(True)
         return ended
 
     def _start(self, engine: EngineProcess) -> AsyncLLM:
-        """In a thread: it takes seconds or minutes."""
+        """Runs in a thread, since it takes seconds or minutes."""
         engine.start()
         info = engine.info
         if self._tokenizer is None:
@@ -227,7 +231,7 @@ class Supervisor:
 
 
 def _added(past: Load, load: Load) -> Load:
-    """A load whose counters begin where those of `past` ended."""
+    """A load whose counters continue from those of `past`."""
     pages = dict(zip(past.cache_groups, past.hit_pages, strict=True))
     hit_pages = tuple(count + pages.get(group, 0) for group, count in zip(load.cache_groups, load.hit_pages, strict=True))
     decisions = tuple((Counter(dict(past.decisions)) + Counter(dict(load.decisions))).items())
@@ -235,5 +239,5 @@ def _added(past: Load, load: Load) -> Load:
 
 
 def _resolve(future: asyncio.Future[EngineDead | None], error: EngineDead | None) -> None:
-    if not future.cancelled():  # nobody asks any more
+    if not future.cancelled():  # the waiter may have been cancelled
         future.set_result(error)

@@ -1,4 +1,4 @@
-"""Requests of the open inference protocol read, and its tensors written."""
+"""Reads requests of the open inference protocol, and writes its tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jengine import InvalidArgument, SamplingParams, check_entries
 from jengine.serving.conversions import DEFAULTS, from_params
 from jengine.serving.generated.inference import grpc_service_pb2 as pb
 
-# By datatype: where `contents` has its elements, and how raw contents have them.
+# By datatype: the field of `contents` with the elements, and their format in raw contents.
 KINDS = {
     "BOOL": ("bool_contents", "?"),
     "INT8": ("int_contents", "b"),
@@ -29,32 +29,34 @@ KINDS = {
 }
 
 
-LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")  # sampling parameters that are tensors of any size
+LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")  # sampling parameters given as tensors of any size
 OUTPUTS = ("text_output", "finish_reason")
-WITHOUT_EFFECT = ("triton_enable_empty_final_response",)  # the last response is marked in any case
+WITHOUT_EFFECT = ("triton_enable_empty_final_response",)  # the last response is always marked
 LEVEL = ("priority", "timeout", "cache_salt", "ttft_ms", "tpot_ms")
-KNOWN = {"text_input", "sampling_parameters", *LEVEL, *DEFAULTS, *WITHOUT_EFFECT}  # inputs or parameters
+KNOWN = {"text_input", "sampling_parameters", *LEVEL, *DEFAULTS, *WITHOUT_EFFECT}  # names of inputs and parameters
 NOT_KNOWN = "there is no such input or parameter"
-MAX_RANK = 8  # of a tensor: the product of its sizes is taken
-MAX_TEXTS = 1000  # in a tensor: more than any parameter may have
+MAX_RANK = 8  # maximum number of dimensions, since their product is computed
+MAX_TEXTS = 1000  # maximum texts in a tensor: more than any parameter allows
 
 
 class Asked(NamedTuple):
-    """What a request asks for."""
+    """A parsed request."""
 
     text: str
     params: SamplingParams
     priority: int
     timeout: float | None  # seconds
-    cache_salt: Any  # not checked yet
-    ttft_ms: Any  # not checked yet either
+    cache_salt: Any  # not validated yet
+    ttft_ms: Any  # not validated yet
     tpot_ms: Any
-    bytes: int  # of the request
+    bytes: int  # size of the request
 
 
 def read_request(request: pb.ModelInferRequest, default: SamplingParams | None = None) -> Asked:
-    """Sampling parameters are request parameters or input tensors of their names, or sampling_parameters: a JSON object of them.
-    The others are as in `default`, or else as in SamplingParams().
+    """Reads a request.
+
+    Sampling parameters are request parameters or input tensors with their names, or fields of
+    sampling_parameters, a JSON object. Others are taken from `default` or SamplingParams().
 
     Raises:
         InvalidArgument: naming the parameter or tensor.
@@ -91,7 +93,7 @@ def _params(given: dict[str, Any], default: SamplingParams) -> SamplingParams:
         if name not in DEFAULTS:
             raise InvalidArgument(name, value, NOT_KNOWN)
     params = default.clone(**given)
-    from_params(params)  # JSON knows numbers and texts that no proto, and no engine, can hold
+    from_params(params)  # JSON can contain numbers and texts that neither protobuf nor the engine supports
     return params
 
 
@@ -119,7 +121,7 @@ def _seconds(microseconds: object) -> float:
 
 
 def read_inputs(request: pb.ModelInferRequest) -> dict[str, list[Any]]:
-    """The request's tensors, flat; BYTES as text.
+    """The request's tensors as flat lists; BYTES as text.
 
     Raises:
         InvalidArgument: naming the tensor.
@@ -151,7 +153,7 @@ def read_inputs(request: pb.ModelInferRequest) -> dict[str, list[Any]]:
 
 
 def write_texts(response: pb.ModelInferResponse, name: str, texts: Sequence[str], raw: bool) -> None:
-    """Add a BYTES tensor [len(texts)] to the response."""
+    """Adds a BYTES tensor [len(texts)] to the response."""
     tensor = response.outputs.add(name=name, datatype="BYTES", shape=[len(texts)])
     elements = [text.encode() for text in texts]
     if raw:
@@ -161,7 +163,7 @@ def write_texts(response: pb.ModelInferResponse, name: str, texts: Sequence[str]
 
 
 def _count(name: str, raw: bytes, form: str | None) -> int:
-    """The elements of a tensor; of texts, no more than MAX_TEXTS + 1 are counted."""
+    """Number of elements in a tensor. Texts are counted up to MAX_TEXTS + 1."""
     if form is not None:
         if len(raw) % struct.calcsize(form):
             raise InvalidArgument(name, f"{len(raw)} bytes", f"an element has {struct.calcsize(form)}")
@@ -170,7 +172,9 @@ def _count(name: str, raw: bytes, form: str | None) -> int:
     while at < len(raw) and count <= MAX_TEXTS:
         at += 4 + int.from_bytes(raw[at : at + 4], "little")
         if at > len(raw):
-            raise InvalidArgument(name, f"{len(raw)} bytes", "an element is cut off: each is its length in four bytes, then as many bytes")
+            raise InvalidArgument(
+                name, f"{len(raw)} bytes", "an element is truncated: each has a length of four bytes, followed by its bytes"
+            )
         count += 1
     return count
 

@@ -1,4 +1,4 @@
-"""Work on long text (tokenizing, chat templates) in threads: the event loop goes on, and no client keeps the threads for itself."""
+"""Processes long text (tokenizing, chat templates) in threads, so that the event loop continues. Clients take turns."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 
 from jengine.serving.overload import Busy
 
-LONG_TEXT = 10_000  # bytes from which work is left to a thread: it takes milliseconds, and all other requests would wait
-THREADS = 2  # of all clients; they compete with the event loop and the engine for the processor
-MAX_BYTES = 2**28  # of requests that wait or are worked on
-MAX_CLIENT_BYTES = 2**26  # the same, of one client
+LONG_TEXT = 10_000  # minimum bytes for using a thread: the work takes milliseconds, and would delay other requests
+THREADS = 2  # for all clients; they compete with the event loop and the engine for CPU time
+MAX_BYTES = 2**28  # maximum total size of waiting and running requests
+MAX_CLIENT_BYTES = 2**26  # the same per client
 RETRY_SECONDS = 1.0
 
 
 @dataclass(slots=True)
 class _Client:
-    bytes: int = 0  # that wait or are worked on
+    bytes: int = 0  # of waiting and running requests
     turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
 
 class TextWork:
-    """At most THREADS pieces of work at once, and one of each client, so that clients take turns. Belongs to one event loop.
+    """Runs at most THREADS tasks at a time, and one per client, so that clients take turns. Belongs to one event loop.
 
-    A thread cannot be interrupted: work whose client has gone keeps its turn until it is done. So the number of busy threads is
-    bounded, whatever clients cancel.
+    A thread cannot be interrupted. If a client disconnects, its task keeps its place until it is done. So the
+    number of busy threads is bounded, whatever clients cancel.
     """
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class TextWork:
         self._bytes = 0
 
     async def run[T](self, client: str, size: int, work: Callable[[], T]) -> T:
-        """The result of `work` on so many bytes; done at once where they are few.
+        """Runs `work` on `size` bytes and returns its result; runs it directly if `size` is small.
 
         Raises:
-            Busy: too much waits already.
+            Busy: too much work is waiting.
         """
         if size < LONG_TEXT:
             return work()

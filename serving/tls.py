@@ -1,4 +1,4 @@
-"""TLS from PEM files, checked before they are used, and read again on request."""
+"""TLS from PEM files, which are validated before use and can be reloaded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from cryptography import x509
 from jengine import InvalidArgument
 from jengine.serving.config import ServerConfig
 
-SOON = datetime.timedelta(days=14)  # before a certificate's end
+SOON = datetime.timedelta(days=14)  # before a certificate expires
 
 log = logging.getLogger("jengine.serving")
 
 
 class TlsFiles(NamedTuple):
-    """What the files hold, for gRPC and for HTTP.
+    """The contents of the files, for gRPC and for HTTP.
 
     Attributes:
-        expires: when the first certificate of the chain does.
+        expires: expiry of the chain's first certificate.
     """
 
     configuration: grpc.ServerCertificateConfiguration
@@ -34,11 +34,11 @@ class TlsFiles(NamedTuple):
 
 
 class Tls:
-    """A server's TLS, or mutual TLS. `reload` reads the files again: new connections get what they hold then.
+    """A server's TLS or mutual TLS. `reload` reads the files again, for new connections.
 
     Attributes:
         credentials: for the server's port.
-        files: in use.
+        files: contents in use.
 
     Raises:
         InvalidArgument: as `read`.
@@ -51,34 +51,34 @@ class Tls:
         self.credentials = grpc.dynamic_ssl_server_credentials(self.files.configuration, self._fetch, mutual)
 
     def reload(self) -> None:
-        """Raises InvalidArgument where the files cannot be used; then nothing changes."""
+        """Raises InvalidArgument if the files are invalid; then nothing changes."""
         self.files = read(self._config)
         self._changed = self.files.configuration
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """For each new connection, in a thread of gRPC's; None is as before."""
+        """Called for each new connection, in a gRPC thread. None means no change."""
         changed, self._changed = self._changed, None
         return changed
 
 
 def read(config: ServerConfig) -> TlsFiles:
-    """Read and check the files; a certificate that ends soon, and a private key that others may read, are warned of.
+    """Reads and validates the files. Warns of certificates that expire soon, and of private keys that others can read.
 
     Raises:
-        InvalidArgument: a file cannot be read or is no PEM of its kind, the key is not the certificate's, or a certificate is not
-            valid now.
+        InvalidArgument: a file cannot be read or is not a PEM file of its kind, the key does not match the
+            certificate, or a certificate is not valid now.
     """
     assert config.tls_cert is not None and config.tls_key is not None
     cert, key = _bytes("tls_cert", config.tls_cert), _bytes("tls_key", config.tls_key)
     ca = None if config.tls_client_ca is None else _bytes("tls_client_ca", config.tls_client_ca)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)  # reads as gRPC will, but says at once what is wrong
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)  # reads the files like gRPC, but reports errors immediately
     try:
-        context.load_cert_chain(config.tls_cert, config.tls_key, password="")  # an encrypted key is refused, not asked for on a terminal
+        context.load_cert_chain(config.tls_cert, config.tls_key, password="")  # rejects encrypted keys instead of prompting on a terminal
     except (ssl.SSLError, ValueError) as wrong:
         raise InvalidArgument("tls_key", str(config.tls_key), f"no PEM pair with tls_cert={str(config.tls_cert)!r}: {wrong}") from None
     expires = _check_dates("tls_cert", config.tls_cert, cert, all)
     if ca is not None and config.tls_client_ca is not None:
-        _check_dates("tls_client_ca", config.tls_client_ca, ca, any)  # the others still let clients in
+        _check_dates("tls_client_ca", config.tls_client_ca, ca, any)  # the others still authenticate clients
     warn_of_access("tls_key", config.tls_key, 0o027)
     if config.tls_client_ca is not None:
         context.load_verify_locations(config.tls_client_ca)
@@ -89,7 +89,7 @@ def read(config: ServerConfig) -> TlsFiles:
 
 
 def _check_dates(field: str, path: str | Path, pem: bytes, needed: Callable[[Iterable[bool]], bool]) -> datetime.datetime:
-    """The first end of these certificates, of which all or any must be valid now."""
+    """The earliest expiry of these certificates. All or any of them must be valid now, depending on `needed`."""
     try:
         certificates = x509.load_pem_x509_certificates(pem)
     except ValueError as wrong:
@@ -121,7 +121,7 @@ def _date(time: datetime.datetime) -> str:
 
 
 def warn_of_access(field: str, path: str | Path, mode: int) -> None:
-    """Where the file's permissions have one of these bits, which let others in."""
+    """Warns if the file's permissions include one of these bits, which give access to other users."""
     allowed = Path(path).stat().st_mode & 0o777
     if allowed & mode:
         log.warning(
@@ -130,7 +130,7 @@ def warn_of_access(field: str, path: str | Path, mode: int) -> None:
 
 
 def warn_of_plaintext(config: ServerConfig) -> None:
-    """Once, at the start: what is served without TLS beyond this machine."""
+    """Warns once, at the start, if the server can be reached from other machines without TLS."""
     if config.tls_cert is None and not _is_loopback(config.host):
         what = "requests and answers" if config.api_keys is None else "API keys, requests and answers"
         log.warning("serving plaintext on %s: the network can read %s; set tls_cert and tls_key to turn TLS on", config.host, what)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-ROUNDING = 1e-6  # tokens: a request that comes exactly when it was told to must pass
+ROUNDING = 1e-6  # tokens; a request that arrives exactly at its retry time must pass
 
 
 class TokenBucket:
-    """Tokens flow in, `per_minute` of them, and at most as many are kept.
+    """A token bucket with a capacity of `per_minute` tokens, which is refilled at that rate.
 
-    What a request takes is known only as it runs. So one may start while a token is left, and is charged as it goes on; the level may
-    fall below zero, and then it must rise again before another may start. What was charged before the last start is never more than
-    `per_minute` and what has flowed in since.
+    The tokens of a request are known only while it runs. So a request may start while the level is positive,
+    and is charged as it proceeds. The level may become negative, and then must become positive before another
+    request may start. Charges before the last start never exceed `per_minute` and the refill since then.
 
     Times are in seconds of any clock that does not go back.
     """
@@ -20,7 +20,7 @@ class TokenBucket:
         self._level, self._as_of = float(per_minute), now
 
     def seconds_until_ready(self, now: float) -> float:
-        """Until a request may start, if nothing more is charged meanwhile; 0 is now."""
+        """Seconds until a request may start, if nothing else is charged meanwhile; 0: now."""
         self._flow(now)
         missing = 1.0 - self._level
         return 0.0 if missing <= ROUNDING else missing * 60.0 / self.per_minute
@@ -30,7 +30,7 @@ class TokenBucket:
         self._level -= tokens
 
     def resize(self, per_minute: int, now: float) -> None:
-        """A new limit; debts stay."""
+        """Changes the limit; debts are kept."""
         self._flow(now)
         self.per_minute = per_minute
         self._level = min(self._level, float(per_minute))

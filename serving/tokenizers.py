@@ -1,4 +1,4 @@
-"""A tokenizer that is ready for every kind of request."""
+"""Loads tokenizers that are ready for every kind of request."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from jengine import SamplingParams, StructuredOutputs, Tokenizer
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The folder's, prepared.
+    """The folder's tokenizer, prepared.
 
     Raises:
-        ModelError: no tokenizer there, or one that cannot be read.
+        ModelError: there is no tokenizer, or it cannot be read.
     """
     return prepared(Tokenizer.load(folder))
 
 
 def prepared(tokenizer: Tokenizer) -> Tokenizer:
-    """With llguidance's view of its vocabulary made: that would hold up the first request for structured output, and everybody else's
-    tokens, for a second where the vocabulary is large."""
+    """Prepares llguidance's view of the vocabulary.
+
+    For a large vocabulary this takes a second, which would delay the first request for structured output, and
+    all others.
+    """
     from jengine import make_masks
 
-    with contextlib.suppress(Exception):  # one that llguidance cannot take still serves other requests
+    with contextlib.suppress(Exception):  # a tokenizer that llguidance cannot use still serves other requests
         make_masks(SamplingParams(structured_outputs=StructuredOutputs(regex="a")), tokenizer, 1)
     return tokenizer

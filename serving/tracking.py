@@ -1,4 +1,4 @@
-"""Each request from its arrival to its end: for the metrics, the request log and the client's rate limit."""
+"""Follows each request from arrival to end, for metrics, the request log and the client's rate limit."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class TrackedRequest:
     """One request.
 
     Attributes:
-        request_id: the client's.
-        place: once it has one.
-        output: once it is queued: the live one.
+        request_id: the client's id.
+        place: set once it has one.
+        output: the live output, set once it is queued.
     """
 
     def __init__(self, method: str, request_id: str, metrics: Metrics) -> None:
@@ -40,18 +40,18 @@ class TrackedRequest:
         self._watch: RequestWatch | None = None
 
     def queued(self, output: RequestOutput | None) -> None:
-        """It has been checked, and waits or runs. Without an output, it is over already."""
+        """It has been validated, and waits or runs. Without an output, it has already ended."""
         self.output, self._watch = output, self._metrics.request_started()
         self._charge()
 
     def tokens(self, news: RequestOutput) -> None:
-        """An output in which only what is new is there (output_kind delta or final)."""
+        """An output with new content only (output_kind delta or final)."""
         assert self._watch is not None
         self._watch.tokens(news)
         self._charge()
 
     def over(self) -> None:
-        """It has ended, or was aborted."""
+        """It has ended or was aborted."""
         if self._watch is not None:
             self._charge()
             self._watch.ended()
@@ -62,7 +62,7 @@ class TrackedRequest:
 
     @property
     def output_tokens(self) -> int:
-        """Of all completions, as many as were generated so far."""
+        """Tokens generated so far, in all completions."""
         return 0 if self.output is None else sum(len(completion.token_ids) for completion in self.output.outputs)
 
     def _charge(self) -> None:
@@ -70,7 +70,7 @@ class TrackedRequest:
             self.place.charge(self.prompt_tokens + self.output_tokens)
 
     def entry(self, refused: Refusal | None, status: str) -> dict[str, Any]:
-        """Its line in the request log; seconds count from its arrival."""
+        """Its line in the request log. Times are seconds since its arrival."""
         output = self.output
         times = None if output is None else output.metrics
         entry: dict[str, Any] = {
@@ -92,7 +92,7 @@ class TrackedRequest:
 
 
 class RequestTracker:
-    """Where requests are reported to."""
+    """Receives reports on requests."""
 
     def __init__(self, metrics: Metrics, request_log: RequestLog | None, spans: Spans | None = None) -> None:
         self._metrics, self._request_log, self._spans = metrics, request_log, spans
@@ -100,12 +100,12 @@ class RequestTracker:
 
     @property
     def unfinished_tokens(self) -> int:
-        """Tokens of all requests that are being answered: prompts, and what was generated so far."""
+        """Tokens of all unfinished requests: prompts, and tokens generated so far."""
         return sum(request.prompt_tokens + request.output_tokens for request in self._unfinished)
 
     @contextmanager
     def track(self, method: str, request_id: str, call: Call) -> Iterator[TrackedRequest]:
-        """A request is answered within this; what is raised is how it failed."""
+        """A context in which a request is answered. An exception that leaves it is the request's failure."""
         request = TrackedRequest(method, request_id, self._metrics)
         refused: Refusal | None = None
         status = "OK"

@@ -1,7 +1,8 @@
-"""Notices an engine process that hangs: one that is stopped, or whose step loop makes no progress.
+"""Detects an engine process that hangs: it is stopped, or its step loop makes no progress.
 
-The process sends beats through a pipe, one at each interval. A thread of its own writes them, so without beats the whole process stands
-still. What they say comes from the step loop, so a loop that hangs is noticed although they arrive.
+The process sends heartbeats through a pipe at regular intervals. A separate thread writes them, so missing
+heartbeats mean that the whole process is stopped. Their content comes from the step loop, so a hanging loop is
+detected although heartbeats arrive.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-START_SECONDS = 60.0  # without a beat while the engine starts: imports and drivers may hold the interpreter's lock for seconds
-STEP_FACTOR = 5.0  # a step may take this many times the longest one known, beside the option's seconds
-DUMP_SECONDS = 0.5  # for the process to write its stacks, before it is killed
+START_SECONDS = 60.0  # limit during the start, when imports and drivers may hold the interpreter's lock for seconds
+STEP_FACTOR = 5.0  # a step may take this many times the longest known one, in addition to watchdog_seconds
+DUMP_SECONDS = 0.5  # time for the process to write its stacks before it is killed
 LONGEST_INTERVAL = 1.0
 STARTING, IDLE, WORKING = range(3)  # phases
 
@@ -31,11 +32,11 @@ log = logging.getLogger("jengine.serving")
 
 
 class Beat(NamedTuple):
-    """What the process says of its step loop.
+    """The state of the step loop, as reported by the process.
 
     Attributes:
         phase: STARTING, IDLE (the loop waits for requests) or WORKING.
-        turns: turns of the loop so far.
+        turns: number of iterations of the loop so far.
         longest_step: in seconds; measured at warm-up or since.
     """
 
@@ -44,11 +45,11 @@ class Beat(NamedTuple):
     longest_step: float
 
 
-_RECORD = struct.Struct("<bQd")  # far below PIPE_BUF: written whole or not at all
+_RECORD = struct.Struct("<bQd")  # smaller than PIPE_BUF, so that writes are atomic
 
 
 def interval_of(seconds: float) -> float:
-    """Seconds between beats for a limit of this many."""
+    """Seconds between heartbeats for this limit."""
     return min(seconds / 10, LONGEST_INTERVAL)
 
 
@@ -56,30 +57,30 @@ def interval_of(seconds: float) -> float:
 
 
 class Heartbeat:
-    """Beats from `start` on. All other methods are the step loop's.
+    """Sends heartbeats after `start`. The step loop calls all other methods.
 
     Args:
-        pipe: where beats are written; nonblocking, for a server that does not read.
-        interval: seconds between two beats; 0 sends none.
+        pipe: descriptor for heartbeats; nonblocking, in case the server does not read.
+        interval: seconds between heartbeats; 0: none are sent.
     """
 
     def __init__(self, pipe: int, interval: float) -> None:
         self._pipe, self._interval = pipe, interval
         self._phase, self._turns, self._longest = STARTING, 0, 0.0
-        self._since = 0.0  # when the turn began
-        self._lock = threading.Lock()  # so that beats are written in order
+        self._since = 0.0  # start of the iteration
+        self._lock = threading.Lock()  # keeps heartbeats in order
 
     def start(self) -> None:
         if self._interval:
             threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def ready(self, longest_step: float) -> None:
-        """The engine has started. Call before the first turn; longest_step: in seconds, as measured at warm-up, or 0."""
+        """The engine has started. Call before the first iteration. longest_step: seconds, as measured at warm-up, or 0."""
         self._longest, self._phase = longest_step, IDLE
-        self._beat()  # who hears that the engine is ready must not take it for one that starts
+        self._beat()  # the server must not regard a ready engine as starting
 
     def turn(self) -> None:
-        """The loop has made progress: a turn is over, and another begins."""
+        """The loop has completed an iteration and begins another."""
         now = time.monotonic()
         if self._phase == WORKING:
             self._longest = max(self._longest, now - self._since)
@@ -88,7 +89,7 @@ class Heartbeat:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """The loop waits for requests meanwhile, for as long as it takes."""
+        """A context in which the loop waits for requests, for any time."""
         self._phase = IDLE
         yield
         self.turn()
@@ -107,10 +108,11 @@ class Heartbeat:
 
 
 class Patience:
-    """Decides from beats alone whether the process hangs.
+    """Decides from heartbeats alone whether the process hangs.
 
     Args:
-        seconds: that may pass without a beat (START_SECONDS in a start), or without a turn of a working loop beyond the time of a step.
+        seconds: maximum time without a heartbeat (START_SECONDS during the start), or without an iteration
+            beyond the time of a step.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -119,7 +121,7 @@ class Patience:
         self._silent = self._stuck = 0.0
 
     def after(self, passed: float, beat: Beat | None) -> str | None:
-        """This many seconds have passed, which brought this beat or none. Returns why the process is to be given up, if it is."""
+        """Records that this many seconds have passed with this heartbeat or none. Returns the reason to give up, if any."""
         self._silent += passed
         self._stuck += passed
         if beat is None:
@@ -134,20 +136,20 @@ class Patience:
 
 
 class Watchdog:
-    """Starts an engine process and watches it, in a thread that ends after the process or when it is given up.
+    """Starts an engine process and watches it, in a thread that ends after the process, or when it gives up.
 
-    The kernel ties `die_with_parent` to the thread that starts a process, which therefore has to live as long.
+    The kernel ties `die_with_parent` to the thread that starts a process, so that thread must live as long.
 
     Args:
-        seconds: see Patience; 0 does not watch.
-        spawn: starts the process, which inherits this descriptor, and is to beat at this interval.
-        on_hang: called in the thread with the reason, when the process has been killed because it hangs.
+        seconds: see Patience; 0: does not watch.
+        spawn: starts the process, which inherits this descriptor and must send heartbeats at this interval.
+        on_hang: called in the thread with the reason, after a hanging process has been killed.
 
     Attributes:
         process: the process.
 
     Raises:
-        Whatever `spawn` raises.
+        Any error raised by `spawn`.
     """
 
     def __init__(self, seconds: float, spawn: Callable[[int, float], subprocess.Popen[bytes]], on_hang: Callable[[str], None]) -> None:
@@ -158,7 +160,7 @@ class Watchdog:
         self.process = spawned.result()
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread's end, which follows that of the process."""
+        """Waits for the thread's end, which follows that of the process."""
         self._thread.join(seconds)
 
     def _live(self, spawn: Callable[[int, float], subprocess.Popen[bytes]], spawned: Future[subprocess.Popen[bytes]]) -> None:
@@ -179,7 +181,7 @@ class Watchdog:
             os.close(ours)
 
     def _watch(self, pipe: int) -> str | None:
-        """Until the process ends, or there is a reason to give it up."""
+        """Watches until the process ends, or there is a reason to give up."""
         poll, patience = select.poll(), Patience(self._seconds)
         poll.register(pipe, select.POLLIN)
         last = time.monotonic()
@@ -191,20 +193,20 @@ class Watchdog:
                     return None
                 beat = Beat(*_RECORD.unpack(data[-_RECORD.size :]))
             now = time.monotonic()
-            passed, last = min(now - last, 2 * self._interval), now  # time in which the server itself did not run does not count
+            passed, last = min(now - last, 2 * self._interval), now  # excludes time in which the server itself did not run
             if self._seconds and (why := patience.after(passed, beat)):
                 return why
 
     def _give_up(self, process: subprocess.Popen[bytes], why: str) -> None:
         log.error("the engine process %s; its state is %s; killing it", why, _state(process.pid))
-        process.send_signal(signal.SIGUSR1)  # its threads' stacks go to stderr, if it still runs
+        process.send_signal(signal.SIGUSR1)  # makes it write its threads' stacks to stderr, if it still runs
         time.sleep(DUMP_SECONDS)
         process.kill()
         self._on_hang(why)
 
 
 def _state(pid: int) -> str:
-    """What the kernel says of a process, such as "T (stopped)"; empty where that is not known."""
+    """The kernel's state of the process, such as "T (stopped)"; empty if unknown."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,6 +1,7 @@
-"""What a server and its engine process say to each other, and how it is framed: a length, then a msgpack array.
+"""Messages between a server and its engine process, and their framing: a length, then a msgpack array.
 
-Only these two hold an end of the socket. What comes is checked for its form all the same: a fault there must not pass for tokens.
+Only these two processes hold an end of the socket. Messages are validated all the same, so that a fault cannot
+produce wrong tokens.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from jengine import (
 )
 
 MAX_FRAME = 1 << 26  # bytes; a request of a million prompt tokens takes 5 MB
-RECEIVE = 1 << 18  # bytes taken from the socket at once
-TOTALS_SECONDS = 1.0  # between two reports of StepTotals; also, once all is done
-TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize")  # text is made in the server
+RECEIVE = 1 << 18  # bytes read from the socket at a time
+TOTALS_SECONDS = 1.0  # seconds between two reports of StepTotals; a last report follows when all work is done
+TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize")  # used only in the server, which produces text
 _DEFAULTS = SamplingParams()
 _FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in TEXT_FIELDS]
 _ERRORS = {"InvalidArgument": InvalidArgument, "ModelError": ModelError, "OutOfMemory": OutOfMemory}
 
 
 class Garbled(JengineError):
-    """What came is no message."""
+    """An invalid message."""
 
 
 class TooLarge(JengineError):
-    """A message that is larger than the other side reads. Attributes: `size` and `most`, in bytes."""
+    """A message larger than the other side accepts. Attributes: `size` and `most`, in bytes."""
 
     def __init__(self, size: int, most: int) -> None:
         super().__init__(f"a message of {size} bytes; at most {most}")
@@ -59,14 +60,15 @@ class TooLarge(JengineError):
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
-    """One thing said."""
+    """Base class of messages."""
 
 
-# --- the server says -------------------------------------------------------------------------------
+# --- from the server to the engine -----------------------------------------------------------------------------
 
 
 class Configure(Message):
-    """First: which engine to start. `options` is a JSON object, for the function `engine`, "module:function"; see engines.py."""
+    """The first message: the engine to start. `options` is a JSON object for the function `engine`,
+    "module:function"; see engines.py."""
 
     engine: str
     options: str
@@ -80,13 +82,13 @@ class Sample(msgspec.Struct, array_like=True, gc=False):
 
 
 class Add(Message):
-    """Queue a prompt's requests.
+    """Queues a prompt's requests.
 
     Attributes:
-        params: of all of them, as a JSON object: msgpack ends at 64 bits, and max_tokens may be any number.
-        arrival: seconds, monotonic: one clock for all processes of a machine.
-        pooling: they ask for an embedding.
-        beams: of those that ask for beams, the BeamSearchParams, as `params`.
+        params: for all of them, as a JSON object: msgpack integers have 64 bits, but max_tokens may be any number.
+        arrival: monotonic seconds, on the clock that all processes of a machine share.
+        pooling: for embeddings.
+        beams: for beam searches, the BeamSearchParams, encoded like `params`.
     """
 
     prompt_token_ids: list[int]
@@ -103,46 +105,46 @@ class Add(Message):
 
 
 class End(Message):
-    """Take a request out, if it is still there."""
+    """Ends a request, if it is unfinished."""
 
     request: Ended
 
 
 class ResetPrefixCache(Message):
-    """Forget all cached pages; answered by PrefixCacheReset."""
+    """Forgets all cached pages; answered by PrefixCacheReset."""
 
 
 class TakeTrace(Message):
-    """Of the last so many seconds, or all that is kept; answered by TraceTaken."""
+    """Requests records of the last seconds, or all that are kept; answered by TraceTaken."""
 
     seconds: float | None
 
 
 class TakeProfile(Message):
-    """Leave a profile of the engine's process in a folder; answered by ProfileTaken. One at a time."""
+    """Writes a profile of the engine's process to a folder; answered by ProfileTaken. One at a time."""
 
     options: ProfileOptions
     folder: str
 
 
 class SetStrategy(Message):
-    """Compose steps for this; the engine's Limits let it pass."""
+    """Changes the strategy to one that the engine's Limits accept."""
 
     strategy: StrategyName
 
 
 class Quit(Message):
-    """Last."""
+    """The last message."""
 
 
 Order = Configure | Add | End | ResetPrefixCache | TakeTrace | TakeProfile | SetStrategy | Quit
 
 
-# --- the engine says -------------------------------------------------------------------------------
+# --- from the engine to the server -----------------------------------------------------------------------------
 
 
 class EngineInfo(msgspec.Struct, array_like=True, gc=False):
-    """What is known of an engine once it has started; most of it is jengine.Started's."""
+    """Facts about an engine that has started, mostly from jengine.Started."""
 
     tokenizer_folder: str | None
     dtype: str
@@ -152,13 +154,13 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = {}
-    sampling_defaults: dict[str, Any] = {}  # of requests that leave them unset, where they are not SamplingParams' own
+    sampling_defaults: dict[str, Any] = {}  # defaults for requests, where they differ from SamplingParams
     longest_step: float = 0.0
     stream_interval: int = 1
 
 
 class Ready(Message):
-    """Once: it has warmed up."""
+    """Sent once, after warm-up."""
 
     limits: Limits
     load: Load
@@ -166,10 +168,10 @@ class Ready(Message):
 
 
 class Batch(Message):
-    """What came of a step, and how busy the engine is after it.
+    """The updates of a step, and the engine's load after it.
 
     Attributes:
-        totals: of all steps so far, sent every TOTALS_SECONDS; else None.
+        totals: over all steps so far, sent every TOTALS_SECONDS; otherwise None.
     """
 
     tokens: list[TokenUpdate]
@@ -182,25 +184,25 @@ class Batch(Message):
 
 
 class PrefixCacheReset(Message):
-    """The oldest ResetPrefixCache that has no answer was carried out, and whether that was done. It and TakeTrace are answered in order."""
+    """Answers the oldest open ResetPrefixCache: whether it was done. Answers to it and to TakeTrace come in order."""
 
     done: bool
 
 
 class TraceTaken(Message):
-    """What the oldest TakeTrace that has no answer asked for: Trace.to_json."""
+    """Answers the oldest open TakeTrace: Trace.to_json."""
 
     trace: bytes
 
 
 class ProfileTaken(Message):
-    """The profile is in its folder; else why it is not."""
+    """The profile is in its folder; otherwise, the reason why not."""
 
     why: str
 
 
 class Failed(Message):
-    """Last: the engine could not start, or has stopped. `arguments` are the error's, as a JSON list."""
+    """The last message: the engine could not start, or has stopped. `arguments` are the error's, as a JSON list."""
 
     kind: str
     arguments: str
@@ -213,12 +215,12 @@ Report = Ready | Batch | PrefixCacheReset | TraceTaken | ProfileTaken | Failed
 
 
 class Job(Message):
-    """Work for a sandbox's worker.
+    """Work for a sandbox worker.
 
     Attributes:
-        kind: "check", a grammar, or "render", a conversation.
-        field: of the request, to be named where the job exceeds a limit.
-        arguments: JSON object of StructuredOutputs' fields, or of chat_prompt's arguments.
+        kind: "check" for a grammar, or "render" for a conversation.
+        field: the field of the request that errors name.
+        arguments: JSON object with the fields of StructuredOutputs, or the arguments of chat_prompt.
     """
 
     kind: str
@@ -227,7 +229,7 @@ class Job(Message):
 
 
 class Done(Message):
-    """What came of it: the rendered conversation, or why it is refused; also says that a worker is ready."""
+    """The result: the rendered conversation, or the reason for a rejection. Also sent when a worker is ready."""
 
     token_ids: list[int] = []
     field: str = ""
@@ -241,10 +243,10 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: Message) -> bytearray:
-    """A message as it goes over the socket.
+    """Encodes a message for the socket.
 
     Raises:
-        TooLarge: the other side would not read it, and give up.
+        TooLarge: the other side would reject it and close the connection.
     """
     buffer = bytearray(4)
     _encoder.encode_into(message, buffer, 4)
@@ -256,17 +258,17 @@ def frame(message: Message) -> bytearray:
 
 
 class Frames[T]:
-    """Bytes as they come, made into messages of a kind, such as Order or Report."""
+    """Decodes bytes into messages of a kind, such as Order or Report."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
         self._rest = bytearray()
 
     def take(self, data: bytes) -> list[T]:
-        """The messages that these bytes complete.
+        """Returns the messages that these bytes complete.
 
         Raises:
-            Garbled: they are none.
+            Garbled: the bytes are invalid.
         """
         rest, at, messages = self._rest, 0, []
         rest += data
@@ -281,7 +283,7 @@ class Frames[T]:
             try:
                 messages.append(self._decoder.decode(rest[start:at]))
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise Garbled(f"no message: {error}") from None
+                raise Garbled(f"invalid message: {error}") from None
         del rest[:at]
         return messages
 
@@ -290,32 +292,32 @@ class Frames[T]:
 
 
 def add_order(requests: tuple[Request, ...]) -> Add:
-    """A prompt's requests, without their masks and the prompt's text. All that they share crosses once."""
+    """Encodes a prompt's requests, without masks and text. Common parts are sent once."""
     first = requests[0]
     samples = [Sample(request.request_id, request.sample_index) for request in requests]
-    priority = max(-(2**63), min(first.priority, 2**63 - 1))  # what msgpack holds
+    priority = max(-(2**63), min(first.priority, 2**63 - 1))  # the range of msgpack integers
     level = priority, first.arrival, first.cache_salt, first.ttft_ms, first.tpot_ms, first.client
     beams = "" if first.beams is None else json.dumps(dataclasses.asdict(first.beams))
     return Add(first.prompt_token_ids, _params_text(first.params), samples, *level, first.pooling, beams)
 
 
 def has_masks(order: Add) -> bool:
-    """Whether `requests_of` makes masks, which may take a while. May be true for nothing."""
+    """Whether `requests_of` creates masks, which may be slow. May be true without need."""
     return '"structured_outputs"' in order.params
 
 
 def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
-    """The same requests, with fresh masks.
+    """Decodes the requests, with new masks.
 
     Raises:
-        InvalidArgument: a mask cannot be made here, though the server could.
+        InvalidArgument: a mask cannot be created here, although the server could.
     """
     params = SamplingParams(**json.loads(order.params))
     first, others = params_of_samples(params)
     beams = BeamSearchParams(**json.loads(order.beams)) if order.beams else None
     masks: Sequence[TokenMask | None] = [None] * len(order.samples)
     if params.masks and tokenizer is not None:
-        from jengine import make_masks  # llguidance is imported by those who use it
+        from jengine import make_masks  # imported here, since only structured outputs need llguidance
 
         masks = make_masks(params, tokenizer, len(order.samples))
     return [
@@ -339,7 +341,7 @@ def requests_of(order: Add, tokenizer: Tokenizer | None) -> list[Request]:
 
 
 def _params_text(params: SamplingParams) -> str:
-    """Those that differ from the defaults."""
+    """The parameters that differ from the defaults."""
     fields = {name: value for name in _FIELDS if (value := getattr(params, name)) != getattr(_DEFAULTS, name)}
     if params.structured_outputs is not None:
         fields["structured_outputs"] = dataclasses.asdict(params.structured_outputs)  # type: ignore[arg-type]
@@ -347,7 +349,7 @@ def _params_text(params: SamplingParams) -> str:
 
 
 def failed(error: BaseException) -> Failed:
-    """An error on its way to the server."""
+    """Encodes an error for the server."""
     if isinstance(error, InvalidArgument):
         arguments: list[object] = [error.field, error.value, error.limit]
     else:
@@ -356,6 +358,6 @@ def failed(error: BaseException) -> Failed:
 
 
 def error_of(message: Failed) -> JengineError:
-    """The error as it was, where it is one that users know; else EngineDead."""
+    """Decodes the error if it is a public one; otherwise EngineDead."""
     error: JengineError = _ERRORS.get(message.kind, EngineDead)(*json.loads(message.arguments))
     return error

@@ -62,7 +62,7 @@ def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> Non
     assert 15 < before < 120, "it had answered everything before it was killed"
 
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert "the last line was cut off and is done again" in done.stderr
+    assert "the last line was incomplete and is answered again" in done.stderr
     assert f"\n{120 - before} of 120 lines answered; " in done.stderr and "tokens/s" in done.stderr
     answers = records(target)
     assert sorted(str(answer.get("id", answer["line"])) for answer in answers) == sorted(str(key) for key in keys)
@@ -89,7 +89,7 @@ LINES: list[tuple[bytes, dict[str, Any] | str]] = [  # a line, and its record or
     (b'{"prompt": "x", "id": 1.5}', "must be one text or whole number"),
     (b'{"prompt": "x", "id": "b", "custom_id": "b"}', "must be one text or whole number"),
     (b'{"prompt": "x", "temprature": 1}', "temprature=1: there is no such field"),
-    (b'{"prompt": "x", "tools": []}', "tools=[]: there is no such field, or not for this kind of prompt"),
+    (b'{"prompt": "x", "tools": []}', "tools=[]: there is no such field for this kind of prompt"),
     (b'{"prompt": "x", "id": "c", "top_p": 7}', "top_p=7: must be in (0, 1]"),
     (b'{"prompt": "x", "stop": 7}', "stop=7"),
     (b'{"prompt": 7}', "prompt=7: must be text"),
@@ -178,7 +178,7 @@ def test_whatever_was_cut_off_is_repaired(tmp_path: Path) -> None:
 def test_a_file_with_something_else_is_left_alone(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
-    with pytest.raises(InvalidArgument, match="is no answer of this command; give another file"):
+    with pytest.raises(InvalidArgument, match="is not an answer of this command; choose another file"):
         Answers(path)
     assert path.read_bytes() == content
 
@@ -295,7 +295,7 @@ def test_standard_input_to_standard_output(
 def test_a_full_disk_leaves_what_was_written(tmp_path: Path) -> None:
     """A limit on files' size stands in for the disk."""
     path, before = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    message = r"out\.jsonl: cannot be written: File too large; run again to go on"
+    message = r"out\.jsonl: cannot be written: File too large; run the command again to continue"
     try:
         with pytest.raises(JengineError, match=message), Answers(path) as answers:
             answers.write([{"line": 1, "outputs": []}])

@@ -52,11 +52,11 @@ LINES: list[tuple[Any, tuple[int, str] | str | None]] = [  # a line, and how it 
     (asked("unknown", prompt="x", temprature=1), (400, "temprature=1")),
     (asked("wrong", CHAT, messages="hello"), (400, "messages")),
     (asked("long", prompt=[5] * 2000), (400, "prompt")),
-    (asked("stream", prompt="x", stream=True), "body.stream=True: a batch has whole answers"),
+    (asked("stream", prompt="x", stream=True), "body.stream=True: must be false: batch answers are not streamed"),
     (asked("text", prompt="again"), "custom_id='text': an earlier line has this custom_id"),
     ({**asked("get", prompt="x"), "method": "GET"}, "method='GET': must be POST"),
     ({**asked("url", prompt="x"), "url": "http://x/"}, "url='http://x/': must be a path"),
-    ({**asked("more", prompt="x"), "priority": 1}, "priority=1: a batch file's lines have custom_id, method, url, body only"),
+    ({**asked("more", prompt="x"), "priority": 1}, "priority=1: a batch file's lines may only have custom_id, method, url, body only"),
     ({"method": "POST", "url": TEXT, "body": {"prompt": "x"}}, "custom_id=None: must be text"),
     ({"custom_id": "b", "method": "POST", "url": TEXT}, "body=None: must be an object"),
     ("[1]", "must be a JSON object: [1]"),
@@ -135,9 +135,7 @@ def test_an_engine_that_dies_is_no_answer(
     assert sorted(int(answer["custom_id"]) for answer in records(files[1])) == [*range(40)]
 
 
-@pytest.mark.parametrize(
-    "flag, message", [("--temperature=0", "the lines of an OpenAI batch file bring their own"), ("--prompt-column=x", "")]
-)
+@pytest.mark.parametrize("flag, message", [("--temperature=0", "cannot be given with an OpenAI batch file"), ("--prompt-column=x", "")])
 def test_flags_that_such_files_do_not_take(
     flag: str, message: str, model: Path, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,8 +127,8 @@ def test_prompts_by_another_name(model: Path, tmp_path: Path, monkeypatch: pytes
         ([{"text": "x"}], (), "prompt_column=None: must name the column of the prompts: 0 columns"),
         ([{"prompt": "x", "messages": "[]"}], (), "2 columns of the input"),
         ([{"prompt": "x"}], ("--prompt-column=text",), "prompt_column='text': there is no such column, only prompt"),
-        ([{"prompt": "x", "error": "y"}], (), "columns of the answers are there already: error"),
-        ([{"prompt": "x"}], ("--n=2",), "n=2: a table has one text for each row"),
+        ([{"prompt": "x", "error": "y"}], (), "must not have columns of the answers: error"),
+        ([{"prompt": "x"}], ("--n=2",), "n=2: is not supported in tables"),
         ([{"prompt": "x"}], ("--logprobs=2",), "logprobs=2: a table"),
         ([{"prompt": "x"}], ("--served-model-name=m",), "served_model_name='m': needs --input of the format openai"),
         ([{"prompt": "x"}], ("--output=-",), "a table's answers need --output FILE"),
@@ -153,7 +153,7 @@ def test_files_that_are_no_tables(model: Path, files: tuple[Path, Path], capsys:
     write(files[1], [{"mine": "x"}])
     mine = files[1].read_bytes()
     assert cli.main(command(model, files)) == 2
-    assert "is no table of answers to this input; give another file" in capsys.readouterr().err and files[1].read_bytes() == mine
+    assert "is not a table of answers to this input; choose another file" in capsys.readouterr().err and files[1].read_bytes() == mine
     assert len([*files[0].parent.iterdir()]) == 2
 
 
@@ -180,7 +180,7 @@ def test_answered_once(model: Path, files: tuple[Path, Path], monkeypatch: pytes
     assert (later[3]["generated_text"], later[6]["generated_text"]) == ("now"[:3], later[6]["generated_text"]) or later[3]["error"] is None
     write(files[0], rows[:2])
     assert cli.main(command(model, files)) == 2
-    assert "has 7 rows, the input 2; give another file" in capsys.readouterr().err
+    assert "has 7 rows, but the input has 2; choose another file" in capsys.readouterr().err
     assert sorted(path.name for path in files[0].parent.iterdir()) == sorted(path.name for path in files)
 
 

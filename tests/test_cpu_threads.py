@@ -59,7 +59,7 @@ def test_jax_keeps_the_threads_it_has_started_with(monkeypatch: pytest.MonkeyPat
 
     jax.devices()
     monkeypatch.setenv("NPROC", str(CORES + 1))
-    with pytest.raises(InvalidArgument, match=rf"cpu_threads={CORES}: must be {CORES + 1}: JAX has started its threads"):
+    with pytest.raises(InvalidArgument, match=rf"cpu_threads={CORES}: must be {CORES + 1}: JAX has already started"):
         LLM("demo", cpu_threads=CORES)
     monkeypatch.setenv("NPROC", str(CORES))
     limit_cpu_threads(CORES)  # as it is

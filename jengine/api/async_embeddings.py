@@ -16,11 +16,11 @@ from jengine.pooling import Pooling, require_embedder
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
-LONG_TEXT = 10_000  # characters from which texts are tokenized in a thread; `generate` compiles grammars there, too
+LONG_TEXT = 10_000  # characters; longer texts are tokenized in a thread. `generate` also compiles grammars there
 
 
 class AsyncEmbeddings(ABC):
-    """The part of AsyncLLM that embeds; a request goes the same way there, and ends with a vector."""
+    """The part of AsyncLLM that embeds. Requests are handled as in `generate`, and end with a vector."""
 
     backend: Backend
     tokenizer: Tokenizer
@@ -50,7 +50,7 @@ class AsyncEmbeddings(ABC):
             timeout: seconds, after which the request is aborted.
 
         Raises:
-            InvalidArgument: it can never be answered, or the engine has no `embeddings`. Nothing has been queued then.
+            InvalidArgument: it can never be answered, or the engine has no `embeddings`. Nothing has been queued.
             JengineError: the request was aborted.
             EngineDead: the engine has failed, or was closed.
         """
@@ -64,7 +64,8 @@ class AsyncEmbeddings(ABC):
     def prepare_embedding(
         self, prompt: Prompt, *, pooling: Pooling | None = None, normalize: bool | None = None, dimensions: int | None = None
     ) -> PreparedPrompt:
-        """As `prepare`, to be embedded; see `embed`. The embedding is in the last output of the handle that `submit` gives.
+        """Like `prepare`, for an embedding; see `embed`. The embedding is in the last output of the handle
+        returned by `submit`.
 
         Raises:
             InvalidArgument: it can never be answered, or the engine has no `embeddings`.

@@ -1,4 +1,4 @@
-"""What AsyncLLM tells of its engine's steps."""
+"""AsyncLLM's methods for inspecting the engine's steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jengine.profiling.data import ProfileOptions
 
 
 class AsyncInsight(ABC):
-    """The part of AsyncLLM that looks at the engine."""
+    """The part of AsyncLLM that inspects the engine."""
 
     backend: Backend
 
@@ -27,7 +27,7 @@ class AsyncInsight(ABC):
         """See AsyncLLM."""
 
     async def trace(self, seconds: float | None = None) -> Trace:
-        """What the engine did in the last so many seconds, or in all that are kept; see `LLM.trace`.
+        """Records of the engine's last `seconds` seconds, or all that are kept; see `LLM.trace`.
 
         Raises:
             EngineDead: the engine has failed, or was closed.
@@ -36,15 +36,16 @@ class AsyncInsight(ABC):
         return trace
 
     async def explain(self, seconds: float = 60.0) -> Explanation:
-        """What bounded the engine in the last so many seconds; see `LLM.explain`. Raises as `trace`."""
+        """Bottlenecks of the engine in the last `seconds` seconds; see `LLM.explain`. Raises as `trace`."""
         return await asyncio.to_thread(explain, await self.trace(seconds))
 
     async def profile(self, options: ProfileOptions, folder: Path) -> None:
-        """Have the engine's process leave its profile in this folder, see `capture_process`. An engine in this process leaves none: take
-        the profile of this process instead.
+        """Makes the engine's process write its profile to this folder; see `capture_process`.
+
+        An engine in this process writes none: profile this process instead.
 
         Raises:
-            InvalidArgument: another profile of that process is being taken.
+            InvalidArgument: that process is already being profiled.
             EngineDead: the engine has failed, or was closed.
         """
         why: str = await self._ask(partial(self.backend.profile, options, folder))
@@ -52,13 +53,13 @@ class AsyncInsight(ABC):
             raise InvalidArgument("profile", "engine", why)
 
     def costs(self) -> CostReport:
-        """What steps cost on this machine, see `LLM.costs`.
+        """Step costs on this machine; see `LLM.costs`.
 
         Raises:
             JengineError: the engine runs in another process.
         """
         engine: Any = getattr(self.backend, "engine", None)
         if not hasattr(engine, "costs"):
-            raise JengineError("costs are known where the engine runs, which is another process")
+            raise JengineError("costs are not available here: the engine runs in another process")
         report: CostReport = engine.costs()
         return report

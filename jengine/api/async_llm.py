@@ -47,7 +47,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
     """
 
     def __init__(self, model: str | Path = "demo", *, progress: bool = True, **options: Any) -> None:
-        from jengine.engine.start import start_engine  # an AsyncLLM over an engine elsewhere needs no jax
+        from jengine.engine.start import start_engine  # imported here, since an AsyncLLM over a remote engine needs no jax
 
         config = EngineConfig.of(str(model), options)
         engine, self.started = start_engine(config, progress=progress)
@@ -67,13 +67,13 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer)
         self._handles: dict[str, RequestHandle] = {}  # by request id
-        self._asked: set[asyncio.Future[Any]] = set()  # pending questions to the engine
+        self._asked: set[asyncio.Future[Any]] = set()  # pending calls to the engine
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
         self._closing = False
         backend.connect(lambda updates: self._post(self._deliver, updates), self._died)
-        atexit.register(backend.quit)  # a daemon thread inside XLA while the interpreter goes would crash the process
+        atexit.register(backend.quit)  # a daemon thread inside XLA would crash the process at exit
 
     @property
     def load(self) -> Load:
@@ -88,7 +88,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         """The model's tokenizer."""
         return self.tokenizer
 
-    # --- what users call, in the event loop ------------------------------------------------------
+    # --- public, called in the event loop --------------------------------------------------------
 
     async def generate(
         self,
@@ -220,7 +220,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # --- the same, step by step ------------------------------------------------------------------
+    # --- public, the steps of a request ----------------------------------------------------------------
 
     def prepare(self, prompt: Prompt, sampling_params: GenerationParams | None = None) -> PreparedPrompt:
         """Validate and tokenize a prompt, for `submit`. May be called in any thread, so that long text does not block the event
@@ -293,7 +293,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         if request_id is None:
             self._check_id(request_id := key)
         level.apply(requests)
-        self.backend.add(*requests)  # what comes of it is delivered in a later turn of the event loop
+        self.backend.add(*requests)  # updates are delivered in a later iteration of the event loop
         output = self._live.open(requests, prepared.stops)
         output.request_id = request_id
         handle = RequestHandle(output, output_kind, partial(self._end, key), self._forget, self._interval)
@@ -314,7 +314,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             raise EngineDead("the engine has been closed")
 
     async def _ask[T](self, ask: Callable[[Callable[[T], None]], None]) -> T:
-        """Ask the engine something: it passes the answer to a callback."""
+        """Calls the engine, which passes its answer to a callback, and waits for the answer."""
         self._check_usable()
         self._bind()
         asked: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -342,7 +342,8 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
         self._loop = loop
 
     def _end(self, key: str, why: str | None) -> bool:
-        """End the request that the engine knows by this key, which is never used again: late tokens reach no other request."""
+        """Ends the request with this engine-side key. Keys are never reused, so late tokens cannot reach
+        another request."""
         if self._live.abort(key, why) is None:
             return False
         self._pass_on()
@@ -353,7 +354,7 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             del self._handles[handle.request_id]
 
     def _pass_on(self) -> None:
-        """Tell the engine which requests have ended."""
+        """Reports ended requests to the engine."""
         for ended in self._live.ended:
             self.backend.end(*ended)
         self._live.ended.clear()
@@ -363,12 +364,12 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
             for output in self._live.take(updates):
                 self._handles[output.request_id].grow()
             self._pass_on()
-        except Exception as error:  # a fault in making text: the event loop would log it, and all requests would hang
+        except Exception as error:  # a fault in producing text: the event loop would only log it, and all requests would hang
             self.backend.quit(wait=False)
             self._fail(error)
 
     def _died(self, error: BaseException) -> None:
-        self._dead = error  # at once: the next request is rejected, whatever the event loop does meanwhile
+        self._dead = error  # set first, so that further requests are rejected immediately
         self._post(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
@@ -383,9 +384,9 @@ class AsyncLLM(AsyncEmbeddings, AsyncInsight):
                 asked.set_exception(error)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:
-        """Call it in the event loop, from any thread."""
+        """Calls a function in the event loop, from any thread."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has been closed: no caller waits
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: no caller is waiting
                 self._loop.call_soon_threadsafe(call, *arguments)
 
 

@@ -1,4 +1,4 @@
-"""What answers AsyncLLM's requests: an engine in a thread of this process, or one elsewhere."""
+"""Engines that serve AsyncLLM's requests: in a thread of this process, or elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Updates = Sequence[Update]
 
 
 class Steps(Protocol):
-    """An engine, as `run_engine` uses it."""
+    """The interface of an engine for `run_engine`."""
 
     @property
     def limits(self) -> Limits: ...
@@ -30,45 +30,45 @@ class Steps(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a step unread."""
+        """Whether a request is unfinished or a step has not been read."""
 
     @property
     def has_requests(self) -> bool:
         """Whether a request is unfinished."""
 
     def add(self, *requests: Request) -> object:
-        """Queue a prompt's requests."""
+        """Queues a prompt's requests."""
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> object:
-        """Abort a request. Unknown ids are ignored."""
+        """Ends a request. Unknown ids are ignored."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages; requests that run keep theirs. Returns whether it was done."""
+        """Forgets all cached pages; running requests keep theirs. Returns whether it was done."""
 
     def set_strategy(self, strategy: StrategyName) -> object:
-        """Compose steps for this from the next one on; `limits` has let it pass."""
+        """Takes effect at the next step. `limits` must have accepted the strategy."""
 
     def step(self) -> Updates:
-        """One turn of the loop."""
+        """Runs one iteration of the loop."""
 
     def passed_on(self) -> None:
-        """What the last step returned was passed on."""
+        """The last step's updates have been delivered."""
 
     def trace(self, seconds: float | None = None) -> Trace:
-        """What it did in the last so many seconds, or in all that are kept."""
+        """Records of the last `seconds` seconds, or all that are kept."""
 
     def totals(self) -> StepTotals:
-        """What all steps since the start add up to. May be asked from any thread."""
+        """Totals over all steps since the start. Thread-safe."""
 
     def close(self) -> None:
-        """It will not be used any more."""
+        """Releases the engine, which is not used any more."""
 
 
 class Backend(Protocol):
-    """A running engine, as AsyncLLM uses it. Calls return at once; what they ask for is done in order.
+    """The interface of a running engine for AsyncLLM. Calls return immediately and take effect in order.
 
     Attributes:
-        makes_masks: whether it makes requests' token masks itself; else they come with the requests.
+        makes_masks: whether it creates requests' token masks itself; otherwise requests must include them.
     """
 
     limits: Limits
@@ -76,46 +76,53 @@ class Backend(Protocol):
 
     @property
     def load(self) -> Load:
-        """As last heard."""
+        """The last reported load."""
 
     @property
     def totals(self) -> StepTotals:
-        """Of its steps, as last heard; every second while it runs."""
+        """The last reported totals over all steps, updated every second while it runs."""
 
     def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
-        """Start; called once. Both functions may be called from any thread; fail at most once, and nothing after it."""
+        """Starts the engine; called once. Both functions may be called from any thread; `fail` at most once, as
+        the last call."""
 
     def add(self, *requests: Request) -> None:
-        """Queue a prompt's requests, which `limits` lets pass.
+        """Queues a prompt's requests, which `limits` has accepted.
 
         Raises:
-            InvalidArgument: they are larger than this backend takes. Nothing has been queued then.
+            InvalidArgument: they are too large for this backend. Nothing has been queued.
         """
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None) -> None:
-        """Take a request out, if it is still there."""
+        """Ends a request, if it is unfinished."""
 
     def reset_prefix_cache(self, done: Callable[[bool], None]) -> None:
-        """Forget all cached pages. Then `done` is called, in any thread, with whether that was done; not where the engine ends before."""
+        """Forgets all cached pages, and calls `done` with whether that was done.
+
+        `done` may be called in any thread. It is not called if the engine ends first.
+        """
 
     def trace(self, seconds: float | None, done: Callable[[Trace], None]) -> None:
-        """`done` is called as for reset_prefix_cache, with what the engine did in the last so many seconds, or in all that are kept."""
+        """Calls `done`, as in reset_prefix_cache, with records of the last `seconds` seconds or all that are kept."""
 
     def profile(self, options: ProfileOptions, folder: Path, done: Callable[[str], None]) -> None:
-        """`done` is called as for reset_prefix_cache, once the engine's process has left its profile in this folder, see capture_process;
-        with why it has not, or "". An engine in this process leaves none."""
+        """Makes the engine's process write its profile to this folder; see capture_process.
+
+        Then calls `done`, as in reset_prefix_cache, with the reason for a failure or "". An engine in this
+        process writes none.
+        """
 
     def set_strategy(self, strategy: StrategyName) -> None:
-        """Compose steps for this, which `limits` lets pass."""
+        """Changes the strategy to one that `limits` accepts."""
 
     def quit(self, wait: bool = True) -> None:
-        """End the engine, and wait until it has ended. May be called again."""
+        """Ends the engine, and waits until it has ended. May be called repeatedly."""
 
 
 def run_engine(engine: Steps, take_orders: Callable[[bool], bool], deliver: Callable[[Updates], None]) -> None:
-    """The engine's life: take orders, step, hand over what came of it, until take_orders says that this was the end.
+    """The engine's loop: takes orders, steps, and delivers updates until `take_orders` returns False.
 
-    take_orders(wait) does what has been asked so far; with `wait`, there is nothing to run and it waits for something to do.
+    take_orders(wait) executes pending orders. With `wait`, the engine has no work, and it waits for an order.
     """
     while take_orders(not engine.has_work):
         updates = engine.step()
@@ -123,18 +130,18 @@ def run_engine(engine: Steps, take_orders: Callable[[bool], bool], deliver: Call
             deliver(updates)
         engine.passed_on()
     while engine.has_work and not engine.has_requests:
-        engine.step()  # nobody waits any more, but what was dispatched is read
+        engine.step()  # updates are no longer needed, but dispatched steps must be read
     engine.close()
 
 
 class EngineThread:
-    """An engine in a thread of this process, which knows tokens only."""
+    """An engine in a thread of this process. It handles tokens only."""
 
     makes_masks = False
 
     def __init__(self, engine: Steps) -> None:
         self.engine, self.limits = engine, engine.limits
-        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # what the thread shall do; None ends it
+        self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # functions to call in the thread; None ends it
         self._thread: threading.Thread | None = None
 
     @property
@@ -149,7 +156,7 @@ class EngineThread:
         def run() -> None:
             try:
                 run_engine(self.engine, self._take_orders, deliver)
-            except BaseException as error:  # of any kind: callers must not wait for ever
+            except BaseException as error:  # of any kind, since callers must not wait forever
                 fail(error)
 
         self._thread = threading.Thread(target=run, name="jengine", daemon=True)

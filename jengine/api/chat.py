@@ -1,4 +1,4 @@
-"""Conversations as users give them, checked and made into prompts."""
+"""Checks conversations, and converts them to prompts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def chat_prompt(
         InvalidArgument: a message or option is wrong, or the template refuses the conversation.
         ModelError: the model has no chat template, or one that cannot be read.
     """
-    from jengine.text.chat_template import ChatTemplate  # jinja2 is imported by those who chat
+    from jengine.text.chat_template import ChatTemplate  # imported here, since only chats need jinja2
 
     messages = checked(messages)
     check_cache_salt(cache_salt)
@@ -93,8 +93,8 @@ def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conve
 
 
 def checked(messages: object) -> Conversation:
-    """A copy: plain JSON, each content one text, of several parts joined by line ends, arguments of tool calls parsed. Fields that
-    are None are left out.
+    """A copy as plain JSON, without None values. The parts of a message are joined by newlines, arguments of
+    tool calls parsed.
 
     Raises:
         InvalidArgument: naming the message's field.
@@ -113,14 +113,14 @@ def _checked(where: str, message: object) -> Message:
     if "content" in plain:
         plain["content"] = _text(f"{where}.content", plain["content"])
     elif not (plain["role"] == "assistant" and plain.get("tool_calls")):
-        raise InvalidArgument(f"{where}.content", None, "is missing; only an assistant's message with tool_calls needs none")
+        raise InvalidArgument(f"{where}.content", None, "is missing; only an assistant's message with tool_calls may omit it")
     if plain["role"] == "assistant" and isinstance(plain.get("tool_calls"), list):
         plain["tool_calls"] = [_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(plain["tool_calls"])]
     return plain
 
 
 def _tool_call(where: str, call: Any) -> Any:
-    """With its arguments as JSON rather than text: that is what templates expect, and text is what clients get and send back."""
+    """Parses its arguments from text to JSON: templates expect JSON, while clients receive and send text."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         return call
     arguments = call["function"].get("arguments")
@@ -139,12 +139,12 @@ def _text(where: str, content: object) -> str:
         raise InvalidArgument(where, content, 'must be text, or a list of {"type": "text", "text": ...}')
     for i, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidArgument(f"{where}[{i}]", part, 'must be {"type": "text", "text": ...}; models here read text only')
+            raise InvalidArgument(f"{where}[{i}]", part, 'must be {"type": "text", "text": ...}; only text is supported')
     return "\n".join(part["text"] for part in content)
 
 
 def _plain(where: str, value: Any) -> Any:
-    """A copy made of JSON's types: a template, which is not trusted, can call no method of a caller's object."""
+    """A copy made of JSON types only, so that an untrusted template cannot call methods of a caller's object."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as wrong:

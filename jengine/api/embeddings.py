@@ -1,4 +1,4 @@
-"""What `embed` and `score` return, with vLLM's names."""
+"""Results of `embed` and `score`, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jengine.display import counted, table_html
 from jengine.errors import JengineError
 from jengine.request import RequestOutput
 
-SHOWN = 6  # numbers of an embedding, in a notebook
+SHOWN = 6  # numbers of an embedding shown in a notebook
 
 
 @dataclass(slots=True, kw_only=True)
 class EmbeddingOutput:
-    """A prompt's vector."""
+    """The vector of a prompt."""
 
     embedding: list[float]
 
@@ -25,10 +25,10 @@ class EmbeddingOutput:
 
 @dataclass(slots=True, kw_only=True)
 class EmbeddingRequestOutput:
-    """A prompt that was embedded.
+    """The result for an embedded prompt.
 
     Attributes:
-        num_cached_tokens: of the prompt, taken from the prefix cache.
+        num_cached_tokens: number of prompt tokens taken from the prefix cache.
     """
 
     request_id: str
@@ -44,9 +44,10 @@ class EmbeddingRequestOutput:
 
     @classmethod
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
-        """
+        """Converts the output of an embedding request.
+
         Raises:
-            JengineError: the request was ended before it had its embedding.
+            JengineError: the request ended before its embedding was computed.
         """
         if output.embedding is None:
             ended = output.outputs[0]
@@ -69,11 +70,11 @@ class ScoringOutput:
 
 @dataclass(slots=True, kw_only=True)
 class ScoringRequestOutput:
-    """A query and a document that were scored.
+    """The result for a query and a document.
 
     Attributes:
-        prompt_token_ids: of both; a reranker's prompt.
-        num_cached_tokens: of them, taken from the prefix cache.
+        prompt_token_ids: of both texts; of the prompt, for a reranker.
+        num_cached_tokens: number of these tokens taken from the prefix cache.
     """
 
     request_id: str
@@ -87,7 +88,7 @@ class ScoringRequestOutput:
 
 
 def _tokens(output: EmbeddingRequestOutput | ScoringRequestOutput) -> str:
-    """Of the prompt."""
+    """Shows the tokens of the prompt."""
     return f"{counted(len(output.prompt_token_ids), 'token')}, {output.num_cached_tokens} cached"
 
 

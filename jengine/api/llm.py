@@ -302,7 +302,7 @@ class LLM(Embeddings, BeamSearches):
         ]
 
     def _answers(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
-        """The outputs of these requests, when all have ended."""
+        """Returns the outputs of these requests when all have ended."""
         call = Call()
         try:
             self._shared.open(call, work)
@@ -321,7 +321,7 @@ class LLM(Embeddings, BeamSearches):
         pooling: PoolingParams | None = None,
         beams: BeamSearchParams | None = None,
     ) -> list[Request]:
-        """A prompt's requests, validated."""
+        """Creates and validates a prompt's requests."""
         self._shared.check()
         params = self._default_params if params is None else params
         limits = self._shared.limits
@@ -333,7 +333,7 @@ class LLM(Embeddings, BeamSearches):
         return requests
 
     def _finish(self, call: Call, bar: Any) -> None:
-        """Work until all outputs have ended."""
+        """Works until all outputs have ended."""
         left, tokens, start = len(call.outputs), 0, time.perf_counter()
         while left:
             for output in self._shared.take(call):
@@ -343,7 +343,7 @@ class LLM(Embeddings, BeamSearches):
                 bar.update()
 
     def _follow(self, requests: list[Request]) -> Generator[RequestOutput]:
-        """Yield a prompt's output whenever it has grown: other calls advance it too."""
+        """Yields a prompt's output whenever it has grown, also when other threads step the engine."""
         call, ended, shown = Call(each_token=True), False, 0
         try:
             self._shared.open(call, [requests])
@@ -358,7 +358,7 @@ class LLM(Embeddings, BeamSearches):
 
 
 def _work_of(output: RequestOutput) -> int:
-    """Tokens that were generated, or embedded."""
+    """Number of generated or embedded tokens."""
     return tokens_of(output) if output.embedding is None else len(output.prompt_token_ids)
 
 

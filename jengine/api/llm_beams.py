@@ -16,7 +16,7 @@ from jengine.text.tokenizer import Tokenizer
 
 
 class BeamSearches(ABC):
-    """The part of LLM that searches beams, in the same batches and cache as all other requests."""
+    """The part of LLM that does beam search, in the same batches and cache as all other requests."""
 
     tokenizer: Tokenizer
 
@@ -24,11 +24,11 @@ class BeamSearches(ABC):
     def _requests(
         self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None, *, beams: BeamSearchParams | None = None
     ) -> list[Request]:
-        """A prompt's requests, checked."""
+        """Creates and validates a prompt's requests."""
 
     @abstractmethod
     def _answers(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
-        """Of prompts' requests, when all have ended."""
+        """Returns the outputs of prompts' requests when all have ended."""
 
     def beam_search(
         self,
@@ -38,14 +38,14 @@ class BeamSearches(ABC):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Search beams for every prompt; results in the order of the prompts.
+        """Runs a beam search for every prompt. Results are in the order of the prompts.
 
         Args:
             prompts: as for `generate`.
-            concurrency_limit: prompts that are searched at once, at most; None: as many as there is room for.
+            concurrency_limit: maximum number of prompts searched at the same time; None: as many as fit.
 
         Raises:
-            InvalidArgument: a prompt or parameter that can never be answered. Nothing has been run then.
+            InvalidArgument: a prompt or parameter that can never be answered. Nothing has been run.
             EngineDead: as `generate`.
         """
         if not isinstance(params, BeamSearchParams):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Embeddings(ABC):
-    """The part of LLM that embeds and scores; its requests share batches and cache with those that generate."""
+    """The part of LLM that embeds and scores. Its requests share batches and cache with those that generate."""
 
     model: str
     started: Started
@@ -37,11 +37,11 @@ class Embeddings(ABC):
     def _requests(
         self, prompt: Prompt, params: SamplingParams | None, level: ServiceLevel | None = None, *, pooling: PoolingParams | None = None
     ) -> list[Request]:
-        """A prompt's requests, checked."""
+        """Creates and validates a prompt's requests."""
 
     @abstractmethod
     def _answers(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
-        """Of prompts' requests, when all have ended."""
+        """Returns the outputs of prompts' requests when all have ended."""
 
     def embed(
         self,
@@ -54,7 +54,7 @@ class Embeddings(ABC):
         priority: int | Sequence[int] = 0,
         client: str | list[str] | tuple[str, ...] = "",
     ) -> list[EmbeddingRequestOutput]:
-        """Embed every prompt: a vector each, in `outputs.embedding`; results in the order of the prompts.
+        """Embeds every prompt: one vector each, in `outputs.embedding`. Results are in the order of the prompts.
 
         Args:
             prompts, priority, client: as for `generate`. Prompts are embedded as they are; add instructions yourself.
@@ -62,8 +62,8 @@ class Embeddings(ABC):
                 the last token, normalized, with all dimensions.
 
         Raises:
-            InvalidArgument: a prompt or parameter that can never be answered, or an engine without `embeddings`. Nothing has been run
-                then.
+            InvalidArgument: a prompt or parameter that can never be answered, or an engine without
+                `embeddings`. Nothing has been run.
             EngineDead: as `generate`.
         """
         params = require_embedder(self._shared.limits.embedder).params(pooling, normalize, dimensions)
@@ -75,15 +75,17 @@ class Embeddings(ABC):
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], *, instruction: str | None = None, use_tqdm: bool = True
     ) -> list[ScoringRequestOutput]:
-        """Score pairs of a query and a document, in `outputs.score`. An embedding model gives the cosine similarity, in [-1, 1]; a
-        reranker gives the probability that the document fits, in [0, 1].
+        """Scores pairs of a query and a document, in `outputs.score`.
+
+        An embedding model gives the cosine similarity, in [-1, 1]. A reranker gives the probability that the
+        document fits, in [0, 1].
 
         Args:
             queries, documents: one query for all documents, or one query for each document.
-            instruction: for rerankers; None takes the one in the model's files.
+            instruction: for rerankers; None uses the one in the model's files.
 
         Raises:
-            InvalidArgument: a text that can never be scored, or a model that is neither. Nothing has been run then.
+            InvalidArgument: a text that can never be scored, or a model that cannot score. Nothing has been run.
             EngineDead: as `generate`.
         """
         pairs, reranker = paired(queries, documents), self.started.reranker

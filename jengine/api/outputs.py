@@ -1,4 +1,4 @@
-"""Requests that are being answered, and their outputs as they grow. What LLM and AsyncLLM have in common."""
+"""Outputs of running requests, which grow as tokens arrive. Shared by LLM and AsyncLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jengine.updates import BeamsFound, Ended, Pooled, PromptScores, TokenUpdate
 
 @dataclass(slots=True)
 class _Answer:
-    """A prompt's output, and what makes it grow, by the ids of the prompt's requests."""
+    """A prompt's output, and the builders that extend it, by the ids of the prompt's requests."""
 
     output: RequestOutput
     builders: dict[str, CompletionBuilder]
@@ -25,23 +25,24 @@ class _Answer:
 
 
 class LiveOutputs:
-    """Tokens go in, outputs grow: one for each prompt, with a completion for each of its requests.
+    """Growing outputs: one for each prompt, with a completion for each of its requests.
 
-    Knows no engine: what ends a request there is for the caller to pass on.
+    Independent of the engine. The caller must end requests in the engine that end here.
 
     Attributes:
-        ended: requests that the engine does not know to have ended: aborted, or by their text. The caller takes them out.
+        ended: requests that were aborted or ended by their text, and that the engine still runs. The caller
+            removes them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._live: dict[str, _Answer] = {}  # by each of a prompt's requests, until all of them have ended
+        self._live: dict[str, _Answer] = {}  # keyed by each of a prompt's requests, until all of them have ended
         self.ended: list[Ended] = []
 
     def open(self, requests: list[Request], stops: StopAutomaton | None = None) -> RequestOutput:
-        """The output of a prompt's requests: the one that grows. Its id is that of the first.
+        """Creates the growing output of a prompt's requests. Its id is that of the first request.
 
-        stops: of their parameters; None compiles them.
+        stops: stop strings of their parameters; None compiles them.
         """
         first = requests[0]
         stops = stops or StopAutomaton(tuple(first.params.stop))
@@ -57,7 +58,7 @@ class LiveOutputs:
         return output
 
     def take(self, updates: Iterable[Update]) -> list[RequestOutput]:
-        """The outputs that these have made grow or end, once for each. What comes for requests that have ended is dropped."""
+        """Returns the outputs that these updates extended or ended, once each. Updates for ended requests are dropped."""
         grown = []
         for update in updates:
             answer = self._live.get(update.request_id)
@@ -81,7 +82,7 @@ class LiveOutputs:
         return grown
 
     def abort(self, request_id: str, why: str | None = None) -> RequestOutput | None:
-        """End what has not ended of the output with this id, with `why` as its stop_reason; None where all has."""
+        """Ends the unfinished completions of this output with `why` as stop_reason. Returns None if all have ended."""
         answer = self._live.get(request_id)
         if answer is None:
             return None
@@ -92,18 +93,18 @@ class LiveOutputs:
         return answer.output
 
     def _show_beams(self, answer: _Answer, update: BeamsFound) -> None:
-        """A completion for each beam."""
+        """Creates a completion for each beam."""
         builder = answer.builders[update.request_id]
         answer.output.outputs = [beam_output(self._tokenizer, builder.request, index, beam) for index, beam in enumerate(update.beams)]
         self._finish(answer, builder, update.beams[0].finish_reason, None)
 
     def _note(self, answer: _Answer, update: TokenUpdate | Pooled | BeamsFound) -> None:
-        """When things happened."""
+        """Records times and counts."""
         request_id, output = update.request_id, answer.output
         metrics, builder = output.metrics, answer.builders[request_id]
         if metrics.first_token is None:
             metrics.first_token, metrics.scheduled, output.num_cached_tokens = time.monotonic(), update.scheduled or None, update.cached
-        elif builder.output is output.outputs[0]:  # whichever completion came first
+        elif builder.output is output.outputs[0]:  # the first completion to start
             output.num_cached_tokens = update.cached
         metrics.preemptions += update.preemptions - answer.preemptions[request_id]
         answer.preemptions[request_id] = update.preemptions
@@ -141,13 +142,13 @@ def _score(answer: _Answer, update: PromptScores) -> None:
 
 
 def blank_copy(output: RequestOutput) -> RequestOutput:
-    """A copy without what has been generated, to be brought up to date by `catch_up`."""
+    """A copy without generated text and tokens, which `catch_up` updates."""
     outputs = [CompletionOutput(index=completion.index) for completion in output.outputs]
     return replace(output, outputs=outputs, metrics=replace(output.metrics))
 
 
 def catch_up(copy: RequestOutput, output: RequestOutput) -> None:
-    """Bring a copy of a growing output up to date; costs as much as is new."""
+    """Updates a copy of a growing output, in time proportional to what is new."""
     for mine, completion in zip(copy.outputs, output.outputs, strict=True):
         mine.text = completion.text
         mine.token_ids += completion.token_ids[len(mine.token_ids) :]

@@ -1,4 +1,4 @@
-"""Prompts as users give them, made into requests."""
+"""Validates prompts, and converts them to requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jengine.scheduling.sequence_limits import longest_prompt
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
-POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)  # of embeddings' requests
+POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)  # parameters of embedding requests
 
 
 class TextPrompt(TypedDict):
@@ -42,7 +42,7 @@ class PreparedPrompt:
     """A checked and tokenized prompt, to be submitted once. Made by AsyncLLM.prepare."""
 
     requests: list[Request]
-    stops: StopAutomaton  # all of them share it
+    stops: StopAutomaton  # shared by all of them
 
 
 def make_requests(
@@ -55,18 +55,19 @@ def make_requests(
     pooling: PoolingParams | None = None,
     beams: BeamSearchParams | None = None,
 ) -> list[Request]:
-    """The requests for one prompt, params.n of them; None is SamplingParams(). The first has this id, the others grow theirs from it.
+    """The requests for one prompt, params.n of them; None is SamplingParams(). The first has this id, the
+    others derived ids.
 
-    May be called in any thread.
+    Thread-safe.
 
     Args:
-        masks: make the token masks as well, which may take seconds; otherwise the receiver of the requests makes them.
-        max_model_len: text of as many tokens or more is rejected without tokenizing it, where its length in bytes tells that.
-        pooling: ask for an embedding; there are no sampling parameters then.
-        beams: ask for beams; `params` are what these make of it then.
+        masks: whether to create token masks, which may take seconds; otherwise the receiver of the requests does.
+        max_model_len: longer text is rejected without tokenizing it if its length in bytes suffices to tell.
+        pooling: for an embedding; there are no sampling parameters then.
+        beams: for a beam search; `params` must be derived from them.
 
     Raises:
-        InvalidArgument: what is no prompt, or empty; what is no SamplingParams or cache_salt; text that is too long.
+        InvalidArgument: invalid or empty prompt, text that is too long, or invalid SamplingParams or cache_salt.
     """
     params = POOLED if pooling is not None else SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
@@ -112,12 +113,12 @@ def make_requests(
 
 
 def params_of_samples(params: SamplingParams) -> tuple[SamplingParams, SamplingParams]:
-    """Of a prompt's first request, and of the others: the prompt is scored once."""
+    """Parameters of a prompt's first request, and of the others: only the first one scores the prompt."""
     return params, params if params.prompt_logprobs is None else dataclasses.replace(params, prompt_logprobs=None)
 
 
 def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None, *, pooled: bool = False) -> None:
-    """Raises InvalidArgument for text that has too many tokens, see longest_prompt, by its length alone."""
+    """Raises InvalidArgument if the length of the text alone shows that it has too many tokens; see longest_prompt."""
     per_token = tokenizer.max_token_bytes if max_model_len is not None else None
     if max_model_len is None or per_token is None or len(text) < max_model_len:
         return
@@ -128,7 +129,7 @@ def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None, *, 
 
 
 def _masks(tokenizer: Tokenizer, params: SamplingParams) -> Sequence[TokenMask | None]:
-    from jengine.text.masks import make_masks  # llguidance is imported by those who use it
+    from jengine.text.masks import make_masks  # imported here, since only structured outputs need llguidance
 
     return make_masks(params, tokenizer, params.n)
 
@@ -137,9 +138,9 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list: a list of whole numbers is one prompt.
 
     Raises:
-        InvalidArgument: neither.
+        InvalidArgument: it is neither.
     """
-    if isinstance(prompts, str | dict | bytes):  # bytes are no prompt, as make_requests says; iterated, they would be numbers
+    if isinstance(prompts, str | dict | bytes):  # make_requests rejects bytes; iterating over them would yield numbers
         return [cast(Prompt, prompts)]
     if not isinstance(prompts, Iterable):
         raise InvalidArgument("prompts", prompts, "must be a prompt or a list of prompts")

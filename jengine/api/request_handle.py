@@ -37,13 +37,13 @@ class RequestHandle:
         interval: int = 1,
     ) -> None:
         self.request_id, self.output, self._kind, self._interval = output.request_id, output, kind, interval
-        self._tokens = 0  # of the outputs so far
+        self._tokens = 0  # in the outputs so far
         self._end, self._forget = end, forget
-        self._shown: dict[int, tuple[int, int]] = {}  # of a delta's completions, by index: tokens, characters
+        self._shown: dict[int, tuple[int, int]] = {}  # for deltas, by index of the completion: tokens and characters shown
         self._grown = asyncio.Event()
         self._error: BaseException | None = None
         self._closed = False
-        self._due = 0.0  # when the next output may come, in the event loop's time; see pause
+        self._due = 0.0  # earliest time of the next output, on the event loop's clock; see pause
         self._pause: asyncio.TimerHandle | None = None
         self.timer: asyncio.TimerHandle | None = None  # cancelled when the handle is closed
 
@@ -69,11 +69,12 @@ class RequestHandle:
         self._forget(self)
 
     def pause(self, seconds: float) -> None:
-        """From now on, the next output comes no earlier than this, unless it is the last: what comes meanwhile gathers in it."""
+        """Delays the next output until this time has passed, unless it is the last. Tokens that arrive
+        meanwhile are combined."""
         self._due = asyncio.get_running_loop().time() + seconds
 
     def grow(self) -> None:
-        """The output has grown."""
+        """Called when the output has grown."""
         if self.output.finished:
             self._grown.set()
         elif self._kind != "final" and self._pause is None and (self._interval == 1 or self._is_due()):
@@ -84,7 +85,7 @@ class RequestHandle:
                 self._pause = loop.call_at(self._due, self._pause_over)
 
     def _is_due(self) -> bool:
-        """Whether there are tokens enough for another output."""
+        """Whether there are enough tokens for another output."""
         return not self._tokens or tokens_of(self.output) - self._tokens >= self._interval
 
     def _pause_over(self) -> None:
@@ -92,7 +93,7 @@ class RequestHandle:
         self._grown.set()
 
     def fail(self, error: BaseException) -> None:
-        """The engine has failed: no more will come."""
+        """The engine has failed: there will be no further output."""
         self._error = error
         self._grown.set()
 
@@ -133,14 +134,14 @@ class RequestHandle:
 
 
 def tokens_of(output: RequestOutput) -> int:
-    """Of all completions."""
+    """Number of tokens in all completions."""
     return sum([len(completion.token_ids) for completion in output.outputs])
 
 
 def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> RequestOutput:
-    """A copy that does not grow; of each completion only what comes after these tokens and characters."""
+    """A copy that does not grow. Of each completion, it contains only what follows the tokens and characters in `shown`."""
     parts, times = [], output.metrics
-    for completion in output.outputs:  # built field by field: copy.copy takes four times as long, for every streamed token
+    for completion in output.outputs:  # field by field, since copy.copy takes four times as long, for every streamed token
         tokens, characters = shown.get(completion.index, (0, 0))
         part = CompletionOutput(
             index=completion.index,
@@ -157,7 +158,7 @@ def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> Reque
         prompt=output.prompt,
         prompt_token_ids=output.prompt_token_ids,
         outputs=parts,
-        prompt_logprobs=None if shown else output.prompt_logprobs,  # they were all there before the first token
+        prompt_logprobs=None if shown else output.prompt_logprobs,  # with deltas, they came before the first token
         finished=output.finished,
         metrics=RequestMetrics(
             arrival=times.arrival,

@@ -19,7 +19,7 @@ def paired(queries: str | Sequence[str], documents: str | Sequence[str]) -> list
     """One query with each document, or as many queries as documents.
 
     Raises:
-        InvalidArgument: other numbers of them, or what is no text.
+        InvalidArgument: the numbers differ, or an item is not text.
     """
     left, right = _texts("queries", queries), _texts("documents", documents)
     if len(left) not in (1, len(right)):
@@ -30,15 +30,15 @@ def paired(queries: str | Sequence[str], documents: str | Sequence[str]) -> list
 def judging_prompts(
     pairs: Iterable[Pair], reranker: Reranker, tokenizer: Tokenizer, instruction: str | None, max_model_len: int
 ) -> list[tuple[TokensPrompt, SamplingParams]]:
-    """Two requests for each pair, which share their prompt: one gives the log probability of the true token, one of the false.
+    """Two requests for each pair with the same prompt: for the log probability of the true token, and of the false one.
 
     Raises:
-        InvalidArgument: a text that is too long, or that the template refuses.
+        InvalidArgument: a text is too long, or the template rejects it.
         ModelError: the model has no chat template.
     """
     template = tokenizer.chat_templates.get("default")
     if template is None:
-        raise ModelError("the reranker has no chat template, which makes a prompt of a query and a document", file=tokenizer.folder)
+        raise ModelError("the reranker has no chat template, which is needed to build its prompts", file=tokenizer.folder)
     told = reranker.instruction if instruction is None else instruction
     rules = [] if told is None else [{"role": "system", "content": told}]
     tokens = reranker.true_token_id, reranker.false_token_id
@@ -54,7 +54,7 @@ def judging_prompts(
 
 
 def judgement(true: RequestOutput, false: RequestOutput) -> ScoringRequestOutput:
-    """Of the two requests of a pair."""
+    """The score of a pair, from its two requests."""
     margin = _logprob(true) - _logprob(false)
     return ScoringRequestOutput(
         request_id=true.request_id,
@@ -65,7 +65,7 @@ def judgement(true: RequestOutput, false: RequestOutput) -> ScoringRequestOutput
 
 
 def _logprob(output: RequestOutput) -> float:
-    """Of the only token that was allowed."""
+    """Log probability of the only allowed token."""
     completion = output.outputs[0]
     assert completion.logprobs is not None
     return completion.logprobs[0][completion.token_ids[0]].logprob

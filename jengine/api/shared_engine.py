@@ -1,4 +1,4 @@
-"""An engine that several threads use at once: one of them steps it for all, the others sleep until something comes for them."""
+"""An engine shared by threads: one thread steps it for all, while the others sleep until they have updates."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Call:
     """The requests of one call in one thread.
 
     Attributes:
-        each_token: whether the thread waits for every token of its outputs, or for their ends.
-        outputs: in the order of the prompts. Unfinished ones change whenever some thread steps the engine.
-        shown: of `each_token`, copies that change only in `SharedEngine.take` and `close`.
-        news: the outputs to report, by id.
-        gate: the thread sleeps by acquiring it; released once to wake it.
+        each_token: whether the thread waits for every token of its outputs, or only for their ends.
+        outputs: in the order of the prompts. Unfinished ones change whenever a thread steps the engine.
+        shown: for `each_token`, copies that change only in `SharedEngine.take` and `close`.
+        news: outputs that changed and have not been returned yet, by id.
+        gate: a lock on which the thread sleeps; released once to wake it.
     """
 
     each_token: bool = False
@@ -46,26 +46,26 @@ class Call:
     gate: threading.Lock = field(default_factory=_closed_gate)
 
     def take(self) -> list[RequestOutput]:
-        """The news; empties it."""
+        """Returns and clears the news."""
         news, self.news = list(self.news.values()), {}
         return [self.show(output) for output in news] if self.each_token else news
 
     def show(self, output: RequestOutput) -> RequestOutput:
-        """Bring the copy of an output up to date."""
+        """Updates the copy of an output."""
         shown = self.shown.setdefault(output.request_id, blank_copy(output))
         catch_up(shown, output)
         return shown
 
 
 class SharedEngine:
-    """Calls of several threads, answered in the same batches.
+    """Serves calls of several threads in the same batches.
 
-    The thread that leads steps the engine, makes text of what comes, for all calls, and leads until something has come for its
-    own. Then it wakes another one. The lock is held for changes of state but not during a step: what threads ask of the engine
-    meanwhile is done after it. Ctrl-C comes between steps, never within one.
+    One thread, the leader, steps the engine and produces text for all calls, until its own call has news. Then
+    it wakes another thread to lead. The lock is held for changes of state but not during a step. Orders for the
+    engine that arrive during a step run after it. Ctrl-C takes effect between steps, never within one.
 
-    A step that fails leaves the engine in an unknown state: its thread gets the error, and every other call, now and later, an
-    EngineDead.
+    A failed step leaves the engine in an unknown state. Its thread gets the error; every other call, now and
+    later, gets EngineDead.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
@@ -74,11 +74,11 @@ class SharedEngine:
         self._live = LiveOutputs(tokenizer)
         self._pid = os.getpid()
         self._error: BaseException | None = None
-        self._lock = threading.RLock()  # of all that follows
-        self._changing = False  # the thread that has the lock is in the midst of a change
+        self._lock = threading.RLock()  # protects everything below
+        self._changing = False  # whether the lock's holder is in the middle of a change
         self._step_lock = threading.RLock()  # held during a step
         self._stepping = False
-        self._orders: deque[Callable[[], object]] = deque()  # for the engine, once its step has ended
+        self._orders: deque[Callable[[], object]] = deque()  # calls to the engine, run after its current step
         self._leader: Call | None = None
         self._asleep: dict[Call, None] = {}
         self._calls: dict[str, Call] = {}  # by the id of each unfinished output
@@ -92,16 +92,16 @@ class SharedEngine:
         return self._engine
 
     def check(self) -> None:
-        """Raises EngineDead unless calls can be answered; JengineError in a forked process."""
+        """Raises EngineDead if the engine has stopped; JengineError in a forked process."""
         check_process(self._pid)
         if self._error is not None and self._engine is not None:
             raise EngineDead(f"the engine has stopped: {self._error!r}") from self._error
         _ = self.engine
 
-    # --- calls; each must be closed, whatever happens -----------------------------------------------
+    # --- calls; each must be closed in all cases -------------------------------------------------
 
     def open(self, call: Call, work: list[list[Request]]) -> None:
-        """Queue requests, by prompt, which `limits` lets pass."""
+        """Queues requests, by prompt, that `limits` has accepted."""
         check_process(self._pid)
         with uninterrupted(), self._change():
             self.check()
@@ -112,7 +112,7 @@ class SharedEngine:
                 self._order(partial(self.engine.add, *requests))
 
     def take(self, call: Call) -> list[RequestOutput]:
-        """Outputs of a call that have ended since the last time, or that have grown, for `each_token`. Waits until there are some.
+        """Waits for, and returns, outputs of a call that have ended or, with `each_token`, grown since the last call.
 
         Raises:
             EngineDead: the engine has stopped, or was closed.
@@ -127,7 +127,7 @@ class SharedEngine:
                 return news
 
     def set_strategy(self, strategy: str) -> None:
-        """From the next step on.
+        """Takes effect at the next step.
 
         Raises:
             InvalidArgument: as Limits.check_strategy.
@@ -139,7 +139,7 @@ class SharedEngine:
             self._order(partial(self.engine.set_strategy, self.limits.check_strategy(strategy)))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages, between two steps; requests that run keep theirs. Returns whether it was done.
+        """Forgets all cached pages, between two steps. Running requests keep theirs. Returns whether it was done.
 
         Raises:
             EngineDead: the engine has stopped, or was closed.
@@ -157,7 +157,7 @@ class SharedEngine:
             self._order(reset)
             if not results:
                 self._asleep[call] = None
-        while not results:  # it is done after the step that runs now; a thread also wakes when the engine has stopped
+        while not results:  # it runs after the current step; a thread also wakes when the engine has stopped
             call.gate.acquire()
             with uninterrupted(), self._change():
                 if not results:
@@ -166,23 +166,24 @@ class SharedEngine:
         return results[0]
 
     def close(self, call: Call) -> None:
-        """Abort what is unfinished of a call. Where nothing else runs, the engine is idle afterwards."""
+        """Aborts the unfinished requests of a call. If nothing else runs, the engine is idle afterwards."""
         if os.getpid() != self._pid:
             return
         with uninterrupted():
             with self._lock:
                 self._given_up.append(call)
-                if self._changing:  # a stream was collected as garbage in the midst of this thread's change
+                if self._changing:  # a stream was garbage-collected while this thread was in the middle of a change
                     return
                 with self._change():
-                    pass  # it ends there
+                    pass  # the change closes the call at its end
             while self._begin_reading(call):
                 self._step()
             with self._change():
                 self._resign(call)
 
     def quit(self) -> None:
-        """Let go of the engine; calls in other threads end with EngineDead. Returns when no step runs. May be called again."""
+        """Releases the engine; calls in other threads end with EngineDead. Returns when no step runs. May be
+        called repeatedly."""
         if os.getpid() != self._pid:  # a forked process has nothing to end
             return
         with uninterrupted():
@@ -197,10 +198,10 @@ class SharedEngine:
                 self._orders.clear()
                 self._live.ended.clear()
 
-    # --- their work ---------------------------------------------------------------------------------
+    # --- stepping ---------------------------------------------------------------------------------
 
     def _turn(self, call: Call) -> list[RequestOutput] | None:
-        """The news; where there are none, step once, or return None to sleep while another thread leads."""
+        """Returns news. If there are none, runs a step, or returns None to sleep while another thread leads."""
         with self._change():
             self.check()
             if call.news:
@@ -214,7 +215,7 @@ class SharedEngine:
         return []
 
     def _begin_reading(self, call: Call) -> bool:
-        """Whether steps are unread that no request waits for. Leads then."""
+        """Becomes the leader if there are unread steps that no request waits for. Returns whether it did."""
         with self._change():
             engine = self._engine
             if self._error is not None or engine is None or self._leader not in (None, call):
@@ -225,7 +226,7 @@ class SharedEngine:
             return unread
 
     def _step(self) -> None:
-        """Step the engine, and pass on what comes of it."""
+        """Runs a step, and delivers its updates."""
         engine = self._engine
         updates: list[Update] = []
         failure: BaseException | None = None
@@ -254,7 +255,7 @@ class SharedEngine:
             self._orders.popleft()()
         for output in self._live.take(updates):
             call = self._calls.get(output.request_id)
-            if call is None:  # another of its samples has been looked at, and it has ended
+            if call is None:  # its output has ended while another sample of it was processed
                 continue
             if output.finished:
                 del self._calls[output.request_id]
@@ -267,7 +268,7 @@ class SharedEngine:
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
-        """Holds the lock. At the end calls that were given up are closed, and a thread is woken where none leads."""
+        """Holds the lock. At the end, closes calls that were given up, and wakes a thread if there is no leader."""
         with self._lock:
             self._changing = True
             try:
@@ -294,7 +295,7 @@ class SharedEngine:
             self._leader = None
 
     def _pass_on(self) -> None:
-        """Tell the engine what has ended."""
+        """Reports ended requests to the engine."""
         for ended in self._live.ended:
             if self._engine is not None:
                 self._order(partial(self._engine.end, *ended))

@@ -1,4 +1,4 @@
-"""Sends requests when they are due, and notes when their tokens come."""
+"""Sends requests when they are due, and records when their tokens arrive."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from jengine.bench.result import Answered
 from jengine.bench.workload import Ask
 from jengine.errors import JengineError
 
-ERRORS = (JengineError, OSError, ValueError, KeyError)  # of a server that cannot be reached, refuses, or is not understood
+ERRORS = (JengineError, OSError, ValueError, KeyError)  # if a server cannot be reached, rejects requests, or sends invalid responses
 
 
 async def drive(
     endpoint: Endpoint, asks: list[Ask], *, max_concurrency: int | None = None, done: Callable[[], object] = lambda: None
 ) -> tuple[list[Answered], float]:
-    """Ask for all of it. Returns the answers in the order of the requests, and the seconds to the last token.
+    """Sends all requests. Returns the answers in the order of the requests, and the seconds to the last token.
 
     Args:
-        max_concurrency: requests at once, at most; others wait, which counts as time of theirs.
-        done: called as each ends.
+        max_concurrency: maximum number of concurrent requests; the others wait, which counts as part of their latency.
+        done: called when a request ends.
     """
     places = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     gc.collect()
-    gc.freeze()  # what was prepared is looked at no more
+    gc.freeze()  # excludes prepared objects from garbage collection
     start = time.perf_counter()
 
     async def one(ask: Ask, answered: Answered) -> None:
@@ -43,7 +43,7 @@ async def drive(
             except ERRORS as error:
                 answered.error = f"{type(error).__name__}: {error}"
         if not answered.times and not answered.error:
-            answered.error = "no token came"
+            answered.error = "no token arrived"
         if not answered.prompt_tokens and not isinstance(ask.prompt, str):
             answered.prompt_tokens = len(ask.prompt)
         done()

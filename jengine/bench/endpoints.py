@@ -1,4 +1,4 @@
-"""Servers that a benchmark can ask: OpenAI's API over HTTP, of whatever server, and jengine's own over gRPC."""
+"""Servers under test: OpenAI's API over HTTP, of any server, and jengine's own API over gRPC."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from urllib.parse import urlsplit
 from jengine.bench.workload import Ask
 from jengine.errors import InvalidArgument, JengineError
 
-HEAD = 1 << 16  # bytes of a line, at most
+HEAD = 1 << 16  # maximum bytes of a line
 
 
 class Endpoint(Protocol):
-    """Where requests go."""
+    """A server under test."""
 
     def stream(self, ask: Ask) -> AsyncIterator[tuple[int, int]]:
-        """Yields (new tokens, prompt tokens); 0 prompt tokens where the server has not reported them.
+        """Yields (new tokens, prompt tokens); 0 prompt tokens if the server has not reported them.
 
         Raises:
-            JengineError, OSError: there is no answer.
+            JengineError, OSError: the request failed.
         """
 
     async def tokens(self, text: str) -> int:
-        """How many tokens a text has. Raises as `stream`."""
+        """Number of tokens of a text. Raises as `stream`."""
 
     async def close(self) -> None:
         """Close its connections."""
 
 
 class OpenAIEndpoint:
-    """OpenAI's API. Opens a connection for each request, on plain sockets: an HTTP library takes more time than a small model.
+    """OpenAI's API. Opens a connection per request on plain sockets, since an HTTP library would need more time
+    than a small model.
 
     Args:
         base_url: http://host:port or https://..., without the path.
         endpoint: /v1/completions or /v1/chat/completions.
-        model: to name in requests; None: the first that the server lists.
+        model: model name in requests; None: the first that the server lists.
 
     Raises:
-        InvalidArgument: no such URL.
+        InvalidArgument: the URL is invalid.
     """
 
     def __init__(self, base_url: str, endpoint: str, model: str | None, *, api_key: str | None = None, ignore_eos: bool = True) -> None:
@@ -56,7 +57,7 @@ class OpenAIEndpoint:
     async def stream(self, ask: Ask) -> AsyncIterator[tuple[int, int]]:
         body: dict[str, Any] = {"model": await self._name(), "temperature": 0.0, "stream": True, "max_tokens": ask.output}
         body["stream_options"] = {"include_usage": True}
-        if self._ignore_eos:  # these are vLLM's, and jengine's
+        if self._ignore_eos:  # extensions of vLLM and jengine
             body |= {"ignore_eos": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         if self._chat:
             if not isinstance(ask.prompt, str):
@@ -94,7 +95,7 @@ class OpenAIEndpoint:
         return json.loads(b"".join([line async for line in self._lines(method, path, body)]))
 
     async def _lines(self, method: str, path: str, body: dict[str, Any] | None = None) -> AsyncIterator[bytes]:
-        """Of an answer's body."""
+        """Lines of a response body."""
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=HEAD)
         try:
             data = b"" if body is None else json.dumps(body).encode()
@@ -114,7 +115,7 @@ class OpenAIEndpoint:
             if rest:
                 yield rest
         except asyncio.IncompleteReadError as error:
-            raise JengineError("the server hung up in the midst of an answer") from error
+            raise JengineError("the server closed the connection before the end of an answer") from error
         finally:
             writer.close()
 
@@ -133,7 +134,7 @@ class JengineEndpoint:
     """jengine's gRPC service.
 
     Args:
-        options: of jengine.client.AsyncClient.
+        options: options of jengine.client.AsyncClient.
     """
 
     def __init__(self, address: str, *, ignore_eos: bool = True, **options: Any) -> None:

@@ -16,7 +16,7 @@ RANKS = (10, 25, 50, 75, 90, 99)
 
 
 def throughput(llm: LLM, asks: list[Ask], *, n: int = 1, progress: bool = True) -> dict[str, Any]:
-    """All requests at once. Names are those of `vllm bench throughput --output-json`."""
+    """Runs all requests at the same time. Names as in `vllm bench throughput --output-json`."""
     params = [SamplingParams(n=n, temperature=1.0, max_tokens=ask.output, ignore_eos=True) for ask in asks]
     start = time.perf_counter()
     outputs = llm.generate([ask.prompt for ask in asks], params, use_tqdm=progress)
@@ -35,11 +35,11 @@ def throughput(llm: LLM, asks: list[Ask], *, n: int = 1, progress: bool = True) 
 
 
 def latency(llm: LLM, asks: list[Ask], rounds: Iterable[object], *, warm_up: int, n: int = 1) -> dict[str, Any]:
-    """One batch again and again, without what the cache has of it. Names are those of `vllm bench latency --output-json`.
+    """Runs a batch repeatedly, without using cached pages. Names as in `vllm bench latency --output-json`.
 
     Args:
-        rounds: one for each time that counts; may be a progress bar.
-        warm_up: times that do not.
+        rounds: one item for each measured run; may be a progress bar.
+        warm_up: number of runs before them.
     """
     params = [SamplingParams(n=n, temperature=1.0, max_tokens=ask.output, ignore_eos=True) for ask in asks]
 

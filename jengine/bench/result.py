@@ -1,4 +1,4 @@
-"""What a benchmark of a server has measured. Names are those of `vllm bench serve`."""
+"""Results of a server benchmark. Names are those of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ GOODPUT = ("ttft", "tpot", "e2el")
 
 @dataclass(slots=True)
 class Answered:
-    """A request as its client saw it, in seconds from the benchmark's beginning.
+    """A request as seen by its client, in seconds since the beginning of the benchmark.
 
     Attributes:
-        due: when it should be sent: waiting for a place counts.
-        times: when news came, and how many tokens each time.
-        error: why there is no answer; empty where there is one.
+        due: time at which it should be sent. Waiting because of max_concurrency counts.
+        times: times of responses, and the number of tokens in each.
+        error: why it failed; empty if it succeeded.
     """
 
     due: float
@@ -50,24 +50,25 @@ class Answered:
 
     @property
     def tpot(self) -> float | None:
-        """None where there was a single token."""
+        """None if there is a single token."""
         later = self.output_tokens - self.tokens[0]
         return (self.times[-1] - self.times[0]) / later if later else None
 
     @property
     def itl(self) -> list[float]:
-        """Between tokens; those that come together share the time."""
+        """Times between tokens. Tokens that arrive together share the time."""
         gaps = zip(self.times, self.times[1:], self.tokens[1:], strict=False)
         return [(after - before) / count for before, after, count in gaps for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """
+    """Measurements of a server.
+
     Args:
         seconds: from the first request to the last token.
-        goodput: limits in milliseconds, by ttft, tpot and e2el.
-        percentiles: to show.
+        goodput: limits in milliseconds, for ttft, tpot and e2el.
+        percentiles: percentiles to show.
     """
 
     answers: Sequence[Answered]
@@ -78,11 +79,11 @@ class Result:
 
     @property
     def good(self) -> list[Answered]:
-        """Requests that were answered."""
+        """Successful requests."""
         return [answer for answer in self.answers if not answer.error and answer.times]
 
     def to_dict(self) -> dict[str, Any]:
-        """As `vllm bench serve --save-result` writes it."""
+        """In the format of `vllm bench serve --save-result`."""
         good, seconds = self.good, max(self.seconds, 1e-9)
         inputs, outputs = sum(a.prompt_tokens for a in good), sum(a.output_tokens for a in good)
         out: dict[str, Any] = {
@@ -105,7 +106,7 @@ class Result:
         return out
 
     def values(self, name: str) -> list[float]:
-        """Of all requests that were answered, in seconds."""
+        """Values of all successful requests, in seconds."""
         if name == "itl":
             return [gap for answer in self.good for gap in answer.itl]
         return [value for answer in self.good if (value := getattr(answer, name)) is not None]
@@ -151,7 +152,7 @@ class Result:
         for name in self.metrics:
             values = np.sort(1e3 * np.array(self.values(name) or [0.0]))
             left.plot(values, np.linspace(0, 100, len(values)), label=TITLES[name])
-        left.set(xlabel="ms", ylabel="percent of them take at most this", xscale="log")
+        left.set(xlabel="ms", ylabel="percent of requests", xscale="log")
         news = [pair for answer in self.good for pair in zip(answer.times, answer.tokens, strict=True)]
         times = np.repeat([time for time, _ in news], [count for _, count in news])
         bins = max(int(self.seconds), 10)

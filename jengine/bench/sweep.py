@@ -1,4 +1,4 @@
-"""A benchmark of a server for each set of options: started, measured, stopped."""
+"""Benchmarks a server with each set of options: starts, measures and stops it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Options = dict[str, Any]
 
 
 def read_params(name: str, path: Path | None) -> list[Options]:
-    """Sets of options: a JSON list of objects, or an object of such by their names; None: one set, which is empty.
+    """Sets of options: a JSON list of objects, or an object that maps names to objects; None: one empty set.
 
     Raises:
-        InvalidArgument: the file cannot be read, or is not of this form.
+        InvalidArgument: the file cannot be read, or does not have this form.
     """
     if path is None:
         return [{}]
@@ -40,7 +40,7 @@ def read_params(name: str, path: Path | None) -> list[Options]:
 
 
 def command_with(command: str, options: Options) -> list[str]:
-    """A command with these options after it: {"max_num_seqs": 8, "overlap": False} as --max-num-seqs 8 --no-overlap."""
+    """Appends options to a command: {"max_num_seqs": 8, "overlap": False} as --max-num-seqs 8 --no-overlap."""
     words = shlex.split(command)
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -52,12 +52,12 @@ def command_with(command: str, options: Options) -> list[str]:
 
 
 def sweep(serve: str, bench: str, servers: list[Options], clients: list[Options], *, runs: int, ready_url: str) -> Iterator[Options]:
-    """Yields a line for each run: its options, and what `bench` has written.
+    """Yields a line for each run, with its options and the output of `bench`.
 
     Args:
         serve, bench: commands; `bench` prints one JSON object on its last line.
-        servers, clients: sets of options of each.
-        ready_url: which answers with 200 once the server can be asked.
+        servers, clients: sets of options for each.
+        ready_url: a URL that returns 200 once the server is ready.
 
     Raises:
         JengineError: a command has failed.
@@ -69,7 +69,7 @@ def sweep(serve: str, bench: str, servers: list[Options], clients: list[Options]
 
 
 def _measured(command: list[str]) -> Options:
-    """What a benchmark has printed last."""
+    """The last line printed by a benchmark."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL, check=True)
         measured: Options = json.loads(done.stdout.strip().rpartition("\n")[2])
@@ -80,7 +80,7 @@ def _measured(command: list[str]) -> Options:
 
 @contextmanager
 def served(command: list[str], ready_url: str) -> Iterator[None]:
-    """A server runs within this."""
+    """Runs a server in this context."""
     try:
         process = subprocess.Popen(command, stdout=2, stdin=subprocess.DEVNULL)
     except OSError as error:

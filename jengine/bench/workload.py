@@ -1,4 +1,4 @@
-"""What benchmarks ask for: prompts, lengths of answers, and when requests come."""
+"""Workloads: prompts, output lengths, and arrival times."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from jengine.errors import InvalidArgument
 from jengine.simulation.formats import read_trace
 
-VOCABULARY = 100, 500  # ids that nearly every model has, and that are seldom special tokens
-SHORTEST, LONGEST = 4, 1024  # tokens of ShareGPT prompts that are taken, as in vLLM
+VOCABULARY = 100, 500  # ids that nearly every model has, and that are rarely special tokens
+SHORTEST, LONGEST = 4, 1024  # minimum and maximum tokens of ShareGPT prompts, as in vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Ask:
     Attributes:
         prompt: token ids, or text.
         output: tokens to generate.
-        at: seconds from the beginning at which it is due; None: as soon as there is a place for it.
+        at: seconds from the beginning at which it is due; None: as soon as max_concurrency allows.
     """
 
     prompt: list[int] | str
@@ -35,8 +35,8 @@ def random_asks(count: int, *, input_len: int, output_len: int, range_ratio: flo
     """Random token ids.
 
     Args:
-        input_len, output_len: tokens, on average; prefix_len more that all prompts begin with.
-        range_ratio: lengths are drawn evenly from those times 1 - range_ratio to 1 + range_ratio.
+        input_len, output_len: mean numbers of tokens. All prompts also begin with prefix_len common tokens.
+        range_ratio: lengths are uniform between 1 - range_ratio and 1 + range_ratio times the mean.
 
     Raises:
         InvalidArgument: a length or the ratio is out of range.
@@ -58,10 +58,10 @@ def random_asks(count: int, *, input_len: int, output_len: int, range_ratio: flo
 
 
 def sharegpt_turns(path: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
-    """First turns of conversations of a ShareGPT file, in random order: enough to choose `count` from.
+    """First turns of a ShareGPT file's conversations, in random order; enough to choose `count` from.
 
     Raises:
-        InvalidArgument: the file cannot be read, or is none.
+        InvalidArgument: the file cannot be read, or is not a ShareGPT file.
     """
     try:
         conversations = [entry["conversations"] for entry in json.loads(path.read_bytes())]
@@ -72,14 +72,15 @@ def sharegpt_turns(path: Path, count: int, seed: int = 0) -> list[tuple[str, str
 
 
 def sharegpt_asks(turns: list[tuple[str, str]], count: int, tokens: Callable[[str], int], output_len: int | None = None) -> list[Ask]:
-    """Those of `sharegpt_turns` whose prompts have SHORTEST to LONGEST tokens; again and again, where they are fewer.
+    """The conversations of `sharegpt_turns` whose prompts have SHORTEST to LONGEST tokens, repeated if there
+    are too few.
 
     Args:
-        tokens: of a text.
-        output_len: of all answers; None: as long as the file's.
+        tokens: returns the number of tokens of a text.
+        output_len: output length of all requests; None: as in the file.
 
     Raises:
-        InvalidArgument: there is none.
+        InvalidArgument: no conversation is suitable.
     """
     asks = []
     for prompt, answer in turns:
@@ -92,7 +93,8 @@ def sharegpt_asks(turns: list[tuple[str, str]], count: int, tokens: Callable[[st
 
 
 def trace_asks(path: Path, count: int, seed: int = 0) -> list[Ask]:
-    """Requests that come and are as long as a trace says (see `jengine simulate`), with random token ids; at most `count`, the first.
+    """The first `count` requests of a trace (see `jengine simulate`), with its arrivals and lengths, and random
+    token ids.
 
     Raises:
         InvalidArgument: as simulation.formats.read_trace.
@@ -103,14 +105,14 @@ def trace_asks(path: Path, count: int, seed: int = 0) -> list[Ask]:
 
 
 def with_arrivals(asks: list[Ask], rate: float, burstiness: float = 1.0, seed: int = 0) -> list[Ask]:
-    """The same requests, coming at random.
+    """The same requests with random arrival times.
 
     Args:
         rate: requests a second; inf: all at once.
-        burstiness: 1 is Poisson; less comes in bursts, more comes evenly: the shape of the gamma distribution of pauses.
+        burstiness: shape of the gamma distribution of intervals: 1 is Poisson; less is burstier, more is more even.
 
     Raises:
-        InvalidArgument: one of them is not above 0.
+        InvalidArgument: a value is not above 0.
     """
     for name, value in (("request_rate", rate), ("burstiness", burstiness)):
         if not value > 0.0:

@@ -1,4 +1,4 @@
-"""Models on disk: where they are, what they are, and their weights on the device."""
+"""Models on disk: locating them, reading their configuration, and loading their weights onto the device."""
 
 from jengine.checkpoints.calibration import load_calibrated, read_text
 from jengine.checkpoints.conversion import convert

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, from one file or from the shards that an index names."""
+"""A checkpoint's tensors, from a single file or from shards listed in an index."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from jengine.checkpoints.stored import Tensor
 from jengine.errors import ModelError
 
 Reader = Callable[[Path, tuple[str, ...]], dict[str, Tensor]]
-FORMATS: dict[str, Reader] = {"model.safetensors": safetensors.read_file, "pytorch_model.bin": pickled.read_file}  # the first is preferred
+FORMATS: dict[str, Reader] = {
+    "model.safetensors": safetensors.read_file,
+    "pytorch_model.bin": pickled.read_file,
+}  # the first one is preferred
 
 
 def read_tensors(folder: Path, skipped: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by name, none with these endings.
+    """All tensors of a checkpoint by name, except those with these suffixes.
 
     Raises:
         ModelError: a file is missing, truncated or corrupt.
@@ -39,5 +42,5 @@ def _read_shards(index: Path, read: Reader, skipped: tuple[str, ...]) -> dict[st
         if tensor.endswith(skipped):
             continue
         if tensor not in tensors or tensors[tensor].file.name != name:
-            raise ModelError(f"is missing, though {index.name} places it here", file=index.parent / name, tensor=tensor)
+            raise ModelError(f"is missing, but {index.name} lists it", file=index.parent / name, tensor=tensor)
     return tensors

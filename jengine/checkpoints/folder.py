@@ -16,22 +16,28 @@ from jengine.request import SamplingParams
 
 DEMO = Path(__file__).parent.parent / "demo"
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # weights, configuration, tokenizer
-SAMPLING_DEFAULTS = {  # by their names in generation_config.json; those that vLLM applies
+SAMPLING_DEFAULTS = {  # names in generation_config.json; the ones that vLLM applies
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
-BIN_FILES = ["pytorch_model*.bin"]  # where the hub has no safetensors
+BIN_FILES = ["pytorch_model*.bin"]  # if the hub has no safetensors
 IN_FOLDERS = ["additional_chat_templates/*.jinja", "*_Pooling/config.json", "*_LogitScore/config.json"]
-CONFIG_FILES = ["config.json", "generation_config.json", "modules.json", "sentence_bert_config.json", converted.MARK]  # without weights
+CONFIG_FILES = [
+    "config.json",
+    "generation_config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    converted.MARK,
+]  # metadata without weights
 
 
 def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILES) -> Path:
-    """The folder of a model: `demo`, a local folder, or a hub id, of which these files are downloaded unless they are cached.
+    """Locates a model: `demo`, a local folder, or a hub id, whose files are downloaded unless they are cached.
 
-    For a GGUF file, or a folder that has one and no config.json, it is that file.
+    For a GGUF file, or a folder with one and without config.json, returns the file's path.
 
     Raises:
-        ModelError: there is no such model, or it cannot be fetched.
+        ModelError: the model does not exist, or cannot be downloaded.
     """
     if model == "demo":
         return DEMO
@@ -48,7 +54,7 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The file, in a folder without a configuration that has just one."""
+    """The GGUF file of a folder that has exactly one and no configuration."""
     if (folder / "config.json").exists() or converted.is_converted(folder):
         return None
     files = list(folder.glob(f"*{SUFFIX}"))
@@ -59,7 +65,7 @@ def _only_gguf(folder: Path) -> Path | None:
 
 
 def _download(model: str, revision: str | None, files: list[str]) -> Path:
-    from huggingface_hub import snapshot_download  # slow to import, and needed for hub ids only
+    from huggingface_hub import snapshot_download  # slow to import, and only needed for hub ids
 
     def fetch(files: list[str], *ignored: str) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=[*ignored, "consolidated*"]))
@@ -67,20 +73,20 @@ def _download(model: str, revision: str | None, files: list[str]) -> Path:
     try:
         folder = fetch(files, "*/*")
         if files is HUB_FILES:
-            fetch(IN_FOLDERS)  # patterns cannot except one folder
+            fetch(IN_FOLDERS)  # patterns cannot exclude a single folder
             if not any(folder.glob("*.safetensors")):
                 fetch(BIN_FILES, "*/*")
         return folder
-    except Exception as error:  # the network's and the hub's failures share no base class
+    except Exception as error:  # errors of the network and the hub have no common base class
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"there is no such folder, and the hub gave no model: {cause}", file=model) from error
+        raise ModelError(f"there is no such folder, and the hub has no such model: {cause}", file=model) from error
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The configuration in a model's folder. End-of-sequence ids are generation_config.json's where it names them.
+    """Reads a model's configuration. End-of-sequence ids come from generation_config.json if it has them.
 
     Raises:
-        ModelError: a file is missing or unreadable, or a field is missing, wrong or not supported.
+        ModelError: a file is missing or unreadable, or a field is missing, invalid or not supported.
     """
     if is_gguf(path):
         from jengine.checkpoints.gguf import config_fields, stored_weights
@@ -89,7 +95,7 @@ def read_config(path: Path) -> ModelConfig:
         return dataclasses.replace(config, stored=stored_weights(path, config.num_layers))
     file = path / (converted.MARK if converted.is_converted(path) else "config.json")
     if not file.exists() and converted.holds_orbax(path):
-        raise ModelError(f"has Orbax files but no {converted.MARK}: `jengine convert` did not write it, or not to the end", file=path)
+        raise ModelError(f"has Orbax files but no {converted.MARK}: `jengine convert` did not write or did not finish it", file=path)
     config = (converted.stored_config if file.name == converted.MARK else model_config)(read_json(file), file=file)
     generation = path / "generation_config.json"
     if not generation.exists():
@@ -104,7 +110,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def read_sampling_defaults(path: Path) -> SamplingParams:
-    """The sampling parameters that a model's generation_config.json recommends, the others by default.
+    """The sampling parameters recommended by a model's generation_config.json; others have their defaults.
 
     Raises:
         ModelError: the file is unreadable, or a value is out of range.
@@ -119,10 +125,10 @@ def read_sampling_defaults(path: Path) -> SamplingParams:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object.
+    """Reads a JSON object.
 
     Raises:
-        ModelError: the file is missing, unreadable or holds something else.
+        ModelError: the file is missing, unreadable or not a JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -1,6 +1,7 @@
-"""Models in GGUF files: the fields of a config.json, and tensors by the names that Hugging Face's checkpoints have.
+"""Models in GGUF files: config.json fields, and tensors with the names of Hugging Face's checkpoints.
 
-llama.cpp stores queries and keys of Llama with the channels that turn together side by side; they are put back into their places.
+For Llama, llama.cpp stores queries and keys with the channels that rotate together next to each other. They are
+reordered here.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from jengine.errors import ModelError
 from jengine.gguf_file import GgufFile, open_gguf
 from jengine.model_parts import StoredWeights
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # llama.cpp's name, and model_type
-INTERLEAVED = ("llama",)  # of which queries and keys are stored in another order
-MATRICES = tuple(f"self_attn.{p}_proj" for p in "qkvo") + tuple(f"mlp.{p}_proj" for p in ("gate", "up", "down"))  # of a layer
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # llama.cpp's name -> model_type
+INTERLEAVED = ("llama",)  # queries and keys are stored in the other order
+MATRICES = tuple(f"self_attn.{p}_proj" for p in "qkvo") + tuple(f"mlp.{p}_proj" for p in ("gate", "up", "down"))  # matrices of a layer
 FREQUENCIES = "rope_freqs.weight"
 FOUR_BITS, GROUP = ("Q4_0", "Q4_1", "Q4_K"), 32
-FIELDS = {  # of a config.json, and of GGUF after the architecture's name
+FIELDS = {  # names in config.json, and in GGUF after the architecture's name
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
@@ -51,20 +52,20 @@ class _Names(NamedTuple):
 
 
 def config_fields(path: Path) -> dict[str, Any]:
-    """What config.json would say.
+    """The fields of the equivalent config.json.
 
     Raises:
-        ModelError: the file is no GGUF file, or one of a model that is not supported.
+        ModelError: the file is not a GGUF file, or its model is not supported.
     """
     file = open_gguf(path)
     architecture = file.architecture
     if architecture not in ARCHITECTURES:
-        raise ModelError(f"architecture {architecture!r} is not supported; {', '.join(ARCHITECTURES)} are, of GGUF files", file=path)
+        raise ModelError(f"architecture {architecture!r} is not supported; GGUF files of {', '.join(ARCHITECTURES)} are", file=path)
     for name in file.names(f"{architecture}."):
         if name not in KNOWN:
             raise ModelError(f"field {architecture}.{name} is not supported", file=path)
     if file.get(f"{architecture}.expert_count", 0):
-        raise ModelError("experts are not supported, of GGUF files", file=path)
+        raise ModelError("experts are not supported in GGUF files", file=path)
     known = {ours: file[f"{architecture}.{theirs}"] for ours, theirs in FIELDS.items() if f"{architecture}.{theirs}" in file}
     head_dim = known.get("head_dim") or known["hidden_size"] // known["num_attention_heads"]
     rotary = file.get(f"{architecture}.rope.dimension_count", head_dim)
@@ -84,7 +85,7 @@ def config_fields(path: Path) -> dict[str, Any]:
 
 
 def stored_weights(path: Path, layers: int) -> StoredWeights | None:
-    """Of the matrices, those of four bits stay so in memory."""
+    """The format of matrices that stay in four bits in memory."""
     file = open_gguf(path)
     names = _names(file, layers)
     others, found = [], set()
@@ -96,14 +97,14 @@ def stored_weights(path: Path, layers: int) -> StoredWeights | None:
 
 
 def read_gguf(path: Path, wanted: list[str], heads: tuple[int, int], layers: int) -> dict[str, Tensor]:
-    """The file's tensors: of the wanted names where it has them, the others by the file's own.
+    """The file's tensors, with the wanted names if possible, otherwise with the file's names.
 
     Args:
-        heads: of queries, and of keys.
+        heads: numbers of query heads and of key heads.
     """
     file = open_gguf(path)
     names, tensors = _names(file, layers), dict(file.tensors)
-    tensors.pop(FREQUENCIES, None)  # read as a part of the configuration
+    tensors.pop(FREQUENCIES, None)  # part of the configuration
     out: dict[str, Tensor] = {}
     for name in dict.fromkeys(wanted):
         if (stored := names.file(name)) in tensors:
@@ -126,12 +127,12 @@ def _kind(file: GgufFile, name: str | None) -> str:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Of activations: as wide as the matrices', where these are no blocks."""
+    """The dtype of activations: that of the matrices, unless these are quantized."""
     return {"F32": "float32", "F16": "float16"}.get(_kind(file, "blk.0.attn_q.weight"), "bfloat16")
 
 
 def _rope_scaling(file: GgufFile, longest: int) -> dict[str, Any] | None:
-    if FREQUENCIES in file.tensors:  # a divisor for each frequency: how Llama 3.1's is stored
+    if FREQUENCIES in file.tensors:  # a divisor for each frequency, as stored for Llama 3.1
         factors = file.floats(FREQUENCIES).tolist()
         lists = {"short_factor": factors, "long_factor": factors}
         return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "original_max_position_embeddings": longest, **lists}
@@ -143,7 +144,7 @@ def _rope_scaling(file: GgufFile, longest: int) -> dict[str, Any] | None:
 
 
 def _tensor(tensor: Any, heads: int) -> np.ndarray | StoredTensor:
-    """heads: of how many the rows are interleaved, or 0."""
+    """heads: number of heads whose rows are interleaved, or 0."""
     from gguf import dequantize
 
     kind, shape = tensor.tensor_type, tuple(int(n) for n in reversed(tensor.shape))
@@ -170,7 +171,7 @@ def _four_bits(rows: np.ndarray, kind: str) -> Groups:
 
     if kind == "Q4_K":
         packed, d, low = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32), half(0), half(2)
-        first, second, last = (blocks[..., start : start + 4] for start in (4, 8, 12))  # of six bits each: scales, offsets, both
+        first, second, last = (blocks[..., start : start + 4] for start in (4, 8, 12))  # six bits each: scales, offsets, both
         scale = np.concatenate([first & 63, (last & 15) | (first >> 6 << 4)], -1) * d[..., None]
         offset = np.concatenate([second & 63, (last >> 4) | (second >> 6 << 4)], -1) * -low[..., None]
     else:

@@ -1,6 +1,6 @@
-"""Reads a Hugging Face config.json into a ModelConfig, by the reader of its family (`jengine/models`).
+"""Converts a Hugging Face config.json to a ModelConfig, with the reader of its family (`jengine/models`).
 
-A field that changes what a model computes, and that its family's reader did not read, is refused.
+A field that affects the model's results, and that the family's reader has not read, is rejected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jengine.errors import ModelError
 from jengine.models import FAMILIES
 from jengine.models.family import Family, Fields
 
-UNLESS_READ: dict[str, object] = {  # the value that asks for nothing, as null does
+UNLESS_READ: dict[str, object] = {  # values that, like null, have no effect
     "_remove_final_layer_norm": False,
     "add_cross_attention": False,
     "alibi": False,
@@ -43,7 +43,7 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
     """A ModelConfig from the content of a config.json.
 
     Raises:
-        ModelError: a field is missing, wrong, contradicts another, or asks for what is not supported.
+        ModelError: a field is missing, invalid or not supported, or contradicts another.
     """
     try:
         family = str(fields["model_type"])
@@ -66,7 +66,7 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
         raise ModelError(refused.reason, file=file) from None
     _check(config, file)
     if "layer_types" not in hf.seen and hf.get("layer_types") not in (None, _layer_types(config)):
-        raise ModelError(f"layer_types is not supported, unless it says what {family} does: {_layer_types(config)}", file=file)
+        raise ModelError(f"layer_types must be {family}'s own: {_layer_types(config)}", file=file)
     for name, neutral in UNLESS_READ.items():
         if name not in hf.seen and hf.get(name) not in (None, neutral):
             raise ModelError(f"{name} is not supported", file=file)
@@ -74,7 +74,7 @@ def model_config(fields: dict[str, Any], file: object = "config.json") -> ModelC
 
 
 def _fields(fields: dict[str, Any], family: Family) -> Fields:
-    """With defaults. Of a model of several parts, those of the text model, and those of the whole that it does not have."""
+    """Fields with defaults. For a model with several parts: the text model's, and the whole model's that it lacks."""
     part = family.text_part
     if part is None:
         return Fields({**family.defaults, **fields})
@@ -91,7 +91,9 @@ def _check(config: ModelConfig, file: object) -> None:
         if getattr(config, name) < 1:
             raise ModelError(f"{name}={getattr(config, name)} must be at least 1", file=file)
     if config.num_heads % config.num_kv_heads:
-        raise ModelError(f"num_attention_heads={config.num_heads} is no multiple of num_key_value_heads={config.num_kv_heads}", file=file)
+        raise ModelError(
+            f"num_attention_heads={config.num_heads} is not a multiple of num_key_value_heads={config.num_kv_heads}", file=file
+        )
     rotary, scaling = config.rotary_dim or config.head_dim, config.rope_scaling
     if rotary % 2:
         raise ModelError(f"head_dim={rotary} must be even, for rotary embedding", file=file)
@@ -108,7 +110,7 @@ def _check(config: ModelConfig, file: object) -> None:
 
 
 def _layer_types(config: ModelConfig) -> list[str]:
-    """As config.json would have them."""
+    """Layer types, as config.json would list them."""
     linear = () if config.linear is None else config.linear.layers
     kinds = {True: "linear_attention", False: "full_attention"}
     return ["sliding_attention" if config.window(i) is not None else kinds[i in linear] for i in range(config.num_layers)]

@@ -1,7 +1,7 @@
-"""Parameters as an Orbax checkpoint: written as they come, restored straight into their shardings.
+"""Parameters as an Orbax checkpoint: written one batch at a time, restored directly into their shardings.
 
-The checkpoint is a flat dict of arrays by name, such as layers.0.attention.qkv. Both ways they go in batches: a
-save and a load have fixed costs, and what the host holds is a batch. Arrays are not compressed: weights hardly
+The checkpoint is a flat dict of arrays by name, such as layers.0.attention.qkv. Saving and loading work in
+batches: each call has a fixed cost, and the host only holds a batch. Arrays are not compressed: weights hardly
 shrink, and would load more slowly.
 """
 
@@ -23,20 +23,20 @@ BATCH = 64 * 2**20  # bytes; the parameter that fills a batch may be larger
 
 
 def by_name(tree: Any, is_leaf: Callable[[Any], bool] = is_quantized) -> dict[str, Any]:
-    """The parameters in nested dicts by name: their keys, joined by dots."""
+    """Flattens nested dicts of parameters, with keys joined by dots."""
     paths, _ = jax.tree.flatten_with_path(tree, is_leaf=is_leaf)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
 
 
 def save(folder: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Writes a new checkpoint. Arrays are asked for one by one, and held until their batch is written.
+    """Writes a new checkpoint. Arrays are requested one by one, and held until their batch is written.
 
     Raises:
         ModelError: it cannot be written.
     """
     from orbax.checkpoint import v1 as ocp  # slow to import
 
-    folder = folder.absolute()  # as Orbax wants it
+    folder = folder.absolute()  # required by Orbax
     context = ocp.Context()
     context.array.saving.use_compression = False
     context.memory.deepcopy_host_arrays = False
@@ -49,15 +49,15 @@ def save(folder: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
 
 
 def restore(folder: Path, stored: Any, finish: Callable[[str, jax.Array], Any], count: Callable[[int], object]) -> Any:
-    """A tree like `stored`, of what `finish` makes of each array.
+    """Restores a tree like `stored`, with `finish` applied to each array.
 
     Args:
-        stored: nested dicts of jax.ShapeDtypeStruct with shardings: what lies there, and where to put it.
-        finish: a parameter by name and array, in the form that programs take.
-        count: is told how many bytes have been placed, batch by batch.
+        stored: nested dicts of jax.ShapeDtypeStruct with shardings: the stored arrays, and where to place them.
+        finish: converts a parameter, given its name and array, to the form that programs use.
+        count: called after each batch with its number of bytes.
 
     Raises:
-        ModelError: no whole checkpoint lies there, or one of other parameters.
+        ModelError: there is no complete checkpoint, or it has other parameters.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -65,33 +65,33 @@ def restore(folder: Path, stored: Any, finish: Callable[[str, jax.Array], Any], 
     if not folder.is_dir():
         raise ModelError("is missing", file=folder)
     wanted = by_name(stored)
-    with _failing("is no whole Orbax checkpoint", folder):
+    with _failing("is not a complete Orbax checkpoint", folder):
         found = ocp.metadata(folder).metadata
         if found is None:
-            raise ValueError("its description is missing or damaged")
+            raise ValueError("its metadata is missing or damaged")
     _check(folder, by_name(found), wanted)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     arrays: dict[str, jax.Array | Quantized] = {}
     with context:
         for batch in _batches(wanted.items()):
-            with _failing("is no whole Orbax checkpoint", folder):
+            with _failing("is not a complete Orbax checkpoint", folder):
                 loaded = jax.block_until_ready(ocp.load(folder, batch))
             done = {name: finish(name, array) for name, array in loaded.items()}
             arrays |= done
-            gc.collect(0)  # JAX lets go of the host's copies when Python collects
+            gc.collect(0)  # JAX frees the host's copies in Python's garbage collection
             count(sum(array.nbytes for array in jax.tree.leaves(done)))
     return jax.tree.unflatten(jax.tree.structure(stored), [arrays[name] for name in wanted])
 
 
 def _batches(items: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Dicts of arrays, or of descriptions of them, each emptied when the next is asked for."""
+    """Dicts of arrays, or of their descriptions. Each dict is emptied when the next one is requested."""
     batch: dict[str, Any] = {}
     held = 0
     for name, item in items:
         batch[name] = item
         held += item.size * item.dtype.itemsize
-        del item  # or it would outlive its batch
+        del item  # otherwise it would outlive its batch
         if held >= BATCH:
             yield batch
             batch.clear()
@@ -102,10 +102,10 @@ def _batches(items: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _failing(reason: str, folder: Path) -> Iterator[None]:
-    """Orbax's errors share no base class, and may be pages long."""
+    """Orbax's errors have no common base class, and may be pages long."""
     try:
         yield
-    except jax.errors.JaxRuntimeError:  # a device's, such as too little memory
+    except jax.errors.JaxRuntimeError:  # errors of a device, such as too little memory
         raise
     except Exception as error:
         cause = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
@@ -113,12 +113,12 @@ def _failing(reason: str, folder: Path) -> Iterator[None]:
 
 
 def _check(folder: Path, found: dict[str, Any], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Other versions of jengine may declare other parameters."""
+    """Other versions of jengine may have other parameters."""
     for name, leaf in wanted.items():
         if name not in found:
             raise ModelError("is missing; convert the model again", file=folder, tensor=name)
         if tuple(found[name].shape) != leaf.shape:
-            reason = f"has shape {list(found[name].shape)}; the configuration asks for {list(leaf.shape)}"
+            reason = f"has shape {list(found[name].shape)}; the configuration needs {list(leaf.shape)}"
             raise ModelError(reason, file=folder, tensor=name)
     for name in found:
         if name not in wanted:

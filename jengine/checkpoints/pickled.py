@@ -1,7 +1,8 @@
-"""Reads PyTorch's .bin files without PyTorch, through a memory map, and runs nothing that they name.
+"""Reads PyTorch's .bin files without PyTorch, through a memory map, and without executing anything that they reference.
 
-A file is a zip archive (torch/serialization.py). data.pkl is a pickled dictionary of tensors; the bytes of their storages are separate,
-uncompressed members. A pickle can call whatever it can import, so the unpickler allows only the few names that tensors need.
+A file is a zip archive (torch/serialization.py). data.pkl is a pickled dictionary of tensors. The bytes of
+their storages are separate, uncompressed members. A pickle can call anything that it can import, so the
+unpickler only allows the few names that tensors need.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ STORAGES = {  # torch's classes
     **{"ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool"},
 }
 DTYPES = {name: np.dtype(dtype) for name, dtype in STORAGES.items()} | {"BFloat16Storage": np.dtype(ml_dtypes.bfloat16)}
-MAX_PICKLE = 100_000_000  # bytes; a tensor takes some 200
-LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a member; its name and extra field follow
+MAX_PICKLE = 100_000_000  # bytes; a tensor takes about 200
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a member, before its name and extra field
 
 
 def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
-    """Every tensor of a file by name, but those with these endings.
+    """All tensors of a file by name, except those with these suffixes.
 
     Raises:
-        ModelError: it is missing, truncated or corrupt, holds anything but tensors, or is in the format that PyTorch wrote before 1.6.
+        ModelError: it is missing, truncated or corrupt, contains other objects, or has PyTorch's format before 1.6.
     """
     try:
         data = np.memmap(file, np.uint8, mode="r")
@@ -48,8 +49,8 @@ def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise ModelError("is missing", file=file) from None
     except (zipfile.BadZipFile, KeyError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
-        why = "PyTorch before 1.6 wrote others: load and save those with a newer one"
-        raise ModelError(f"is no zip archive of PyTorch's ({error}); {why}", file=file) from None
+        why = "files of PyTorch before 1.6 must be loaded and saved with a newer version"
+        raise ModelError(f"is not a zip archive by PyTorch ({error}); {why}", file=file) from None
     if order.strip() != b"little":
         raise ModelError(f"byteorder {order!r} is not supported; little is", file=file)
     storages = _Storages(file, data, members)
@@ -79,9 +80,9 @@ class _Storages:
     def view(self, dtype: np.dtype[Any], key: str, count: int) -> np.ndarray:
         info = self.members.get(f"data/{key}")
         if info is None:
-            raise ModelError(f"has no storage {key}, which a tensor names", file=self.file)
+            raise ModelError(f"has no storage {key}, which a tensor references", file=self.file)
         if info.compress_type != zipfile.ZIP_STORED:
-            raise ModelError(f"storage {key} is compressed, which PyTorch does not do", file=self.file)
+            raise ModelError(f"storage {key} is compressed, which is not supported", file=self.file)
         header = self.data[info.header_offset : info.header_offset + LOCAL_HEADER.size].tobytes()
         *_, name, extra = LOCAL_HEADER.unpack(header)
         begin = info.header_offset + LOCAL_HEADER.size + name + extra
@@ -98,7 +99,7 @@ class _Unpickler(pickle.Unpickler):
         self._storages = storages
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle may name, and so call: nothing beyond these."""
+        """The only names that a pickle may reference, and thus call."""
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
         allowed = {
@@ -113,16 +114,16 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, saved: Any) -> np.ndarray:
         kind, dtype, key, _, count = saved
         if kind != "storage" or not isinstance(dtype, np.dtype):
-            raise ModelError(f"names a {kind} that is no storage", file=self._storages.file)
+            raise ModelError(f"references a {kind} that is not a storage", file=self._storages.file)
         return self._storages.view(dtype, str(key), int(count))
 
     def _tensor(self, storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> np.ndarray:
-        """A view of a storage; offset and strides are in numbers."""
+        """A view of a storage. Offset and strides are in elements."""
         shape, strides, offset = tuple(map(int, shape)), tuple(map(int, strides)), int(offset)
         if len(shape) != len(strides) or min((offset, *shape, *strides)) < 0:
             raise ModelError(f"a tensor of shape {list(shape)} has strides {list(strides)} and offset {offset}", file=self._storages.file)
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if math.prod(shape) and last >= storage.size:
-            raise ModelError(f"a tensor reaches to number {last} of a storage of {storage.size}", file=self._storages.file)
+            raise ModelError(f"a tensor reaches to element {last} of a storage of {storage.size}", file=self._storages.file)
         start = storage[min(offset, storage.size) :]
         return np.lib.stride_tricks.as_strided(start, shape, [stride * storage.itemsize for stride in strides], writeable=False)

@@ -1,6 +1,6 @@
-"""Quantization on load: a parameter is read in the model's dtype, placed, and quantized on the device.
+"""Quantization on load: a parameter is read in the model's dtype, placed on the device, and quantized there.
 
-Parameters that the checkpoint has in the wanted form are read by their numbers, scales and offsets, and no number changes.
+Parameters that the checkpoint already stores in the wanted form are read as they are, without rounding.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import jax.numpy as jnp
 from pallas_kernels.int4 import Int4, pack, quantize_int4
 from pallas_kernels.quantized import Quantized, quantize
 
-Target = jax.ShapeDtypeStruct | Quantized | Int4  # what programs take, with shardings
+Target = jax.ShapeDtypeStruct | Quantized | Int4  # the form of a parameter in programs, with shardings
 
 
 def plain(target: Target) -> jax.ShapeDtypeStruct:
-    """What is read for a parameter: its shape and sharding, in the dtype that it stands for."""
+    """The array to read for a parameter: its shape and sharding, in the dtype of its unquantized values."""
     if not isinstance(target, Quantized | Int4):
         return target
     return jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=target.values.sharding)
 
 
 def fitted(array: jax.Array, target: Target) -> jax.Array | Quantized | Int4:
-    """A parameter in the form that programs take, from its plain one."""
+    """Converts a parameter from its plain form to the form of programs."""
     shardings = jax.tree.map(lambda x: x.sharding, target)
     if isinstance(target, Int4):
         to_int4 = jax.jit(quantize_int4, static_argnames=("group", "parts", "hadamard"), out_shardings=shardings)
@@ -41,7 +41,8 @@ def fitted(array: jax.Array, target: Target) -> jax.Array | Quantized | Int4:
 
 
 def parts_of(target: Quantized | Int4) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """What is read for a parameter that is stored in this form: its numbers, and scales (of offsets there are as many)."""
+    """The arrays to read for a parameter that is stored in this form: numbers and scales (offsets have the same
+    shape as scales)."""
     if isinstance(target, Quantized):
         return target.values, target.scale  # type: ignore[return-value]
     sharding, shape = target.values.sharding, target.shape
@@ -50,7 +51,7 @@ def parts_of(target: Quantized | Int4) -> tuple[jax.ShapeDtypeStruct, jax.ShapeD
 
 
 def joined(numbers: jax.Array, scale: jax.Array, offset: jax.Array | None, target: Quantized | Int4) -> Quantized | Int4:
-    """A parameter in the form that programs take, from its parts."""
+    """Combines the parts of a parameter."""
     if isinstance(target, Quantized):
         return dataclasses.replace(target, values=numbers, scale=scale)
     made = partial(

@@ -1,6 +1,6 @@
-"""How a config.json's quantization_config says that weights are stored, and in which form they stay.
+"""Reads quantization_config of a config.json: how weights are stored, and in which form they are kept in memory.
 
-AWQ, GPTQ, compressed-tensors, FP8 and gpt-oss's MXFP4 are known.
+Supports AWQ, GPTQ, compressed-tensors, FP8 and gpt-oss's MXFP4.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Group = dict[str, Any]
 
 
 def quantization_config(fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Of a config.json's fields.
+    """The quantization_config among a config.json's fields.
 
     Raises:
-        ModelError: it asks for what is not supported.
+        ModelError: it is not supported.
     """
     found = fields.get("quantization_config") or fields.get("compression_config")
     if found is None:
@@ -61,9 +61,11 @@ def config_groups(config: Mapping[str, Any]) -> list[Group]:
 
 
 def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
-    """What stays as it is in memory: four bits by groups, and eight bits with a scale for each output, or one for all.
+    """The format of weights that stay quantized in memory: four bits with groups, or eight bits with a scale
+    per output or a single one.
 
-    None: weights become dtype, as do GPTQ's of eight bits, those whose groups are no neighbours, and blocks of FP8.
+    None: weights are converted to dtype, as are GPTQ's with eight bits, groups of non-consecutive inputs, and
+    blocks of FP8.
     """
     method = config["quant_method"]
     if method == "compressed-tensors":
@@ -80,7 +82,8 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
         return None
     if method == "mxfp4":
         return StoredWeights(form="e2m1", group=32, others=(r"(?!.*\.experts$)",))
-    others = tuple(f".*{re.escape(name)}" for name in config.get("modules_to_not_convert") or [])  # of names that contain one
+    # modules whose names contain one of these
+    others = tuple(f".*{re.escape(name)}" for name in config.get("modules_to_not_convert") or [])
     if method == "awq":
         return _four_bits(int(config["group_size"]), bool(config.get("zero_point", True)), others)
     if method == "gptq":
@@ -93,9 +96,9 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
 
 
 def _four_bits(group: int, offset: bool, others: tuple[str, ...]) -> StoredWeights | None:
-    if group % GROUPS[0]:  # also -1, one scale for each output
+    if group % GROUPS[0]:  # also -1, which is one scale per output
         return None
-    own = max(n for n in GROUPS if group % n == 0)  # a larger group's scale is repeated
+    own = max(n for n in GROUPS if group % n == 0)  # the scale of a larger group is repeated
     return StoredWeights(form="int4", group=own, offset=offset, others=others)
 
 

@@ -1,6 +1,7 @@
-"""Quantized checkpoints in Hugging Face's layout, as their quantization_config describes them: AWQ, GPTQ, compressed-tensors, FP8, MXFP4.
+"""Quantized checkpoints in Hugging Face's layout with a quantization_config: AWQ, GPTQ, compressed-tensors, FP8, MXFP4.
 
-All are read into `stored.Groups`. How activations were to be quantized does not enter: an engine's own option says that.
+All are read into `stored.Groups`. Settings for quantized activations are ignored, since an engine's own option
+determines these.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from jengine.checkpoints.stored import Groups, StoredTensor, Tensor
 from jengine.errors import ModelError
 from pallas_kernels.int4 import E2M1
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of a word's fields
-ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale")  # how they were to be quantized
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each field of a word
+ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale")  # settings for quantized activations
 PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_g_idx")
 
 
 def read_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """With one `weight` of each module in place of the tensors that it is made of.
+    """Replaces the tensors of each quantized module by a single `weight`.
 
     Raises:
-        ModelError: one of them is missing.
+        ModelError: a tensor is missing.
     """
     if config["quant_method"] == "mxfp4":
         return _mxfp4(tensors)
@@ -71,7 +72,7 @@ def _gptq(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> StoredT
     words, zeros, scales, index = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx")
     each = 32 // bits
     shape = words.shape[1], words.shape[0] * each
-    one = int(config.get("checkpoint_format", "gptq") == "gptq")  # that format stores zero points less one
+    one = int(config.get("checkpoint_format", "gptq") == "gptq")  # this format stores zero points minus one
 
     def numbers() -> np.ndarray:
         return np.asarray(_fields(words, bits).transpose(0, 2, 1).reshape(shape[1], shape[0]))
@@ -90,7 +91,7 @@ def _by_input(
     middle: int,
     index: np.ndarray | None = None,
 ) -> StoredTensor:
-    """Of unsigned numbers [in, out], and scales and zero points [groups, out]; index: each input's group."""
+    """A tensor of unsigned numbers [in, out] with scales and zero points [groups, out]. index: the group of each input."""
     group = -(-shape[1] // scales.shape[0])
 
     def read() -> Groups:
@@ -118,7 +119,7 @@ def _compressed(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> S
     def read() -> Groups:
         wide, group = scale.astype(np.float32), shape[1] // scale.shape[1]
         offset = None
-        if zeros is not None:  # words hold those of consecutive outputs
+        if zeros is not None:  # words hold the zero points of consecutive outputs
             points = _fields(zeros, bits).transpose(0, 2, 1).reshape(-1, zeros.shape[1])[: shape[0]] - middle
             offset = -points * wide
         if index is not None and not np.array_equal(index, np.arange(shape[1]) // group):
@@ -130,7 +131,7 @@ def _compressed(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> S
 
 
 def _scaled(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> StoredTensor:
-    """Eight-bit numbers with a scale for all, for each output or for each block."""
+    """Eight-bit numbers with one scale, or with a scale for each output or each block."""
     values = parts["weight"]
     scale = parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts["weight_scale"]
     zeros = parts.get("weight_zero_point")
@@ -143,7 +144,7 @@ def _scaled(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Store
         wide = scale.astype(np.float32).reshape(scale.shape[0] if scale.ndim == 2 else -1, scale.shape[1] if scale.ndim == 2 else 1)
         each = -(-rows // wide.shape[0]), -(-columns // wide.shape[1])
         if block and wide.shape == (-(-rows // block[0]), -(-columns // block[1])):
-            each = int(block[0]), int(block[1])  # the last ones may be smaller
+            each = int(block[0]), int(block[1])  # the last blocks may be smaller
         offset = None if zeros is None else -zeros.astype(np.float32).reshape(wide.shape) * wide
         return Groups(values, wide, offset, each)
 
@@ -151,7 +152,8 @@ def _scaled(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Store
 
 
 def _mxfp4(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With experts' weights in place of their blocks, uint8 [experts, out, in / 32, 16], and scales, uint8 [experts, out, in / 32]."""
+    """Replaces experts' blocks, uint8 [experts, out, in / 32, 16], and scales, uint8 [experts, out, in / 32],
+    by their weights."""
     out = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_blocks", "_scales"))}
     for name, tensor in tensors.items():
         weight, _, part = name.rpartition("_")
@@ -163,7 +165,7 @@ def _mxfp4(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Experts(StoredTensor):
-    """Weights [experts, in, out] in MXFP4; their groups are those of [experts * out, in]."""
+    """Weights [experts, in, out] in MXFP4, with groups as for [experts * out, in]."""
 
     def __init__(self, blocks: np.ndarray, scales: np.ndarray) -> None:
         experts, outs = blocks.shape[:2]
@@ -173,7 +175,7 @@ class _Experts(StoredTensor):
         def read() -> Groups:
             bytes_ = blocks.reshape(experts * outs, -1)
             values = table[np.stack([bytes_ & 15, bytes_ >> 4], axis=-1)].reshape(experts * outs, inputs)
-            halved = np.ldexp(np.float32(1), scales.reshape(experts * outs, -1).astype(np.int32) - 128)  # numbers are doubled
+            halved = np.ldexp(np.float32(1), scales.reshape(experts * outs, -1).astype(np.int32) - 128)  # the numbers are stored doubled
             return Groups(values, halved.astype(np.float32), None, (1, inputs // scales.shape[-1]))
 
         super().__init__((experts, inputs, outs), read)
@@ -184,6 +186,6 @@ class _Experts(StoredTensor):
 
 
 def _fields(words: np.ndarray, bits: int) -> np.ndarray:
-    """int32 [..., 32 / bits]: a word's unsigned fields, the lowest first."""
+    """Unsigned fields of words, the lowest first: int32 [..., 32 / bits]."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     return ((words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)).astype(np.int32)

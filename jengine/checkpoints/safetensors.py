@@ -1,7 +1,7 @@
-"""Reads safetensors files through a memory map: tensors are views of the file, read when they are touched.
+"""Reads safetensors files through a memory map: tensors are views of the file, read on access.
 
-The format is 8 bytes of little-endian length, a JSON header of that length, and the tensors' bytes. The
-safetensors package's numpy side knows no bfloat16 and copies every tensor, hence this reader.
+The format is 8 bytes with the header's length in little-endian order, a JSON header, and the tensors' bytes.
+The numpy part of the safetensors package does not support bfloat16 and copies every tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_HEADER = 100_000_000  # bytes, the format's own limit
 
 
 def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
-    """Every tensor of a file by name, but those with these endings.
+    """All tensors of a file by name, except those with these suffixes.
 
     Raises:
         ModelError: it is missing, truncated or corrupt.
@@ -40,7 +40,7 @@ def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
         raise ModelError(f"cannot be mapped into memory: {error}", file=file) from None
     length = int.from_bytes(data[:8].tobytes(), "little")
     if data.size < 8 or length > MAX_HEADER:
-        raise ModelError("the header is corrupt: this is no safetensors file", file=file)
+        raise ModelError("the header is corrupt: this is not a safetensors file", file=file)
     if 8 + length > data.size:
         raise ModelError(f"is truncated: the header needs {8 + length} bytes, the file has {data.size}", file=file)
     try:

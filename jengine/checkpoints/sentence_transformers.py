@@ -1,7 +1,8 @@
-"""What sentence-transformers' files in a model's folder say: how it embeds, or how it scores pairs of texts.
+"""Reads sentence-transformers' files in a model's folder: how the model embeds, or scores pairs of texts.
 
-modules.json lists modules in order. An embedding model is a Transformer, a Pooling and perhaps a Normalize; a reranker made of a
-language model is a Transformer and a LogitScore. Each module's configuration lies in its folder.
+modules.json lists modules in order. An embedding model is a Transformer, a Pooling and perhaps a Normalize. A
+reranker based on a language model is a Transformer and a LogitScore. Each module's configuration is in the
+module's folder.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ FLAGS = {  # older files have a flag for each mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reranker:
-    """A language model that judges a document by its next token: the score is the probability of one token against another.
+    """A language model that judges a document by its next token: the score compares the probabilities of two tokens.
 
     Attributes:
-        true_token_id, false_token_id: of the two tokens, such as "yes" and "no".
-        instruction: as the model's files have it; None leaves it to the chat template.
-        add_generation_prompt: of the chat template.
+        true_token_id, false_token_id: ids of the two tokens, such as "yes" and "no".
+        instruction: the one in the model's files; None: the chat template's.
+        add_generation_prompt: option for the chat template.
     """
 
     true_token_id: int
@@ -46,7 +47,7 @@ class Reranker:
 
 
 def choose_embedder(wanted: bool | None, folder: Path, size: int) -> Embedder | None:
-    """How the model embeds; None where it shall not.
+    """How the model embeds; None if it should not.
 
     Args:
         wanted: EngineConfig.embeddings.
@@ -61,13 +62,13 @@ def choose_embedder(wanted: bool | None, folder: Path, size: int) -> Embedder | 
 
 
 def read_embedder(folder: Path, size: int) -> Embedder | None:
-    """How the model embeds; None where the folder does not say.
+    """How the model embeds; None if the folder does not say.
 
     Args:
         size: the model's hidden_size.
 
     Raises:
-        ModelError: a file is unreadable, or asks for what is not supported.
+        ModelError: a file is unreadable, or has unsupported settings.
     """
     modules = _modules(folder)
     if "Pooling" not in modules:
@@ -81,16 +82,16 @@ def read_embedder(folder: Path, size: int) -> Embedder | None:
         raise ModelError("do_lower_case=true is not supported; embeddings=False loads the model without it", file=file)
     longest = options.get("max_seq_length")
     if longest is not None and (type(longest) is not int or longest < 1):
-        raise ModelError(f"max_seq_length={longest!r} is no number of tokens", file=file)
+        raise ModelError(f"max_seq_length={longest!r} is not a number of tokens", file=file)
     pooling = _pooling(folder / modules["Pooling"] / "config.json", size)
     return Embedder(size=size, pooling=pooling, normalize="Normalize" in modules, max_tokens=longest)
 
 
 def read_reranker(folder: Path) -> Reranker | None:
-    """How the model scores pairs; None where the folder does not say.
+    """How the model scores pairs; None if the folder does not say.
 
     Raises:
-        ModelError: a file is unreadable, or asks for what is not supported.
+        ModelError: a file is unreadable, or has unsupported settings.
     """
     modules = _modules(folder)
     if "LogitScore" not in modules:
@@ -99,7 +100,7 @@ def read_reranker(folder: Path) -> Reranker | None:
     fields = read_json(file)
     for name in ("true_token_id", "false_token_id"):
         if type(fields.get(name)) is not int or fields[name] < 0:
-            reason = f"{name}={fields.get(name)!r} is no token id; scores are probabilities of one token against another"
+            reason = f"{name}={fields.get(name)!r} is not a token id; scores compare the probabilities of two tokens"
             raise ModelError(reason, file=file)
     prompts = _object(folder / PROMPTS)
     instruction = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name"))
@@ -113,7 +114,7 @@ def read_reranker(folder: Path) -> Reranker | None:
 
 
 def _modules(folder: Path) -> dict[str, str]:
-    """The modules' kinds, in order, and their folders; none where the file is missing."""
+    """The kinds of modules, in order, and their folders; empty if the file is missing."""
     file = folder / MODULES
     if not file.exists():
         return {}
@@ -121,18 +122,18 @@ def _modules(folder: Path) -> dict[str, str]:
         listed = json.loads(file.read_text(encoding="utf-8"))
         return {str(module["type"]).rsplit(".", 1)[-1]: str(module["path"]) for module in listed}
     except (OSError, ValueError, TypeError, KeyError) as wrong:
-        raise ModelError(f"is no list of modules: {wrong!r}", file=file) from None
+        raise ModelError(f"is not a list of modules: {wrong!r}", file=file) from None
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """A file that may be missing."""
+    """Reads a JSON object from a file that may be missing."""
     return read_json(file) if file.exists() else {}
 
 
 def _pooling(file: Path, size: int) -> Pooling:
     fields = read_json(file)
     given = fields.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if fields.get(flag)] or "mean"
-    modes = given if isinstance(given, list) else [given]  # of several, sentence-transformers joins the vectors
+    modes = given if isinstance(given, list) else [given]  # sentence-transformers would concatenate several vectors
     if len(modes) != 1 or modes[0] not in POOLINGS:
         raise ModelError(f"pooling_mode={given!r} is not supported; one of {', '.join(POOLINGS)} is", file=file)
     stated = fields.get("embedding_dimension", fields.get("word_embedding_dimension", size))

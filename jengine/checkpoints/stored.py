@@ -1,4 +1,4 @@
-"""Quantized tensors as checkpoints store them, in one form: numbers, with scales and offsets for blocks of them."""
+"""Quantized tensors of all checkpoint formats in a common form: numbers, with scales and offsets for blocks of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Groups:
-    """Stands for values * scale + offset.
+    """Represents values * scale + offset.
 
     A zero point z of a group is the offset -z * scale.
 
     Attributes:
         values: numbers [out, in], int8 or float8_e4m3fn.
-        scale: float32 [out or fewer, in or fewer]: each for as many consecutive outputs and inputs as there are times fewer.
-        offset: as scale; None is zero.
-        block: outputs and inputs that share a scale, the last ones perhaps fewer.
+        scale: float32 [out / a, in / b]: one for each block of a outputs and b inputs.
+        offset: as scale; None: zero.
+        block: (a, b); blocks at the end may be smaller.
     """
 
     values: np.ndarray
@@ -34,18 +34,18 @@ class Groups:
         return dense if self.offset is None else dense + self.spread(self.offset)
 
     def spread(self, by_block: np.ndarray) -> np.ndarray:
-        """Scales or offsets for each number."""
+        """Repeats scales or offsets for each number."""
         rows, columns = self.values.shape
         for axis, each in enumerate(self.block):
             by_block = by_block if each == 1 else np.repeat(by_block, each, axis)
         return by_block[:rows, :columns]
 
     def by_output(self) -> np.ndarray:
-        """The scales [out] of numbers whose outputs have one each, or share one."""
+        """Scales [out], if each output has one or all share one."""
         return np.asarray(np.repeat(self.scale[:, 0], self.block[0])[: self.values.shape[0]])
 
     def by_group(self, group: int) -> Groups:
-        """With scales for each output and so many inputs, of which blocks are multiples."""
+        """The same with a scale for each output and group of inputs; blocks must be multiples of the group."""
         rows, columns = self.values.shape
 
         def cut(by_block: np.ndarray) -> np.ndarray:
@@ -56,16 +56,16 @@ class Groups:
 
 
 class StoredTensor:
-    """A quantized tensor of a file, read when it is needed.
+    """A quantized tensor of a file, read on demand.
 
     Attributes:
-        shape, dtype: of what it stands for.
+        shape, dtype: of the unquantized tensor.
     """
 
     dtype = np.dtype(np.float32)
 
     def __init__(self, shape: tuple[int, ...], read: Callable[[], Groups | np.ndarray]) -> None:
-        """read: gives a float array of this shape where there are no numbers to keep."""
+        """read: returns groups, or a float array of this shape if there are no quantized numbers to keep."""
         self.shape, self.read = shape, read
 
     def groups(self) -> Groups:
@@ -74,13 +74,13 @@ class StoredTensor:
         return found
 
     def dense(self) -> np.ndarray:
-        """float32, or what the file has."""
+        """The unquantized array, as float32 or in the file's dtype."""
         found = self.read()
         return found.dense() if isinstance(found, Groups) else found
 
 
 class Tensor(NamedTuple):
-    """A tensor and the file it lies in."""
+    """A tensor and its file."""
 
     file: Path
     array: np.ndarray | StoredTensor

@@ -1,4 +1,4 @@
-"""Puts a checkpoint's weights on the device, one parameter at a time."""
+"""Loads a checkpoint's weights onto the device, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from jengine.parallel.mesh import with_shardings
 from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import Quantized, is_quantized
 
-ALIGNMENT = 64  # bytes; what a CPU device asks of memory that it takes over without a copy
+ALIGNMENT = 64  # bytes; alignment at which a CPU device takes over memory without a copy
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
-# Stored by older checkpoints, perhaps in dtypes that weights do not have: frequencies, and masks of GPT-2 and GPT-NeoX.
+# Constants in older checkpoints, perhaps in unsupported dtypes: frequencies, and masks of GPT-2 and GPT-NeoX.
 CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 log = logging.getLogger("jengine")
 
 
 def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
-    """The parameters of `model`: a tree like model.params, of arrays placed by their logical axes.
+    """Loads the parameters of `model`: a tree like model.params, with arrays placed by their logical axes.
 
     Host memory beyond what the device holds peaks at the largest parameter; from a converted folder, at a few batches.
 
@@ -63,7 +63,8 @@ def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
 
 
 def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int], object]) -> Params:
-    """A converted folder is laid out for one device. What is laid out otherwise here is taken apart and assembled again."""
+    """Loads a converted folder, which is laid out for one device. Parameters with another layout here are
+    disassembled and reassembled."""
     one = build(model.config, model.dtype, model.config.max_position)
     sources, parameters = orbax.by_name(model.sources, is_leaf=_is_source), orbax.by_name(targets)
     taken_apart = orbax.by_name(one.sources, is_leaf=_is_source)
@@ -89,7 +90,7 @@ def _from_safetensors(path: Path, model: Model, targets: Params, count: Callable
     def place(target: Target, source: tuple[Piece, ...]) -> jax.Array | Quantized | Int4:
         kept = model.config.stored is not None and is_quantized(target)
         parameter = _kept(target, source, tensors) if kept else fitted(_placed(plain(target), source, tensors), target)  # type: ignore[arg-type]
-        gc.collect(0)  # JAX lets go of the host's copy when Python collects
+        gc.collect(0)  # JAX frees the host's copy in Python's garbage collection
         count(num_bytes(parameter))
         return parameter
 
@@ -103,9 +104,9 @@ def _placed(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: di
 
 
 def _kept(target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> Quantized | Int4:
-    """A parameter whose tensors are stored in the form that programs take."""
+    """Loads a parameter whose tensors are stored in the form that programs use."""
     numbers, scale = parts_of(target)
-    source = tuple(piece._replace(transposed=False) for piece in source)  # groups are [out, in] in any case
+    source = tuple(piece._replace(transposed=False) for piece in source)  # groups are always [out, in]
     found: dict[str, Groups] = {}
     for piece in source:
         tensor = tensors[piece.name]
@@ -123,21 +124,22 @@ def _kept(target: Quantized | Int4, source: tuple[Piece, ...], tensors: dict[str
     by_group = tuple(piece.grouped(len(target.shape), target.group) for piece in source)
     scales = placed(scale, lambda groups: groups.scale, by_group)
     offsets = None
-    if target.offset is not None:  # of tensors without, they are zero
+    if target.offset is not None:  # zero for tensors without offsets
         offsets = placed(scale, lambda groups: groups.scale * 0 if groups.offset is None else groups.offset, by_group)
     return joined(placed(numbers, lambda groups: groups.values, source), scales, offsets, target)
 
 
 def num_bytes(tree: Any) -> int:
-    """Of all arrays in a tree, abstract or not."""
+    """Total bytes of all arrays in a tree, abstract or not."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def read(path: Path, model: Model) -> dict[str, Tensor]:
-    """The model's tensors, in a folder in Hugging Face's layout: all are there, in their shapes, and no others.
+    """Reads the model's tensors from a folder in Hugging Face's layout. Checks that all are present with their
+    shapes, and no others.
 
     Raises:
-        ModelError: as load does.
+        ModelError: as in load.
     """
     pieces: list[Piece] = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
     if is_gguf(path):
@@ -158,7 +160,7 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
 
 
 def has_output_head(path: Path, config: ModelConfig) -> bool:
-    """Whether a folder has what turns hidden states into logits."""
+    """Whether a folder has an output head, which turns hidden states into logits."""
     return (
         config.tie_embeddings
         or is_converted(path)
@@ -168,9 +170,9 @@ def has_output_head(path: Path, config: ModelConfig) -> bool:
 
 
 def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> np.ndarray:
-    """A parameter in memory of its own: a CPU device may take that over as it is, so it must not be the file's."""
+    """Assembles a parameter in new memory: a CPU device may take that over, so it must not be the file's."""
     size = target.size * target.dtype.itemsize
-    memory = np.zeros(size + ALIGNMENT, np.uint8)  # padding stays zeros
+    memory = np.zeros(size + ALIGNMENT, np.uint8)  # padding stays zero
     start = -memory.ctypes.data % ALIGNMENT
     out: np.ndarray = memory[start : start + size].view(target.dtype).reshape(target.shape)
     arrays = {name: dense(tensors[name].array) for name in {piece.name for piece in source}}
@@ -181,7 +183,7 @@ def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: d
 
 
 def disassemble(parameter: np.ndarray, source: tuple[Piece, ...]) -> dict[str, Tensor]:
-    """The tensors that a parameter was assembled from."""
+    """Splits a parameter into the tensors from which it was assembled."""
     tensors: dict[str, Tensor] = {}
     for piece in source:
         tensor = tensors.setdefault(piece.name, Tensor(Path(), np.empty(piece.shape, parameter.dtype)))
@@ -192,7 +194,7 @@ def disassemble(parameter: np.ndarray, source: tuple[Piece, ...]) -> dict[str, T
 
 
 def _turned(array: np.ndarray) -> np.ndarray:
-    """[..., in, out] as [..., out, in]."""
+    """Swaps the last two axes: [..., in, out] to [..., out, in]."""
     return array if array.ndim < 2 else array.swapaxes(-1, -2)
 
 
@@ -201,7 +203,7 @@ def _is_source(node: Any) -> bool:
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Names with the prefix that checkpoints of the bare decoder lack."""
+    """Adds the prefix that is missing in checkpoints of the bare decoder."""
     if any(name.startswith(prefix) for name in tensors):
         return tensors
     return {name if name in OUTPUT_HEADS else prefix + name: tensor for name, tensor in tensors.items()}
@@ -210,12 +212,12 @@ def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _of_text(tensors: dict[str, Tensor], part: TextPart) -> dict[str, Tensor]:
     """The text model's tensors, named as in its own checkpoints."""
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    mine = _without(bare, part.skipped, "the model takes text alone")
+    mine = _without(bare, part.skipped, "only text is supported")
     return {name.removeprefix("language_model.").removeprefix("model."): tensor for name, tensor in mine.items()}
 
 
 def _without(tensors: dict[str, Tensor], skipped: tuple[str, ...], why: str) -> dict[str, Tensor]:
-    """The tensors but for those whose names begin so; says that there are such."""
+    """The tensors without those whose names begin with these prefixes. Logs a warning if there are any."""
     mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(skipped)} if skipped else tensors
     if len(mine) < len(tensors):
         parts = ", ".join(name.removesuffix(".") for name in skipped)
@@ -231,7 +233,7 @@ def _check(path: Path, tensors: dict[str, Tensor], wanted: list[Piece], tied: bo
         if (code := next((code for code, dtype in NUMBERS.items() if dtype == array.dtype), None)) is not None:
             raise ModelError(f"dtype {code} is not supported; {', '.join(DTYPES)} are", file=file, tensor=piece.name)
         if array.shape != piece.shape:
-            raise ModelError(f"has shape {list(array.shape)}; the configuration asks for {list(piece.shape)}", file=file, tensor=piece.name)
+            raise ModelError(f"has shape {list(array.shape)}; the configuration needs {list(piece.shape)}", file=file, tensor=piece.name)
     harmless = set(OUTPUT_HEADS) if tied else set()
     for name in sorted(tensors.keys() - {piece.name for piece in wanted} - harmless):
         raise ModelError("is not part of this model", file=tensors[name].file, tensor=name)

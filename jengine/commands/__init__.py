@@ -1,1 +1,1 @@
-"""What the `jengine` command can do, a file each: `add` declares a command's arguments, and says what runs."""
+"""The commands of `jengine`, one file each. `add` declares a command's arguments and sets the function to run."""

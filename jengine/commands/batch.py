@@ -1,4 +1,4 @@
-"""`jengine generate MODEL --input FILE --output FILE`: many requests, one answer a line or row, resumed where it stopped."""
+"""`jengine generate MODEL --input FILE --output FILE`: many requests with one answer per line or row; resumable."""
 
 from __future__ import annotations
 
@@ -29,25 +29,27 @@ FORMAT = """\
 --input has one of these forms; --output has the same one:
 
 jsonl: a line is a JSON object:
-  {"prompt": TEXT} or {"prompt_token_ids": [...]} or {"messages": [{"role": "user", "content": TEXT}, ...]},
-  with "id" (or "custom_id"), if wanted, and any sampling parameter by its name, such as "max_tokens".
-  Its answer is a line too, in order of completion:
-  {"line": N, "id": ID, "prompt_tokens": N, "outputs": [{"text": TEXT, "token_ids": [...], "finish_reason": ...}]}
-  or, for a line that cannot be answered, {"line": N, "id": ID, "error": REASON}.
-openai: OpenAI's batch files, with all that `jengine serve --http-port` takes; answers in order of completion:
-  {"custom_id": ID, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": ...}}
-parquet, csv: a column prompt, prompt_token_ids or messages (or --prompt-column; lists are JSON in CSV) and, if wanted, one of
-  sampling_params (JSON or a struct). All columns are copied, in the rows' order, and generated_text, generated_tokens,
-  num_input_tokens, num_generated_tokens, finish_reason and error added. Until all rows are answered, answers are in OUTPUT.journal.
+    {"prompt": TEXT} or {"prompt_token_ids": [...]} or {"messages": [{"role": "user", "content": TEXT}, ...]},
+    with an optional "id" (or "custom_id") and any sampling parameters, such as "max_tokens". Its answer is a
+    line too, in order of completion:
+    {"line": N, "id": ID, "prompt_tokens": N, "outputs": [{"text": TEXT, "token_ids": [...], "finish_reason":
+    ...}]} or, for a line that cannot be answered, {"line": N, "id": ID, "error": REASON}.
+  openai: OpenAI's batch files, with the endpoints of `jengine serve --http-port`; answers are in order of completion:
+    {"custom_id": ID, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": ...}}
+  parquet, csv: a column prompt, prompt_token_ids or messages (or --prompt-column; lists are JSON in CSV) and an
+  optional column sampling_params (JSON or a struct). All columns are copied in the rows' order, and the columns
+  generated_text, generated_tokens, num_input_tokens, num_generated_tokens, finish_reason and error are added.
+  Until all rows are answered, answers are in OUTPUT.journal.
 
-Requests are answered in another order than the file's: of each few thousand, those that begin alike together, long ones first.
-Run again with the same files after an interruption: lines that have an answer are skipped. A line is identified by its
-id, else by its number. The exit code is 1 if any line has failed; --retry-errors answers these lines again.
+Requests are not answered in the file's order: out of a few thousand, those with a common prefix run together,
+long ones first. After an interruption, run the command again with the same files: lines that have an answer are
+skipped. A line is identified by its id or, if it has none, by its number. The exit code is 1 if any line has
+failed; --retry-errors answers these lines again.
 """
 
 
 class _Tally:
-    """What has been done so far, and its progress bar."""
+    """Counts of finished lines, and the progress bar."""
 
     def __init__(self, form: Form, total: int | None, before: int, quiet: bool) -> None:
         self._form = form
@@ -70,7 +72,8 @@ class _Tally:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer every line of options.input that options.output has no answer to. Returns 1 if a line failed, now or before; else 0."""
+    """Answers every line of options.input without an answer in options.output. Returns 1 if any line has
+    failed, now or earlier."""
     engine_options = engine_fields(options)
     if options.input.exists() and options.output.exists() and options.input.samefile(options.output):
         raise InvalidArgument("output", str(options.output), "must be another file than --input")
@@ -104,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _source(options: argparse.Namespace) -> Source:
-    """The input, by its format: that of --input-format, else of the file's name, else of its first line."""
+    """The input in the format given by --input-format, the file's name, or its first line."""
     path, form = options.input, options.input_format or "auto"
     if form == "auto" and path.suffix in (".parquet", ".csv"):
         form = path.suffix.removeprefix(".")
@@ -117,7 +120,7 @@ def _source(options: argparse.Namespace) -> Source:
     raw = raw if first is None else itertools.chain([first], raw)
     if form == "openai" or (form == "auto" and first is not None and is_batch_line(first[1])):
         for name, value in given_fields(options, SamplingParams).items():
-            raise InvalidArgument(name, value, "the lines of an OpenAI batch file bring their own, in body")
+            raise InvalidArgument(name, value, "cannot be given with an OpenAI batch file, whose lines set it in body")
         return OpenAiBatch(path, raw, options.served_model_name or options.model)
     _only_with(options, "openai", ("served_model_name",))
     return JsonLines(path, raw, sampling_fields(options))
@@ -130,7 +133,8 @@ def _only_with(options: argparse.Namespace, form: str, names: tuple[str, ...]) -
 
 
 async def _answer_all(llm: AsyncLLM, source: Source, lines: Iterable[Line], answers: Output, tally: _Tally) -> None:
-    """A bounded number at a time: twice what runs at once, so that there is always one waiting."""
+    """Answers a bounded number of lines at a time: twice the number of running requests, so that there is
+    always one waiting."""
     most = 2 * llm.backend.limits.max_num_seqs
     tasks: dict[asyncio.Task[Record], Line] = {}
 
@@ -143,7 +147,7 @@ async def _answer_all(llm: AsyncLLM, source: Source, lines: Iterable[Line], answ
             for line, record in finished:
                 tally.count(line, record)
             for _, task in ended:
-                task.result()  # raises, where the engine has failed
+                task.result()  # raises if the engine has failed
 
     async def one(line: Line) -> Record:
         return await answer(line)
@@ -156,7 +160,7 @@ async def _answer_all(llm: AsyncLLM, source: Source, lines: Iterable[Line], answ
                     await collect(most - 1)
                 await collect(0)
     finally:
-        await asyncio.gather(*tasks, return_exceptions=True)  # after a failure, which all of them report: once is enough
+        await asyncio.gather(*tasks, return_exceptions=True)  # after a failure, which all of them report; one report is enough
 
 
 def _say(options: argparse.Namespace, text: str) -> None:

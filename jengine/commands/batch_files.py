@@ -1,4 +1,4 @@
-"""Where answers go: standard output, or a file that is also the record of what has been done."""
+"""Outputs for answers: standard output, or a file that also records which lines are done."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jengine.commands.batch_records import OWN, Form, Key, Record
 from jengine.commands.terminal import write
 
 STDOUT = Path("-")
-SYNC_SECONDS = 1.0  # what a power failure may cost; what is written survives the end of the process at once
+SYNC_SECONDS = 1.0  # maximum loss after a power failure; a killed process loses nothing
 
 
 class Output(Protocol):
-    """Where answers go.
+    """A destination for answers.
 
     Attributes:
-        done: lines that have a record already.
-        failed: how many of these records are errors.
+        done: keys of lines that already have a record.
+        failed: number of these records that are errors.
     """
 
     done: set[Key]
@@ -36,10 +36,10 @@ class Output(Protocol):
     def write(self, records: list[Record]) -> None: ...
 
     def forget_errors(self) -> None:
-        """Lines that failed count as never answered."""
+        """Treats failed lines as unanswered."""
 
     def finish(self) -> None:
-        """Every line has a record."""
+        """Called when every line has a record."""
 
     def __enter__(self) -> Output: ...
 
@@ -47,12 +47,12 @@ class Output(Protocol):
 
 
 def output_of(path: Path, form: Form) -> Output:
-    """For records that are lines of JSON."""
+    """The output for records that are lines of JSON."""
     return Stdout() if path == STDOUT else Answers(path, form)
 
 
 class Stdout:
-    """Answers to standard output: nothing has been answered before."""
+    """Writes answers to standard output. No line counts as already answered."""
 
     def __init__(self) -> None:
         self.done: set[Key] = set()
@@ -72,16 +72,16 @@ class Stdout:
 
 
 class Answers:
-    """The output file: answers are appended, and those that it holds already are known by their keys.
+    """The output file. Answers are appended; existing answers are identified by their keys.
 
-    A last line that was cut off when a process was killed is removed. One process at a time may have the file.
+    If a killed process left an incomplete last line, it is removed. Only one process at a time may use the file.
 
     Args:
-        form: of its records.
+        form: the form of its records.
 
     Raises:
-        InvalidArgument: the file cannot be written, is in use, or holds something else.
-        JengineError: later, when the disk is full.
+        InvalidArgument: the file cannot be written, is in use, or contains something else.
+        JengineError: later, if the disk is full.
     """
 
     def __init__(self, path: Path, form: Form = OWN) -> None:
@@ -101,7 +101,7 @@ class Answers:
             raise
 
     def write(self, records: list[Record]) -> None:
-        """Append; a second later, at most, the device has it."""
+        """Appends records. They are on the device at most a second later."""
         with self._writing():
             self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
             self._file.flush()
@@ -110,7 +110,7 @@ class Answers:
             self._synced = time.monotonic()
 
     def forget_errors(self) -> None:
-        """Records of lines that failed are removed, so that these lines are answered again."""
+        """Removes records of failed lines, so that these lines are answered again."""
         if self.failed:
             self._drop_errors()
 
@@ -121,7 +121,7 @@ class Answers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._sync()
-        with contextlib.suppress(OSError):  # what could not be written has been reported
+        with contextlib.suppress(OSError):  # write errors have already been reported
             self._file.close()
 
     @contextlib.contextmanager
@@ -129,10 +129,10 @@ class Answers:
         try:
             yield
         except OSError as wrong:
-            raise JengineError(f"{self._path}: cannot be written: {wrong.strerror}; run again to go on") from None
+            raise JengineError(f"{self._path}: cannot be written: {wrong.strerror}; run the command again to continue") from None
 
     def _sync(self) -> None:
-        with contextlib.suppress(OSError):  # a pipe or a device
+        with contextlib.suppress(OSError):  # not supported by pipes and devices
             os.fsync(self._file.fileno())
 
     def _lock(self) -> None:
@@ -142,7 +142,7 @@ class Answers:
             raise InvalidArgument("output", str(self._path), "another process is writing it") from None
 
     def _drop_errors(self) -> None:
-        """Put a file without the records of failed lines in this one's place; a crash leaves one or the other."""
+        """Replaces the file atomically by one without the records of failed lines."""
         whole = self._file
         self._file = Path(f"{self._path}.retry").open("w+b")  # noqa: SIM115 (__exit__ closes it)
         with whole, self._writing():
@@ -177,6 +177,6 @@ class Answers:
                 continue
             torn = not text.endswith(b"\n") and (text.startswith(start) or start.startswith(text) or not text.strip(b"\0"))
             if not torn:
-                raise InvalidArgument("output", str(self._path), f"line {number} is no answer of this command; give another file")
-            print(f"jengine: {self._path}: the last line was cut off and is done again", file=sys.stderr)
+                raise InvalidArgument("output", str(self._path), f"line {number} is not an answer of this command; choose another file")
+            print(f"jengine: {self._path}: the last line was incomplete and is answered again", file=sys.stderr)
         self._file.truncate(end)

@@ -1,4 +1,4 @@
-"""Requests of `jengine generate --input`, and the command's own form of them: one JSON object a line."""
+"""Requests of `jengine generate --input`, and the command's own format: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CHAT = tuple(ChatOptions.__annotations__)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line or row of the input: a request, or what is wrong with it.
+    """A line or row of the input: a request, or an error.
 
     Attributes:
         number: from 1.
         name: the line's own id.
-        kind: of PROMPTS, and `prompt` is its value; or a path of OpenAI's API, and `prompt` is the body.
+        kind: one of PROMPTS, with `prompt` as its value; or a path of OpenAI's API, with `prompt` as the body.
         chat: options for messages.
     """
 
@@ -50,7 +50,7 @@ class Line:
         return ("line", self.number) if self.name is None else ("id", self.name)
 
     def record(self, **content: Any) -> Record:
-        """What the output says of this line."""
+        """The output's record for this line."""
         named = {} if self.name is None else {"id": self.name}
         return {"line": self.number, **named, **content}
 
@@ -64,24 +64,24 @@ class Source(Protocol):
     form: Form
 
     def count(self) -> int | None:
-        """How many requests; None where the file can be read only once."""
+        """Number of requests; None if the file can be read only once."""
 
     def lines(self) -> Iterator[Line]:
-        """In the file's order, read when asked for."""
+        """Lines in the file's order, read lazily."""
 
     def output(self, path: Path) -> Output:
-        """Where the answers go."""
+        """The output for the answers."""
 
     def answering(self, llm: AsyncLLM) -> contextlib.AbstractContextManager[Answer]:
-        """How a request is answered."""
+        """A context with the function that answers requests."""
 
 
 class JsonLines:
-    """A Source of the command's own form.
+    """A Source in the command's own format.
 
     Args:
         raw: see `numbered`.
-        defaults: sampling parameters for lines that have none.
+        defaults: sampling parameters for lines that do not set them.
     """
 
     form = OWN
@@ -104,7 +104,7 @@ class JsonLines:
 
 
 def unique(lines: Iterable[Line], field: str = "id") -> Iterator[Line]:
-    """A line whose id was there before is an error; of earlier lines only the ids stay in memory."""
+    """Replaces a line with a duplicate id by an error. Only ids of earlier lines stay in memory."""
     names: set[str | int] = set()
     for line in lines:
         if line.name is not None and line.name in names:
@@ -115,7 +115,7 @@ def unique(lines: Iterable[Line], field: str = "id") -> Iterator[Line]:
 
 
 async def answer_line(llm: AsyncLLM, line: Line) -> Record:
-    """Its record."""
+    """Answers a line. Returns its record."""
     if line.error is not None:
         return line.record(error=line.error)
     try:
@@ -124,13 +124,13 @@ async def answer_line(llm: AsyncLLM, line: Line) -> Record:
         else:
             outputs = llm.generate(line.prompt, line.params, output_kind="final")
         [output] = [output async for output in outputs]
-    except (InvalidArgument, ModelError) as refusal:  # ModelError: messages, and the model has no chat template
+    except (InvalidArgument, ModelError) as refusal:  # ModelError: there are messages, but the model has no chat template
         return line.record(error=str(refusal))
     return line.record(**_shown(output))
 
 
 def _shown(output: RequestOutput) -> Record:
-    """What a record holds of an answer; log probabilities where they were asked for."""
+    """The content of a record for an answer, with log probabilities if requested."""
     fields = dataclasses.asdict(output)
     for part in (fields, *fields["outputs"]):
         for name in ("prompt_logprobs", "logprobs", "cumulative_logprob"):
@@ -144,7 +144,7 @@ def _shown(output: RequestOutput) -> Record:
 
 
 def count_lines(path: Path) -> int | None:
-    """Lines that are not blank; None for stdin and pipes, which can be read only once.
+    """Number of non-blank lines; None for stdin and pipes, which can be read only once.
 
     Raises:
         InvalidArgument: the file cannot be read.
@@ -161,7 +161,7 @@ def read_again(path: Path) -> bool:
 
 
 def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Every line that is not blank, with its number from 1. STDIN reads standard input.
+    """Every non-blank line with its number, from 1. STDIN reads standard input.
 
     Raises:
         InvalidArgument: the file cannot be read.
@@ -180,20 +180,21 @@ def _opened(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
 
 
 def read_line(number: int, text: bytes, defaults: dict[str, Any]) -> Line:
-    """A line of the command's own form."""
+    """Parses a line in the command's own format."""
     name = None
     try:
         fields = json_object(text)
         name = _name(fields)
         return request(number, name, {field: value for field, value in fields.items() if field not in IDS}, defaults, excerpt(text))
-    except (ValueError, RecursionError, JengineError) as wrong:  # those of JSON and UTF-8 are ValueErrors
+    except (ValueError, RecursionError, JengineError) as wrong:  # invalid JSON and UTF-8 raise ValueErrors
         return Line(number, name, error=str(wrong))
 
 
 def json_object(text: bytes) -> dict[str, Any]:
-    """
+    """Parses a JSON object.
+
     Raises:
-        ValueError, RecursionError, JengineError: it is none.
+        ValueError, RecursionError, JengineError: it is not valid.
     """
     fields = json.loads(text.decode("utf-8-sig").strip())
     if not isinstance(fields, dict):
@@ -202,13 +203,13 @@ def json_object(text: bytes) -> dict[str, Any]:
 
 
 def request(number: int, name: str | int | None, fields: dict[str, Any], defaults: dict[str, Any], shown: str) -> Line:
-    """A line with these fields: one of PROMPTS, sampling parameters, and for messages ChatOptions.
+    """A line with these fields: one of PROMPTS, sampling parameters and, for messages, ChatOptions.
 
     Args:
-        shown: the line, for messages about it.
+        shown: the line's text, for error messages.
 
     Raises:
-        JengineError: what is wrong with them.
+        JengineError: a field is invalid.
     """
     kinds = [kind for kind in PROMPTS if kind in fields]
     if len(kinds) != 1:
@@ -216,7 +217,7 @@ def request(number: int, name: str | int | None, fields: dict[str, Any], default
     chat = {field: fields[field] for field in CHAT if field in fields} if kinds == ["messages"] else {}
     for field in fields:
         if field not in (*SAMPLING, *kinds, *chat):
-            raise InvalidArgument(field, fields[field], "there is no such field, or not for this kind of prompt")
+            raise InvalidArgument(field, fields[field], "there is no such field for this kind of prompt")
     prompt, kind = fields[kinds[0]], kinds[0]
     if (kind == "prompt") != isinstance(prompt, str):
         raise InvalidArgument(kind, prompt, "must be text" if kind == "prompt" else "must be a list")
@@ -225,7 +226,7 @@ def request(number: int, name: str | int | None, fields: dict[str, Any], default
 
 
 def excerpt(text: bytes) -> str:
-    """A line as it was written, cut after 80 characters."""
+    """A line's text, cut after 80 characters."""
     line = text.decode("utf-8-sig").strip()
     return line if len(line) <= 80 else line[:77] + "..."
 
@@ -235,6 +236,6 @@ def _name(fields: dict[str, Any]) -> str | int | None:
     if not given:
         return None
     if len(given) > 1 or type(given[0]) not in (str, int):
-        raise InvalidArgument("id", given, "must be one text or whole number, as id or custom_id")
+        raise InvalidArgument("id", given, "must be one text or whole number, given as id or custom_id")
     name: str | int = given[0]
     return name

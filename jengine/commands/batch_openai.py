@@ -1,4 +1,4 @@
-"""OpenAI's batch files: each line is a request to its API, and its record the API's answer, errors included."""
+"""OpenAI's batch files: each line is a request to its API, and each record is the API's answer, which may be an error."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from jengine import AsyncLLM
 
 FIELDS = ("custom_id", "method", "url", "body")
-ID = "batch_req_"  # of a record, before the line's number
-MANY = 2**30  # the server's bounds on its clients: this file has none
+ID = "batch_req_"  # prefix of a record's id, before the line's number
+MANY = 2**30  # disables the server's limits on clients
 
 
 def _key(record: Record) -> Key:
@@ -45,7 +45,7 @@ OPENAI = Form(
 
 
 def is_batch_line(text: bytes) -> bool:
-    """Whether a file that begins so is one of these."""
+    """Whether a file with this first line is an OpenAI batch file."""
     try:
         return {"url", "body"} <= json_object(text).keys()
     except (ValueError, RecursionError, JengineError):
@@ -57,7 +57,7 @@ class OpenAiBatch:
 
     Args:
         raw: see batch_lines.numbered.
-        model: the name that bodies may ask for.
+        model: the model name that bodies may use.
     """
 
     form = OPENAI
@@ -106,13 +106,13 @@ def _line(number: int, text: bytes) -> Line:
                 raise InvalidArgument(field, fields.get(field), "must be an object" if kind is dict else "must be text")
             name = fields["custom_id"]
         if unknown := fields.keys() - {*FIELDS}:
-            raise InvalidArgument(min(unknown), fields[min(unknown)], f"a batch file's lines have {', '.join(FIELDS)} only")
+            raise InvalidArgument(min(unknown), fields[min(unknown)], f"a batch file's lines may only have {', '.join(FIELDS)}")
         if fields["method"] != "POST":
             raise InvalidArgument("method", fields["method"], "must be POST")
         if not fields["url"].startswith("/v1/"):
             raise InvalidArgument("url", fields["url"], "must be a path such as /v1/chat/completions")
         if fields["body"].get("stream"):
-            raise InvalidArgument("body.stream", fields["body"]["stream"], "a batch has whole answers")
+            raise InvalidArgument("body.stream", fields["body"]["stream"], "must be false: batch answers are not streamed")
         return Line(number, name, fields["url"], fields["body"])
     except (ValueError, RecursionError, JengineError) as wrong:
         return Line(number, name, error=str(wrong) or excerpt(text))

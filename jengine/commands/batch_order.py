@@ -1,4 +1,4 @@
-"""The order in which a file's requests are answered: those that begin alike together, long ones first."""
+"""Orders a file's requests: requests with a common prefix together, long ones first."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 
 from jengine.commands.batch_lines import Line
 
-WINDOW = 4096  # requests that are put in order at a time
-WINDOW_CHARACTERS = 2**26  # of their prompts, at most
-SHARED = 256  # characters from which a common beginning matters: a few pages
-COMPARED = 2**14  # characters of a prompt that order it
-CHARACTERS = 4  # of a token, about
+WINDOW = 4096  # number of requests sorted at a time
+WINDOW_CHARACTERS = 2**26  # maximum total length of their prompts
+SHARED = 256  # minimum characters of a common prefix that matters: a few pages
+COMPARED = 2**14  # characters of a prompt used for sorting
+CHARACTERS = 4  # approximate characters in a token
 
 
 def ordered(lines: Iterable[Line]) -> Iterator[Line]:
@@ -39,13 +39,13 @@ def _in_order(window: list[tuple[str, int, Line]]) -> Iterator[Line]:
 
 
 def _beginning(entry: tuple[str, int, Line]) -> tuple[str, int]:
-    """What makes a group: a long beginning, or else the request itself."""
+    """The key of a group: a long prefix, or the request itself."""
     text, _, line = entry
     return (text[:SHARED], 0) if len(text) >= SHARED else (text, line.number)
 
 
 def _text(line: Line) -> str:
-    """What a prompt begins with; of a conversation something that begins alike where its text does."""
+    """The beginning of a prompt. For a conversation, texts with equal beginnings if the conversations have them."""
     if line.error is not None:
         return ""
     if isinstance(line.prompt, str):
@@ -58,7 +58,7 @@ def _text(line: Line) -> str:
 
 
 def _cost(line: Line, text: str) -> int:
-    """About as many characters as it takes and may make."""
+    """Approximate number of characters to read and to generate."""
     if isinstance(line.prompt, dict):
         most = line.prompt.get("max_completion_tokens") or line.prompt.get("max_tokens")
     else:

@@ -1,4 +1,4 @@
-"""Records of the output of `jengine generate --input`, and how those of a file are read again."""
+"""Records in the output of `jengine generate --input`, and how to parse them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Record = dict[str, Any]
 
 
 class Form(NamedTuple):
-    """How records of the output are read.
+    """How records of the output are parsed.
 
     Attributes:
-        start: how each of them begins, in JSON.
-        key: raises KeyError, TypeError or ValueError where it is no such record.
-        error: why the line failed; None where it was answered.
-        tokens: that were generated.
+        start: the beginning of each record, in JSON.
+        key: returns the record's key. Raises KeyError, TypeError or ValueError if it is not such a record.
+        error: returns the reason why the line failed; None if it was answered.
+        tokens: returns the number of generated tokens.
     """
 
     start: bytes

@@ -1,4 +1,4 @@
-"""Tables of requests, Parquet and CSV: the output is the table with the answers in columns of their own, in the rows' order."""
+"""Tables of requests, Parquet and CSV. The output is the table with additional columns for answers, in the same order."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
     from jengine import AsyncLLM
 
-SAMPLING = "sampling_params"  # a column of parameters, for each row
-JOURNAL, JOINING = ".journal", ".joining"  # beside the output, until it is there
+SAMPLING = "sampling_params"  # a column with each row's parameters
+JOURNAL, JOINING = ".journal", ".joining"  # suffixes of files beside the output, until it is complete
 
 
 class Table:
     """A Source. A row is identified by its number.
 
     Args:
-        kind: parquet or csv. All columns of CSV are text; lists and objects are JSON in it.
-        column: that has the prompts; None takes the one whose name is among PROMPTS.
+        kind: parquet or csv. All columns of CSV are text, with lists and objects as JSON.
+        column: the column with the prompts; None: the one whose name is in PROMPTS.
         defaults: sampling parameters for rows without the column `sampling_params`.
     """
 
@@ -50,13 +50,13 @@ class Table:
             self.schema = schema_of(path, kind)
         names = self.schema.names
         if len({*names}) < len(names):
-            raise InvalidArgument("input", str(path), "two columns have the same name")
+            raise InvalidArgument("input", str(path), "must not have two columns with the same name")
         self._column = column or self._find_column()
         if self._column not in names:
             raise InvalidArgument("prompt_column", column, f"there is no such column, only {', '.join(names)[:200]}")
         self._prompts = self._column if self._column in PROMPTS else self._kind_of_prompts()
         if taken := {*names} & {*answer_fields(kind)}:
-            raise InvalidArgument("input", str(path), f"columns of the answers are there already: {', '.join(sorted(taken))}")
+            raise InvalidArgument("input", str(path), f"must not have columns of the answers: {', '.join(sorted(taken))}")
 
     def _find_column(self) -> str:
         found = [name for name in PROMPTS if name in self.schema.names]
@@ -80,7 +80,7 @@ class Table:
         return self._rows
 
     def batches(self, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """The rows; of these columns, or all. For CSV always all."""
+        """The rows, with these columns or all. For CSV always all."""
         with reading(self.path):
             yield from batches_of(self.path, self.kind, self.schema, columns)
 
@@ -104,7 +104,7 @@ class Table:
                 raise InvalidArgument(SAMPLING, params, "must be an object")
             sampling = {name: value for name, value in (params or {}).items() if value is not None}
             if wrong := sampling.keys() & {*PROMPTS}:
-                raise InvalidArgument(f"{SAMPLING}.{min(wrong)}", sampling[min(wrong)], "is no sampling parameter")
+                raise InvalidArgument(f"{SAMPLING}.{min(wrong)}", sampling[min(wrong)], "is not a sampling parameter")
             _check_sampling(sampling)
             return request(number, None, {self._prompts: prompt, **sampling}, self._defaults, f"row {number}")
         except JengineError as wrong:
@@ -130,21 +130,24 @@ def _parsed(column: str, text: str) -> Any:
 def _check_sampling(params: dict[str, Any]) -> None:
     for name, one in (("n", 1), ("logprobs", None), ("prompt_logprobs", None)):
         if params.get(name, one) != one:
-            raise InvalidArgument(name, params[name], "a table has one text for each row; JSONL has room for more")
+            raise InvalidArgument(name, params[name], "is not supported in tables, which have one text per row; use JSONL")
 
 
 class TableAnswers(Answers):
-    """The output table. Until every row has an answer, answers are kept in a journal beside it, line by line; then the table is
-    written beside it, and takes its place at once. What is in the table already is not asked for again."""
+    """The output table.
+
+    Until every row has an answer, answers are kept in a journal beside it, one per line. Then the table is
+    written to a temporary file and renamed. Rows of an existing table are not answered again.
+    """
 
     def __init__(self, path: Path, table: Table) -> None:
         self._target, self._table = path, table
         if path.is_dir():
             raise InvalidArgument("output", str(path), "cannot be written: Is a directory")
         super().__init__(Path(f"{path}{JOURNAL}"))
-        self._changed = bool(self.done) or not path.exists()  # whether the table is to be written
+        self._changed = bool(self.done) or not path.exists()  # whether the table must be written
         try:
-            if os.fstat(self._file.fileno()).st_nlink == 0:  # the process that had it has finished meanwhile
+            if os.fstat(self._file.fileno()).st_nlink == 0:  # the process that had the journal has finished meanwhile
                 raise InvalidArgument("output", str(path), "another process is writing it")
             if path.exists():
                 self._take_over()
@@ -159,13 +162,13 @@ class TableAnswers(Answers):
         super().write(records)
 
     def _take_over(self) -> None:
-        """The finished table's rows that the journal has not."""
+        """Adds the finished table's rows that are not in the journal."""
         with reading(self._target, "output"):
             schema = schema_of(self._target, self._table.kind)
             if schema.names != [*self._table.schema.names, *answer_fields(self._table.kind)]:
-                raise InvalidArgument("output", str(self._target), "is no table of answers to this input; give another file")
+                raise InvalidArgument("output", str(self._target), "is not a table of answers to this input; choose another file")
             if (number := rows_of(self._target, self._table.kind, schema)) > (rows := self._table.count()):
-                raise InvalidArgument("output", str(self._target), f"has {number} rows, the input {rows}; give another file")
+                raise InvalidArgument("output", str(self._target), f"has {number} rows, but the input has {rows}; choose another file")
             number = 0
             for batch in batches_of(self._target, self._table.kind, schema, [*answer_fields(self._table.kind)]):
                 answers = batch.select([*answer_fields(self._table.kind)]).to_pylist()
@@ -177,7 +180,7 @@ class TableAnswers(Answers):
                 self.failed += sum("error" in record for record in new)
 
     def finish(self) -> None:
-        """Write the table. A kill leaves the journal; the next run finishes."""
+        """Writes the table. If the process is killed, the journal stays, and the next run finishes."""
         joining = Path(f"{self._target}{JOINING}")
         with self._writing():
             if self._changed:
@@ -202,7 +205,7 @@ class TableAnswers(Answers):
                 writer.write_batch(pa.RecordBatch.from_arrays([*batch.columns, *columns], schema=schema))
 
     def _offsets(self) -> array[int]:
-        """Where each row's record begins in the journal."""
+        """Offset of each row's record in the journal."""
         offsets = array("q", [-1]) * self._table.count()
         self._file.seek(0)
         begin = 0
@@ -223,7 +226,7 @@ class TableAnswers(Answers):
 
 
 def answer_fields(kind: str) -> dict[str, pa.DataType]:
-    """The columns of an answer, named as Ray Data LLM names them, with their types."""
+    """The columns of an answer with their types, named as in Ray Data LLM."""
     import pyarrow as pa
 
     tokens = pa.string() if kind == "csv" else pa.list_(pa.int32())
@@ -256,7 +259,7 @@ def _cell(value: Any, kind: pa.DataType) -> Any:
 
 
 def _record_of(number: int, answer: dict[str, Any]) -> Record:
-    """What `_columns` made columns of."""
+    """The inverse of `_columns`."""
     if answer["error"]:
         return {"line": number, "error": answer["error"]}
     tokens = answer["generated_tokens"]

@@ -1,4 +1,4 @@
-"""`jengine bench`: throughput and latency of a model here, and of a server; options are named as those of `vllm bench`."""
+"""`jengine bench`: throughput and latency of a local model or a server. Options are named as in `vllm bench`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("bench", help="measure a model here, or a server", description=(__doc__ or "").partition(": ")[2])
+    parser = commands.add_parser("bench", help="measure a local model or a server", description=(__doc__ or "").partition(": ")[2])
     parser.set_defaults(run=lambda _: parser.print_help())
     kinds = parser.add_subparsers(metavar="KIND")
     _add_throughput(kinds)
@@ -34,20 +34,22 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     _add_sweep(kinds)
 
 
-# --- what is asked for ------------------------------------------------------------------------------
+# --- workload -------------------------------------------------------------------------------------
 
 
 def _add_dataset(parser: argparse.ArgumentParser, *, prompts: int, prefix: str, lengths: tuple[int, int]) -> None:
     group = parser.add_argument_group("requests")
     group.add_argument("--num-prompts", metavar="N", type=int, default=prompts, help=f"requests (default: {prompts})")
     group.add_argument("--dataset-name", choices=("random", "sharegpt", "trace"), default="random", help="random token ids, a ShareGPT "
-                       "file's first turns, or arrivals and lengths of a trace, see `jengine simulate` (default: random)")  # fmt: skip
-    group.add_argument("--dataset-path", metavar="FILE", type=Path, help="of sharegpt and trace")
+                       "file's first turns, or a trace's arrivals and lengths (see `jengine simulate`) (default: random)")  # fmt: skip
+    group.add_argument("--dataset-path", metavar="FILE", type=Path, help="file for sharegpt or trace")
     for name, default in zip(("input", "output"), lengths, strict=True):
         group.add_argument(f"--{prefix}{name}-len", dest=f"{name}_len", metavar="N", type=int, default=default,
                            help=f"tokens of a random request's {name} (default: {default})")  # fmt: skip
-    group.add_argument("--random-range-ratio", metavar="NUMBER", type=float, default=0.0, help="lengths lie within this share (default: 0)")
-    group.add_argument("--random-prefix-len", metavar="N", type=int, default=0, help="tokens more that all begin with (default: 0)")
+    group.add_argument(
+        "--random-range-ratio", metavar="NUMBER", type=float, default=0.0, help="relative range of lengths around the mean (default: 0)"
+    )
+    group.add_argument("--random-prefix-len", metavar="N", type=int, default=0, help="additional tokens of a common prefix (default: 0)")
     group.add_argument("--sharegpt-output-len", metavar="N", type=int, help="tokens of each answer (default: as in the file)")
     group.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
 
@@ -60,7 +62,7 @@ def _asks(options: argparse.Namespace, tokens: Any) -> list[Ask]:
     if count < 1:
         raise InvalidArgument("num_prompts", count, "must be at least 1")
     if (path is None) != (name == "random"):
-        raise InvalidArgument("dataset_path", path, f"{'is not for' if path else 'must be given with'} dataset_name={name}")
+        raise InvalidArgument("dataset_path", path, f"{'cannot be used with' if path else 'must be given with'} dataset_name={name}")
     if name == "random":
         lengths = {"input_len": options.input_len, "output_len": options.output_len}
         how = {"range_ratio": options.random_range_ratio, "prefix_len": options.random_prefix_len}
@@ -83,7 +85,7 @@ def _add_offline(kinds: Any, name: str, help: str) -> argparse.ArgumentParser:
 
 
 def _add_throughput(kinds: Any) -> None:
-    parser = _add_offline(kinds, "throughput", "tokens a second of a model in this process, all requests at once")
+    parser = _add_offline(kinds, "throughput", "tokens a second of a model in this process, with all requests at the same time")
     _add_dataset(parser, prompts=1000, prefix="", lengths=(1024, 128))
     add_engine(parser)
     parser.set_defaults(run=_throughput)
@@ -137,29 +139,29 @@ def _latency(options: argparse.Namespace) -> None:
 
 
 def _add_serve(kinds: Any) -> None:
-    text = "latencies, throughput and goodput of a server: jengine's, or any that speaks OpenAI's API"
+    text = "latencies, throughput and goodput of a server: jengine's, or any with OpenAI's API"
     parser: argparse.ArgumentParser = kinds.add_parser("serve", help=text, description=text)
     parser.add_argument("--backend", choices=BACKENDS, default="openai", help="OpenAI's API, or jengine's gRPC (default: openai)")
-    parser.add_argument("--base-url", metavar="URL", help="http://HOST:PORT, instead of --host and --port; of gRPC HOST:PORT")
+    parser.add_argument("--base-url", metavar="URL", help="http://HOST:PORT (HOST:PORT for gRPC), instead of --host and --port")
     parser.add_argument("--host", metavar="HOST", default="127.0.0.1", help="(default: 127.0.0.1)")
     parser.add_argument("--port", metavar="N", type=int, default=8000, help="(default: 8000)")
-    parser.add_argument("--endpoint", metavar="PATH", help="(default: /v1/completions, of openai-chat /v1/chat/completions)")
-    parser.add_argument("--model", metavar="NAME", help="to ask for (default: the first that the server lists)")
+    parser.add_argument("--endpoint", metavar="PATH", help="the path (default: /v1/completions; for openai-chat /v1/chat/completions)")
+    parser.add_argument("--model", metavar="NAME", help="the model to request (default: the first that the server lists)")
     parser.add_argument("--request-rate", metavar="NUMBER", type=float, default=INFINITE, help="requests a second (default: inf)")
     parser.add_argument("--burstiness", metavar="NUMBER", type=float, default=1.0, help="1: Poisson arrivals; less: bursts (default: 1)")
-    parser.add_argument("--max-concurrency", metavar="N", type=int, help="requests at once, at most")
+    parser.add_argument("--max-concurrency", metavar="N", type=int, help="maximum number of concurrent requests")
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="(default: on)")
     parser.add_argument("--goodput", metavar="NAME:MS", nargs="+", default=[], help="limits: ttft:500 tpot:50 e2el:9000")
     parser.add_argument("--percentile-metrics", metavar="LIST", default="ttft,tpot,itl", help="and e2el (default: ttft,tpot,itl)")
     parser.add_argument("--metric-percentiles", metavar="LIST", default="99", help="such as 50,95,99 (default: 99)")
-    parser.add_argument("--save-result", action="store_true", help="as JSON, in --result-dir under --result-filename")
+    parser.add_argument("--save-result", action="store_true", help="save the result as JSON in --result-dir, named --result-filename")
     parser.add_argument("--result-dir", metavar="DIR", type=Path, default=Path("."), help="(default: here)")
     parser.add_argument("--result-filename", metavar="FILE", default="bench_serve.json", help="(default: bench_serve.json)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="save a plot, such as a PNG (needs the extra bench)")
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     _add_dataset(parser, prompts=1000, prefix="random-", lengths=(1024, 128))
-    add_connection(parser.add_argument_group("connection (TLS files: of gRPC)"))
+    add_connection(parser.add_argument_group("connection (TLS files: for gRPC)"))
     parser.set_defaults(run=_serve)
 
 
@@ -203,7 +205,7 @@ async def _driven(options: argparse.Namespace) -> Any:
         if options.dataset_name != "trace":
             asks = with_arrivals(asks, options.request_rate, options.burstiness, options.seed)
         elif options.request_rate != INFINITE:
-            raise InvalidArgument("request_rate", options.request_rate, "requests of a trace come as it says")
+            raise InvalidArgument("request_rate", options.request_rate, "must not be given with a trace, which has its own arrival times")
         with progress_bar(total=len(asks), desc="asking", unit="request", show=not options.disable_tqdm) as bar:
             return await drive(endpoint, asks, max_concurrency=options.max_concurrency, done=bar.update)
     finally:
@@ -221,7 +223,7 @@ def _endpoint(options: argparse.Namespace) -> Endpoint:
         return JengineEndpoint(options.base_url or f"{options.host}:{options.port}", ignore_eos=options.ignore_eos, **given)
     for name, value in given.items():
         if value and name != "api_key":
-            raise InvalidArgument(name, value, "is for backend=jengine; an https:// URL trusts what this machine trusts")
+            raise InvalidArgument(name, value, "is for backend=jengine; an https:// URL uses this machine's certificates")
     url, path = options.base_url or f"http://{options.host}:{options.port}", options.endpoint or ENDPOINTS[options.backend]
     return OpenAIEndpoint(url, path, options.model, api_key=given["api_key"], ignore_eos=options.ignore_eos)
 
@@ -249,20 +251,20 @@ def _rank(text: str) -> float:
     return rank
 
 
-# --- many of these ------------------------------------------------------------------------------------
+# --- sweeps -------------------------------------------------------------------------------------------
 
 
 def _add_sweep(kinds: Any) -> None:
-    text = "bench serve, for each set of the server's options and each of the benchmark's"
+    text = "run bench serve for each set of server options and each set of benchmark options"
     parser: argparse.ArgumentParser = kinds.add_parser("sweep", help=text, description=text)
     parser.add_argument("--serve-cmd", metavar="COMMAND", required=True, help='such as "jengine serve demo --http-port 8000"')
-    parser.add_argument("--bench-cmd", metavar="COMMAND", default="jengine bench serve --json --disable-tqdm", help="whose last line of "
-                        "output is a JSON object (default: jengine bench serve --json --disable-tqdm)")  # fmt: skip
+    parser.add_argument("--bench-cmd", metavar="COMMAND", default="jengine bench serve --json --disable-tqdm", help="a command whose last "
+                        "line of output is a JSON object (default: jengine bench serve --json --disable-tqdm)")  # fmt: skip
     parser.add_argument("--serve-params", metavar="FILE", type=Path, help='JSON: [{"max_num_seqs": 8}, {"max_num_seqs": 32}]')
     parser.add_argument("--bench-params", metavar="FILE", type=Path, help='JSON: [{"request_rate": 1}, {"request_rate": 4}]')
-    parser.add_argument("--num-runs", metavar="N", type=int, default=1, help="of each (default: 1)")
-    parser.add_argument("--ready-url", metavar="URL", default="http://127.0.0.1:8000/health", help="that answers once the server is ready "
-                        "(default: http://127.0.0.1:8000/health)")  # fmt: skip
+    parser.add_argument("--num-runs", metavar="N", type=int, default=1, help="runs of each combination (default: 1)")
+    parser.add_argument("--ready-url", metavar="URL", default="http://127.0.0.1:8000/health", help="a URL that responds when the server "
+                        "is ready (default: http://127.0.0.1:8000/health)")  # fmt: skip
     parser.add_argument("--output", "-o", metavar="FILE", type=Path, default=Path("sweep.jsonl"), help="(default: sweep.jsonl)")
     parser.set_defaults(run=_sweep)
 
@@ -286,7 +288,7 @@ def _sweep(options: argparse.Namespace) -> None:
 
 
 def _check_file(name: str, path: Path | None) -> None:
-    """Before anything is measured."""
+    """Checks this before anything is measured."""
     if path is not None and not path.parent.is_dir():
         raise InvalidArgument(name, str(path), "cannot be written: there is no such folder")
 

@@ -1,4 +1,4 @@
-"""`jengine cache`: the compiled programs that are kept for later starts."""
+"""`jengine cache`: compiled programs that are kept for later starts."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "cache",
         help="show or clear the cache of compiled programs",
-        description="Show where compiled programs are kept, for which models and devices, and how much they take.",
+        description="Show the cache of compiled programs: its folder, models, devices and sizes.",
     )
     _add_root(parser, default=None)
     parser.set_defaults(run=_show)
     actions = parser.add_subparsers(metavar="ACTION")
     clear = actions.add_parser("clear", help="delete them", description="Delete compiled programs. The next start compiles them again.")
     _add_root(clear, default=argparse.SUPPRESS)
-    clear.add_argument("--older-than", metavar="DAYS", type=float, help="only what was not used for so many days")
+    clear.add_argument("--older-than", metavar="DAYS", type=float, help="only programs that were not used for this number of days")
     clear.add_argument("--yes", action="store_true", help="do not ask")
     clear.set_defaults(run=_clear)
 
@@ -83,12 +83,12 @@ def _clear(options: argparse.Namespace) -> None:
 
 def _agreed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise InvalidArgument("yes", False, "must be given where there is no terminal to ask")
+        raise InvalidArgument("yes", False, "must be given if there is no terminal")
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _summary(folders: list[SavedFolder]) -> str:
-    """How many models' programs, and what they take."""
+    """The number of folders and their total size."""
     return f"{counted(len(folders), 'folder')} of programs, {_size(sum(folder.bytes for folder in folders))}"
 
 
@@ -105,7 +105,7 @@ def _row(folder: SavedFolder) -> tuple[str, ...]:
 
 
 def _model(identity: dict[str, Any]) -> str:
-    """Programs know a model's shape, not its name: others of the same shape share them."""
+    """Describes a model by its shape. Programs do not contain its name, and models of the same shape share them."""
     model = identity.get("model", {})
     parts = [f"{model.get('family')} {model.get('num_layers')} x {model.get('hidden_size')}", str(identity.get("dtype"))]
     return ", ".join([*parts, identity["quantization"]] if identity.get("quantization") else parts)

@@ -1,4 +1,4 @@
-"""`jengine chat`: a conversation in the terminal, with a model in this process or a server's."""
+"""`jengine chat`: a conversation in the terminal with a local model or a server."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "chat",
         help="a conversation in the terminal",
-        description="A conversation in the terminal, by the model's chat template. A model without one, such as `demo`, continues the\n"
-        "text: what was written so far and what you write are one document. Without a terminal, each line of stdin is a message.",
+        description="A conversation in the terminal, with the model's chat template. A model without one, such as `demo`, continues the\n"
+        "text: all messages form one document. Without a terminal, each line of stdin is a message.",
         epilog="while it runs:\n" + "".join(f"  {line}\n" for line in KEYS.splitlines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,9 +48,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
     server = parser.add_argument_group("a server, instead of MODEL")
-    server.add_argument("--server", metavar="HOST:PORT", help="of a `jengine serve`")
+    server.add_argument("--server", metavar="HOST:PORT", help="address of a `jengine serve`")
     add_connection(server)
-    add_sampling_and_engine(parser, skip=("n",))  # a conversation goes on from one answer
+    add_sampling_and_engine(parser, skip=("n",))  # a conversation has one answer per message
     parser.set_defaults(run=_chat)
 
 
@@ -79,7 +79,7 @@ def _chat(options: argparse.Namespace) -> None:
 def _local(options: argparse.Namespace) -> Model:
     useless = [name for name in CONNECTION if getattr(options, name)]
     if useless:
-        raise InvalidArgument(useless[0], getattr(options, useless[0]), "is about the connection to a --server")
+        raise InvalidArgument(useless[0], getattr(options, useless[0]), "can only be used with --server")
     engine_options = engine_fields(options)
 
     from jengine import LLM
@@ -89,20 +89,20 @@ def _local(options: argparse.Namespace) -> Model:
 
 def _served(options: argparse.Namespace) -> Model:
     for name, value in given_fields(options, EngineConfig, skip=ENGINE_SKIPS).items():
-        raise InvalidArgument(name, value, "is an option of the engine: give it to `jengine serve`")
+        raise InvalidArgument(name, value, "is an engine option: pass it to `jengine serve`")
     return ServedModel(options.server, **client_options(options))
 
 
-# --- who answers ----------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------
 
 
 class Model(Protocol):
-    """Who answers.
+    """A model that answers messages.
 
     Attributes:
-        max_model_len: tokens of a conversation and its answer together.
-        continues: it has no chat template: all that was written is one text, with which it goes on.
-        waits: an answer may be long in coming, and whoever waits for it may be interrupted by an exception.
+        max_model_len: maximum tokens of a conversation and its answer.
+        continues: whether the model has no chat template and continues all previous text.
+        waits: whether an answer may take long to arrive, and waiting for it may be interrupted by an exception.
     """
 
     max_model_len: int
@@ -110,21 +110,21 @@ class Model(Protocol):
     waits: bool
 
     def tokens(self, messages: Messages) -> int:
-        """Of a conversation; of a server's, about."""
+        """Number of tokens of a conversation; an estimate for a server's."""
 
     def answer(self, messages: Messages, params: SamplingParams) -> Generator[CompletionOutput]:
-        """In pieces, each what is new. Closing it early ends the request."""
+        """Yields pieces with new text only. Closing the iterator early ends the request."""
 
 
 def transcript(messages: Messages) -> str:
-    """One text of all that was written. What a user writes, the answer goes on from; anything else ends its line."""
+    """All messages as one text. An answer continues directly after the user's text; other messages end with a newline."""
     return "".join(m["content"] + ("\n" if m["role"] != "user" and not m["content"].endswith("\n") else "") for m in messages)
 
 
 class LocalModel:
-    """In this process."""
+    """A model in this process."""
 
-    waits = False  # what the device does, no exception may interrupt
+    waits = False  # exceptions must not interrupt work on the device
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.max_model_len = llm, llm.max_model_len
@@ -146,7 +146,7 @@ class LocalModel:
 
 
 class ServedModel:
-    """A server's; the options are those of jengine.client.Client."""
+    """A server's model. The options are those of jengine.client.Client."""
 
     waits = True
 
@@ -156,7 +156,7 @@ class ServedModel:
         self.client = Client(address, **options)
         info = self.client.model()
         self.max_model_len, self.continues = info.max_model_len, not info.has_chat_template
-        self._text, self._around = 0, 0.0  # tokens: of the messages, as last counted; that the template puts around each, as last learnt
+        self._text, self._around = 0, 0.0  # tokens: of the messages, last counted; that the template adds to each message, last learned
 
     def tokens(self, messages: Messages) -> int:
         self._text = len(self.client.tokenize(transcript(messages)))
@@ -176,7 +176,7 @@ class ServedModel:
 
 
 class Keyboard:
-    """Messages from stdin. On a terminal Ctrl-C clears the line, and outside of `read` only sets `interrupted`, unless it `raises`."""
+    """Messages from stdin. On a terminal, Ctrl-C clears the line. Outside of `read`, it sets `interrupted`, or `raises`."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdin.isatty()
@@ -186,10 +186,10 @@ class Keyboard:
                 import readline  # noqa: F401 (gives input() its editing keys and its history)
             signal.signal(signal.SIGINT, self._interrupt)
         elif isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="surrogateescape")  # what is no UTF-8 is for the tokenizer to refuse
+            sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer rejects invalid UTF-8
 
     def read(self) -> str | None:
-        """A line, or several in triple quotes; None at the end."""
+        """Reads a line, or several lines in triple quotes. Returns None at the end."""
         lines: list[str] = []
         try:
             self._reading = True
@@ -225,12 +225,12 @@ class Chat:
         self.begin(system)
 
     def begin(self, system: str | None) -> None:
-        """Forget everything; go by this system message."""
+        """Starts a new conversation with this system message."""
         self.system = [{"role": "system", "content": system}] if system else []
         self.messages = []
 
     def obey(self, line: str) -> bool:
-        """Do what a line such as /reset asks; False to leave."""
+        """Executes a command such as /reset. Returns False to leave."""
         command, _, text = line.strip().partition(" ")
         if command == "/reset":
             self.messages = []
@@ -241,11 +241,11 @@ class Chat:
         elif command in ("/exit", "/quit"):
             return False
         else:
-            note(f"There is no {command}. /help lists the commands; a space before the / makes it a message.")
+            note(f"Unknown command {command}. /help lists the commands; a space before the / makes it a message.")
         return True
 
     def say(self, text: str) -> None:
-        """One message, and its answer as it comes. What cannot be answered is told, and forgotten."""
+        """Sends a message and prints the answer as it arrives. If it fails, prints the error and forgets the message."""
         self.messages.append({"role": "user", "content": text})
         answer, reason = "", None
         self.keyboard.interrupted = False
@@ -275,7 +275,7 @@ class Chat:
             note("(cut off: --max-tokens, or the model's length)")
 
     def _make_room(self) -> None:
-        """Forget the oldest messages when room for an answer is wanting."""
+        """Forgets the oldest messages if there is not enough room for an answer."""
         longest = self.model.max_model_len
         room = min(self.params.max_tokens or longest, longest // 4)
         while self.model.tokens(self.system + self.messages) + room > longest and len(self.messages) > 1:

@@ -1,4 +1,4 @@
-"""`jengine compile`: every program of a model, for the device at hand or for GPUs that are not there."""
+"""`jengine compile`: compiles every program of a model, for the local device or for absent GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jengine import EngineConfig
 from jengine.commands.flags import add_fields, add_model, given_fields
 from jengine.commands.terminal import note
 
-# These do not enter programs, or are what is written here.
+# Options that do not affect programs, or that this command sets.
 SKIPS = (
     "model", "tokenizer", "enable_prefix_caching", "policy", "priority_ageing", "strategy", "ttft_ms", "tpot_ms", "on_late", "batching",
     "batch_wait_ms", "overlap", "seed", "programs", "cache_max_size",
@@ -24,14 +24,14 @@ GIB, MIB = 1 << 30, 1 << 20
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "compile",
-        help="compile a model's programs ahead of time, for a GPU that need not be there",
-        description="Compile every program of a model into a folder, from its config.json alone. An engine that is started with\n"
-        "--programs DIR, the same model, options and versions, on such a device, loads them and compiles nothing.",
+        help="compile a model's programs ahead of time, for a GPU that need not be present",
+        description="Compile every program of a model into a folder, using only its config.json. An engine that is started with\n"
+        "--programs DIR on such a device, with the same model, options and versions, loads them and compiles nothing.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write, new or empty")
-    add_target(parser, "needs the extra aot; without it, the device at hand")
+    add_target(parser, "needs the extra aot; default: the local device")
     parser.add_argument(
         "--autotune", metavar="FILE", type=Path, help="autotuning results that this command saved on a GPU of the target's kind"
     )
@@ -49,11 +49,11 @@ def add_target(parser: argparse.ArgumentParser, note: str) -> None:
 
 
 def config_for(options: argparse.Namespace) -> EngineConfig:
-    """The engine's options, checked; and JAX kept away from GPUs at hand, which a target does not need."""
+    """The engine's options, validated. Keeps JAX away from local GPUs, which a target does not need."""
     config = EngineConfig.of(options.model, given_fields(options, EngineConfig, skip=SKIPS))
     if options.target is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")  # what JAX's own cache gives cannot be serialized again
+    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")  # programs from JAX's own cache cannot be serialized again
     return config
 
 
@@ -75,6 +75,6 @@ def _compile(options: argparse.Namespace) -> None:
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
-    """Of an engine that takes these programs."""
+    """Flags for an engine that uses these programs."""
     given: dict[str, Any] = {"programs": options.out, **given_fields(options, EngineConfig, skip=(*SKIPS, "compile_threads", "cache_dir"))}
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]

@@ -1,4 +1,4 @@
-"""`jengine completions SHELL`: a script that completes commands, options and file names."""
+"""`jengine completions SHELL`: prints a script that completes commands, options and file names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES, FOLDERS = ("FILE", "MODEL"), ("DIR",)  # metavars
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], whole: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "completions",
-        help="print a script that completes this command in a shell",
+        help="print a shell completion script",
         description="Print a script that completes jengine's commands, options and file names.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

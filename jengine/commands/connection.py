@@ -1,4 +1,4 @@
-"""The flags of a command that talks to a server, and the client that they describe."""
+"""Flags for connecting to a server, and the client that they configure."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ CONNECTION = ("tls", *FILES)
 
 
 def add_connection(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tls", action="store_true", help="encrypt, and trust the authorities that this machine trusts")
+    group.add_argument("--tls", action="store_true", help="use TLS, with the certificate authorities of this machine")
     for name, text in FILES.items():
         group.add_argument("--" + name.replace("_", "-"), metavar="FILE", type=Path, help=text)
 
 
 def client_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Those of jengine.client.Client.
+    """Options for jengine.client.Client.
 
     Raises:
-        InvalidArgument: the key's file cannot be read.
+        InvalidArgument: the key file cannot be read.
     """
     try:
         key = None if options.api_key_file is None else options.api_key_file.read_text().strip()
@@ -40,7 +40,7 @@ def client_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def connect(address: str, options: argparse.Namespace) -> Client:
-    """To the server at host:port."""
+    """Creates a client for the server at host:port."""
     from jengine.client import Client
 
     return Client(address, **client_options(options))

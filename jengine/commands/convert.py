@@ -1,4 +1,4 @@
-"""`jengine convert`: a checkpoint that restores straight onto the devices."""
+"""`jengine convert`: writes a checkpoint that is restored directly onto the devices."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from jengine.config import DTYPES
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "convert",
-        help="write a model as a checkpoint that restores straight onto the devices",
-        description="Write a model as an Orbax checkpoint, with its parameters as programs take them and its tokenizer's files beside\n"
-        "it. DIR then loads as any model: `jengine generate DIR`, `jengine chat DIR`. Needs the memory of the largest\n"
-        "parameter, and no accelerator.",
+        help="write a model as a checkpoint that is restored directly onto the devices",
+        description="Write a model as an Orbax checkpoint, with its parameters in the layout that programs use, and its tokenizer's\n"
+        "files. DIR can then be used as a model: `jengine generate DIR`, `jengine chat DIR`. Needs no accelerator, and host\n"
+        "memory for a batch of parameters: 64 MiB, and the largest parameter.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     parser.add_argument("out", metavar="DIR", type=Path, help="the folder to write, new or empty")
-    parser.add_argument("--revision", metavar="TEXT", help="of a hub id")
+    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
     parser.add_argument(
         "--dtype",
         choices=("auto", *DTYPES),
         default="auto",
-        help="to store parameters in; auto: each as the model has it (default: auto)",
+        help="dtype of the stored parameters; auto: the model's dtypes (default: auto)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no closing line")
     parser.set_defaults(run=_convert)
 
 
 def _convert(options: argparse.Namespace) -> None:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # or JAX would take most of a GPU's memory, for nothing
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # otherwise JAX would reserve most of a GPU's memory
     from jengine.checkpoints import convert
 
     folder = convert(options.model, options.out, revision=options.revision, dtype=options.dtype, progress=not options.quiet)
     if not options.quiet:
-        note(f"{folder} is written: it loads as any model, `jengine generate {folder} PROMPT`")
+        note(f"wrote {folder}; use it as a model: `jengine generate {folder} PROMPT`")

@@ -1,4 +1,4 @@
-"""`jengine explain`: what bounds an engine, of a running server or by a saved trace."""
+"""`jengine explain`: bottlenecks of a running server's engine, or of a saved trace."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SECONDS = 60.0
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "explain",
-        help="what bounds an engine, and what to change",
-        description="Say what bounds the engine of a server, or one whose trace was saved: with the evidence, the option to change,\n"
-        "and the effect that costs predict. The server allows it as `jengine trace`.",
+        help="find an engine's bottlenecks and the options to change",
+        description="Find the bottlenecks of a server's engine, or of a saved trace: the evidence, the option to change,\n"
+        "and the predicted effect. Needs the same permission as `jengine trace`.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="HOST:PORT|FILE", help="a server, or a file that `jengine trace` or Trace.save has written")
+    parser.add_argument("source", metavar="HOST:PORT|FILE", help="a server, or a file written by `jengine trace` or Trace.save")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_seconds(parser, SECONDS)
     add_connection(parser.add_argument_group("connection to a server"))
@@ -37,7 +37,7 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 def _of(options: argparse.Namespace) -> Trace:
-    """A file's, the last seconds of it; else a server's."""
+    """The trace of a file, limited to its last seconds, or of a server."""
     if Path(options.source).is_file():
         return Trace.load(options.source).last(options.seconds)
     with connect(options.source, options) as client:

@@ -1,4 +1,4 @@
-"""Flags from dataclasses: each field of SamplingParams and EngineConfig is one, with help from the docstring."""
+"""Command-line flags from dataclasses: one for each field of SamplingParams and EngineConfig, with help from docstrings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jengine import EngineConfig, SamplingParams
 
-# Where commands differ from SamplingParams: long enough to read, varied enough not to loop.
+# Defaults that differ from SamplingParams: long enough to read, random enough not to loop.
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 256}
 
 METAVARS = {str: "TEXT", float: "NUMBER", int: "N"}
 
 LIBRARY_ONLY = re.compile("; None: [^;.]*")  # a flag cannot give None
 
-# --seed is a request's. The engine's, from which requests without one draw theirs, would change nothing more.
+# --seed is the request's. The engine's seed, for requests without one, would have no further effect.
 ENGINE_SKIPS = ("model", "seed")
 
 
@@ -29,31 +29,32 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_and_engine(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
-    """A flag for each field of SamplingParams, but for those in `skip`, and of EngineConfig."""
+    """Adds flags for all fields of SamplingParams, except those in `skip`, and of EngineConfig."""
     add_fields(parser.add_argument_group("sampling"), SamplingParams, skip, SAMPLING_DEFAULTS)
     add_engine(parser)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """A flag for each field of EngineConfig, and --config."""
-    engine = parser.add_argument_group("engine", "Also JENGINE_* variables, and lines of a TOML file, as for `jengine serve`.")
+    """Adds flags for all fields of EngineConfig, and --config."""
+    engine = parser.add_argument_group("engine", "May also be set by JENGINE_* variables or in a TOML file, as for `jengine serve`.")
     engine.add_argument("--config", metavar="FILE", help="a TOML file of options (also JENGINE_CONFIG)")
     add_fields(engine, EngineConfig, skip=ENGINE_SKIPS)
 
 
 def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """What SamplingParams is to be made of: the given flags over the commands' defaults."""
+    """Fields for SamplingParams: the given flags, and the commands' defaults."""
     return {**SAMPLING_DEFAULTS, **given_fields(options, SamplingParams)}
 
 
 def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that were given as flags, JENGINE_* variables or in a file, as for `jengine serve`. They are checked here,
-    before the seconds that importing jax takes.
+    """Engine options given as flags, JENGINE_* variables or in a file, as for `jengine serve`.
+
+    They are validated here, before jax is imported, which takes seconds.
 
     Raises:
-        InvalidArgument: an unknown name or a value out of range; says where it was given.
+        InvalidArgument: an unknown name or a value out of range; the message says where it was given.
     """
-    from jengine.serving.config import given_options, naming_source  # plain data: no network comes with it
+    from jengine.serving.config import given_options, naming_source  # plain data; imports no network code
 
     flags = given_fields(options, EngineConfig, skip=ENGINE_SKIPS)
     config = {} if options.config is None else {"config": options.config}
@@ -65,7 +66,7 @@ def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_fields(group: argparse._ArgumentGroup, of: type, skip: tuple[str, ...] = (), defaults: dict[str, Any] | None = None) -> None:
-    """A --kebab-case flag for each field of a dataclass, with help from its docstring's Args."""
+    """Adds a --kebab-case flag for each field of a dataclass, with help from the Args section of its docstring."""
     hints, helps = get_type_hints(of), _field_helps(of)
     for field in dataclasses.fields(of):
         if field.name in skip:
@@ -80,7 +81,7 @@ def add_fields(group: argparse._ArgumentGroup, of: type, skip: tuple[str, ...] =
         group.add_argument(
             "--" + field.name.replace("_", "-"),
             dest=field.name,
-            default=argparse.SUPPRESS,  # only what was given is passed on
+            default=argparse.SUPPRESS,  # only given options are passed on
             help=text.replace("%", "%%"),
             **flag,
         )
@@ -93,7 +94,7 @@ def given_fields(options: argparse.Namespace, of: type, skip: tuple[str, ...] = 
 
 
 def _flag(hint: Any) -> dict[str, Any]:
-    """argparse's options for a value of this type. Of a union it takes the most general: a list, text, then numbers."""
+    """argparse options for a value of this type. For a union, the most general type: a list, then text, then numbers."""
     kinds = [kind for kind in (get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)) if kind is not type(None)]
     listed = [get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)]
     if listed:
@@ -116,14 +117,14 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _plain(text: str, of: type) -> str:
-    """A field's help for users of the command: without clauses about None, and with the numbers that constants stand for."""
+    """A field's help text for the command line: without clauses about None, and with numbers in place of constants."""
     constants = vars(sys.modules[of.__module__])
     return re.sub(r"\bMAX_\w+", lambda name: f"{constants[name[0]]:,}", LIBRARY_ONLY.sub("", text))
 
 
 def _field_helps(of: type) -> dict[str, str]:
-    """The Args section of a docstring: name to text, on one line. Empty under -OO, where there are no docstrings."""
-    text = inspect.cleandoc(of.__doc__ or "")  # Python 3.13 takes indentation from docstrings
+    """The Args section of a docstring as {name: text}, without line breaks. Empty under -OO, which drops docstrings."""
+    text = inspect.cleandoc(of.__doc__ or "")  # Python 3.13 removes indentation from docstrings
     section = re.search(r"\nArgs:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL)
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8,}.*)*)", section[1] if section else "", re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

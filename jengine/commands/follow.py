@@ -1,4 +1,4 @@
-"""What a command does in a process whose --process-id is not 0: it follows process 0, which takes the requests."""
+"""Runs a command in a process whose --process-id is not 0: it follows process 0, which takes the requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jengine.commands.flags import engine_fields
 
 
 def follows(options: argparse.Namespace) -> bool:
-    """Whether this process is such a one; then process 0 has ended when this returns."""
+    """Whether this process follows process 0. If so, process 0 has ended when this returns."""
     if not getattr(options, "process_id", 0):
         return False
     fields = engine_fields(options)

@@ -1,4 +1,4 @@
-"""`jengine generate`: one prompt, streamed to the terminal; or, with --input, a file of them (see batch.py)."""
+"""`jengine generate`: completes a prompt, streamed to the terminal, or with --input a file of prompts (see batch.py)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jengine.commands.flags import add_model, add_sampling_and_engine, engine_fi
 from jengine.commands.follow import follows
 from jengine.commands.terminal import note, write
 
-_LOADED = time.monotonic()  # stands in for the process's start where /proc is missing
+_LOADED = time.monotonic()  # replaces the process's start time if /proc is missing
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "generate",
-        help="complete a prompt, streaming to the terminal; or a file of prompts",
-        description="Complete a prompt, streaming the text to stdout as it comes; progress and statistics go to stderr.\n"
+        help="complete a prompt, streamed to the terminal, or a file of prompts",
+        description="Complete a prompt and stream the text to stdout; progress and statistics go to stderr.\n"
         "With --input, complete a file of prompts instead.",
         epilog=batch.FORMAT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -39,14 +39,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--input", type=Path, metavar="FILE", help="requests: JSON lines, an OpenAI batch file, Parquet or CSV; - reads stdin"
     )
     files.add_argument(
-        "--output", type=Path, metavar="FILE", help="answers, appended as they come; lines that have one are skipped (default: stdout)"
+        "--output", type=Path, metavar="FILE", help="answers, appended as they finish; lines with an answer are skipped (default: stdout)"
     )
-    files.add_argument(
-        "--input-format", choices=batch.FORMATS, help="see below; auto goes by the file's name and first line (default: auto)"
-    )
-    files.add_argument("--prompt-column", metavar="NAME", help="of a Parquet or CSV file: the column of the prompts")
-    files.add_argument("--served-model-name", metavar="NAME", help="that bodies of an OpenAI batch file ask for (default: MODEL)")
-    files.add_argument("--retry-errors", action="store_true", help="answer lines again that failed in an earlier run")
+    files.add_argument("--input-format", choices=batch.FORMATS, help="see below; auto uses the file's name and first line (default: auto)")
+    files.add_argument("--prompt-column", metavar="NAME", help="the column of prompts in a Parquet or CSV file")
+    files.add_argument("--served-model-name", metavar="NAME", help="model name in the bodies of an OpenAI batch file (default: MODEL)")
+    files.add_argument("--retry-errors", action="store_true", help="answer lines again that failed in earlier runs")
     add_sampling_and_engine(parser)
     parser.set_defaults(run=_generate)
 
@@ -74,17 +72,19 @@ def _generate_one(options: argparse.Namespace) -> None:
     from jengine import LLM
 
     llm = LLM(options.model, progress=not options.quiet, **engine_options)
-    outputs = llm.stream(prompt, params)  # refuses bad input here, before anything is written
+    outputs = llm.stream(prompt, params)  # rejects bad input before anything is written
     tokens, times = _show(outputs, params.n, prompt if options.echo else "")
     if not (options.no_stats or options.quiet):
         _print_stats(llm.stats, tokens, times)
 
 
 def _show(outputs: Iterable[RequestOutput], n: int, echo: str) -> tuple[int, list[float]]:
-    """Write completions one below the other, the first unfinished one as it comes. Returns all their tokens, and the monotonic
-    seconds at which they grew."""
+    """Prints completions one below the other, streaming the first unfinished one.
+
+    Returns the number of tokens in all completions, and the times (time.monotonic()) at which they grew.
+    """
     tokens, times = 0, []
-    index, seen = 0, 0  # of the completion that is being written: its place, and its characters so far
+    index, seen = 0, 0  # of the completion being printed: its index, and its number of printed characters
     write(_head(index, n) + echo)
     for out in outputs:
         times.append(time.monotonic())
@@ -106,12 +106,12 @@ def _head(index: int, n: int) -> str:
 
 
 def _stdin() -> str:
-    """All of it; bytes that are no UTF-8 become surrogates, as in arguments, and the tokenizer refuses those."""
+    """Reads all of stdin. Invalid UTF-8 becomes surrogates, as in arguments, which the tokenizer rejects."""
     return sys.stdin.buffer.read().decode(errors="surrogateescape")
 
 
 def _print_stats(stats: dict[str, Any], tokens: int, times: list[float]) -> None:
-    """One dim line."""
+    """Prints a dim line of statistics."""
     parts = [f"{tokens} tokens"]
     if len(times) > 1:
         parts.append(f"{(tokens - 1) / (times[-1] - times[0]):.1f} tokens/s")
@@ -123,11 +123,11 @@ def _print_stats(stats: dict[str, Any], tokens: int, times: list[float]) -> None
 
 
 def _process_start() -> float:
-    """When this process started, on the clock of time.monotonic: so that loading Python itself counts."""
+    """Start of this process on the clock of time.monotonic(), so that loading Python is included."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
-        age = uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of the line: start, in ticks after boot
+        age = uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of the line: start time in ticks after boot
     except (OSError, ValueError, IndexError):
         return _LOADED
     return time.monotonic() - age

@@ -1,6 +1,5 @@
-"""`jengine plan`: whether a model fits a GPU that is not there, how many sequences it then serves, and how fast at most; and what
-steps cost on this machine, where it has run.
-"""
+"""`jengine plan`: memory, number of sequences and speed bounds of a model on an absent GPU, or measured step
+costs here."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "plan",
         help="memory, sequences and speed bounds of a model on a GPU; or what its steps cost here",
-        description="Print what a model takes of a GPU's memory, how many sequences fit, and the speed that the hardware allows:\n"
-        "from config.json and the device's data sheet alone. The exit code is 1 if it does not fit. With --costs, print what its steps\n"
-        "cost on this machine, as engines with the same options have measured; the exit code is 1 if none has.",
+        description="Print a model's use of a GPU's memory, the number of sequences that fit, and bounds on its speed:\n"
+        "from config.json and the device's data sheet alone. The exit code is 1 if it does not fit. With --costs, print step costs\n"
+        "that engines with the same options have measured on this machine; the exit code is 1 if there are none.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
-    add_target(parser, "needed without --costs")
+    add_target(parser, "required without --costs")
     parser.add_argument("--costs", action="store_true", help="print measured costs of steps on this machine, instead of a plan")
-    parser.add_argument("--exact", action="store_true", help="compile the largest programs, to know their memory (needs the extra aot)")
+    parser.add_argument("--exact", action="store_true", help="compile the largest programs to get their exact memory (needs the extra aot)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_fields(parser.add_argument_group("engine"), EngineConfig, skip=SKIPS)
     parser.set_defaults(run=_plan)
@@ -35,7 +34,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.costs:
         return _costs(options)
     if options.target is None:
-        raise InvalidArgument("target", None, "must be given; --costs needs none")
+        raise InvalidArgument("target", None, "must be given, except with --costs")
     config = config_for(options)
     from jengine.planning.plan import make_plan
     from jengine.planning.report import report
@@ -50,7 +49,7 @@ def _costs(options: argparse.Namespace) -> int:
         if getattr(options, name):
             raise InvalidArgument(name, getattr(options, name), "cannot be combined with --costs, which are measured on this machine")
     config = config_for(options)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory may be an engine's
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory may belong to an engine
     from jengine.engine.start import describe_engine, saved_costs
     from jengine.observe.cost_report import cost_report
 

@@ -9,21 +9,23 @@ from jengine import EngineConfig, JengineError
 from jengine.commands.flags import add_fields
 
 EPILOG = """\
-Each option may also be given as an environment variable (JENGINE_PORT=8000) or in a TOML file (port = 8000), whose path is --config or
-JENGINE_CONFIG; MODEL too, as `model`. A flag is stronger than a variable, a variable than the file.
+Each option may also be given as an environment variable (JENGINE_PORT=8000) or in a TOML file (port = 8000),
+whose path is given by --config or JENGINE_CONFIG. MODEL may be given there too, as `model`. Flags override
+variables, and variables override the file.
 
-SIGTERM: health says NOT_SERVING, and requests are accepted for --lame-duck-seconds more. Then, or at Ctrl-C: nothing new is accepted,
-requests in flight have --drain-seconds, then they are aborted. A second Ctrl-C ends it at once.
+SIGTERM: health reports NOT_SERVING, and requests are accepted for --lame-duck-seconds more. After that, or at
+Ctrl-C, no new request is accepted, and running ones have --drain-seconds before they are aborted. A second
+Ctrl-C exits immediately.
 """
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from jengine.serving.config import SERVED, ServerConfig  # plain data; the server itself comes when it is asked for
+    from jengine.serving.config import SERVED, ServerConfig  # plain data; the server itself is imported later
 
     parser = commands.add_parser(
         "serve",
         help="serve a model over gRPC",
-        description="Serve a model over gRPC. One line on stdout says when it is ready; progress and the log go to stderr.",
+        description="Serve a model over gRPC. Prints one line to stdout when it is ready; progress and the log go to stderr.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -56,6 +58,6 @@ def _serve(options: argparse.Namespace) -> None:
 
     try:
         app.run(server, engine.model, lambda on_end: EngineProcess.of(engine, on_end, server.watchdog_seconds))
-    except JengineError as error:  # not of what was typed, but of what was found: the port is taken, the model cannot be read
+    except JengineError as error:  # caused by the environment rather than the options: the port is in use, the model cannot be read
         print(f"jengine: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -1,4 +1,5 @@
-"""`jengine simulate`: what an engine would do with a trace of requests, by the real scheduler and the measured costs of its steps."""
+"""`jengine simulate`: predicts how an engine serves a trace of requests, with the real scheduler and measured
+step costs."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
     from jengine.simulation.summary import Targets
     from jengine.simulation.trace import Trace
 
-SAMPLERS: dict[str, dict[str, Any]] = {  # what all requests ask for, by the sampler that this takes
+SAMPLERS: dict[str, dict[str, Any]] = {  # sampling parameters of all requests, by the sampler that they need
     "greedy": {"temperature": 0.0},
     "sample": {"temperature": 1.0},
     "truncated": {"temperature": 0.8, "top_p": 0.95},
     "full": {"temperature": 0.8, "top_p": 0.95, "logprobs": 1},
 }
 TRACES = """\
-A trace is a recording of jengine's (--record-trace of the other commands), Azure's LLM inference CSV, BurstGPT's CSV, or Mooncake's JSONL.
-Requests are as long as it says, whatever they generate. Nothing is loaded, compiled or run.
+A trace is a recording by jengine (--record-trace of other commands), Azure's LLM inference CSV, BurstGPT's CSV,
+or Mooncake's JSONL. Requests have the trace's lengths. No model is loaded, compiled or run.
 """
 
 
@@ -52,16 +53,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:
-    """The trace, its requests, their targets, and what steps cost."""
+    """Adds options for the trace, its requests, their targets, and step costs."""
     parser.add_argument("trace", metavar="TRACE", type=Path, help="a file of requests, see below")
-    parser.add_argument("--rate-scale", metavar="NUMBER", type=float, default=1.0, help="requests come so many times as fast (default: 1)")
-    parser.add_argument("--requests", metavar="N", type=int, help="the first N of them")
+    parser.add_argument("--rate-scale", metavar="NUMBER", type=float, default=1.0, help="factor on the arrival rate (default: 1)")
+    parser.add_argument("--requests", metavar="N", type=int, help="use only the first N requests")
     parser.add_argument("--sampler", choices=SAMPLERS, default="greedy", help="the sampler that all requests need (default: greedy)")
-    parser.add_argument("--costs", metavar="FILE", type=Path, help="what steps cost: a file of the cache's folder `costs`, of any machine")
+    parser.add_argument("--costs", metavar="FILE", type=Path, help="step costs: a file from the folder `costs` of any machine's cache")
     text = "milliseconds to the first token, for goodput (default: ttft_ms)"
     parser.add_argument("--target-ttft-ms", metavar="NUMBER", type=float, help=text)
     parser.add_argument(
-        "--target-tpot-ms", metavar="NUMBER", type=float, help="and for each output token after it, on average (default: tpot_ms)"
+        "--target-tpot-ms", metavar="NUMBER", type=float, help="mean milliseconds for each further output token (default: tpot_ms)"
     )
     parser.add_argument(
         "--target-share", metavar="NUMBER", type=float, default=0.95, help="share of requests that should meet them (default: 0.95)"
@@ -69,7 +70,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def given_trace(options: argparse.Namespace) -> Trace:
-    """The trace, as it is to be run."""
+    """The trace, with the given changes."""
     import numpy as np
 
     from jengine.simulation.formats import read_trace
@@ -83,7 +84,7 @@ def given_trace(options: argparse.Namespace) -> Trace:
 
 
 def given_targets(options: argparse.Namespace, config: EngineConfig) -> Targets:
-    """Those of the command, else the engine's."""
+    """Targets given to the command, or else the engine's."""
     from jengine.simulation.summary import Targets
 
     ttft, tpot = options.target_ttft_ms or config.ttft_ms, options.target_tpot_ms or config.tpot_ms
@@ -91,7 +92,7 @@ def given_targets(options: argparse.Namespace, config: EngineConfig) -> Targets:
 
 
 def params(options: argparse.Namespace) -> SamplingParams:
-    """Of all requests, but for their lengths."""
+    """Sampling parameters of all requests, except their lengths."""
     return SamplingParams(ignore_eos=True, **SAMPLERS[options.sampler])
 
 
@@ -102,7 +103,7 @@ def _simulate(options: argparse.Namespace) -> int:
     targets, trace = given_targets(options, config), given_trace(options)
     if options.replicas == "auto" and not targets.given(trace):
         raise InvalidArgument("replicas", "auto", "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory may be an engine's
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory may belong to an engine
     from jengine.simulation.setup import Setup
 
     shape = Setup.of(config, options.costs).shape()

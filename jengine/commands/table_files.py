@@ -1,4 +1,4 @@
-"""Parquet and CSV files, read and written in parts that fit into memory."""
+"""Reads and writes Parquet and CSV files in parts that fit into memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jengine import InvalidArgument
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROWS = 1024  # in memory at a time
-BLOCK = 2**24  # bytes of a CSV file that are read at a time; a row must fit
+ROWS = 1024  # rows in memory at a time
+BLOCK = 2**24  # bytes of a CSV file read at a time; a row must fit
 
 
 @contextlib.contextmanager
 def reading(path: Path, field: str = "input") -> Iterator[None]:
-    """Raises InvalidArgument for a table that cannot be read."""
+    """Raises InvalidArgument if the table cannot be read."""
     import pyarrow as pa
 
     try:
@@ -31,7 +31,7 @@ def reading(path: Path, field: str = "input") -> Iterator[None]:
 
 
 def schema_of(path: Path, kind: str) -> pa.Schema:
-    """Its columns; those of CSV are text."""
+    """The table's columns. Those of CSV are text."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -43,7 +43,7 @@ def schema_of(path: Path, kind: str) -> pa.Schema:
 
 
 def batches_of(path: Path, kind: str, schema: pa.Schema, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """At most ROWS at a time."""
+    """Batches of at most ROWS rows."""
     from pyarrow import csv as tables
     from pyarrow import parquet
 
@@ -71,7 +71,7 @@ def rows_of(path: Path, kind: str, schema: pa.Schema) -> int:
 
 
 def writer_of(path: Path, kind: str, schema: pa.Schema) -> contextlib.AbstractContextManager[Any]:
-    """With a method write_batch."""
+    """A writer with a method write_batch."""
     from pyarrow import csv as tables
     from pyarrow import parquet
 

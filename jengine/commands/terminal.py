@@ -1,4 +1,4 @@
-"""Writing to the terminal."""
+"""Writes to the terminal."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 
 
 def write(text: str) -> None:
-    """To stdout, at once."""
+    """Writes to stdout and flushes."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """A line to stderr, dim where that is a terminal that shows styles."""
+    """Writes a line to stderr, dimmed on terminals with styles."""
     print(f"\033[2m{text}\033[0m" if _styled() else text, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""`jengine trace`: what a server's engine did of late, as a file for Perfetto."""
+"""`jengine trace`: saves a server engine's recent activity as a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from jengine.commands.connection import add_connection, connect
 from jengine.commands.terminal import note
 
 DESCRIPTION = """\
-Save what the engine of a server did of late: each step by stage, its programs, padding, predicted and measured time, and each request
-from its arrival to its end. Open the file at https://ui.perfetto.dev, or give it to `jengine explain`. It holds lengths, times and request
-ids; no texts and no tokens. The server allows it to API keys with admin=1 and, without keys, to clients on its machine.
+Save the recent activity of a server's engine: each step by stage, with its programs, padding, predicted and
+measured time; and each request from its arrival to its end. Open the file at https://ui.perfetto.dev, or pass
+it to `jengine explain`. It contains lengths, times and request ids, but no texts and tokens. A server allows
+this for API keys with admin=1 or, without keys, for clients on its machine.
 """
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "trace",
-        help="save what a server's engine did of late, for Perfetto",
+        help="save a server engine's recent activity for Perfetto",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("server", metavar="HOST:PORT", help="of a `jengine serve`")
-    parser.add_argument("--output", "-o", metavar="FILE", type=Path, default=Path("trace.json"), help="to write (default: trace.json)")
+    parser.add_argument("server", metavar="HOST:PORT", help="address of a `jengine serve`")
+    parser.add_argument(
+        "--output", "-o", metavar="FILE", type=Path, default=Path("trace.json"), help="the output file (default: trace.json)"
+    )
     add_seconds(parser, None)
     add_connection(parser.add_argument_group("connection"))
     parser.set_defaults(run=_trace)
@@ -32,7 +35,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def add_seconds(parser: argparse.ArgumentParser, default: float | None) -> None:
     shown = "all that the server keeps, 8192 steps" if default is None else f"{default:g}"
-    parser.add_argument("--seconds", metavar="NUMBER", type=float, default=default, help=f"of the last so many seconds (default: {shown})")
+    parser.add_argument(
+        "--seconds", metavar="NUMBER", type=float, default=default, help=f"length of the period up to now (default: {shown})"
+    )
 
 
 def check_seconds(seconds: float | None) -> None:

@@ -1,4 +1,4 @@
-"""`jengine tune`: options for a trace of requests, found by simulation and written as a file for --config."""
+"""`jengine tune`: searches options for a trace of requests by simulation, and writes them as a file for --config."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--objective",
         choices=("goodput", "latency", "throughput"),
-        help="what to raise: the share of requests within targets, the speed of a request on average, or output tokens a second "
-        "(default: goodput where there are targets, else latency)",
+        help="what to improve: the share of requests within targets, a request's mean latency, or output tokens a second "
+        "(default: goodput if there are targets, otherwise latency)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_engine(parser)
@@ -49,7 +49,7 @@ def _tune(options: argparse.Namespace) -> int:
     config = EngineConfig.of(options.model, given)
     targets, trace = given_targets(options, config), given_trace(options)
     objective: Objective = options.objective or ("goodput" if targets.given(trace) else "latency")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU's memory may be an engine's
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU's memory may belong to an engine
     from jengine.simulation.setup import Setup
     from jengine.simulation.tune import Search, values
 
@@ -84,5 +84,5 @@ def _gain(objective: Objective, tuned: Tuned) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Text, numbers and booleans are written as in JSON."""
+    """Text, numbers and booleans have the same form as in JSON."""
     return json.dumps(value if isinstance(value, bool | int | float) else str(value))

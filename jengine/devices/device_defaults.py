@@ -1,4 +1,4 @@
-"""Sizes that an engine takes where its options give none: by the kind of device, in one table."""
+"""Default sizes of an engine by kind of device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jengine.config import EngineConfig, check_budget
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Options of EngineConfig of the same names, for one kind of device."""
+    """The options of EngineConfig with these names, for one kind of device."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -18,8 +18,8 @@ class Sizes:
     compile_threads: int
 
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # of this process
-PROMPT_TOKENS = {"cpu": 64, "gpu": 1024}  # of the one prefill program of a batch-invariant table: enough to be bound by products
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # available to this process
+PROMPT_TOKENS = {"cpu": 64, "gpu": 1024}  # tokens of a batch-invariant table's only prefill program: enough to be compute-bound
 DEFAULTS = {
     "cpu": Sizes(max_num_seqs=32, max_num_batched_tokens=512, page_size=16, compile_threads=2),
     "gpu": Sizes(max_num_seqs=256, max_num_batched_tokens=8192, page_size=64, compile_threads=CORES),
@@ -27,11 +27,12 @@ DEFAULTS = {
 
 
 def sizes(config: EngineConfig, platform: str) -> Sizes:
-    """The options that were given, and the defaults of the platform ("cpu" or "gpu") for the others. The default budget of tokens
-    grows with max_num_seqs where that was given.
+    """The given options, with the defaults of the platform ("cpu" or "gpu") for the others.
+
+    The default token budget grows with max_num_seqs.
 
     Raises:
-        InvalidArgument: a step cannot carry max_num_seqs rows and a tile.
+        InvalidArgument: a step cannot hold max_num_seqs rows and a tile.
     """
     default = asdict(DEFAULTS[platform])
     if config.max_num_seqs is not None:

@@ -1,4 +1,4 @@
-"""What is known of a device that need not be there."""
+"""Data sheets of devices, which need not be present."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class DeviceSpec:
     Attributes:
         capability: compute capability, such as "9.0".
         memory: bytes.
-        bandwidth: of its memory, bytes a second.
-        rates: operations a second in dense matrix products, by dtype.
-        link: bytes a second that it sends to the other devices of its host.
-        cores: multiprocessors.
+        bandwidth: memory bandwidth in bytes a second.
+        rates: operations a second of dense matrix products, by dtype.
+        link: bytes a second that it can send to other devices of its host.
+        cores: number of multiprocessors.
     """
 
     name: str
@@ -33,7 +33,7 @@ class DeviceSpec:
 
 
 def device_spec(target: str) -> DeviceSpec:
-    """Of a device such as 'h200'.
+    """The data sheet of a device such as 'h200'.
 
     Raises:
         ValueError: there are no files for it.

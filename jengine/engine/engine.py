@@ -1,4 +1,4 @@
-"""The one loop: schedule -> pack -> run -> collect. Knows tokens, no text."""
+"""The engine loop: schedule, pack, run, collect. Handles tokens, no text."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ BATCH_POLL_SECONDS = 0.005
 
 
 class Engine:
-    """Requests, and the loop that works on them.
+    """Requests, and the loop that serves them.
 
     Attributes:
-        model: its configuration.
-        records: of the last steps and requests.
+        model: the model's configuration.
+        records: the most recent steps and requests.
 
     Args:
-        overlap: dispatch a step before the last one's tokens are read.
-        seed: from which requests without a seed of their own draw theirs.
-        num_programs: of the table, all kinds together.
-        programs: those that become ready later; None: all of them are.
-        save_costs: called once, when the engine is closed or forgotten.
-        recorder: notes each request that has ended.
-        embedder: how the model embeds; None: the table has no programs for it.
+        overlap: whether to dispatch a step before the previous one's tokens are read.
+        seed: seeds the random seeds of requests that set none.
+        num_programs: number of programs in the table, of all kinds.
+        programs: programs that become ready later; None: all are ready.
+        save_costs: called once, when the engine is closed or garbage-collected.
+        recorder: records each finished request.
+        embedder: how the model embeds; None: the table has no programs for embeddings.
     """
 
     def __init__(
@@ -82,26 +82,26 @@ class Engine:
         self._embedder = embedder
         self.records = StepRecorder(scheduler, overlap=overlap)
         self._seeds = random.Random(seed)
-        self._in_flight: deque[tuple[StepRecord, bool, InFlight]] = deque()  # and whether its seconds say what it costs
+        self._in_flight: deque[tuple[StepRecord, bool, InFlight]] = deque()  # the flag says whether the step's duration may update costs
         self._clock = StepClock()
         self._programs = programs
-        self._taken = -1  # of these programs
+        self._taken = -1  # number of these programs in use
         self._num_programs = num_programs
         self._masks = MaskThread(MASK_SECONDS)
         self._compiles_at_start = compile_count()
         self._outlook = Outlook(scheduler)
         self._recorder = recorder
         note_engine(self)
-        self._save_costs = None if save_costs is None else weakref.finalize(self, save_costs)  # at exit at the latest
+        self._save_costs = None if save_costs is None else weakref.finalize(self, save_costs)  # runs at exit at the latest
 
     @property
     def compiles_since_start(self) -> int:
-        """XLA compilations in this process since warm-up; each is a bug, here or in what else the process runs."""
+        """XLA compilations in this process since warm-up. Each is a bug, here or in other code of the process."""
         return compile_count() - self._compiles_at_start
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a step unread."""
+        """Whether a request is unfinished or a step has not been read."""
         return self.scheduler.has_work or bool(self._in_flight)
 
     @property
@@ -111,7 +111,7 @@ class Engine:
 
     @property
     def limits(self) -> Limits:
-        """What it can answer at all."""
+        """Limits of requests that it can serve."""
         scheduler = self.scheduler
         return Limits(
             sequence=scheduler.sequence,
@@ -124,7 +124,7 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        """How busy it is now. May be read from any thread."""
+        """Current load. Thread-safe."""
         return load_of(
             self.scheduler,
             compiles_since_start=self.compiles_since_start,
@@ -134,11 +134,12 @@ class Engine:
         )
 
     def add(self, *requests: Request) -> list[Sequence]:
-        """Queue a request, or all of a prompt's, which differ in their sample index and have one seed: where they bring none, they
-        draw one together. `limits` has let them pass: what takes requests validates them, once.
+        """Queues a request, or all requests of a prompt, which differ only in their sample index and share a seed.
+
+        If they set no seed, a random one is drawn for all. The caller must have validated them with `limits`.
 
         Raises:
-            InvalidArgument: an id is in use. Nothing has been queued then.
+            InvalidArgument: an id is in use. Nothing is queued in this case.
         """
         for request in requests:
             self.scheduler.check_id(request.request_id)
@@ -150,7 +151,7 @@ class Engine:
         return [sequence, *[add(request, seed=seed, eos_token_ids=eos, family=sequence.number) for request in requests[1:]]]
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
-        """End a request for the caller's reason, such as a stop string in its text or an abort. False where it has already ended."""
+        """Ends a request at the caller's wish (stop string, abort). Returns False if it has already ended."""
         sequence = self.scheduler.find(request_id)
         if sequence is not None:
             self.scheduler.finish(sequence, reason, stop_reason)
@@ -158,40 +159,42 @@ class Engine:
         return sequence is not None
 
     def costs(self) -> CostReport:
-        """What steps cost, as measured so far. May be asked from any thread."""
+        """Step costs as measured so far. Thread-safe."""
         return cost_report(self.scheduler.costs)
 
     def trace(self, seconds: float | None = None) -> Trace:
-        """What it did in the last so many seconds, or in all that are kept. May be asked from any thread."""
+        """Records of the last `seconds` seconds, or all that are kept. Thread-safe."""
         return self.records.trace(seconds)
 
     def memory_parts(self) -> dict[str, int]:
-        """Bytes of weights, cache and programs, on this process's devices. May be asked from any thread."""
+        """Bytes of weights, cache and programs on this process's devices. Thread-safe."""
         return self.runner.memory_parts()
 
     @property
     def on_host(self) -> bool:
-        """Whether its devices' memory is this process's."""
+        """Whether device memory is this process's host memory."""
         return self.runner.on_host
 
     def totals(self) -> StepTotals:
-        """What all steps since the start add up to. May be asked from any thread."""
+        """Totals over all steps since the start. Thread-safe."""
         return self.records.totals()
 
     def passed_on(self) -> None:
-        """What `step` returned was made text of, or was sent."""
+        """The caller has converted the output of `step` to text, or sent it."""
         self.records.passed_on(time.perf_counter())
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages: no later request finds one. Requests that run keep theirs. Returns whether it was done."""
+        """Forgets all cached pages, so no later request finds one. Running requests keep theirs. Returns
+        whether it was done."""
         return self.scheduler.reset_prefix_cache()
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Until all programs are ready, or no more will be, at most `timeout` seconds. Returns whether all are."""
+        """Waits at most `timeout` seconds until all programs are ready or no more will be. Returns whether all
+        are ready."""
         return self._programs is None or self._programs.wait(timeout)
 
     def close(self) -> None:
-        """Begin to compile nothing more, and save what steps were found to cost. May be called again."""
+        """Stops compiling and saves step costs. May be called repeatedly."""
         if self._programs is not None:
             self._programs.stop()
         if self._save_costs is not None:
@@ -200,7 +203,7 @@ class Engine:
             self._recorder.close()
 
     def step(self) -> list[Update]:
-        """Dispatch the next step, then read the one before it. Returns what was read."""
+        """Dispatches the next step, then reads the previous one. Returns its updates."""
         if self._programs is not None and self._taken < self._programs.ready:
             self._take_programs(self._programs)
         updates = self._read_all_but(0) if self.scheduler.awaits_beams else []
@@ -221,14 +224,14 @@ class Engine:
         masked = plan.sampler.variant == "full" and bool(self._masked(plan))
         if masked:
             begun = self.runner.begin(plan)
-            updates += self._read_all_but(0)  # a mask depends on the token before it; the trunk works meanwhile
+            updates += self._read_all_but(0)  # a mask depends on the previous token; the trunk runs meanwhile
             unmasked = time.perf_counter()
             mask, failed = self._mask(plan)
             updates += failed
             masking = time.perf_counter() - unmasked
             step = self.runner.sample(begun, mask)
             now = time.perf_counter()
-            self._clock.pause()  # masks are no part of collecting a step
+            self._clock.pause()  # computing masks does not count as collecting a step
         else:
             masking = 0.0
             step = self.runner.dispatch(plan)
@@ -242,7 +245,7 @@ class Engine:
         return updates
 
     def _plan(self) -> tuple[StepPlan | None, bool]:
-        """The next step, and whether pages move before it between the device and the host."""
+        """Plans the next step. Returns it, and whether pages move between device and host before it."""
         scheduler = self.scheduler
         if scheduler.blocks.tier is None:
             return scheduler.schedule(), False
@@ -253,17 +256,17 @@ class Engine:
         return plan, swaps is not None
 
     def set_strategy(self, strategy: StrategyName) -> None:
-        """From the next step on; see EngineConfig.strategy. One that `limits` lets pass."""
+        """Takes effect at the next step; see EngineConfig.strategy. The strategy must be one that `limits` accepts."""
         self.scheduler.set_strategy(strategy)
 
     def _rejected(self) -> list[Update]:
-        """Requests whose targets cannot be met, which the scheduler has just ended."""
+        """Updates for requests that the scheduler has just rejected, since their targets cannot be met."""
         rejected, self.scheduler.rejected = self.scheduler.rejected, []
         self._note_ended()
         return [Ended(sequence.request_id, "abort", REJECTED) for sequence in rejected]
 
     def _wait_for_batch(self) -> None:
-        """Nothing can run until a batch has formed; new requests come in meanwhile, so that is looked at every few milliseconds."""
+        """Sleeps until a batch forms. Wakes every few milliseconds to admit new requests."""
         wait = self.scheduler.wakes_at - self.scheduler.clock()
         if 0.0 < wait < math.inf:
             time.sleep(min(wait, BATCH_POLL_SECONDS))
@@ -288,33 +291,34 @@ class Engine:
         return updates
 
     def _take_programs(self, programs: Arrivals) -> None:
-        """Let the scheduler use those that have become ready."""
+        """Gives newly ready programs to the scheduler."""
         self._taken = programs.ready
         keys = (key for key in programs.keys[: self._taken] if not isinstance(key, str))
         self.scheduler.ready = ReadyPrograms(self.scheduler.table, keys)
 
     def _mask(self, plan: StepPlan) -> tuple[np.ndarray, list[Ended]]:
-        """The step's token mask, see logits.mask_words, and the requests that end here: their own mask fails, or leaves no token."""
+        """Returns the step's token mask (see logits.mask_words), and requests that end because their mask fails
+        or is empty."""
         mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
         masked = self._masked(plan)
         failures = self._masks.run([partial(fill_mask, mask[row], sequence) for row, sequence in masked])
-        failed = [(masked[i][1], error) for i, error in sorted(failures.items())]  # each this request's alone
+        failed = [(masked[i][1], error) for i, error in sorted(failures.items())]  # each error ends only its own request
         return mask, [Ended(sequence.request_id, "error", self._fail(sequence, error)) for sequence, error in failed]
 
     def _masked(self, plan: StepPlan) -> list[tuple[int, Sequence]]:
-        """Rows of the sampler whose tokens a mask limits, and their sequences, as far as they have not ended."""
+        """Sampler rows that have a mask, with their sequences, if these have not ended."""
         found = ((row, self.scheduler.running(sample.seq)) for row, sample in enumerate(plan.samples))
         return [(row, sequence) for row, sequence in found if sequence is not None and sequence.request.mask is not None]
 
     def _fail(self, sequence: Sequence, error: Exception) -> str:
-        """End one request with an error. Returns its stop_reason."""
+        """Ends one request with an error. Returns its stop_reason."""
         why = str(error) if isinstance(error, JengineError) else f"{type(error).__name__}: {error}"
         self.scheduler.finish(sequence, "error", why)
         self._note_ended()
         return why
 
     def _note_ended(self) -> None:
-        """Record the requests that have ended."""
+        """Records finished requests."""
         if self.scheduler.ended:
             now, ended = time.perf_counter(), self.scheduler.ended
             self.scheduler.ended = []
@@ -349,7 +353,7 @@ class Engine:
             if s.request.mask is not None and s.finish_reason is None:
                 try:
                     s.request.mask.accept(token)
-                except Exception as error:  # this request's alone
+                except Exception as error:  # ends only this request
                     self._fail(s, error)
             updates.append(
                 TokenUpdate(s.request_id, token, s.finish_reason, s.stop_reason, logprobs, s.num_preemptions, s.scheduled, s.num_cached)
@@ -369,7 +373,7 @@ class Engine:
         return out
 
     def _pool(self, plan: StepPlan, pooled: np.ndarray) -> None:
-        """Add tiles' sums to those of their sequences, as far as these have not ended."""
+        """Adds tiles' sums to those of their sequences, if these have not ended."""
         for i, (number, offset, length) in enumerate(self.scheduler.table.place(plan.spans).tiles):
             span = plan.spans[number]
             sequence = self.scheduler.running(span.seq)

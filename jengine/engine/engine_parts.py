@@ -1,4 +1,4 @@
-"""What an engine is made over."""
+"""Interfaces of the parts that an engine is built from."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from jengine.scheduling.step_plan import StepPlan, Swaps
 
 
 class ModelRunner(Protocol):
-    """What an engine needs from a runner."""
+    """The interface of a runner."""
 
     def dispatch(self, plan: StepPlan) -> InFlight:
-        """Start a step; returns before it has run."""
+        """Starts a step. Returns before it has run."""
 
     def begin(self, plan: StepPlan) -> PendingSample:
-        """Start a step's trunk alone."""
+        """Starts a step's trunk alone."""
 
     def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
-        """Start its sampler."""
+        """Starts the step's sampler."""
 
     def read(self, step: InFlight) -> StepResult:
-        """Wait for its tokens."""
+        """Waits for the step's tokens."""
 
     def swap(self, swaps: Swaps) -> None:
-        """Start to move pages between the device and the host, before the next step."""
+        """Starts to move pages between device and host, before the next step."""
 
     def swapped(self) -> tuple[list[int], list[int]]:
-        """Host pages whose spills have ended, and places whose pages have been staged, since the last call."""
+        """Host pages whose spills have finished, and places whose pages have been staged, since the last call."""
 
     def wait_for_staged(self) -> None:
-        """Until some pages have been staged, if any are on their way."""
+        """Waits until some pages have been staged, if any are in transfer."""
 
     def memory_parts(self) -> dict[str, int]:
-        """Bytes on this process's devices, by what they are for."""
+        """Bytes on this process's devices, by use."""
 
     @property
     def on_host(self) -> bool:
-        """Whether the devices' memory is this process's."""
+        """Whether device memory is this process's host memory."""
 
 
 class Arrivals(Protocol):

@@ -1,4 +1,4 @@
-"""What an engine can answer: plain data, so that impossible requests are rejected before they are queued."""
+"""Limits of an engine as plain data, so that impossible requests are rejected before they are queued."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jengine.scheduling.sequence_limits import SequenceLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Plain data: it may cross threads and processes.
+    """Plain data that can be sent to other threads and processes.
 
     Attributes:
         sequence: the limits of one sequence.
@@ -31,35 +31,39 @@ class Limits:
     embedder: Embedder | None = None
 
     def check_strategy(self, strategy: str) -> StrategyName:
-        """The same strategy.
+        """Checks that a strategy can be used, and returns it.
 
         Raises:
-            InvalidArgument: there is no such strategy, or it cannot be had with the engine's batching, or with batch_invariant.
+            InvalidArgument: unknown strategy, or one that does not work with the engine's batching or with
+                batch_invariant.
         """
         for known in self.strategies:
             if strategy == known:
                 return known
-        why = "" if strategy not in STRATEGIES else "; the others need batching continuous and batch_invariant off"
+        why = "" if strategy not in STRATEGIES else "; the others need batching='continuous' and batch_invariant=False"
         raise InvalidArgument("strategy", strategy, f"must be one of {', '.join(self.strategies)}{why}")
 
     def validate(self, request: Request) -> None:
-        """Checks one of a prompt's requests, which stands for all of them.
+        """Checks one of a prompt's requests, as a representative of all of them.
 
         Raises:
-            InvalidArgument: token ids outside the vocabulary, and as SequenceLimits.validate; an embedding that the model cannot give.
+            InvalidArgument: token ids are outside the vocabulary, the model cannot give the embedding, or
+                SequenceLimits.validate rejects the request.
         """
         if request.pooling is not None:
             require_embedder(self.embedder).validate(request.pooling, len(request.prompt_token_ids))
         elif self.embedder is not None and not self.embedder.generates:
-            limit = "nothing can be generated: this checkpoint has no output head (lm_head.weight), the model embeds only"
+            limit = "nothing can be generated: this checkpoint has no output head (lm_head.weight); the model can only embed"
             raise InvalidArgument("max_tokens", request.params.max_tokens, limit)
         if request.beams is not None and request.beams.beam_width > self.max_num_seqs:
-            raise InvalidArgument("beam_width", request.beams.beam_width, f"at most max_num_seqs = {self.max_num_seqs}: beams run at once")
-        self.sequence.validate(request, self.eos_token_ids)  # first: it bounds the number of ids
+            raise InvalidArgument(
+                "beam_width", request.beams.beam_width, f"at most max_num_seqs = {self.max_num_seqs}: beams run in parallel"
+            )
+        self.sequence.validate(request, self.eos_token_ids)  # first, since it bounds the number of ids
         vocab = self.vocab_size
         limit = f"ids must be in [0, {vocab})"
         ids = request.prompt_token_ids
-        if set(map(type, ids)) != {int}:  # a loop over each would take ten times as long
+        if set(map(type, ids)) != {int}:  # a Python loop would take ten times as long
             raise InvalidArgument("prompt_token_ids", ids, "ids must be whole numbers")
         if not 0 <= min(ids) <= max(ids) < vocab:
             raise InvalidArgument("prompt_token_ids", next(t for t in ids if not 0 <= t < vocab), limit)

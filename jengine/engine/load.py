@@ -1,4 +1,4 @@
-"""How busy an engine is, as its scheduler knows."""
+"""An engine's load, from its scheduler's state."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jengine.updates import Load
 
 
 def load_of(scheduler: Scheduler, **engine: Any) -> Load:
-    """May be called from any thread.
+    """Thread-safe.
 
     Args:
-        engine: what the scheduler does not know of a Load.
+        engine: fields of Load that the scheduler does not know.
     """
     blocks, tier = scheduler.blocks, scheduler.blocks.tier
     load = Load(

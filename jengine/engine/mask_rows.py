@@ -9,10 +9,10 @@ from jengine.scheduling.sequence import Sequence
 
 
 def fill_mask(words: np.ndarray, sequence: Sequence) -> None:
-    """min_tokens, which programs apply too, counts here so that an empty row is seen.
+    """Writes a sequence's mask to `words`. Applies min_tokens too, as programs do, to detect an empty mask.
 
     Raises:
-        JengineError: no token is left.
+        JengineError: no token is allowed.
     """
     request = sequence.request
     assert request.mask is not None
@@ -21,4 +21,4 @@ def fill_mask(words: np.ndarray, sequence: Sequence) -> None:
         for token in sequence.suppressed_token_ids:
             words[token // 32] &= ~np.uint32(1 << token % 32)
     if not words.any():
-        raise JengineError("structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token to go on with")
+        raise JengineError("structured_outputs, allowed_token_ids, bad_words and min_tokens together allow no token")

@@ -1,4 +1,4 @@
-"""Measures what steps cost, before the first request: real pages at several contexts, steps in a row as the engine runs them."""
+"""Measures step costs before the first request, with real pages at several contexts and overlapping steps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jengine.table.pages import SWAPS
 from jengine.table.program_table import VARIANTS, BurstKey, SamplerKey, TrunkKey, Variant
 from jengine.table.ready_programs import ReadyPrograms
 
-RUNS = 4  # of each step, after one that is not counted; their lower median counts
-ENOUGH = 0.3  # seconds for a step's runs: slow ones run less often
-SHORT, LONG, LONGEST = 32, 1024, 4096  # tokens that come before rows, as far as the model and the cache go
-PASTS = 0, 1024, 2048  # and before prompts
-PARAMS = {  # what requests of a variant typically ask for
+RUNS = 4  # of each step, after a warm-up run; the lower median counts
+ENOUGH = 0.3  # seconds for all runs of a step: slow steps run less often
+SHORT, LONG, LONGEST = 32, 1024, 4096  # tokens before decode rows, as far as the model and the cache allow
+PASTS = 0, 1024, 2048  # tokens before prompts
+PARAMS = {  # typical parameters of requests of each variant
     "greedy": SamplingParams(temperature=0.0),
     "sample": SamplingParams(temperature=1.0),
     "truncated": SamplingParams(temperature=0.8, top_p=0.95),
@@ -33,7 +33,7 @@ PARAMS = {  # what requests of a variant typically ask for
 
 
 def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress: bool) -> set[TrunkKey | SamplerKey]:
-    """Add to `costs` what they lack of the programs that are ready; returns these programs. No request may have come yet."""
+    """Adds missing costs of ready programs to `costs`. Returns these programs. Must run before the first request."""
     bench = Bench(runner, ready)
     trunks = [key for key in ready.trunks() if key not in costs.trunks]
     rows = {runner.spec.table.sample_rows(key) for key in ready.trunks()}
@@ -62,22 +62,23 @@ def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress:
 
 
 class Bench:
-    """Steps without requests. Each slot owns pages of the cache, which sequences share where there are too few, and a state."""
+    """Steps without requests. Each slot has a state and pages of the cache, shared if there are too few."""
 
     def __init__(self, runner: Runner, ready: ReadyPrograms) -> None:
         self._runner, self._ready, self._spec = runner, ready, runner.spec
         spec = self._spec
         self._groups = paged(spec.groups)
         self._windows = tuple(group.window for group in self._groups)
-        self._limit = min(spec.max_model_len, (spec.num_pages - 1) // len(self._groups) * spec.page_size) - 1  # of one sequence's context
-        self._pages: set[tuple[int, int]] = set()  # (slot, index) of block tables that have been filled
+        # maximum context of a sequence
+        self._limit = min(spec.max_model_len, (spec.num_pages - 1) // len(self._groups) * spec.page_size) - 1
+        self._pages: set[tuple[int, int]] = set()  # (slot, index) of block table entries that are set
         self._params: dict[int, Variant] = {}  # by slot
 
     def rows_of(self, key: TrunkKey) -> int:
         return min(key.rows, self._spec.max_slots)
 
     def sampler(self, key: SamplerKey) -> float:
-        """Seconds of a sampler alone, run again and again over the same hidden states."""
+        """Seconds of a sampler alone, run repeatedly on the same hidden states."""
         table = self._spec.table
         trunk = min((trunk for trunk in self._ready.trunks() if table.sample_rows(trunk) == key.rows), key=table.tokens)
         plan = self.step(trunk, self.rows_of(trunk), SHORT, variant=key.variant)
@@ -86,7 +87,7 @@ class Bench:
         return self._typical(self._runner.sample(begun), lambda: self._runner.sample(begun))
 
     def slopes(self) -> Slopes:
-        """From one trunk of decode rows and one of tiles, at three contexts each."""
+        """Fits the slopes to one trunk of decode rows and one of tiles, at three contexts each."""
         trunks = self._ready.trunks()
         table = self._spec.table
         decode = max((key for key in trunks if not key.tiles), key=table.tokens)
@@ -105,7 +106,7 @@ class Bench:
         return Slopes(context, longest, _slope([(step.work.attended, self.seconds(step)) for step in steps]))
 
     def step(self, key: TrunkKey, rows: int, context: int, *, first: int | None = None, variant: Variant = "greedy") -> StepPlan:
-        """Decode rows after so many tokens, the first one after `first`; and a prompt's beginning in each tile."""
+        """Decode rows after `context` tokens, the first one after `first`, and the beginning of a prompt in each tile."""
         size = self._spec.table.tile_size
         positions = [min(at, self._limit) for at in [context if first is None else first, *[context] * (rows - 1)][:rows]]
         spans = [Span(slot, slot, position) for slot, position in enumerate(positions, 1)]
@@ -114,7 +115,7 @@ class Bench:
         return self._plan(key, spans, variant, Work(*rows_work(positions, self._windows), key.tiles * pairs(0, length, self._windows)))
 
     def burst(self, key: BurstKey) -> StepPlan:
-        """All rows, as far as there are slots, after SHORT tokens."""
+        """All rows, limited by the number of slots, after SHORT tokens."""
         at, rows = max(min(SHORT, self._limit - key.steps), 0), self.rows_of(key.trunk)
         spans = [Span(slot, slot, at, key.steps) for slot in range(1, rows + 1)]
         work = Work(*rows_work([at] * rows, self._windows))
@@ -124,18 +125,18 @@ class Bench:
         return plan
 
     def prompt(self, key: TrunkKey, past: int) -> StepPlan:
-        """One prompt in all tiles, after so many tokens of it, as far as it may go."""
+        """One prompt in all tiles, after `past` tokens if the limit allows."""
         length = min(key.tiles * self._spec.table.tile_size, self._limit + 1 - past)
         span = Span(0, 1, past, length, self._tokens(length))
         return self._plan(key, [span], "greedy", Work(attended=pairs(past, length, self._windows)))
 
     def seconds(self, plan: StepPlan) -> float:
-        """Of a step, beside others like it."""
+        """Seconds of a step among equal ones."""
         again = StepPlan(plan.trunk, plan.sampler, plan.spans, plan.samples, work=plan.work, steps=plan.steps)
         return self._typical(self._runner.dispatch(plan), lambda: self._runner.dispatch(again))
 
     def swaps(self) -> SwapCosts:
-        """Of as many pages as one call moves, or as there are; until they are there."""
+        """Seconds until a call's maximum number of pages, or all of them if there are fewer, have moved."""
         runner, count = self._runner, min(SWAPS, self._spec.staged, self._spec.num_pages - 1)
         numbers, times = range(1, count + 1), []
 
@@ -153,7 +154,7 @@ class Bench:
         return SwapCosts(*[sorted(column)[(RUNS - 1) // 2] for column in zip(*times[1:], strict=True)])
 
     def _typical(self, first: InFlight, dispatch: Callable[[], InFlight]) -> float:
-        """One is dispatched before the one before it is read, as the engine does."""
+        """Typical seconds of a step. Each is dispatched before the previous one is read, as the engine does."""
         begun = time.perf_counter()
         running, times = deque([first, dispatch()]), [begun]
         while running:
@@ -178,7 +179,7 @@ class Bench:
         return plan
 
     def _entries(self, span: Span) -> Iterable[tuple[int, int, int, int]]:
-        """Of the block tables' pages that a span needs and that are not there yet."""
+        """Block table entries that a span needs and that are not set yet."""
         spec = self._spec
         for index in range((span.start + span.length - 1) // spec.page_size + 1):
             if (span.slot, index) not in self._pages:
@@ -188,7 +189,7 @@ class Bench:
                     yield group, span.slot, index, 1 + number % (spec.num_pages - 1)
 
     def _limit_of(self, rows: int) -> int:
-        """Tokens of each of so many sequences that the cache holds apart."""
+        """Maximum tokens of each of `rows` sequences if they share no pages."""
         return max((self._spec.num_pages - 1) // len(self._groups) // rows * self._spec.page_size - 1, 1)
 
     def _tokens(self, count: int) -> list[int]:
@@ -200,7 +201,7 @@ Point = tuple[Work, float]
 
 
 def _two_slopes(base: Point, wide: Point, deep: Point) -> tuple[float, float]:
-    """Seconds for each token of context and of the longest row, neither negative: through three steps, or near them."""
+    """Seconds per token of context and of the longest row, not negative: exact for three steps, or a fit."""
     (a, b, c), (d, e, f) = (
         (point[0].context - base[0].context, point[0].longest - base[0].longest, point[1] - base[1]) for point in (wide, deep)
     )
@@ -213,7 +214,7 @@ def _two_slopes(base: Point, wide: Point, deep: Point) -> tuple[float, float]:
 
 
 def _slope(points: list[tuple[int, float]]) -> float:
-    """Of the line through these by least squares, not negative."""
+    """Slope of the least-squares line through these points, not negative."""
     count = len(points)
     x, y = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
     square = sum((at - x) ** 2 for at, _ in points)

@@ -1,4 +1,4 @@
-"""Which number formats a device is asked for."""
+"""Chooses number formats for a device."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from pallas_kernels.products import product
 
 CACHE_DTYPES = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}
 BFLOAT16_SINCE, FP8_SINCE = 8.0, 8.9  # compute capabilities: Ampere, Ada
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of a processor: x86's, ARM's
-ROWS = 8, 512  # of the products that are timed: decoding, and prompts
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # CPU features: x86, ARM
+ROWS = 8, 512  # rows of the timed products: decoding, and prompts
 REPEATS = 5
-CLEARLY = 0.8  # of float32's time: a choice that noise could turn would compile everything again
+CLEARLY = 0.8  # required share of float32's time, so that noise does not change the choice and cause compilations
 
 
 def choose_dtype(wanted: str, model: ModelConfig, device: jax.Device, root: Path) -> str:
     """The dtype of weights and activations.
 
-    auto is the checkpoint's where the device supports it; float16, with a warning, for bfloat16 on a GPU that lacks it. A CPU takes
-    bfloat16 where it has instructions for products of it, which are at least as fast as float32's at half the bytes. Otherwise a CPU takes
-    float32 unless products of this model's sizes take clearly less time in the checkpoint's: measured once and kept in `root`,
-    since saved programs depend on it.
+    With "auto" this is the checkpoint's dtype if the device supports it. A GPU without bfloat16 gets float16,
+    with a warning. A CPU with instructions for bfloat16 products uses bfloat16, since they are at least as fast
+    as float32's at half the bytes. Other CPUs use float32, unless products of this model's sizes take clearly
+    less time in the checkpoint's dtype. This is measured once and stored in `root`, since saved programs depend
+    on it.
     """
     if wanted != "auto":
         return wanted
@@ -46,12 +47,12 @@ def choose_dtype(wanted: str, model: ModelConfig, device: jax.Device, root: Path
 
 
 def check_formats(config: EngineConfig, device: jax.Device) -> None:
-    """Warns where a format is emulated."""
+    """Warns if a format is emulated."""
     if device.platform != "cpu" and _capability(device) >= FP8_SINCE:
         return
     for name in ("quantization", "kv_cache_dtype"):
         if getattr(config, name) == "fp8":
-            warnings.warn(f"{name}='fp8' is emulated on {device.device_kind}, which is slow; int8 is not", stacklevel=3)
+            warnings.warn(f"{name}='fp8' is emulated on {device.device_kind}, which is slow; use int8", stacklevel=3)
 
 
 def _capability(device: jax.Device) -> float:
@@ -66,11 +67,11 @@ def _measured(model: ModelConfig, device: jax.Device, root: Path) -> str:
         return kept
     seconds = {dtype: _product_seconds(model, dtype, device) for dtype in ("float32", model.dtype)}
     dtype = model.dtype if seconds[model.dtype] < CLEARLY * seconds["float32"] else "float32"
-    with contextlib.suppress(OSError):  # the programs cannot be saved either, and that is warned of
+    with contextlib.suppress(OSError):  # if it cannot be written, programs cannot be saved either, and that raises a warning
         file.parent.mkdir(parents=True, exist_ok=True)
         if _kept(file, model) is None:
             write_private(file, json.dumps({"dtype": dtype, "product_seconds": seconds}).encode())
-    return _kept(file, model) or dtype  # of processes that measured at once, all take what the first one found
+    return _kept(file, model) or dtype  # if several processes measure at the same time, all use the first result
 
 
 def _kept(file: Path, model: ModelConfig) -> str | None:
@@ -82,7 +83,7 @@ def _kept(file: Path, model: ModelConfig) -> str | None:
 
 
 def _product_seconds(model: ModelConfig, dtype: str, device: jax.Device) -> float:
-    """Of the MLP's first product, for a decode step and a prompt's worth of rows, each at its best."""
+    """Minimum seconds of the MLP's first product, summed over a decode step's and a prompt's number of rows."""
     total = 0.0
     with jax.default_device(device):
         weight = jnp.ones((2 * model.intermediate_size, model.hidden_size), dtype)

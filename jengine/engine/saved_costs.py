@@ -1,4 +1,4 @@
-"""Costs in the cache's root, by the fingerprint of the programs that they belong to: measured once, refined by every engine."""
+"""Step costs in the cache's root folder, by the fingerprint of their programs: measured once, refined by every engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ log = logging.getLogger("jengine")
 
 
 class SavedCosts:
-    """A file of costs. It is written whole or not at all; of engines that run at once, the last to write it counts.
+    """A file of costs, written atomically. If several engines run, the last writer wins.
 
     Args:
-        root: of the cache.
+        root: the cache's root folder.
         fingerprint: ExecutionSpec.fingerprint() of the programs.
     """
 
@@ -27,7 +27,7 @@ class SavedCosts:
         self._saved = b""
 
     def load(self, table: ProgramTable) -> StepCosts | None:
-        """None where there are none, or none that can be read, of this table."""
+        """None if there are no readable costs of this table."""
         with contextlib.suppress(OSError, ValueError):
             data = self.file.read_bytes()
             costs = StepCosts.from_json(data)
@@ -37,7 +37,7 @@ class SavedCosts:
         return None
 
     def save(self, costs: StepCosts) -> None:
-        """Where they have changed. What cannot be written is logged: the next start measures again."""
+        """Saves costs if they have changed. A write error is logged; the next start then measures again."""
         data = costs.to_json()
         if data == self._saved:
             return
@@ -46,9 +46,9 @@ class SavedCosts:
             write_private(self.file, data)
             self._saved = data
         except OSError as error:
-            log.warning("costs of steps could not be saved: %s", error)
+            log.warning("step costs could not be saved: %s", error)
 
     def update(self, costs: StepCosts) -> None:
-        """Save what an engine has learned, unless the cache has been removed or cleared meanwhile."""
+        """Saves what an engine has learned, unless the cache has been removed or cleared since it started."""
         if self.file.exists() and costs.measured:
             self.save(costs)

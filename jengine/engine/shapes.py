@@ -1,4 +1,4 @@
-"""From options and a model's configuration to the shapes of every program."""
+"""Derives the shapes of every program from options and a model's configuration."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jengine.models import build
 from jengine.table.program_table import ProgramTable
 from pallas_kernels.products import cpu_refused
 
-SNAPSHOTS = 4  # one for so many running sequences
+SNAPSHOTS = 4  # running sequences per snapshot
 FEWEST_SNAPSHOTS = 16
 
 
 def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -> ExecutionSpec:
-    """All that decides the programs' shapes but the number of pages, which is 0 here. Allocates nothing on a device.
+    """Everything that determines the programs' shapes, with 0 as the number of pages. Allocates nothing on a device.
 
     Raises:
-        InvalidArgument: an option that this model or device cannot meet.
+        InvalidArgument: the model or device does not support an option.
         ModelError: the model is not supported.
     """
     device = mesh.devices.flat[0]
@@ -87,12 +87,12 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
 
 
 def _num_states(model: ModelConfig, max_num_seqs: int) -> int:
-    """One for each running sequence, and snapshots for prefix hits: few, since a state takes as much as thousands of tokens."""
+    """One for each running sequence, and a few snapshots for prefix hits. A state is as large as thousands of tokens."""
     return 0 if model.linear is None else 1 + max_num_seqs + max(max_num_seqs // SNAPSHOTS, FEWEST_SNAPSHOTS)
 
 
 def _check_stateful(config: EngineConfig) -> None:
-    """What cannot be had with recurrent states."""
+    """Rejects options that do not work with recurrent states."""
     if config.swap_space:
         raise InvalidArgument("swap_space", config.swap_space, "must be 0: this model's recurrent states are not kept on the host")
     if config.batch_invariant:
@@ -100,14 +100,14 @@ def _check_stateful(config: EngineConfig) -> None:
 
 
 def _host_pages(config: EngineConfig, spec: ExecutionSpec) -> int:
-    """Pages of each device that fit into its share of the host's memory."""
+    """Pages of each device that fit into its share of host memory."""
     pages = int(config.swap_space * 2**30) // spec.page_bytes
     if not config.enable_prefix_caching:
         raise InvalidArgument(
-            "swap_space", config.swap_space, "must be 0 without enable_prefix_caching: pages are found as cached ones are"
+            "swap_space", config.swap_space, "must be 0 without enable_prefix_caching: only cached pages are kept on the host"
         )
     if not pages:
-        raise InvalidArgument("swap_space", config.swap_space, f"must be 0 or at least {spec.page_bytes / 2**30:.2g}, a page")
+        raise InvalidArgument("swap_space", config.swap_space, f"must be 0 or at least {spec.page_bytes / 2**30:.2g}, the size of a page")
     return pages
 
 
@@ -118,12 +118,12 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if rope is not None:
         longest = math.inf if rope.kind == "dynamic" else max(longest, rope.factor * rope.original_max_position)
     if config.max_model_len > longest:
-        raise InvalidArgument("max_model_len", config.max_model_len, f"the model's positions end at {longest:.0f}")
+        raise InvalidArgument("max_model_len", config.max_model_len, f"must be at most {longest:.0f}, the model's number of positions")
     return config.max_model_len
 
 
 def page_buckets(width: int) -> tuple[int, ...]:
-    """Static page counts for XLA attention on a GPU: fourfold steps up to the table's width."""
+    """Static page counts for XLA attention on a GPU, in steps of a factor of four up to the table's width."""
     buckets = [width]
     while buckets[-1] > 32:
         buckets.append(-(-buckets[-1] // 4))

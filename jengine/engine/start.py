@@ -1,4 +1,4 @@
-"""From options to a running engine: find the model, load it, get its programs, warm them up."""
+"""Starts an engine from its options: finds and loads the model, gets its programs, warms them up."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ from jengine.text.tokenizer import Tokenizer, holds_tokenizer
 
 @dataclass(slots=True)
 class Started:
-    """What the start found and took.
+    """Results of the start.
 
     Attributes:
-        folder: the model's.
-        tokenizer_folder: where its tokenizer is.
-        tokenizer: None where that folder has none.
-        default_sampling_params: of requests that bring none.
-        embedder: how the model embeds; None: it has no programs for that.
-        reranker: how it scores pairs of texts, where its folder says.
-        dtype: of weights, activations and cache, where they are not quantized.
-        devices: how many of which kind.
-        programs: of the table. With warm_up="progressive" fewer than these have been compiled or loaded so far.
-        kernels: of a CPU, the form in which its programs multiply, by dtypes and number of rows.
-        seconds: by part, in order.
-        longest_step: seconds of the most expensive step that has been measured, at short contexts.
+        folder: the model's folder.
+        tokenizer_folder: the folder of its tokenizer.
+        tokenizer: None if that folder has none.
+        default_sampling_params: for requests that set none.
+        embedder: how the model embeds; None: there are no programs for embeddings.
+        reranker: how the model scores pairs of texts, if its folder says so.
+        dtype: of weights, activations and cache, unless they are quantized.
+        devices: their kind and number.
+        programs: number of programs in the table. With warm_up="progressive", some are not ready yet.
+        kernels: on a CPU, the form of the programs' products, by dtypes and number of rows.
+        seconds: duration of each part of the start, in order.
+        longest_step: seconds of the most expensive measured step, at short contexts.
     """
 
     folder: Path
@@ -94,21 +94,21 @@ class Started:
     longest_step: float = 0.0
 
     def require_tokenizer(self) -> Tokenizer:
-        """Raises ModelError where there is none."""
+        """Raises ModelError if there is no tokenizer."""
         return Tokenizer.load(self.tokenizer_folder) if self.tokenizer is None else self.tokenizer
 
 
 def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine, Started]:
-    """Everything that comes before the first request. The engine ends outputs at the tokenizer's end-of-sequence token as well.
+    """Does everything that comes before the first request. Adds the tokenizer's end-of-sequence token to the model's.
 
     Raises:
-        InvalidArgument: an option that this model or device cannot meet.
+        InvalidArgument: the model or device does not support an option.
         ModelError: the model cannot be read, or is not supported.
         OutOfMemory: the device is too small.
-        EngineDead: one of several processes ended meanwhile.
+        EngineDead: another process of the engine ended.
     """
     if config.process_id > 0:
-        raise InvalidArgument("process_id", config.process_id, "process 0 alone takes requests; the others call jengine.follow")
+        raise InvalidArgument("process_id", config.process_id, "only process 0 takes requests; the others call jengine.follow")
     link = _connected(config)
     worker, started = _prepare(config, link, progress)
     spec, programs = worker.spec, worker.programs
@@ -160,19 +160,19 @@ def start_engine(config: EngineConfig, *, progress: bool = True) -> tuple[Engine
 
 
 def process_root(config: EngineConfig) -> Path:
-    """The cache's folder. Each of several processes has programs of its own."""
+    """The root folder of the cache. If an engine has several processes, each has its own."""
     root = cache_root(config.cache_dir)
     return root / f"process-{config.process_id}-of-{config.num_processes}" if config.num_processes > 1 else root
 
 
 def _others(programs: Programs, link: Link, config: EngineConfig) -> BackgroundPrograms:
-    """The programs that are not ready yet, on their way."""
+    """Obtains the programs that are not ready yet, in the background."""
     threads = sizes(config, programs.spec.mesh.devices.flat[0].platform).compile_threads
     return BackgroundPrograms(programs, program_keys(programs.spec), link, threads=max(threads // 2, 1))
 
 
 def _with_eos_token(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
-    """With the tokenizer's end-of-sequence token, as in vLLM: a model's own configuration may lack it."""
+    """Adds the tokenizer's end-of-sequence token, as vLLM does, since a model's configuration may lack it."""
     token, known = None if tokenizer is None else tokenizer.eos_token_id, model.eos_token_ids
     if token is None or token >= model.vocab_size or token in known:
         return model
@@ -180,14 +180,14 @@ def _with_eos_token(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelCon
 
 
 def follow(config: EngineConfig, *, progress: bool = True) -> None:
-    """What every process but the first does, until process 0 ends: it makes the calls that process 0 makes.
+    """Runs every process but the first: repeats the calls of process 0 until that ends.
 
     Raises:
-        EngineDead: process 0 ended without a word.
+        EngineDead: process 0 ended unexpectedly.
         Others: as start_engine.
     """
     if not 0 < config.process_id < config.num_processes:
-        raise InvalidArgument("process_id", config.process_id, "process 0 takes requests: it does not follow")
+        raise InvalidArgument("process_id", config.process_id, "process 0 takes requests and cannot follow")
     link = _connected(config)
     assert isinstance(link, Follower)
     worker, started = _prepare(config, link, progress)
@@ -214,7 +214,7 @@ def _connected(config: EngineConfig) -> Link:
 
 
 def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, Started]:
-    """Weights and programs, on this process's devices."""
+    """Prepares weights and programs on this process's devices."""
     compile_count()  # starts counting
     clock = time.perf_counter()
     folder = resolve(config.model, config.revision)
@@ -238,10 +238,10 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     started.kernels = dict(shapes.product_forms)
     started.dtype = str(shapes.model.dtype)
     if given is not None:
-        given.check(_with_pages(config, shapes, root, link).identity())  # before the weights are read, which may take minutes
+        given.check(_with_pages(config, shapes, root, link).identity())  # before reading the weights, which may take minutes
     lap("configuration")
     if config.process_id == 0 and holds_tokenizer(started.tokenizer_folder):
-        started.tokenizer = Tokenizer.load(started.tokenizer_folder)  # before the weights: what is wrong shows early
+        started.tokenizer = Tokenizer.load(started.tokenizer_folder)  # before the weights, so that errors show early
     lap("tokenizer")
     if config.calibration_data is None:
         params = load(started.folder, shapes.model, mesh, progress=progress)
@@ -263,7 +263,7 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
     if spec.host_pages:
         check_host_memory(config.swap_space, spec)
     worker = Worker(spec, programs, params)
-    link.agree(None, _first)  # all are ready
+    link.agree(None, _first)  # wait until all are ready
     if isinstance(link, Leader):
         link.watch()
     return worker, started
@@ -272,12 +272,12 @@ def _prepare(config: EngineConfig, link: Link, progress: bool) -> tuple[Worker, 
 def _describe(
     config: EngineConfig, folder: Path, link: Link, given: PrebuiltPrograms | None
 ) -> tuple[EngineConfig, Embedder | None, ExecutionSpec]:
-    """The options with a dtype, how the model embeds, and all that programs depend on but for the number of pages."""
+    """The options with a dtype, how the model embeds, and everything that programs depend on except the number of pages."""
     model, mesh, root = read_config(folder), make_mesh(config.tensor_parallel_size), process_root(config)
     embedder = choose_embedder(config.embeddings, folder, model.hidden_size)
     if embedder is not None and not has_output_head(folder, model):
         embedder = dataclasses.replace(embedder, generates=False)
-        model = dataclasses.replace(model, tie_embeddings=True)  # what embeddings' requests sample is not used
+        model = dataclasses.replace(model, tie_embeddings=True)  # tokens sampled for embedding requests are not used
     config = dataclasses.replace(config, embeddings=embedder is not None)
     dtype: Any = link.agree(str(jnp.dtype(choose_dtype(config.dtype, model, mesh.local_devices[0], root))), _first)
     config = dataclasses.replace(config, dtype=dtype)
@@ -287,9 +287,10 @@ def _describe(
 
 
 def describe_engine(config: EngineConfig) -> tuple[EngineConfig, ExecutionSpec]:
-    """The options with a dtype, and all that programs depend on but for the number of pages. Nothing is loaded or compiled.
+    """The options with a dtype, and everything that programs depend on except the number of pages. Loads and
+    compiles nothing.
 
-    Raises as start_engine.
+    Raises the errors of `start_engine`.
     """
     limit_cpu_threads(config.cpu_threads)
     given = None if config.programs is None else PrebuiltPrograms(Path(config.programs))
@@ -299,10 +300,10 @@ def describe_engine(config: EngineConfig) -> tuple[EngineConfig, ExecutionSpec]:
 
 
 def saved_costs(config: EngineConfig, spec: ExecutionSpec) -> StepCosts | None:
-    """What engines with these options have found steps to cost on this machine; None if none has measured it.
+    """Step costs that engines with these options have measured on this machine; None if there are none.
 
     Args:
-        config, spec: as `describe_engine` gives them.
+        config, spec: as returned by `describe_engine`.
     """
     return SavedCosts(process_root(config), spec.fingerprint()).load(spec.table)
 
@@ -314,7 +315,7 @@ def _first(values: list[Any]) -> Any:
 def _same(field: str, reason: str, values: list[Any]) -> Any:
     for process, value in enumerate(values):
         if value != values[0]:
-            raise InvalidArgument(field, value, f"process {process} is not like process 0: {reason}")
+            raise InvalidArgument(field, value, f"process {process} differs from process 0: {reason}")
     return values[0]
 
 

@@ -1,4 +1,4 @@
-"""What an engine's loop sees of its steps' seconds, and which of it says what a step costs."""
+"""Measures step durations in the engine loop, and decides which of them may update step costs."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from jengine.scheduling.step_plan import StepPlan
 
 
 class StepClock:
-    """Takes the times of a loop, all of one clock, and tells the costs what steps took.
+    """Takes the loop's times, all from one clock, and reports step durations to the costs.
 
-    A device runs one step after the other. A step began when it was started or when the one before it ended, whichever came later.
-    It ended when it was read, if the host had to wait for it there. If not, its end is not known and it is not counted, nor is a step
-    that was started before that end was seen.
+    A device runs one step after the other. A step begins when it is dispatched or when the previous one ends,
+    whichever is later. It ends when the host reads it, if the host had to wait. Otherwise its end is unknown,
+    and neither this step nor a step that was started before its end was seen is counted.
     """
 
     def __init__(self) -> None:
-        self._ended, self._exactly = 0.0, True  # when the last step that was read had ended, and whether it ended just then
+        self._ended, self._exactly = 0.0, True  # end of the last step that was read, and whether it is exact
         self._planning = 0.0
-        self._collected: StepPlan | None = None  # the step that was read last, while the loop goes on without a pause
+        self._collected: StepPlan | None = None  # the last step that was read, while the loop runs without a pause
 
     def planning(self, now: float, costs: StepCosts) -> None:
-        """The loop turns to the next step."""
+        """The loop starts to plan the next step."""
         self._planning, plan, self._collected = now, self._collected, None
         if plan is not None:
             costs.observe_collect(len(plan.spans), plan.trunk.tiles, now - self._ended)
 
     def dispatched(self, plan: StepPlan, now: float, costs: StepCosts) -> None:
-        """It is planned and dispatched."""
+        """A step has been planned and dispatched."""
         costs.observe_plan(len(plan.spans), plan.trunk.tiles, now - self._planning)
 
     def read(self, plan: StepPlan, started: float, now: float, costs: StepCosts, *, waited: bool, counts: bool) -> float:
-        """Its tokens are here. Returns the seconds that it took on the device; 0.0 where they are not known.
+        """A step's tokens have arrived. Returns its device seconds; 0.0 if unknown.
 
         Args:
-            started: when its first program was called.
-            waited: whether they were not, when the host asked for them.
-            counts: whether it was nothing but its trunk and its sampler, one right after the other.
+            started: time of the call of its first program.
+            waited: whether the host had to wait for the tokens.
+            counts: whether the step ran only its trunk and its sampler, back to back.
         """
         known = waited and counts and (self._exactly or started >= self._ended)
         seconds = now - max(started, self._ended) if known else 0.0
@@ -47,5 +47,5 @@ class StepClock:
         return seconds
 
     def pause(self) -> None:
-        """Nothing is left to do: what the host does from here on is no part of a step."""
+        """Nothing is left to do. Host time from here on does not belong to a step."""
         self._collected = None

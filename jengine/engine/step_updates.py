@@ -1,4 +1,4 @@
-"""What a step gave, as updates."""
+"""Converts a step's results to updates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jengine.updates import BeamsFound, Found, Pooled, TokenLogprobs, TokenUpdat
 
 
 def burst_updates(collected: Iterable[tuple[int, Sequence, int]]) -> list[TokenUpdate | Pooled | BeamsFound]:
-    """Of a burst's tokens, several for each sequence: the last of them says why it has ended."""
+    """Updates for a burst's tokens, several for each sequence. The last one has the finish reason."""
     updates: list[TokenUpdate | Pooled | BeamsFound] = []
     later = set[int]()
     for _, s, token in reversed([*collected]):
@@ -24,7 +24,7 @@ def burst_updates(collected: Iterable[tuple[int, Sequence, int]]) -> list[TokenU
 
 
 def found_after_beams(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> dict[int, Found]:
-    """By sample."""
+    """Candidates of beams, by index of the sample."""
     got, found = result.logprobs, {}
     for row, sample in enumerate(plan.samples if got is not None and scheduler.searching else ()):
         sequence = scheduler.running(sample.seq)
@@ -34,7 +34,7 @@ def found_after_beams(plan: StepPlan, result: StepResult, scheduler: Scheduler) 
 
 
 def pooled_update(sequence: Sequence) -> Pooled:
-    """Of a sequence that has ended with the token after its prompt."""
+    """The update for a finished embedding request."""
     assert sequence.pooled is not None and sequence.request.pooling is not None
     embedding = sequence.pooled.vector(sequence.request.pooling).tobytes()
     return Pooled(sequence.request_id, embedding, sequence.num_preemptions, sequence.scheduled, sequence.num_cached)

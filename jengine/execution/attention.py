@@ -1,4 +1,4 @@
-"""What a model's layers call to attend: one object for each cache group, made while a trunk is traced."""
+"""Attention as models call it: one object for each cache group, created while a trunk is traced."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pallas_kernels.xla import Rotation
 
 
 class TokenAxis:
-    """A step's tokens: decode rows, then tiles. Each of the arrays is [rows + tiles * tile_size].
+    """A step's tokens: decode rows, then tiles. Each array is [rows + tiles * tile_size].
 
     Attributes:
-        tokens: ids.
-        positions: of them in their sequences.
-        owner: their slots.
-        real: whether they are no padding.
+        tokens: token ids.
+        positions: positions in their sequences.
+        owner: slots.
+        real: False for padding.
     """
 
     def __init__(self, last_token: jax.Array, batch: Batch) -> None:
@@ -37,21 +37,21 @@ class TokenAxis:
 
 
 class PagedAttention:
-    """Keys and values, or one array that is both, are written to pages, and read through a block table.
+    """Writes keys and values (or one array that is both) to pages, and reads them through a block table.
 
     Args:
-        block_table: int32 [slots, width], the group's.
-        device: that programs are compiled for, or one of them; kernels are chosen by it.
+        block_table: int32 [slots, width], of this cache group.
+        device: a device that programs are compiled for; it determines the kernels.
     """
 
     def __init__(self, block_table: jax.Array, batch: Batch, axis: TokenAxis, key: TrunkKey, page_size: int, device: jax.Device) -> None:
         index = jnp.minimum(axis.positions // page_size, block_table.shape[1] - 1)
-        pages = jnp.where(axis.real, block_table[axis.owner, index], 0)  # padding writes the null page
+        pages = jnp.where(axis.real, block_table[axis.owner, index], 0)  # padding writes to the null page
         offsets = axis.positions % page_size
         row_tables, tile_tables = block_table[batch.row_slots], block_table[batch.tile_slots]
         row_lengths = jnp.where(batch.row_slots > 0, batch.row_positions + 1, 0)
 
-        @partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))  # traced and lowered once for all layers that are alike
+        @partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))  # traced and lowered once for all layers with the same arguments
         def attend(
             q: jax.Array,
             k: jax.Array,

@@ -1,4 +1,4 @@
-"""The rest of a table's programs, got by a thread while the engine already serves with the first ones."""
+"""Loads or compiles the rest of a table's programs in a thread, while the engine serves with the first ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("jengine")
 
 
 class Reports(Protocol):
-    """What a link does here, see parallel/link.py."""
+    """The part of a link that is needed here; see parallel/link.py."""
 
     def report(self, count: int) -> None: ...
 
@@ -21,13 +21,14 @@ class Reports(Protocol):
 
 
 class BackgroundPrograms:
-    """Loads or compiles programs in their order, which is the same in every process of an engine.
+    """Loads or compiles programs in order. The order is the same in every process of an engine.
 
-    Each can be used as soon as every process has it. What has been compiled is saved at once, so an interrupted process loses at most
-    the programs it was compiling. The interpreter's exit waits for these: a compilation cannot be stopped safely.
+    A program can be used once every process has it. Each program is saved as soon as it is compiled, so an
+    interruption loses at most those in progress. At exit, the interpreter waits for these, since a compilation
+    cannot be stopped safely.
 
     Args:
-        keys: all of the table, in order; those that the programs have already come first.
+        keys: all keys of the table, in order. Those that `programs` already has come first.
     """
 
     def __init__(self, programs: Programs, keys: Sequence[Key], link: Reports, *, threads: int) -> None:
@@ -39,7 +40,7 @@ class BackgroundPrograms:
 
     @property
     def ready(self) -> int:
-        """How many of the keys can be used: the first ones."""
+        """Number of keys, counted from the first, whose programs can be used."""
         elsewhere = self._link.reported()
         return self._count if elsewhere is None else min(self._count, elsewhere)
 
@@ -48,12 +49,13 @@ class BackgroundPrograms:
         return self.ready == len(self.keys)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until this process has nothing more to do, at most `timeout` seconds. Returns whether every program is ready."""
+        """Waits until this process has nothing more to do, at most `timeout` seconds. Returns whether every
+        program is ready."""
         self._ended.wait(timeout)
         return self.complete
 
     def stop(self) -> None:
-        """Begin no other program. Returns at once; may be called again."""
+        """Starts no further program. Returns immediately; may be called repeatedly."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -65,9 +67,9 @@ class BackgroundPrograms:
                 self._count += len(some)
                 self._link.report(self._count)
         except Exception as error:
-            if self._goes_on() and "interpreter shutdown" not in str(error):  # then no thread can be started any more
+            if self._goes_on() and "interpreter shutdown" not in str(error):  # at shutdown no thread can be started
                 left = len(self.keys) - self._count
-                log.warning("%d programs could not be made ready, the engine goes on with the others: %s", left, error)
+                log.warning("%d programs could not be loaded or compiled, the engine continues with the others: %s", left, error)
         finally:
             self._ended.set()
 

@@ -1,4 +1,4 @@
-"""StepPlan -> one packed host buffer -> one transfer -> device pytree."""
+"""Packs a StepPlan into one host buffer, for a single transfer, and unpacks it on the device."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from jengine.scheduling.step_plan import SlotReset, StepPlan
 from jengine.table.program_table import ProgramTable, TrunkKey
 
 ENTRY_WORDS, RESET_WORDS = 4, 1 + SAMPLING_WORDS
-NULL_STATES = [0, 0]  # of plans that only measure
+NULL_STATES = [0, 0]  # for plans used only in measurements
 Entry = tuple[int, int, int, int]  # see StepPlan.table
 
 
 class Batch(NamedTuple):
-    """A step's inputs, all int32. Padding names slot 0, page 0, length 0."""
+    """A step's inputs, all int32. Padding uses slot 0, page 0 and length 0."""
 
     row_slots: jax.Array  # [rows]
-    row_positions: jax.Array  # [rows], of the token read
-    row_tokens: jax.Array  # [rows], its id; -1: it is in the slot
-    row_states: jax.Array  # [rows, 2]: pages of states that are read and written; [0, 2] for models without states
+    row_positions: jax.Array  # [rows], of the token that the row reads
+    row_tokens: jax.Array  # [rows], the token's id; -1: it is in the slot
+    row_states: jax.Array  # [rows, 2]: state pages to read and to write; [0, 2] for models without states
     tile_slots: jax.Array  # [tiles]
     tile_positions: jax.Array  # [tiles], of the first token
     tile_lengths: jax.Array  # [tiles], real tokens
     tile_states: jax.Array  # as row_states
     tile_tokens: jax.Array  # [tiles, tile_size]
-    sample_tokens: jax.Array  # [samples], the index on the token axis of the token that each follows
+    sample_tokens: jax.Array  # [samples], index on the token axis of the token before each sample
     sample_slots: jax.Array  # [samples]
     table: jax.Array  # [entries, ENTRY_WORDS]: cache group, slot, index in its block table, page
     resets: jax.Array  # [tiles, RESET_WORDS]: slot, then its sampling row
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Where each field of a Batch lies in the buffer of one trunk program."""
+    """The offset of each field of a Batch in the buffer of one trunk program."""
 
     table: ProgramTable
     key: TrunkKey
@@ -47,10 +47,11 @@ class BatchLayout:
 
     @classmethod
     def of(cls, key: TrunkKey, table: ProgramTable, *, page_size: int, groups: int, states: bool = False) -> BatchLayout:
-        """There is room for the entries of rows that open a page each, and of tiles that begin and end within one.
+        """The buffer has room for the entries of rows that each enter a page, and of tiles that each begin and
+        end in one.
 
         Args:
-            groups: cache groups with block tables.
+            groups: number of cache groups with block tables.
             states: whether the model has recurrent states.
         """
         entries = groups * (key.rows + key.tiles * (table.tile_size // page_size + 1))
@@ -64,7 +65,7 @@ class BatchLayout:
 
     @property
     def entries(self) -> int:
-        """Changes of block tables that there is room for."""
+        """Number of block table entries that fit."""
         return self.shapes[Batch._fields.index("table")][0]
 
     @property
@@ -73,7 +74,8 @@ class BatchLayout:
         return bool(sum(self.shapes[Batch._fields.index(name)][0] for name in ("row_states", "tile_states")))
 
     def pack(self, plan: StepPlan) -> np.ndarray:
-        """int32 [size], a fresh buffer: the last one may still be in transfer. Holds as many entries and resets as there is room for."""
+        """int32 [size], a new buffer, since the last one may still be in transfer. Omits entries and resets
+        that do not fit."""
         buffer = np.zeros(self.size, np.int32)
         at = Batch(*self.offsets)  # type: ignore[arg-type]
         placement, size, spans = self.table.place(plan.spans), self.table.tile_size, plan.spans
@@ -83,7 +85,7 @@ class BatchLayout:
         buffer[at.row_tokens : at.row_tokens + rows] = [span.known for span in spans[:rows]]
         if self.states:
             _fill(buffer, at.row_states, [span.states or NULL_STATES for span in spans[:rows]])  # type: ignore[arg-type]
-        first = [*range(rows)]  # of each span's tokens, on the token axis
+        first = [*range(rows)]  # index of each span's first token on the token axis
         for i, (number, offset, length) in enumerate(placement.tiles):
             span = spans[number]
             assert span.tokens is not None
@@ -105,7 +107,7 @@ class BatchLayout:
         return buffer
 
     def rest(self, plan: StepPlan) -> tuple[list[Entry], list[SlotReset]]:
-        """Entries and resets of a plan for which there is no room."""
+        """Entries and resets of a plan that do not fit."""
         return plan.table[self.entries :], plan.resets[self.key.tiles :]
 
     def unpack(self, buffer: jax.Array) -> Batch:

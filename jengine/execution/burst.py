@@ -1,4 +1,4 @@
-"""The compiled burst: several decode steps in a row, trunk and sampler, without the host in between."""
+"""The compiled burst: several decode steps, each a trunk and a sampler, without the host in between."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from jengine.models import Model, Params
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import BurstKey
 
-BurstOut = tuple[Cache, SlotState, Sampled]  # the last: int32 [steps, sampler rows]
+BurstOut = tuple[Cache, SlotState, Sampled]  # the last is int32 [steps, sampler rows]
 
 
 def make_burst(model: Model, key: BurstKey, layout: BatchLayout, page_size: int, device: jax.Device) -> Callable[..., BurstOut]:
     """The function to compile: (params, cache, slots, packed batch and lengths) -> (cache, slots, tokens).
 
-    A row takes part in its first `length` steps; in others it is as padding. A loop of known length, which needs no host.
+    A row takes part in its first `length` steps; in later steps it is padding. The loop has a fixed length, so
+    it needs no host.
     """
     run, sample = make_pass(model, layout, page_size, device), make_sampler(model, key.sampler.variant)
 
@@ -52,8 +53,10 @@ def make_burst(model: Model, key: BurstKey, layout: BatchLayout, page_size: int,
 
 
 def _states(pages: jax.Array, going: jax.Array, number: jax.Array) -> jax.Array:
-    """What rows read and write in a step: after the first they go on from what they wrote, and a row that does not take part writes the
-    null page. [0, 2] stays."""
+    """State pages that rows read and write in a step. [0, 2] stays as it is.
+
+    After the first step, a row reads the page that it wrote. A row that does not take part writes to the null page.
+    """
     if not pages.shape[0]:
         return pages
     sources, targets = pages.T
@@ -62,7 +65,7 @@ def _states(pages: jax.Array, going: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def pack_burst(layout: BatchLayout, plan: StepPlan) -> np.ndarray:
-    """int32 [layout.size + rows]: the batch, and in how many steps each row takes part."""
+    """int32 [layout.size + rows]: the batch, and the number of steps in which each row takes part."""
     lengths = np.zeros(layout.key.rows, np.int32)
     lengths[: len(plan.spans)] = [span.length for span in plan.spans]
     return np.concatenate([layout.pack(plan), lengths])

@@ -1,4 +1,4 @@
-"""The cache as folders on disk: where it lies, what is in it, and what is removed. Imports no jax."""
+"""The cache of programs as folders on disk: its location, contents and clean-up. Imports no jax."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from jengine.execution.program_folder import MANIFEST, FolderLock, Manifest, Unt
 ROOT_VARIABLE, LIMIT_VARIABLE = "JENGINE_CACHE_DIR", "JENGINE_CACHE_MAX_SIZE"
 DEFAULT_LIMIT = "10GiB"
 DAY = 86400.0  # seconds
-STALE = 14 * DAY  # unused for as long, programs of other versions are removed: an update left them
-ORPHAN = DAY / 24  # and folders without a manifest: a younger one may be about to get it
+STALE = 14 * DAY  # programs of other versions are removed after this time without use
+ORPHAN = DAY / 24  # folders without a manifest are removed after this time; younger ones may be about to get it
 VERSIONS = ("jengine", "source", "jax", "jaxlib")  # in a program's identity
 _FOLDER = re.compile(r"[0-9a-f]{24}-[0-9]+")
 
 
 def cache_root(given: str | Path | None = None) -> Path:
-    """The folder given, JENGINE_CACHE_DIR, or jengine's folder in the user's cache."""
+    """The given folder, or JENGINE_CACHE_DIR, or jengine's folder in the user's cache."""
     return Path(given or os.environ.get(ROOT_VARIABLE) or user_cache_path("jengine"))
 
 
 def cache_limit(given: int | str | None = None) -> int:
-    """Bytes of programs to keep: those given, JENGINE_CACHE_MAX_SIZE, or 10 GiB.
+    """Maximum bytes of saved programs: the given limit, or JENGINE_CACHE_MAX_SIZE, or 10 GiB.
 
     Raises:
-        InvalidArgument: the variable is no size.
+        InvalidArgument: the variable is not a size.
     """
     size = parse_bytes("cache_max_size", given) or parse_bytes(LIMIT_VARIABLE, os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT)
     assert size is not None
@@ -44,7 +44,7 @@ def folder_name(fingerprint: str, num_pages: int) -> str:
 
 
 def saved_page_counts(root: Path, fingerprint: str) -> list[int]:
-    """For how many pages programs of this fingerprint have been saved."""
+    """Numbers of pages for which programs of this fingerprint are saved."""
     names = (path.name.removeprefix(f"{fingerprint}-") for path in (root / "programs").glob(f"{fingerprint}-*"))
     return [int(name) for name in names if name.isdecimal()]
 
@@ -54,7 +54,7 @@ class SavedFolder:
     """Programs of one fingerprint.
 
     Attributes:
-        used: when it was last written or loaded, in seconds since the epoch.
+        used: time of the last write or load, in seconds since the epoch.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class SavedFolder:
     used: float
 
     def manifest(self) -> Manifest | None:
-        """None where it cannot be trusted or read."""
+        """None if it cannot be trusted or read."""
         try:
             return read_manifest(self.path)
         except UntrustedProgram:
@@ -70,32 +70,33 @@ class SavedFolder:
 
 
 def saved_folders(root: Path) -> list[SavedFolder]:
-    """All of the cache, those of several processes too, the least recently used first."""
+    """All folders of the cache, also those of engines with several processes, the least recently used first."""
     found = []
     for path in (*root.glob("programs/*"), *root.glob("process-*/programs/*")):
-        with contextlib.suppress(OSError):  # removed meanwhile
+        with contextlib.suppress(OSError):  # removed by another process
             if _FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 found.append(SavedFolder(path, sum(file.stat().st_size for file in path.iterdir()), path.stat().st_mtime))
     return sorted(found, key=lambda folder: folder.used)
 
 
 def measured_dtypes(root: Path) -> list[Path]:
-    """What precision.py keeps: which dtype a CPU is faster at."""
+    """Files that record the faster dtype on a CPU; see precision.py."""
     return [*root.glob("dtypes/*.json"), *root.glob("process-*/dtypes/*.json")]
 
 
 def costs_file(root: Path, fingerprint: str) -> Path:
-    """What steps of these programs cost, see saved_costs.py."""
+    """File with the step costs of these programs; see saved_costs.py."""
     return root / "costs" / f"{fingerprint}.json"
 
 
 def measured_costs(root: Path) -> list[Path]:
-    """All such files."""
+    """All files with step costs."""
     return [*root.glob("costs/*.json"), *root.glob("process-*/costs/*.json")]
 
 
 def remove(folder: Path) -> bool:
-    """Delete a folder of programs, its manifest first. Whether it is gone: one that a process is writing, or another user's, stays."""
+    """Deletes a folder of programs, its manifest first. Returns False if it is in use by a writer, or owned by
+    another user."""
     lock = FolderLock(folder)
     try:
         if not lock.acquire():
@@ -112,10 +113,10 @@ def remove(folder: Path) -> bool:
 
 
 def trim(root: Path, max_bytes: int, keep: Path) -> None:
-    """Remove what is of no use any more, then the least recently used folders until the rest takes at most `max_bytes`.
+    """Removes useless folders, then the least recently used ones until the rest takes at most `max_bytes`.
 
     Args:
-        keep: the folder in use, whose identity says what is current.
+        keep: the folder in use. Its identity defines the current versions.
     """
     folders = saved_folders(root)
     total = sum(folder.bytes for folder in folders)
@@ -134,7 +135,7 @@ def trim(root: Path, max_bytes: int, keep: Path) -> None:
 
 
 def _useless(folder: SavedFolder, current: Manifest | None, now: float) -> bool:
-    """Whether it names no programs, or those of other versions that were not used for long."""
+    """Whether the folder names no programs, or only old programs of other versions."""
     manifest = folder.manifest()
     if manifest is None:
         return True

@@ -1,4 +1,4 @@
-"""Pages of the cache in the host's memory: of each, the parts that this process's devices hold."""
+"""Pages of the cache in host memory. Of each page, this process stores its own devices' parts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jengine.errors import InvalidArgument
 from jengine.execution.kv_cache import Page
 from jengine.execution.spec import ExecutionSpec
 
-LARGEST_SHARE = 0.7  # of the host's memory
-PINNED = "pinned_host"  # JAX's name of a memory
+LARGEST_SHARE = 0.7  # of host memory
+PINNED = "pinned_host"  # JAX's name of this kind of memory
 
 
 class HostStore:
-    """Pages by the numbers that the scheduler gives them, and those staged on the device by their places.
+    """Host pages by the scheduler's numbers, and pages staged on the device by their places.
 
-    A GPU's pages lie in pinned memory, which it copies from and to beside its programs. A CPU's lie where they can be used as they are.
-    Nothing here waits: an array that is still on its way can be passed on.
+    On a GPU, pages are in pinned memory, so copies run in parallel with programs. On a CPU, they stay in
+    ordinary memory. Nothing here waits: an array whose copy has not finished can be passed on.
     """
 
     def __init__(self, spec: ExecutionSpec) -> None:
@@ -33,33 +33,33 @@ class HostStore:
         self._blank: Page = jax.tree.map(_zeros, self._like)
 
     def keep(self, numbers: Sequence[int], pages: Sequence[Page]) -> list[Page]:
-        """Moves pages to the host; number 0 is padding. Returns them: they have arrived when they are ready."""
+        """Copies pages to the host; number 0 is padding. Returns the copies, which may not be ready yet."""
         kept = {number: self._to(page, PINNED) if self._pinned else page for number, page in zip(numbers, pages, strict=True) if number}
         self._pages.update(kept)
         return [*kept.values()]
 
     def stage(self, numbers: Sequence[int], places: Sequence[int]) -> list[Page]:
-        """Moves pages to places on the device. Returns them: they have arrived when they are ready."""
+        """Copies host pages to places on the device. Returns the copies, which may not be ready yet."""
         staged = [self._pages[number] for number in numbers]
         staged = [self._to(page, None) for page in staged] if self._pinned else staged
         self._staged.update(zip(places, staged, strict=True))
         return staged
 
     def take(self, places: Sequence[int]) -> list[Page]:
-        """What is staged in these places, once; zeros for place 0, which is padding."""
+        """Removes and returns the pages staged in these places; zeros for place 0, which is padding."""
         return [self._staged.pop(place) if place else self._blank for place in places]
 
     def _to(self, page: Page, memory: str | None) -> Page:
-        """A copy of a page in a memory; None: the device's."""
+        """Copies a page to this kind of memory; None: the device's."""
         copied: Page = jax.tree.map(lambda array, like: _copied(array, like.sharding, memory), page, self._like)
         return copied
 
 
 def check_host_memory(swap_space: float, spec: ExecutionSpec) -> None:
-    """Whether this host can have as many pages.
+    """Checks that this host has enough memory for these pages.
 
     Raises:
-        InvalidArgument: it has less memory; or the device cannot copy beside its programs.
+        InvalidArgument: the host has too little memory, or the device cannot copy in parallel with programs.
     """
     devices = spec.mesh.local_devices
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -73,7 +73,7 @@ def check_host_memory(swap_space: float, spec: ExecutionSpec) -> None:
 
 
 def _copied(array: jax.Array, sharding: NamedSharding, memory: str | None) -> jax.Array:
-    """Shard by shard: this process has no others, and nothing is compiled."""
+    """Copies shard by shard. This process has no other shards, and nothing is compiled."""
     parts = []
     for part in array.addressable_shards:
         kind = memory or part.device.default_memory().kind
@@ -82,7 +82,7 @@ def _copied(array: jax.Array, sharding: NamedSharding, memory: str | None) -> ja
 
 
 def _zeros(array: Any) -> jax.Array:
-    """Of an abstract array's shape, dtype and sharding."""
+    """Zeros with an abstract array's shape, dtype and sharding."""
     return jax.make_array_from_callback(
         array.shape, array.sharding, lambda index: np.zeros(array.sharding.shard_shape(array.shape), array.dtype)
     )

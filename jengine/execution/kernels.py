@@ -1,4 +1,5 @@
-"""Which kernels a spec's programs have: those of attention loop over a sequence's own pages, which XLA's form on a GPU cannot."""
+"""Chooses the attention kernels of a spec's programs. Kernels loop over a sequence's own pages; XLA's attention
+on a GPU cannot."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from pallas_kernels.quantized import is_quantized
 
 
 def prepare(spec: ExecutionSpec) -> None:
-    """Make known to XLA what these programs call by name, before they are loaded."""
+    """Registers the custom calls of these programs with XLA, before they are loaded."""
     weights = jax.tree.leaves(spec.params, is_leaf=is_quantized)
     dispatch.prepare(weights, _queries(spec, 1), _own(spec.cache[0][0][0]), device=spec.mesh.devices.flat[0])
 
 
 def kernels_refused(spec: ExecutionSpec) -> str | None:
-    """Why attention's kernels cannot serve these programs on their devices, or None if they can."""
+    """The reason why attention kernels cannot serve these programs on their devices, or None if they can."""
     device = spec.mesh.devices.flat[0]
     pages = [*map(_own, spec.cache[0][0])]
     k, v = pages[0], pages[-1]
@@ -27,12 +28,12 @@ def kernels_refused(spec: ExecutionSpec) -> str | None:
 
 
 def _own(pages: Any) -> Any:
-    """What a device has of them."""
+    """Shapes of one device's part."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype), pages)
 
 
 def _queries(spec: ExecutionSpec, *shape: int) -> Any:
-    """[*shape, heads, head_dim] of a device."""
+    """Queries [*shape, heads, head_dim] of one device."""
     config = spec.model.config
     if config.latent is not None:
         return jax.ShapeDtypeStruct((*shape, config.padded(config.num_heads) // config.shards, config.latent.cached_dim), spec.model.dtype)

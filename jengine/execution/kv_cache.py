@@ -1,4 +1,4 @@
-"""The paged cache: the arrays that cache groups declare, by pool, donated to every step and updated in place."""
+"""The paged cache: the arrays that cache groups declare, by pool. It is donated to every step and updated in place."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from jengine.table.pages import SWAPS
 from pallas_kernels import dispatch, xla
 from pallas_kernels.quantized import LARGEST, Pages, Quantized, movable, quantize
 
-Place = tuple[Pages, ...]  # of one layer of each group of a pool, [pages, ...]: keys and values, say
+Place = tuple[Pages, ...]  # arrays [pages, ...] for one layer of each group of a pool, such as keys and values
 Cache = list[list[Place]]  # by pool
-Page = list[Pages]  # on its way between the device and the host: for each kind of array, [arrays of that kind, ...]
+Page = list[Pages]  # a page in transfer between device and host: for each kind of array, [number of such arrays, ...]
 COPIES = 64  # pages copied by one call
-SHARED = 0  # the pool whose pages are copied, and kept on the host
+SHARED = 0  # the pool whose pages can be copied, and kept on the host
 
 
 def page_bytes(groups: tuple[CacheGroup, ...], pool: int, page_size: int, dtype: np.dtype, devices: int) -> int:
-    """Bytes of one page of a pool on each device, over the layers of its group, scales included."""
+    """Bytes of a page of this pool on each device, over the layers of its group, scales included."""
     total = 0
     for array in (array for place in places(groups, pool) for array in place):
         leaves = jax.tree.leaves(_abstract(array, 1, page_size, dtype))
@@ -34,12 +34,14 @@ def page_bytes(groups: tuple[CacheGroup, ...], pool: int, page_size: int, dtype:
 
 
 def abstract_cache(groups: tuple[CacheGroup, ...], num_pages: Sequence[int], page_size: int, dtype: np.dtype, mesh: Mesh) -> Cache:
-    """All pools' arrays, [num_pages of the pool, *page]: of keys and of values [num_pages, kv_heads, page_size, head_dim], kv heads sharded
-    over the mesh.
+    """Arrays of all pools, [num_pages of the pool, *page].
 
-    Layers of different groups that have the same place share arrays: a page is one group's at a time, see models/cache.py.
+    Keys and values are [num_pages, kv_heads, page_size, head_dim] each, with kv heads sharded over the mesh.
 
-    An eight-bit dtype comes with a scale for each row of the last axis: [num_pages, kv_heads, page_size].
+    Layers at the same place in different groups share arrays, since a page belongs to one group at a time; see
+    models/cache.py.
+
+    An eight-bit dtype has a scale for each row of the last axis: [num_pages, kv_heads, page_size].
     """
 
     def placed(array: PageArray, pages: int) -> Pages:
@@ -49,11 +51,12 @@ def abstract_cache(groups: tuple[CacheGroup, ...], num_pages: Sequence[int], pag
 
 
 def make_copy(device: jax.Device) -> Callable[[Cache, jax.Array, jax.Array], Cache]:
-    """The function to compile: (cache, sources, targets) -> cache, page ids int32 [COPIES] of the shared pool; padding copies the null
-    page to itself.
+    """The function to compile: (cache, sources, targets) -> cache. Copies pages of the shared pool, ids int32 [COPIES].
+
+    Padding copies the null page to itself.
 
     Args:
-        device: that it is compiled for, or one of them.
+        device: a device that it is compiled for.
     """
 
     def copied(place: Place, sources: jax.Array, targets: jax.Array) -> Place:
@@ -68,15 +71,16 @@ def make_copy(device: jax.Device) -> Callable[[Cache, jax.Array, jax.Array], Cac
 
 
 def abstract_page(groups: tuple[CacheGroup, ...], page_size: int, dtype: np.dtype, mesh: Mesh) -> Page:
-    """A page of the shared pool: for each kind of array, those of all places, as keys and values [2 * places, kv_heads, page_size,
-    head_dim], sharded as in the cache; an eight-bit dtype comes with its scales.
+    """A page of the shared pool: for each kind of array, those of all places together, sharded as in the cache.
+
+    Keys and values are [2 * places, kv_heads, page_size, head_dim]. An eight-bit dtype also has scales.
     """
     arrays = [array for place in places(groups, SHARED) for array in place]
     return [_placed(_abstract(kind, arrays.count(kind), page_size, dtype), kind, mesh) for kind in dict.fromkeys(arrays)]
 
 
 def spill_pages(cache: Cache, pages: jax.Array) -> list[Page]:
-    """Copies of pages int32 [SWAPS], each of arrays that can go their way alone; see `abstract_page`."""
+    """Copies of pages int32 [SWAPS], in separate arrays that can be transferred; see `abstract_page`."""
     kinds = [
         jax.tree.map(lambda *arrays: jnp.stack([array[pages] for array in arrays], 1), *[array for _, _, array in kind])
         for kind in _by_kind(cache[SHARED])
@@ -85,7 +89,8 @@ def spill_pages(cache: Cache, pages: jax.Array) -> list[Page]:
 
 
 def fill_pages(cache: Cache, copies: list[Page], pages: jax.Array) -> Cache:
-    """The cache with SWAPS copies put into pages int32 [SWAPS], in place where the caller donates it. Padding goes to the null page."""
+    """Writes SWAPS copies to pages int32 [SWAPS], in place if the caller donates the cache. Padding goes to the
+    null page."""
     filled = [list(place) for place in cache[SHARED]]
     for number, kind in enumerate(_by_kind(cache[SHARED])):
         every = jax.tree.map(lambda *arrays: jnp.stack(arrays, 1), *[copy[number] for copy in copies])
@@ -95,7 +100,7 @@ def fill_pages(cache: Cache, copies: list[Page], pages: jax.Array) -> Cache:
 
 
 def _by_kind(pool: list[Place]) -> list[list[tuple[int, int, Pages]]]:
-    """A pool's arrays, those of one form together, as `abstract_page` has them: (place, which of its arrays, the array)."""
+    """A pool's arrays grouped by kind, as in `abstract_page`: (place, index within the place, array)."""
     kinds: dict[Any, list[tuple[int, int, Pages]]] = {}
     for place, arrays in enumerate(pool):
         for at, array in enumerate(arrays):

@@ -1,4 +1,4 @@
-"""The largest numbers of a row the size of a vocabulary, found by blocks: no row is sorted."""
+"""Finds the largest values of a vocabulary-sized row block by block, without sorting it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-BLOCK = 128  # vocabulary entries taken together
+BLOCK = 128  # vocabulary entries in a block
 
 
 def argmax(x: jax.Array) -> jax.Array:
-    """What jnp.argmax gives along the last axis of x [rows, size], int32 [rows]: the first of equals. With NaN, any token.
+    """jnp.argmax along the last axis of x [rows, size], int32 [rows]: the first of equals. With NaN, any token.
 
-    Two levels, since XLA on a CPU takes an argmax number by number, and a maximum several at a time.
+    Works in two levels, since on a CPU XLA computes a maximum with SIMD, but an argmax element by element.
     """
     blocks = _blocks(x)
     block = jnp.argmax(blocks.max(-1), -1)
@@ -20,20 +20,22 @@ def argmax(x: jax.Array) -> jax.Array:
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """What lax.top_k gives along the last axis of x [rows, size]: values and indices int32, both [rows, k], the first of equals first.
+    """lax.top_k along the last axis of x [rows, size]: values and indices int32, both [rows, k], the first of
+    equals first.
 
-    They lie in the k blocks with the largest maxima, the first of equals: before a number of another block come these maxima.
+    The results are all in the k blocks with the largest maxima (the first of equals), since these maxima come
+    before any value of another block.
     """
     blocks = _blocks(x)
     if blocks.shape[1] <= k:
         values, ids = lax.top_k(x, k)
         return values, ids.astype(jnp.int32)
-    chosen = jnp.sort(lax.top_k(blocks.max(-1), k)[1])  # in their order, so that the first of equals stays first
+    chosen = jnp.sort(lax.top_k(blocks.max(-1), k)[1])  # in index order, so that the first of equals stays first
     candidates = jnp.take_along_axis(blocks, chosen[:, :, None], 1).reshape(len(x), -1)
     values, places = lax.top_k(candidates, k)
     return values, (jnp.take_along_axis(chosen, places // BLOCK, 1) * BLOCK + places % BLOCK).astype(jnp.int32)
 
 
 def _blocks(x: jax.Array) -> jax.Array:
-    """[rows, blocks, BLOCK], the last filled up with -inf."""
+    """[rows, blocks, BLOCK]. The last block is padded with -inf."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[-1] % BLOCK)), constant_values=-jnp.inf).reshape(len(x), -1, BLOCK)

@@ -17,10 +17,10 @@ from jengine.execution.program_store import ProgramStore
 
 
 class PrebuiltPrograms(ProgramStore):
-    """A folder that `jengine compile` wrote. Where the cache would count a program as absent, this refuses.
+    """A folder written by `jengine compile`. Raises an error where the cache would treat a program as absent.
 
     Raises:
-        InvalidArgument: the folder cannot be read or trusted.
+        InvalidArgument: the folder cannot be read or is not trusted.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,8 @@ class PrebuiltPrograms(ProgramStore):
         return self._manifest
 
     def complete(self, config: EngineConfig) -> EngineConfig:
-        """The options, with what they leave to the machine as the programs have it: dtype, and the number of pages."""
+        """Fills in options that are normally derived from the machine (dtype, number of pages) with those of
+        the programs."""
         saved = self._manifest.identity
         dtype: Any = saved.get("dtype") if config.dtype == "auto" else config.dtype
         left = config.num_pages is None and config.kv_cache_memory is None
@@ -42,15 +43,15 @@ class PrebuiltPrograms(ProgramStore):
 
     @property
     def product_forms(self) -> dict[str, str]:
-        """Of the spec they were compiled for."""
+        """product_forms of the spec that the programs were compiled for."""
         forms: Any = self._manifest.identity.get("product_forms")
         return dict(forms) if isinstance(forms, dict) else {}
 
     def check(self, identity: dict[str, object]) -> None:
-        """Whether the programs are for this identity (see ExecutionSpec.identity).
+        """Checks that the programs are for this identity (see ExecutionSpec.identity).
 
         Raises:
-            InvalidArgument: they are not; names the first entry that differs.
+            InvalidArgument: they are not; the message names the first difference.
         """
         different = difference(self._manifest.identity, json.loads(json.dumps(identity, default=list)))
         if different is not None:
@@ -59,10 +60,10 @@ class PrebuiltPrograms(ProgramStore):
     def load(
         self, names: Iterable[str], identity: dict[str, object], devices: Sequence[jax.Device]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(every named executable, notes).
+        """(executables by name, notes). All named executables must be present.
 
         Raises:
-            InvalidArgument: the programs are for another identity; or one is missing, not to be trusted, or cannot be loaded.
+            InvalidArgument: the programs are for another identity, or one is missing, not trusted, or cannot be loaded.
         """
         self.check(identity)
         try:
@@ -75,7 +76,7 @@ class PrebuiltPrograms(ProgramStore):
 
 
 def difference(saved: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str | None:
-    """The first entry that differs, in their order, as "name is X there, Y is wanted"; None where all are equal. Both as JSON has them."""
+    """The first difference, as "name is X there, Y is wanted"; None if all are equal. Both dicts are as read from JSON."""
     for name in {**wanted, **saved}:
         there, here = saved.get(name), wanted.get(name)
         if isinstance(there, dict) and isinstance(here, dict):

@@ -1,4 +1,4 @@
-"""Priority of threads that work beside running steps."""
+"""Priority of threads that run in parallel with steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ NICENESS = 10
 
 
 def lower_priority() -> None:
-    """Of this thread, for good; where the system has one for each thread."""
+    """Lowers this thread's priority permanently, on systems with priorities per thread."""
     if hasattr(os, "setpriority") and hasattr(os, "sched_getaffinity"):  # Linux
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

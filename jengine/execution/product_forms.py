@@ -1,4 +1,5 @@
-"""In which form a CPU's programs multiply: by rule where one form is known to win, else measured once and kept in the cache's root."""
+"""Chooses how a CPU's programs multiply: by rule if one form always wins, otherwise measured once and stored in
+the cache."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def with_forms(spec: ExecutionSpec, forms: Mapping[str, str]) -> ExecutionSpec:
 
 
 def product_forms(spec: ExecutionSpec, root: Path) -> dict[str, str]:
-    """What `pallas_kernels.products.using` takes; empty where the device is no CPU."""
+    """The argument of `pallas_kernels.products.using`; empty if the device is not a CPU."""
     if spec.mesh.devices.flat[0].platform != "cpu" or cpu_refused() is not None:
         return {}
     from pallas_kernels.cpu import choice
@@ -39,17 +40,17 @@ def product_forms(spec: ExecutionSpec, root: Path) -> dict[str, str]:
     kept = _kept(file)
     forms = choice.forms(str(spec.model.dtype), kinds, shape, kept, by_place=by_place)
     if any(key not in kept for key in forms):
-        with contextlib.suppress(OSError):  # the programs cannot be saved either, and that is warned of
+        with contextlib.suppress(OSError):  # if it cannot be written, programs cannot be saved either, and that raises a warning
             file.parent.mkdir(parents=True, exist_ok=True)
             forms |= {
                 key: form for key, form in _kept(file).items() if key in forms
-            }  # of processes that measured at once, the first counts
+            }  # of processes that measure at the same time, the first one's result is kept
             write_private(file, json.dumps({**kept, **forms}).encode())
     return forms
 
 
 def _facts() -> list[Any]:
-    """All that may turn a measurement."""
+    """Everything that may affect a measurement."""
     from pallas_kernels.cpu import native, team
 
     return [cpu_features(), team.threads(), native.SOURCE, *(importlib.metadata.version(name) for name in ("jaxlib", "llvmlite"))]

@@ -1,4 +1,4 @@
-"""The user's cache of programs: each is saved as soon as it is compiled, and processes that start at once share the work."""
+"""The user's cache of programs. Each is saved as soon as it is compiled; processes that start together share the work."""
 
 from __future__ import annotations
 
@@ -18,45 +18,46 @@ from jengine.execution.program_store import ProgramStore
 from jengine.observe.progress import progress_bar
 
 log = logging.getLogger("jengine")
-POLL = 0.2  # seconds between looks at what another process has compiled
-WAITING = "waiting for another process that compiles the same programs"
+POLL = 0.2  # seconds between checks for programs that another process has compiled
+WAITING = "waiting for another process that is compiling the same programs"
 Loaded = tuple[dict[str, Any], dict[str, Any]]  # executables by name, notes
 
 
 class ProgramCache(ProgramStore):
-    """The cache's folder for one fingerprint. What cannot be trusted or read counts as absent; what cannot be written is a warning.
+    """The cache's folder for one fingerprint. Programs that cannot be trusted or read count as absent; write
+    errors warn.
 
     Args:
-        root: of the cache.
-        name: the folder's.
-        max_bytes: of the cache. Where it takes more, folders that were not used for longest are removed.
-        wait: for another process that compiles the same programs. Processes that share an engine must not: each of two
-            engines could wait for the other.
+        root: the cache's root folder.
+        name: the folder's name.
+        max_bytes: maximum size of the cache. Above it, the least recently used folders are removed.
+        wait: whether to wait for another process that is compiling the same programs. Processes that share an
+            engine must not, since two engines could wait for each other.
     """
 
     def __init__(self, root: Path, name: str, *, max_bytes: int, wait: bool = True) -> None:
         super().__init__(root / "programs" / name)
         self._root, self._max_bytes, self._wait = root, max_bytes, wait
-        self._logged: set[str] = set()  # why programs were rejected
-        self._refused: set[str] = set()  # digests of files that could not be loaded
-        self._writes = False  # while the lock is held and the disk takes what is written
+        self._logged: set[str] = set()  # reasons for rejected programs
+        self._refused: set[str] = set()  # hashes of files that could not be loaded
+        self._writes = False  # True while the lock is held and writing succeeds
 
     def load(self, names: Iterable[str], identity: dict[str, object], devices: Sequence[jax.Device]) -> Loaded:
-        """(those of the named executables that are here, notes).
+        """(the named executables found here, notes).
 
         Args:
-            identity: of what they are wanted for. Not looked at: the folder is named by its fingerprint.
-            devices: that they will run on; there may be more.
+            identity: not used, since the folder's name contains its fingerprint.
+            devices: the devices that they will run on; there may be others.
         """
         found: dict[str, Any] = {}
         return found, self._load(names, found, devices)
 
     def _load(self, names: Iterable[str], found: dict[str, Any], devices: Sequence[jax.Device]) -> dict[str, Any]:
-        """Add to `found` those of the named executables that are not yet in it; returns the notes."""
+        """Adds named executables to `found` that are not yet in it. Returns the notes."""
         try:
             manifest = self.manifest()
         except UntrustedProgram as error:
-            if (self.folder / MANIFEST).exists():  # else nothing has been saved yet
+            if (self.folder / MANIFEST).exists():  # otherwise nothing has been saved yet
                 self._log_rejected(error)
             return {}
         for name in names:
@@ -74,16 +75,17 @@ class ProgramCache(ProgramStore):
         return manifest.notes
 
     def _log_rejected(self, error: UntrustedProgram) -> None:
-        """Once: the folder may be looked at again and again while another process fills it."""
+        """Logs once, since the folder may be read many times while another process fills it."""
         if str(error) not in self._logged:
             self._logged.add(str(error))
             log.warning("saved programs are rejected and compiled again: %s", error)
 
     @contextmanager
     def filling(self, names: list[str], devices: Sequence[jax.Device], *, progress: bool) -> Iterator[Loaded]:
-        """To compile what is missing and `keep` it. Yields what another process compiled of it meanwhile, as `load` does.
+        """A context in which missing programs are compiled and passed to `keep`.
 
-        One process at a time fills a folder. Another waits, loads each program as it is saved, and goes on where the first one ends.
+        Yields, like `load`, those that another process has compiled meanwhile. One process at a time fills a
+        folder. Others wait, load each program as it is saved, and take over if the first one ends.
         """
         lock = FolderLock(self.folder)
         found: dict[str, Any] = {}
@@ -96,9 +98,9 @@ class ProgramCache(ProgramStore):
                     bar.n = len(found)
                     bar.refresh()
             if held:
-                notes = self._load(names, found, devices)  # what was saved last
+                notes = self._load(names, found, devices)  # programs saved last
                 tidy(self.folder, self._digests)
-                make_private(self.folder)  # only now: before, it was a reason not to trust what was there
+                make_private(self.folder)  # not earlier: a folder that was not private must not be trusted
                 self._writes = True
         except OSError as error:
             self._cannot_write(error)
@@ -111,7 +113,8 @@ class ProgramCache(ProgramStore):
             lock.release()
 
     def keep(self, name: str, program: Any, identity: dict[str, object], notes: dict[str, Any]) -> None:
-        """Save an executable that was compiled here, at once: neither Ctrl-C nor a crash loses it. Within `filling`."""
+        """Saves a newly compiled executable immediately, so that neither Ctrl-C nor a crash loses it. Used
+        within `filling`."""
         if self._writes:
             try:
                 self.add(name, program)

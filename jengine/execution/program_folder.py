@@ -1,7 +1,7 @@
-"""A folder of saved programs as files: who may write it, its manifest, its lock. Knows nothing of executables, and imports no jax.
+"""A folder of saved programs as files: permissions, manifest, lock. Knows nothing about executables; imports no jax.
 
-A saved executable is code that runs in this process. So the folder and its files must belong to the user and be
-writable by no one else, and a file counts only with the hash that the manifest records.
+A saved executable is code that runs in this process. So the folder and its files must belong to the user, no
+one else may be able to write them, and a file's hash must match the one in the manifest.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any, NamedTuple
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP  # of file systems without flock
+NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP  # on file systems without flock
 
 
 class UntrustedProgram(Exception):
-    """Why a saved file is not taken."""
+    """The reason why a saved file is not trusted."""
 
 
 class Manifest(NamedTuple):
-    """What a folder of programs says of itself.
+    """The manifest of a folder of programs.
 
     Attributes:
-        identity: ExecutionSpec.identity() of those who saved it, as JSON has them.
-        programs: digests by name.
-        notes: measured of the programs, as JSON has it.
+        identity: ExecutionSpec.identity() of the programs, as JSON.
+        programs: hashes by name.
+        notes: measurements of the programs, as JSON.
     """
 
     identity: dict[str, Any]
@@ -39,10 +39,10 @@ class Manifest(NamedTuple):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What the folder holds.
+    """Reads the folder's manifest.
 
     Raises:
-        UntrustedProgram: there is no manifest, it is damaged, or others than the user may write it or its folder.
+        UntrustedProgram: there is no manifest, it is damaged, or other users may write it or its folder.
     """
     file = folder / MANIFEST
     for path in (folder, file):
@@ -55,23 +55,23 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Raises OSError if it cannot be written; the old one stays then."""
+    """Raises OSError if it cannot be written; the old manifest is kept in this case."""
     write_private(folder / MANIFEST, json.dumps(manifest._asdict(), indent=1, default=list).encode())
 
 
 def program_file(folder: Path, name: str, digest: str) -> Path:
-    """Named by its content too, so that no manifest ever names another program's bytes."""
+    """The file name includes the hash, so a manifest can never refer to another program's bytes."""
     return folder / f"{name}-{digest[:16]}.bin"
 
 
 def make_private(folder: Path) -> None:
-    """Raises OSError if the folder cannot be made, or is another user's."""
+    """Raises OSError if the folder cannot be created or belongs to another user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
 
 
 def must_be_private(path: Path) -> None:
-    """Raises UntrustedProgram unless it belongs to this user and nobody else may write it."""
+    """Raises UntrustedProgram unless the path belongs to this user and no one else may write it."""
     try:
         stat = path.stat()
     except OSError as error:
@@ -81,7 +81,7 @@ def must_be_private(path: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Whole or not at all, readable by its owner only. Raises OSError if it cannot be written."""
+    """Writes a file atomically, readable by its owner only. Raises OSError if it cannot be written."""
     handle, temporary = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -93,17 +93,19 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 class FolderLock:
-    """Who holds it alone writes and removes the folder's files; those who load do not ask for it. It ends with its process."""
+    """Only its holder writes and removes the folder's files; readers do not need it. It is released when the
+    process ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._handle: int | None = None
 
     def acquire(self) -> bool:
-        """Whether it is held now; False while another process, or another thread of this one, holds it. Makes the folder.
+        """Tries to acquire the lock. Returns False while another process or thread holds it. Creates the folder
+        if needed.
 
         Raises:
-            OSError: the folder cannot be made or written.
+            OSError: the folder cannot be created or written.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -113,12 +115,12 @@ class FolderLock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in NO_LOCKS:  # without locks, starts at once compile alike: all files are written whole
+            if error.errno not in NO_LOCKS:  # without locks, simultaneous starts compile the same programs, which is safe
                 os.close(handle)
                 if isinstance(error, BlockingIOError):
                     return False
                 raise
-        if os.fstat(handle).st_nlink == 0:  # removed, by who held it before: it guards nothing
+        if os.fstat(handle).st_nlink == 0:  # removed by the previous holder: this lock guards nothing
             os.close(handle)
             return False
         self._handle = handle
@@ -131,16 +133,16 @@ class FolderLock:
 
 
 def touch(folder: Path) -> None:
-    """Mark it as used now; where that cannot be written, it stays as it is."""
+    """Marks the folder as used now, if it can be written."""
     with contextlib.suppress(OSError):
         os.utime(folder)
 
 
 def tidy(folder: Path, programs: dict[str, str]) -> None:
-    """Remove all but these programs: what a killed process was writing, what was replaced, what cannot be trusted. For the lock's holder.
+    """Removes all files except these programs, such as incomplete, replaced or untrusted ones. Requires the lock.
 
     Args:
-        programs: digests by name.
+        programs: hashes by name.
     """
     kept = {LOCK, *(program_file(folder, name, digest).name for name, digest in programs.items())}
     if programs:

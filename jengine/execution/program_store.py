@@ -1,4 +1,5 @@
-"""Saved executables in a folder: written and loaded one by one, every file checked by its hash (see program_folder)."""
+"""Saved executables in a folder. Each is written and loaded separately, and checked against its hash (see
+program_folder)."""
 
 from __future__ import annotations
 
@@ -29,23 +30,24 @@ class ProgramStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._digests: dict[str, str] = {}  # of what was loaded or written
+        self._digests: dict[str, str] = {}  # of programs loaded or written
 
     def manifest(self) -> Manifest:
-        """What the folder holds. Raises UntrustedProgram, see read_manifest."""
+        """The folder's manifest. Raises UntrustedProgram; see read_manifest."""
         return read_manifest(self.folder)
 
     def load_one(self, name: str, digests: dict[str, str], devices: Sequence[jax.Device]) -> Any:
-        """An executable.
+        """Loads an executable.
 
         Args:
-            devices: that it will run on; there may be more.
+            devices: the devices that it will run on; there may be others.
 
         Raises:
-            UntrustedProgram: it is missing, others may write its file, its content is not what was saved, or the runtime cannot read it.
+            UntrustedProgram: it is missing, other users may write its file, the hash differs, or the runtime
+                cannot read it.
         """
         if name not in digests:
-            raise UntrustedProgram(f"{self.folder / MANIFEST} names no {name}")
+            raise UntrustedProgram(f"{self.folder / MANIFEST} does not name {name}")
         digest = str(digests[name])
         path = program_file(self.folder, name, digest)
         must_be_private(path)
@@ -58,14 +60,16 @@ class ProgramStore:
         try:
             serialized, in_tree, out_tree = pickle.loads(data)
             return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=devices)
-        except Exception as error:  # whatever pickle and the runtime raise for what they cannot read
+        except Exception as error:  # pickle and the runtime raise various errors
             raise UntrustedProgram(f"{path} cannot be loaded: {error}") from error
 
     def add(self, name: str, program: Any) -> int:
-        """Write an executable, which the next manifest names; returns its bytes. A loaded one, written again, would lack its functions.
+        """Writes an executable that the next manifest will name. Returns its size in bytes.
+
+        Must not be called with a loaded executable: written again, it would lack its functions.
 
         Raises:
-            OSError: the folder cannot be made or written.
+            OSError: the folder cannot be created or written.
         """
         make_private(self.folder)
         data = pickle.dumps(serialize_executable.serialize(program))
@@ -75,7 +79,7 @@ class ProgramStore:
         return len(data)
 
     def finish(self, identity: dict[str, object], notes: dict[str, Any]) -> None:
-        """Write the manifest, which names what was added and what was loaded.
+        """Writes the manifest, which names all programs added or loaded.
 
         Raises:
             OSError: it cannot be written.

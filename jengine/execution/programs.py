@@ -1,4 +1,4 @@
-"""The table's programs: lowered from abstract values, compiled in a thread pool, saved, loaded."""
+"""The table's programs: lowered from abstract values, compiled in a thread pool, saved and loaded."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ SMALL = ALLOCATE, ALLOCATE_COUNTS, COUNT, UPDATE, COPY
 SWAPPING = SPILL, FILL  # with a host tier
 UNTUNED: CompilerOptions = {
     "xla_gpu_enable_triton_gemm": False
-}  # without a GPU to tune them on, cuBLASLt's products are faster than Triton's
-# XLA's default (jax 0.12) and COLLECTIVES: a step of several devices stays one command buffer, or its kernels would be launched alone.
+}  # without autotuning on a GPU, cuBLASLt's products are faster than Triton's
+# XLA's default (jax 0.12) and COLLECTIVES, so a step of several devices stays one command buffer.
 WHOLE: CompilerOptions = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"}
 Key = (
     TrunkKey
@@ -67,12 +67,12 @@ class Programs:
     """Programs of the table, ready to call.
 
     Args:
-        first: those to begin with; the others come by `obtain`. None: all of them.
+        first: the programs to start with; `obtain` adds others. None: all.
 
     Attributes:
-        compiled: how many were compiled by this process.
-        loaded: how many came from the store.
-        memory: by program.
+        compiled: number of programs compiled by this process.
+        loaded: number of programs loaded from the store.
+        memory: memory of each program.
     """
 
     def __init__(
@@ -93,10 +93,11 @@ class Programs:
         self.obtain(program_keys(spec) if first is None else first, progress=progress)
 
     def obtain(self, keys: Sequence[Key], *, progress: bool = False, background: bool = False) -> None:
-        """Load programs, or compile and save them.
+        """Loads programs, or compiles and saves them.
 
         Args:
-            background: while steps run: at a low priority, and not counted among compilations that should not happen.
+            background: whether steps are running: compiles at a low priority, and does not count as unexpected
+                compilation.
         """
         if self._store:
             self._take(keys, *self._store.load(map(file_name, keys), self._identity, self._devices))
@@ -117,7 +118,7 @@ class Programs:
         return [key for key in keys if key not in self._programs]
 
     def _take(self, keys: Sequence[Key], found: dict[str, Any], notes: dict[str, Any]) -> None:
-        """Programs by file name, with the notes that were saved beside them."""
+        """Adds programs by file name, with the notes saved beside them."""
         memory = notes.get("memory", {})
         for key in keys:
             if file_name(key) in found:
@@ -126,9 +127,10 @@ class Programs:
                 self.loaded += 1
 
     def _compile(self, keys: list[Key], cache: ProgramCache | None, progress: bool, background: bool) -> None:
-        """Each is saved as soon as it is compiled.
+        """Compiles programs and saves each as soon as it is compiled.
 
-        Where JAX's own compilation cache is on and had one, nothing is saved from there on: what it gives cannot be serialized again.
+        If JAX's own compilation cache supplies a program, saving stops there, since such a program cannot be
+        serialized again.
         """
         retrieved = retrieval_count()
         for built in compile_all(self.spec, keys, threads=self._threads, progress=progress, background=background):
@@ -140,7 +142,7 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A program that was compiled here, and how long that took."""
+    """A program compiled here, and the seconds that it took."""
 
     key: Key
     program: Any
@@ -156,12 +158,12 @@ def compile_all(
     options: CompilerOptions | None = None,
     background: bool = False,
 ) -> Iterator[Built]:
-    """Programs as they are done, compiled by several threads at once.
+    """Compiles with several threads. Yields programs as they finish.
 
-    The largest first: they take longest, and if memory is short it shows at once.
+    The largest are compiled first: they take longest, and show early whether memory suffices.
 
     Args:
-        options: XLA's, for each of them.
+        options: XLA's compiler options, for each program.
         background: see Programs.obtain.
     """
 
@@ -185,33 +187,33 @@ def compile_all(
 
 
 def gpu_options(spec: ExecutionSpec) -> CompilerOptions:
-    """XLA's, for every program of a spec on GPUs. What XLA_FLAGS says of command buffers is left as it is."""
+    """XLA's compiler options for every program of a spec on GPUs. Command buffer settings in XLA_FLAGS are respected."""
     whole = spec.mesh.size > 1 and not any(name in os.environ.get("XLA_FLAGS", "") for name in WHOLE)
     return (WHOLE if whole else {}) | (DETERMINISTIC if spec.table.batch_invariant else {})
 
 
 def running(memory: dict[Key, ProgramMemory]) -> list[ProgramMemory]:
-    """Of the programs that run beside the cache. Those that allocate it, and the counts, have ended by then."""
+    """Memory of the programs that run while the cache exists; those that allocate it and the counts have ended by then."""
     return [used for key, used in memory.items() if key not in (ALLOCATE, ALLOCATE_COUNTS)]
 
 
 def memory_notes(memory: dict[Key, ProgramMemory]) -> dict[str, dict[str, int]]:
-    """As a manifest has them."""
+    """Memory as stored in a manifest."""
     return {str(key): asdict(size) for key, size in memory.items()}
 
 
 def open_cache(spec: ExecutionSpec, root: Path, max_bytes: int, *, wait: bool = True) -> ProgramCache:
-    """See ProgramCache."""
+    """Opens the spec's folder; see ProgramCache."""
     return ProgramCache(root, folder_name(spec.fingerprint(), spec.num_pages), max_bytes=max_bytes, wait=wait)
 
 
 def program_keys(spec: ExecutionSpec) -> list[Key]:
-    """All programs, in the order in which a table becomes ready: see first_needed and by_use."""
+    """All keys, in the order in which a table becomes ready; see first_needed and by_use."""
     return [*_small(spec), *dict.fromkeys([*first_needed(spec.table), *by_use(spec.table)])]
 
 
 def first_keys(spec: ExecutionSpec) -> list[Key]:
-    """The first of them, which serve any request."""
+    """The first keys, whose programs can serve any request."""
     return [*_small(spec), *first_needed(spec.table)]
 
 
@@ -220,7 +222,7 @@ def _small(spec: ExecutionSpec) -> list[Key]:
 
 
 def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
-    """A program's lowering from abstract values alone; nothing is closed over."""
+    """Lowers a program from abstract values alone, without closures over arrays."""
     cache_out = jax.tree.map(lambda x: x.sharding, spec.cache)
     slots_out = jax.tree.map(lambda x: x.sharding, spec.slots)
     cache_specs = jax.tree.map(lambda x: x.sharding.spec, spec.cache)
@@ -277,7 +279,7 @@ def _lower(
     function = shard_mapped(spec.mesh, function, args, out_specs)
     function.__name__ = function.__qualname__ = name  # shown in profiles
     device = spec.mesh.devices.flat[0]
-    lowered_for = device if device.platform == "gpu" else None  # kernels are lowered for this device's instructions
+    lowered_for = device if device.platform == "gpu" else None  # kernels are lowered for this device's instruction set
     with jax.default_device(lowered_for), using(dict(spec.product_forms)):
         return jax.jit(function, donate_argnums=donated).lower(*args)
 

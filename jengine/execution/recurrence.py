@@ -1,4 +1,4 @@
-"""What layers with a recurrent state call: each row and each tile reads one page of states and writes another, or the same."""
+"""Recurrent layers as models call them. Each row and tile reads one page of states and writes another or the same."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from jengine.execution.batch import Batch
 from jengine.table.program_table import TrunkKey
 from pallas_kernels import delta_rule
 
-ROWS_BYTES = 32 << 20  # of states that are turned at once: what rows take beside the cache
+ROWS_BYTES = 32 << 20  # bytes of states processed at once, which limits what rows need beside the cache
 
 
 class Recurrence:
-    """States by page: those of a layer's convolution [pages, taps - 1, channels], and of its recurrence [pages, heads, key_dim, value_dim].
+    """States by page: the convolution's [pages, taps - 1, channels], and the recurrence's [pages, heads,
+    key_dim, value_dim].
 
-    Rows come first, then tiles in their order, each reading what those before it wrote: so the tiles of a sequence follow each other, and
-    a prompt may begin with the state that another leaves in the same step. Padding reads zeros and writes the null page.
+    Rows come first, then tiles in order. Each reads what earlier ones wrote. So several tiles of a sequence fit
+    in one step, and a prompt may start from a state that another prompt writes in the same step. Padding reads
+    zeros and writes to the null page.
     """
 
     def __init__(self, batch: Batch, axis: TokenAxis, key: TrunkKey) -> None:
         rows, tiles = (batch.row_states, batch.row_slots == 0), (batch.tile_states, batch.tile_positions == 0)
         self._rows, self._tiles = (((states[:, 0], states[:, 1]), fresh) for states, fresh in (rows, tiles))
         self._lengths, self._real, self._key = batch.tile_lengths, axis.real, key
-        self.convolve = jax.jit(self._convolve)  # traced and lowered once for all layers that are alike
+        self.convolve = jax.jit(self._convolve)  # traced and lowered once for all layers with the same arguments
         self.recur = jax.jit(self._recur)
 
     def _convolve(self, x: jax.Array, weight: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [N, channels], weight [channels, taps] -> float32 [N, channels]; and the pages."""
+        """x [N, channels], weight [channels, taps] -> float32 [N, channels], and the pages."""
         key, taps, out = self._key, weight.shape[1], []
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
         if key.rows:
@@ -57,8 +59,11 @@ class Recurrence:
     def _recur(
         self, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array, pages: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """q and k [N, key heads, key_dim], v [N, heads, value_dim], decay and rate [N, heads], all float32 -> [N, heads, value_dim]; and
-        the pages. Key heads are shared by as many consecutive heads each."""
+        """Computes the recurrence of all tokens. Returns float32 [N, heads, value_dim], and the pages.
+
+        q and k are [N, key heads, key_dim], v [N, heads, value_dim], decay and rate [N, heads], all float32.
+        Each key head is shared by the same number of consecutive heads.
+        """
         shared = v.shape[1] // q.shape[1]
         tokens = [x if x is v else jnp.repeat(x, shared, axis=1) for x in (q, k, v)] + [decay, rate]
         key, out = self._key, []
@@ -67,13 +72,13 @@ class Recurrence:
             out.append(read)
         if key.tiles:
             real = self._real[key.rows :]
-            tokens = [jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x[key.rows :], 0) for x in tokens]  # what is padding changes nothing
+            tokens = [jnp.where(real.reshape(-1, *[1] * (x.ndim - 1)), x[key.rows :], 0) for x in tokens]  # padding must not change a state
             read, pages = self._recur_tiles(tokens, pages)
             out.append(read)
         return jnp.concatenate(out), pages
 
     def _recur_rows(self, tokens: list[jax.Array], pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Some rows at a time, so that their states take little beside the cache."""
+        """Processes some rows at a time, to bound the memory of their states."""
 
         def some(pages: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
             (sources, targets), fresh, *tokens = rows
@@ -90,7 +95,7 @@ class Recurrence:
         return read.reshape(rows, *read.shape[2:]), pages
 
     def _recur_tiles(self, tokens: list[jax.Array], pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What tiles give by themselves for all at once, then their states one after the other."""
+        """Computes the parts that do not depend on the state for all tiles at once, then the states tile by tile."""
         tiles = self._key.tiles
         size = tokens[0].shape[0] // tiles
         chunk = delta_rule.chunk_size(size)
@@ -110,10 +115,13 @@ class Recurrence:
 
 
 def _begin(states: jax.Array, fresh: jax.Array) -> jax.Array:
-    """Zeros where a sequence begins."""
+    """Replaces states by zeros where a sequence begins."""
     return jnp.where(fresh.reshape(*fresh.shape, *[1] * (states.ndim - fresh.ndim)), 0, states)
 
 
 def _weighted(every: jax.Array, weight: jax.Array, tokens: int) -> jax.Array:
-    """every [n, taps - 1 + tokens, channels] -> [n, tokens, channels]: each token with those before it, by weight [channels, taps]."""
+    """Weighted sums of each token and those before it, by weight [channels, taps].
+
+    every [n, taps - 1 + tokens, channels] -> [n, tokens, channels].
+    """
     return sum((every[:, i : i + tokens] * weight[:, i] for i in range(1, weight.shape[1])), every[:, :tokens] * weight[:, 0])

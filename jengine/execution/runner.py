@@ -1,4 +1,4 @@
-"""Runs steps: dispatch without waiting; results are read one step later."""
+"""Runs steps: dispatches without waiting. Results are read one step later."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from jengine.table.ready_programs import ReadyPrograms
 
 @dataclass(slots=True)
 class PendingSample:
-    """A step whose trunk is dispatched and whose sampler is not: masks may depend on tokens that are still to be read."""
+    """A step whose trunk is dispatched but not its sampler, since masks may depend on tokens that are not read yet."""
 
     plan: StepPlan
     scores: SampledLogprobs | None
     pooled: jax.Array | None
-    started: float  # time.perf_counter(), when its trunk was called
+    started: float  # time.perf_counter() when its trunk was called
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A dispatched step. Its tokens are an output of their own: the slots they are also in are donated on."""
+    """A dispatched step. Its tokens are a separate output, since the slots that also hold them are donated."""
 
     plan: StepPlan
     sampled: Sampled | SampledLogprobs
@@ -51,14 +51,15 @@ class InFlight:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step gave, on the host.
+    """Results of a step, on the host.
 
     Attributes:
-        tokens: those of each of the plan's samples.
-        logprobs: of them, numpy arrays, where the sampler is the full one.
-        scores: of the tokens that follow each tile's tokens, numpy arrays over tiles * tile_size, where a span asked for it.
-        pooled: the sum of each tile's hidden states, float32 [tiles, hidden_size], where a span asked for it.
-        waited: whether they were not there yet when they were asked for.
+        tokens: for each of the plan's samples, its tokens.
+        logprobs: their log probabilities as numpy arrays, if the sampler is the full one.
+        scores: log probabilities of the tokens that follow each tile's tokens, numpy arrays over tiles *
+            tile_size, if requested.
+        pooled: sum of each tile's hidden states, float32 [tiles, hidden_size], if requested.
+        waited: whether the host had to wait for them.
     """
 
     tokens: list[list[int]]
@@ -69,7 +70,7 @@ class StepResult:
 
 
 class UnderWay(NamedTuple):
-    """Pages that move between the device and the host: host pages or places, and the arrays that are ready when they are there."""
+    """Pages in transfer between device and host: host pages or places, and the arrays that become ready on arrival."""
 
     numbers: list[int]
     arrays: list[Any]
@@ -80,7 +81,7 @@ class UnderWay(NamedTuple):
 
 
 class Runner:
-    """Turns plans into a worker's calls, here and in the processes that the link leads to."""
+    """Turns plans into calls of a worker, here and in the other processes of the link."""
 
     def __init__(self, worker: Worker, link: Link | None = None) -> None:
         self.worker, self._link = worker, SingleProcess() if link is None else link
@@ -89,7 +90,7 @@ class Runner:
         self._layouts = {key: self.spec.layout(key) for key in self.spec.table.trunks()}
 
     def dispatch(self, plan: StepPlan) -> InFlight:
-        """Start a step that needs no mask, or a burst; returns before it has run."""
+        """Starts a step without masks, or a burst. Returns before it has run."""
         if plan.steps == 1:
             return self.sample(self.begin(plan))
         layout = self._prepare(plan)
@@ -97,7 +98,7 @@ class Runner:
         return InFlight(plan, self._make(Call("burst", plan.burst, pack_burst(layout, plan))), started=started)
 
     def begin(self, plan: StepPlan) -> PendingSample:
-        """Start a step's trunk, and what comes with it."""
+        """Starts a step's trunk and the programs that belong to it."""
         layout = self._prepare(plan)
         packed = layout.pack(plan)
         started = time.perf_counter()
@@ -107,7 +108,7 @@ class Runner:
         return PendingSample(plan, scores, pooled, started)
 
     def _prepare(self, plan: StepPlan) -> BatchLayout:
-        """Do what a step's own buffer has no room for. Returns the buffer's layout."""
+        """Applies updates that do not fit into the step's buffer. Returns the buffer's layout."""
         for reset in plan.resets:
             if reset.counted is not None:
                 self._count(reset.slot, reset.counted, reset.prompt_len)
@@ -119,12 +120,12 @@ class Runner:
         return layout
 
     def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
-        """Start the sampler of the step that was begun last. mask: see Call."""
+        """Starts the sampler of the step begun last. mask: see Call."""
         sampled = self._make(Call("sample", step.plan.sampler, mask))
         return InFlight(step.plan, sampled, step.scores, step.pooled, step.started)
 
     def read(self, step: InFlight) -> StepResult:
-        """Wait for a step's tokens."""
+        """Waits for a step's tokens."""
         given = step.sampled, step.scores, step.pooled
         arrays = jax.tree.leaves(given)
         waited = not all([array.is_ready() for array in arrays])
@@ -141,7 +142,7 @@ class Runner:
         return StepResult(tokens, sampled if isinstance(sampled, SampledLogprobs) else None, scores, pooled, waited)
 
     def swap(self, swaps: Swaps) -> None:
-        """Start to move pages, before the next step; returns before they are there."""
+        """Starts to move pages, before the next step. Returns before they have arrived."""
         for spills in batched(swaps.spills, SWAPS):
             self._spilling.append(
                 UnderWay([host for _, _, host in spills], self._move("spill", [(page, host) for _, page, host in spills]))
@@ -153,16 +154,16 @@ class Runner:
             self._staging.append(UnderWay([place for _, place in swaps.fetches], arrays))
 
     def swapped(self) -> tuple[list[int], list[int]]:
-        """Host pages whose spills have ended since the last call, and places whose pages have been staged."""
+        """Host pages whose spills have finished since the last call, and places whose pages have been staged."""
         return _ended(self._spilling), _ended(self._staging)
 
     @property
     def moving(self) -> list[Any]:
-        """Arrays that are ready when all pages that move have been moved."""
+        """Arrays that are ready when all pages in transfer have arrived."""
         return [self.worker.cache, *(one.arrays for one in (*self._spilling, *self._staging))]
 
     def wait_for_staged(self) -> None:
-        """Until the pages are there that have been on their way to the device for longest, if any are."""
+        """Waits for the oldest pages in transfer to the device, if any."""
         if self._staging:
             first = self._staging[0]
             self._link.wait(lambda: first.there)
@@ -181,7 +182,7 @@ class Runner:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """An exchange between devices that fails because a process ended is that process's end."""
+        """Reports a failed exchange between devices as the end of the process that caused it."""
         try:
             yield
         except jax.errors.JaxRuntimeError:
@@ -216,16 +217,16 @@ class Runner:
             self._make(Call("count", None, chunk))
 
     def memory_parts(self) -> dict[str, int]:
-        """See Worker."""
+        """See Worker.memory_parts."""
         return self.worker.memory_parts()
 
     @property
     def on_host(self) -> bool:
-        """Whether the devices' memory is this process's."""
+        """Whether device memory is this process's host memory."""
         return str(self.spec.mesh.devices.flat[0].platform) == "cpu"
 
     def warm_up(self, ready: ReadyPrograms, *, progress: bool, ran: Collection[TrunkKey | SamplerKey] = ()) -> None:
-        """Run each program once through the real call path, with padding alone; but for those that `ran` before."""
+        """Runs each program once through the normal path, with padding only, except those that `ran` before."""
         plans = [plan for plan in self._padding_plans(ready) if plan.trunk not in ran or plan.sampler not in ran]
         for plan in progress_bar(plans, desc="warming up", unit="program", show=progress):
             self._run(plan)
@@ -244,18 +245,18 @@ class Runner:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the counts, until a request needs them."""
+        """Frees the counts until a request needs them."""
         self._make(Call("forget"))
 
     def check(self, ready: ReadyPrograms) -> None:
-        """Run the cheapest step once: enough for programs that another process has already warmed up."""
+        """Runs the cheapest step once. Enough for programs that another process has already warmed up."""
         self._run(self._padding_plans(ready)[0])
 
     def _run(self, plan: StepPlan) -> None:
         self.read(self.dispatch(plan))
 
     def _padding_plans(self, ready: ReadyPrograms) -> list[StepPlan]:
-        """For every trunk a step with its cheapest sampler, then steps for the samplers that are left."""
+        """A step with the cheapest sampler for every trunk, then steps for the remaining samplers."""
         table, trunks = self.spec.table, ready.trunks()
         plans = [StepPlan(key, ready.sampler(key, "greedy")) for key in trunks]
         smallest = {table.sample_rows(key): key for key in sorted(trunks, key=table.tokens, reverse=True)}
@@ -264,7 +265,7 @@ class Runner:
 
 
 def _ended(under_way: deque[UnderWay]) -> list[int]:
-    """Takes out the first ones, as far as they are there: they started in this order."""
+    """Removes and returns the first ones that have arrived. They started in this order."""
     numbers = list[int]()
     while under_way and under_way[0].there:
         numbers += under_way.popleft().numbers

@@ -1,6 +1,6 @@
-"""The compiled samplers: final hidden states to tokens. A few variants, each a program. On a CPU, a part that no row uses is skipped.
+"""The compiled samplers: final hidden states to tokens. Each variant is a program. A CPU skips parts that no row uses.
 
-A row draws one uniform number and inverts the cumulative distribution, so no noise the size of the vocabulary is made.
+A row draws one uniform number and inverts the cumulative distribution. So no vocabulary-sized noise is generated.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from jengine.table.program_table import Variant
 
 
 class Sampled(NamedTuple):
-    """A step's result, in sampler rows."""
+    """A step's tokens, by sampler row."""
 
     tokens: jax.Array  # int32 [rows]
 
 
 class SampledLogprobs(NamedTuple):
-    """The same with log probabilities of the raw logits, natural logarithm."""
+    """The same with log probabilities (natural logarithm) of the raw logits."""
 
     tokens: jax.Array  # int32 [rows]
     logprobs: jax.Array  # float32 [rows], of the tokens
     ranks: jax.Array  # int32 [rows], from 1
-    top_ids: jax.Array  # int32 [rows, MAX_LOGPROBS], likeliest first
+    top_ids: jax.Array  # int32 [rows, MAX_LOGPROBS], most likely first
     top_logprobs: jax.Array  # float32 [rows, MAX_LOGPROBS]
 
 
@@ -68,12 +68,12 @@ def make_sampler(model: Model, variant: Variant) -> Callable[..., Any]:
 
 
 def _shared_out(model: Model, params: Params, to: ToSample) -> tuple[jax.Array, ToSample]:
-    """Logits [own rows, vocab] of this device's share of the rows, and what there is to sample in them."""
+    """This device's share of the rows: logits [own rows, vocab], and the matching part of `to`."""
     return _rows(model.bind(params).logits(to.hidden), model), own_rows(to)
 
 
 def _rows(logits: jax.Array, model: Model) -> jax.Array:
-    """Logits of own rows over the whole vocabulary, from those of all rows over this device's part of it."""
+    """Logits of this device's rows over the whole vocabulary, from logits of all rows over its part of the vocabulary."""
     return all_to_all(logits)[:, : model.config.vocab_size]
 
 
@@ -85,8 +85,9 @@ def sample(
     counts: Callable[[], jax.Array] | None = None,
     mask: jax.Array | None = None,
 ) -> jax.Array:
-    """Tokens, int32 [rows], from float32 logits [rows, vocab] by each row's parameters; mask and counts for `full`: see `apply_mask`,
-    and `penalize` for what counts gives when it is called.
+    """Samples tokens, int32 [rows], from float32 logits [rows, vocab] with each row's parameters.
+
+    `mask` and `counts` are for `full`: see `apply_mask`, and `penalize` for the value that `counts` returns.
     """
     if variant == "greedy":
         return argmax(logits)
@@ -109,9 +110,10 @@ def _changed(
     counts: Callable[[], jax.Array] | None,
     mask: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`_scaled` of what the parameters make of logits.
+    """Applies the parameters to logits, then `_scaled`.
 
-    Rows share the branches, so a branch that a row does not need may only do to it what is exact: sums and exponentials come after.
+    Rows share the branches. So a branch may only do exact operations to rows that do not need it; sums and
+    exponentials follow.
     """
     stops = early_stops(sampling, positions)
     needed = truncating(sampling) | (stops >= 0).any(-1)
@@ -121,7 +123,7 @@ def _changed(
         needed |= masking(mask) | biasing(sampling) | penalizing(sampling)
 
     def changed() -> tuple[jax.Array, jax.Array]:
-        x = jnp.copy(logits)  # here: for changes in place XLA would copy before the branch, for rows without any
+        x = jnp.copy(logits)  # copied here: otherwise XLA copies before the branch for the updates in place, even if no row needs them
         if variant == "full":
             assert mask is not None
             x = if_any(masking(mask), lambda x: apply_mask(x, mask), x)
@@ -136,14 +138,14 @@ def _changed(
 
 
 def _scaled(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """The likeliest tokens, int32 [rows], and logarithms of what all tokens' probabilities [rows, vocab] are in proportion to."""
+    """The most likely tokens, int32 [rows], and unnormalized log probabilities of all tokens, [rows, vocab]."""
     scaled = logits - logits.max(-1, keepdims=True)  # before the division: a small temperature cannot overflow
     scaled /= jnp.where(sampling.temperature == 0.0, 1.0, sampling.temperature)[:, None]
     return argmax(logits), scaled
 
 
 def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """A number in [0, 1) for each row, float32 [rows], from its seed, sample index and position alone."""
+    """A number in [0, 1) for each row, float32 [rows], which depends only on its seed, sample index and position."""
 
     words = sampling.seed_high, sampling.seed_low, *(x.astype(jnp.uint32) for x in (sampling.sample_index, positions))
 
@@ -154,7 +156,7 @@ def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
         return lax.scan(fold, keys, words, unroll=unroll)[0]
 
     keys = jnp.broadcast_to(jax.random.key(0), positions.shape)
-    # a CPU compiles a loop faster; a GPU's would make XLA wait for the host
+    # on a CPU a loop compiles faster; on a GPU a loop would make XLA wait for the host
     loop, unrolled = partial(folded, unroll=False), partial(folded, unroll=True)
     return jax.vmap(jax.random.uniform)(lax.platform_dependent(keys, jnp.stack(words), cpu=loop, default=unrolled))
 
@@ -162,8 +164,9 @@ def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
 def sample_from_cdf(mass: jax.Array, u: jax.Array) -> jax.Array:
     """The first token at which the cumulative mass exceeds u of the total: int32 [rows].
 
-    Two levels, blocks and then tokens of one block, since a scan over a whole vocabulary is slow. Rounding may
-    leave the target at or above the last sum; the last token with mass is taken then, never one without.
+    Works in two levels, blocks and then tokens of one block, since a scan over a whole vocabulary is slow.
+    Rounding may put the target at or above the last sum. Then the last token with mass is chosen, never one
+    without.
     """
     rows, vocab = mass.shape
     blocks = jnp.pad(mass, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
@@ -185,7 +188,7 @@ def _first_over(ends: jax.Array, target: jax.Array, mass: jax.Array) -> jax.Arra
 
 
 def with_wanted_logprobs(logits: jax.Array, tokens: jax.Array, sampling: Sampling) -> SampledLogprobs:
-    """`with_logprobs`, with zeros where no row asks for them."""
+    """`with_logprobs`, or zeros if no row requests them."""
     rows, most = logits.shape[0], _most_logprobs(logits)
 
     def none() -> SampledLogprobs:
@@ -196,7 +199,8 @@ def with_wanted_logprobs(logits: jax.Array, tokens: jax.Array, sampling: Samplin
 
 
 def with_logprobs(logits: jax.Array, tokens: jax.Array, top: jax.Array | None = None) -> SampledLogprobs:
-    """Log probabilities of raw logits, as they are before any parameter; of the likeliest tokens where any of `top` is set, or None."""
+    """Log probabilities of the raw logits, before any parameter. Includes the most likely tokens if any of
+    `top` is set or None."""
     most = _most_logprobs(logits)
     logprobs = jax.nn.log_softmax(logits, -1)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], -1)
@@ -217,9 +221,10 @@ def _most_logprobs(logits: jax.Array) -> int:
 
 
 def make_scorer(model: Model, tile_size: int) -> Callable[..., SampledLogprobs]:
-    """The function to compile: (params, hidden [tokens, hidden_size], targets int32 [tokens]) -> of each target.
+    """The function to compile: (params, hidden [tokens, hidden_size], targets int32 [tokens]) -> log
+    probabilities of the targets.
 
-    Tile by tile: logits of a whole prompt would be gigabytes.
+    Works tile by tile: the logits of a whole prompt would take gigabytes.
     """
 
     def score(params: Params, hidden: jax.Array, targets: jax.Array) -> SampledLogprobs:

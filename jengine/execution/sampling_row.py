@@ -1,4 +1,4 @@
-"""A sampling row: a request's sampling parameters as 32-bit words, packed on the host and read on the device."""
+"""A sampling row: a request's sampling parameters as 32-bit words, packed on the host and unpacked on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import lax
 from jengine.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jengine.scheduling.step_plan import SlotReset
 
-# The row's layout, declared once: every field is 32 bits wide; lists of ids are padded with -1.
+# The row's layout: every field is 32 bits wide; lists of ids are padded with -1.
 LAYOUT = np.dtype(
     [
         ("temperature", np.float32),
@@ -24,15 +24,15 @@ LAYOUT = np.dtype(
         ("seed_low", np.uint32),
         ("seed_high", np.uint32),
         ("sample_index", np.int32),
-        ("logprobs", np.int32),  # how many of the likeliest tokens', plus 1; 0 is none, not even the sampled token's
-        ("min_position", np.int32),  # no stop token is sampled for a position before this
+        ("logprobs", np.int32),  # number of most likely tokens, plus 1; 0: no log probabilities, not even the sampled token's
+        ("min_position", np.int32),  # no stop token is sampled before this position
         ("stop_ids", np.int32, MAX_STOP_TOKEN_IDS),
         ("bias_ids", np.int32, MAX_LOGIT_BIAS),
         ("bias", np.float32, MAX_LOGIT_BIAS),
     ]
 )
 SAMPLING_WORDS = LAYOUT.itemsize // 4
-SMALLEST = float(np.finfo(np.float32).tiny)  # of normal numbers: processors may take a smaller one, or its inverse, for 0
+SMALLEST = float(np.finfo(np.float32).tiny)  # smallest normal number: processors may treat smaller ones, or their inverses, as 0
 INT32_MAX = int(np.iinfo(np.int32).max)
 
 
@@ -59,7 +59,7 @@ class Sampling(NamedTuple):
 def pack_sampling(reset: SlotReset) -> np.ndarray:
     """A reset as int32 [1 + SAMPLING_WORDS]: the slot, then its row of SlotState.sampling.
 
-    Values that 32 bits cannot hold become the nearest that they can: the tokens are the same.
+    Values out of the 32-bit range are clipped, which does not change the tokens.
     """
     params, seed = reset.params, reset.seed % 2**64
     row = np.zeros((), LAYOUT)
@@ -83,7 +83,7 @@ def pack_sampling(reset: SlotReset) -> np.ndarray:
 
 
 def sampling_of(rows: jax.Array) -> Sampling:
-    """Rows of SlotState.sampling, int32 [rows, SAMPLING_WORDS], by field."""
+    """Unpacks rows of SlotState.sampling, int32 [rows, SAMPLING_WORDS], by field."""
 
     def take(name: str) -> jax.Array:
         assert LAYOUT.fields is not None

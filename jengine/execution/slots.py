@@ -1,4 +1,4 @@
-"""Per-slot device state: what the next step needs of a running sequence, addressed by its slot. Slot 0 is null."""
+"""Device state of running sequences by slot. Slot 0 is the null slot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jengine.execution.batch import ENTRY_WORDS, RESET_WORDS, Entry
 from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling
 from jengine.scheduling.step_plan import SlotReset
 
-ENTRIES, RESETS = 512, 16  # of one `update_slots`
+ENTRIES, RESETS = 512, 16  # in one `update_slots`
 UPDATE_WORDS = ENTRIES * ENTRY_WORDS + RESETS * RESET_WORDS
 
 
@@ -23,7 +23,7 @@ class SlotState(NamedTuple):
     Attributes:
         last_token: int32 [slots], the token that the slot's next decode row reads.
         block_table: int32 [cache groups, slots, width], page ids in order.
-        sampling: int32 [slots, SAMPLING_WORDS], see sampling_row.py; one array, so that a step takes few.
+        sampling: int32 [slots, SAMPLING_WORDS], see sampling_row.py; a single array, so that a step has few arguments.
     """
 
     last_token: jax.Array
@@ -41,7 +41,7 @@ def abstract_slots(slots: int, groups: int, width: int, sharding: jax.sharding.S
 
 
 def updated(slots: SlotState, entries: jax.Array, resets: jax.Array) -> SlotState:
-    """Entries [n, ENTRY_WORDS] and resets [m, RESET_WORDS], as in a Batch, applied."""
+    """Applies entries [n, ENTRY_WORDS] and resets [m, RESET_WORDS], as in a Batch."""
     group, slot, index, page = entries.T
     table, sampling = slots.block_table.at[group, slot, index].set(page), slots.sampling
     if resets.shape[0]:
@@ -50,13 +50,13 @@ def updated(slots: SlotState, entries: jax.Array, resets: jax.Array) -> SlotStat
 
 
 def update_slots(slots: SlotState, packed: jax.Array) -> SlotState:
-    """The same from one buffer of `pack_updates`: what a step's own buffer has no room for."""
+    """The same from a buffer of `pack_updates`, for updates that do not fit into a step's buffer."""
     entries, resets = jnp.split(packed, [ENTRIES * ENTRY_WORDS])
     return updated(slots, entries.reshape(ENTRIES, ENTRY_WORDS), resets.reshape(RESETS, RESET_WORDS))
 
 
 def pack_updates(entries: Sequence[Entry], resets: Sequence[SlotReset]) -> Iterator[np.ndarray]:
-    """Buffers for `update_slots`, int32 [UPDATE_WORDS] each. Padding changes slot 0 to zeros."""
+    """Buffers for `update_slots`, int32 [UPDATE_WORDS] each. Padding sets slot 0 to zeros."""
     for i in range(max(-(-len(entries) // ENTRIES), -(-len(resets) // RESETS))):
         buffer = np.zeros(UPDATE_WORDS, np.int32)
         some = np.asarray(entries[i * ENTRIES : (i + 1) * ENTRIES], np.int32).reshape(-1)

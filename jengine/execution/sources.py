@@ -1,4 +1,4 @@
-"""The files that programs are traced from. Their digest is part of a saved program's identity."""
+"""The source files that programs are traced from. Their hash is part of a saved program's identity."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = Path(__file__).parents[2]  # the folder that holds jengine and pallas_kernels
+PACKAGES = Path(__file__).parents[2]  # the folder that contains jengine and pallas_kernels
 TRACED = "jengine.execution.programs"  # lowers every program
 KERNELS = "pallas_kernels"
 
-# Import statements, wherever they stand. A regular expression, since parsing the files properly takes a fifth of a second at
-# every start; a test compares the two. It may find too much (in a docstring), which costs a compilation, never too little.
+# Import statements anywhere in a file. A regular expression, since parsing the files takes a fifth of a second
+# at every start; a
+# test compares the two. It may match too much (in a docstring), which only costs a compilation, but never too little.
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)|import[ \t]+([^\n]*))", re.MULTILINE)
 _NAME = re.compile(rb"[\w.]+")
 
 
 @functools.cache
 def source_digest(packages: Path = PACKAGES) -> str:
-    """A hash of `source_files`, names and contents."""
+    """A hash of the names and contents of `source_files`."""
     digest = hashlib.sha256()
     for file in source_files(packages):
         digest.update(file.relative_to(packages).as_posix().encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
@@ -28,7 +29,8 @@ def source_digest(packages: Path = PACKAGES) -> str:
 
 
 def source_files(packages: Path = PACKAGES) -> list[Path]:
-    """The import closure of what lowers programs, within jengine, and all of pallas_kernels with its tables; sorted."""
+    """The import closure within jengine of the module that lowers programs, and all of pallas_kernels with its
+    tables; sorted."""
     kernels = (file for file in (packages / KERNELS).rglob("*") if file.is_file() and "__pycache__" not in file.parts)
     return sorted({*kernels, *_closure(packages)})
 
@@ -45,16 +47,16 @@ def _closure(packages: Path) -> set[Path]:
 
 
 def _imported(source: bytes) -> Iterator[str]:
-    """What a module imports: modules, and names that may be modules."""
+    """The names that a module imports: modules, and names that may be modules."""
     for module, names, modules in _IMPORT.findall(source):
         yield from (name.decode() for name in _NAME.findall(modules))
         yield from (f"{module.decode()}.{name.decode()}" for name in _NAME.findall(names))
 
 
 def _files(packages: Path, name: str) -> Iterator[Path]:
-    """Of jengine.a.b: the files of jengine.a and of jengine.a.b, where they are modules.
+    """For jengine.a.b: the files of jengine.a and of jengine.a.b, if they are modules.
 
-    Not jengine's own: it imports nothing until it is asked for a name.
+    Without jengine/__init__.py, which imports lazily.
     """
     parts = name.split(".")
     if parts[0] != "jengine":

@@ -1,4 +1,4 @@
-"""Everything that decides the programs' shapes, in one place."""
+"""Everything that determines the programs' shapes, in one place."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from jengine.table.pages import SWAPS, most_pages, pages_of
 from jengine.table.program_table import BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.products import cpu_refused
 
-STAGING = 256 << 20  # bytes of pages under way between the device and the host, in each direction; at least those of one call
+STAGING = 256 << 20  # bytes of pages in transfer between device and host, in each direction; at least those of one call
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSpec:
-    """A model, its cache and its table on a mesh: what programs are made from. No arrays.
+    """A model, its cache and its table on a mesh: the inputs from which programs are compiled. No arrays.
 
     Attributes:
-        max_model_len: tokens a sequence may have.
-        max_slots: sequences running at once; the null slot comes on top.
-        num_pages: pages of the cache, the null page included.
-        kv_cache_dtype: int8 or float8_e4m3fn; None is the model's dtype.
+        max_model_len: maximum tokens of a sequence.
+        max_slots: maximum number of running sequences, without the null slot.
+        num_pages: number of pages in the cache, the null page included.
+        kv_cache_dtype: int8 or float8_e4m3fn; None: the model's dtype.
         num_states: recurrent states of sequences and snapshots, the null state included; 0: the model has none.
-        host_pages: of the host's memory, for cached pages that the device gives to others; 0: there is no such tier and no program for it.
-        product_forms: of a CPU, see `pallas_kernels.products.using`.
+        host_pages: pages of host memory for evicted pages; 0: no host tier and no programs for it.
+        product_forms: on a CPU, see `pallas_kernels.products.using`.
     """
 
     model: Model
@@ -66,11 +66,11 @@ class ExecutionSpec:
 
     @property
     def table_width(self) -> int:
-        """Pages of a cache group that a sequence may have."""
+        """Maximum pages of a sequence in a cache group."""
         return pages_of(self.max_model_len, self.page_size)
 
     def most_pages(self, tokens: int) -> int:
-        """Pages that a sequence holds at most, over all cache groups, on its way to this many tokens."""
+        """Maximum pages that a sequence holds, over all cache groups, until it has this many tokens."""
         return sum(most_pages(tokens, group.window, self.page_size, self.table.tile_size) for group in paged(self.groups))
 
     @functools.cached_property
@@ -83,34 +83,34 @@ class ExecutionSpec:
 
     @property
     def pool_pages(self) -> tuple[int, ...]:
-        """Pages of each pool, the null page included."""
+        """Number of pages in each pool, the null page included."""
         return (self.num_pages, self.num_states) if self.num_states else (self.num_pages,)
 
     @property
     def cache_bytes(self) -> int:
-        """On each device."""
+        """Bytes of the cache on each device."""
         return self.num_pages * self.page_bytes + self.num_states * self.state_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Of one recurrent state, on each device, over all layers that have one; 0: there are none."""
+        """Bytes of one recurrent state on each device, over all recurrent layers; 0: there are none."""
         if not self.num_states:
             return 0
         return page_bytes(self.groups, self.groups[-1].pool, self.page_size, self.cache_dtype, self.mesh.size)
 
     @property
     def page_bytes(self) -> int:
-        """Of one page, on each device."""
+        """Bytes of one page on each device."""
         return page_bytes(self.groups, SHARED, self.page_size, self.cache_dtype, self.mesh.size)
 
     @property
     def staged(self) -> int:
-        """Pages that may be under way between the device and the host at once, in each direction."""
+        """Maximum number of pages in transfer between device and host, in each direction."""
         return min(self.host_pages, max(SWAPS, STAGING // self.page_bytes // SWAPS * SWAPS))
 
     @property
     def staging_bytes(self) -> int:
-        """What they take of each device."""
+        """Bytes of these pages on each device."""
         return 2 * self.staged * self.page_bytes
 
     def layout(self, key: TrunkKey) -> BatchLayout:
@@ -128,7 +128,7 @@ class ExecutionSpec:
 
     @property
     def page(self) -> Page:
-        """One, on its way between the device and the host."""
+        """A page in transfer between device and host."""
         return abstract_page(self.groups, self.page_size, self.cache_dtype, self.mesh)
 
     @functools.cached_property
@@ -162,16 +162,16 @@ class ExecutionSpec:
         return self._tiles(key.tiles), jax.ShapeDtypeStruct((key.tiles, 2), np.int32, sharding=self.replicated)
 
     def _tiles(self, tiles: int) -> jax.ShapeDtypeStruct:
-        """Their hidden states."""
+        """Hidden states of tiles."""
         shape = tiles * self.table.tile_size, self.model.config.hidden_size
         return jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self.replicated)
 
     def identity(self) -> dict[str, object]:
-        """All that a saved program depends on, as plain values: equal identities, equal programs."""
+        """Everything that a saved program depends on, as plain values. Programs with equal identities are equal."""
         device = self.mesh.devices.flat[0]
         model = dataclasses.asdict(self.model.config)
-        del model["eos_token_ids"]  # known to slots, not to programs
-        return {  # causes before what follows from them: of several differences, the first is named
+        del model["eos_token_ids"]  # slots use them, programs do not
+        return {  # causes before their consequences, since only the first difference is reported
             "platform": device.platform,
             "device": device.device_kind,
             "processor": cpu_features() if device.platform == "cpu" else "",
@@ -197,8 +197,10 @@ class ExecutionSpec:
         }
 
     def fingerprint(self) -> str:
-        """Of the identity without the number of pages, which may depend on how much memory is free today, and of a CPU's threads: XLA
-        divides loops for as many, so programs compiled for another number are right but slower.
+        """Hash of the identity, without two entries.
+
+        The number of pages may depend on how much memory is free. The number of a CPU's threads only affects
+        speed: XLA divides loops into as many parts.
         """
         identity = {name: fact for name, fact in self.identity().items() if name != "num_pages"}
         if identity["platform"] == "cpu":
@@ -207,7 +209,7 @@ class ExecutionSpec:
 
 
 def _plugins() -> str:
-    """Of JAX's plugins for CUDA, those that are installed: a program is loaded by what compiled it."""
+    """Installed CUDA plugins of JAX with their versions, since a program must be loaded by what compiled it."""
     versions = []
     for name in ("jax-cuda12-pjrt", "jax-cuda13-pjrt"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -217,7 +219,7 @@ def _plugins() -> str:
 
 @functools.cache
 def cpu_features() -> str:
-    """What the host's instruction set offers: code for one processor may not run on another."""
+    """The host's instruction set extensions: code for one processor may not run on another."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

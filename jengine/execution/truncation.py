@@ -1,7 +1,7 @@
-"""Which tokens top_k, top_p and min_p leave.
+"""Truncates distributions by top_k, top_p and min_p.
 
-No row is sorted: the k-th largest logit, and the logit at which the likeliest tokens' mass reaches top_p, are found by a search over the
-32 bits of a float. Ties at a threshold are all kept.
+No row is sorted. The k-th largest logit, and the logit at which the most likely tokens' mass reaches top_p, are
+found by a search over the 32 bits of a float. All ties at a threshold are kept.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from jax import lax
 from jengine.execution.branches import either
 from jengine.execution.sampling_row import Sampling
 
-DIGIT = 4  # bits of a key
+DIGIT = 4  # bits of a key per pass
 
 
 def truncating(sampling: Sampling) -> jax.Array:
-    """Which rows `truncate` changes, bool [rows]; greedy ones have no use for it."""
+    """Rows that `truncate` changes, bool [rows]. Greedy rows do not need it."""
     return (sampling.temperature > 0) & ((sampling.min_p > 0) | (sampling.top_k > 0) | (sampling.top_p < 1))
 
 
 def truncate(scaled: jax.Array, sampling: Sampling) -> jax.Array:
-    """min_p, then top_k, then top_p over what is left: dropped tokens at -inf. The largest of each row is 0. Where all rows are greedy,
-    which have no use for it, all tokens may stay.
+    """Applies min_p, then top_k, then top_p to what is left. Dropped tokens become -inf.
+
+    The largest value of each row must be 0. If all rows are greedy, tokens may be left as they are.
     """
     random, vocab = sampling.temperature > 0, scaled.shape[-1]
     k = jnp.where((sampling.top_k == 0) | (sampling.top_k > vocab), vocab, sampling.top_k)
@@ -35,7 +36,7 @@ def truncate(scaled: jax.Array, sampling: Sampling) -> jax.Array:
 
     def of_mass() -> jax.Array:
         mass = jnp.exp(scaled)
-        wanted = jnp.where(sampling.top_p >= 1.0, jnp.inf, sampling.top_p * mass.sum(-1))  # inf: no threshold reaches it
+        wanted = jnp.where(sampling.top_p >= 1.0, jnp.inf, sampling.top_p * mass.sum(-1))  # inf: never reached
         return _threshold(scaled, mass, wanted)
 
     scaled = jnp.where(scaled < jnp.log(sampling.min_p)[:, None], -jnp.inf, scaled)
@@ -44,16 +45,16 @@ def truncate(scaled: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def _threshold(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The largest t, [rows], for which the weights of {x >= t} sum to `wanted`; -inf where none does.
+    """The largest t, [rows], for which the weights of {x >= t} sum to at least `wanted`; -inf if there is none.
 
-    A search over the integers that order float32 numbers ends after a fixed number of sums over the row, whatever its values.
+    A search over the integers that order float32 numbers needs a fixed number of sums over the row, whatever its values.
     """
     t: jax.Array = lax.platform_dependent(x, weight, wanted, cpu=by_bits, default=by_digits)
     return t
 
 
 def by_bits(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
-    """`_threshold` by 32 passes, in a loop. A CPU, which takes one sum at a time, needs the fewest sums so."""
+    """`_threshold` in a loop of 32 passes. Fastest on a CPU, since it needs the fewest sums."""
 
     def bit(i: jax.Array, key: jax.Array) -> jax.Array:
         higher = key | (jnp.uint32(1) << (31 - i.astype(jnp.uint32)))
@@ -64,20 +65,21 @@ def by_bits(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
 
 
 def by_digits(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
-    """`_threshold` by 8 passes of 15 sums. A GPU waits for memory and launches, not for sums; in a loop XLA would wait for the host."""
+    """`_threshold` in 8 unrolled passes of 15 sums. Faster on a GPU, where memory and launches dominate and
+    loops wait for the host."""
     weight = jnp.broadcast_to(weight, x.shape)
     digits = jnp.arange(1, 1 << DIGIT, dtype=jnp.uint32)
     key = jnp.zeros(x.shape[:1], jnp.uint32)
     for shift in range(32 - DIGIT, -1, -DIGIT):
         values = lax.optimization_barrier(_float_of(key[:, None] | (digits << shift)))  # so that all passes share a kernel
         kept = tuple(jnp.where(x >= values[:, i, None], weight, 0.0) for i in range(len(digits)))
-        sums = jnp.stack(lax.reduce(kept, (np.float32(0),) * len(kept), _add, (1,)))  # x is read once
+        sums = jnp.stack(lax.reduce(kept, (np.float32(0),) * len(kept), _add, (1,)))  # reads x once
         key |= (sums >= wanted).sum(0, dtype=jnp.uint32) << shift
     return _float_of(key)
 
 
 def _float_of(key: jax.Array) -> jax.Array:
-    """The float32 with this place, uint32, in their order; below them, -inf."""
+    """The float32 with this rank, uint32, in the order of floats; -inf for ranks below them."""
     key = jnp.maximum(key, np.uint32(0x007FFFFF))
     bits = jnp.where(key >> 31 == 1, key ^ jnp.uint32(1 << 31), ~key)
     return lax.bitcast_convert_type(bits, jnp.float32)

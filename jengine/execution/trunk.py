@@ -1,4 +1,4 @@
-"""The compiled trunk: embed, layers, final hidden states; gives models their `attend`."""
+"""The compiled trunk: embedding, layers, final hidden states. Provides models with their `attend`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from pallas_kernels.xla import Rotation
 
 
 class ToSample(NamedTuple):
-    """What a trunk hands to its sampler, in sampler rows: a plan's samples, then padding."""
+    """A trunk's output for its sampler, in sampler rows: a plan's samples, then padding."""
 
     hidden: jax.Array  # [rows, hidden_size]
-    slots: jax.Array  # int32 [rows]; 0 where nothing is sampled
+    slots: jax.Array  # int32 [rows]; 0 if nothing is sampled
     positions: jax.Array  # int32 [rows], of the token to be sampled
 
 
-TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]  # the last: [tiles * tile_size, hidden_size], for prompt_logprobs
+TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]  # the last is [tiles * tile_size, hidden_size], for prompt_logprobs
 
 
 def make_trunk(model: Model, layout: BatchLayout, page_size: int, device: jax.Device) -> Callable[..., TrunkOut]:
-    """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, what to sample, the tiles' hidden states).
+    """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, ToSample, hidden states of tiles).
 
     Args:
-        device: that it is compiled for, or one of them; kernels are chosen by it.
+        device: a device that it is compiled for; it determines the kernels.
     """
     run = make_pass(model, layout, page_size, device)
 
@@ -46,7 +46,8 @@ def make_trunk(model: Model, layout: BatchLayout, page_size: int, device: jax.De
 
 
 def make_pass(model: Model, layout: BatchLayout, page_size: int, device: jax.Device) -> Callable[..., tuple[Cache, ToSample, jax.Array]]:
-    """(params, cache, slots, batch) -> (cache, what to sample, the tiles' hidden states), of a batch whose updates the slots have."""
+    """(params, cache, slots, batch) -> (cache, ToSample, hidden states of tiles). The slots already include the
+    batch's updates."""
     groups, key = cache_groups(model.config), layout.key
 
     def run(params: Params, cache: Cache, slots: SlotState, batch: Batch) -> tuple[Cache, ToSample, jax.Array]:
@@ -63,7 +64,7 @@ def make_pass(model: Model, layout: BatchLayout, page_size: int, device: jax.Dev
 
 
 class LayerCaches:
-    """What a model's layers call: by the attention of the layer's group, over the layer's place in the cache, which is replaced."""
+    """The cache as layers use it: each call uses the attention of the layer's group and replaces the layer's arrays."""
 
     def __init__(
         self, cache: Cache, groups: tuple[CacheGroup, ...], attentions: list[PagedAttention], recurrence: Recurrence | None

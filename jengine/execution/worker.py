@@ -1,4 +1,4 @@
-"""Owns the device state and makes the calls that change it. A call is plain data, so that other processes can make it too."""
+"""Owns the device state and makes the calls that change it. Calls are plain data, so other processes can repeat them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from jengine.table.program_table import BurstKey, PoolKey, SamplerKey, ScoreKey,
 
 
 class Call(NamedTuple):
-    """One thing to do on the devices.
+    """An operation on the devices.
 
-    - trunk: the key's trunk, over its packed batch
-    - score: the last trunk's tiles, array int32 [tiles * tile_size] of the tokens that follow
-    - pool: the last trunk's tiles, array int32 [tiles, 2] of each tile's first token and the one after its last, see pooler.make_pooler
-    - burst: the key's steps, over its packed batch and lengths
-    - sample: the last trunk's rows, under a token mask uint32 [sampler rows, words], see logits.mask_words; None allows every token
-    - update: changes of slots that a trunk's batch has no room for, see slots.pack_updates
-    - copy: pages, array int32 [2, COPIES] of sources and targets
-    - spill: pages to the host, array int32 [2, SWAPS] of pages and host pages
-    - stage: host pages to the device, array int32 [2, n] of host pages and places
-    - fill: what is staged into pages, array int32 [2, SWAPS] of places and pages
-    - count: a chunk of a sequence's tokens, see logits.count_tokens
-    - forget: the counts
+    - trunk: runs the key's trunk on its packed batch
+    - score: scores the last trunk's tiles, array int32 [tiles * tile_size] of the tokens that follow
+    - pool: pools the last trunk's tiles, array int32 [tiles, 2] of each tile's start and end, see pooler.make_pooler
+    - burst: runs the key's steps on its packed batch and lengths
+    - sample: samples the last trunk's rows, with a token mask uint32 [sampler rows, words], see
+      logits.mask_words; None: all allowed
+    - update: applies slot updates that do not fit into a trunk's batch, see slots.pack_updates
+    - copy: copies pages, array int32 [2, COPIES] of sources and targets
+    - spill: copies pages to the host, array int32 [2, SWAPS] of pages and host pages
+    - stage: copies host pages to the device, array int32 [2, n] of host pages and places
+    - fill: copies staged pages into the cache, array int32 [2, SWAPS] of places and pages
+    - count: counts a chunk of a sequence's tokens, see logits.count_tokens
+    - forget: frees the counts
     """
 
     what: Literal["trunk", "score", "pool", "burst", "sample", "update", "copy", "spill", "stage", "fill", "count", "forget"]
@@ -58,20 +59,20 @@ def decode(frame: bytes) -> Call:
 
 
 class Worker:
-    """Weights, cache, slots, and counts once a request has needed them."""
+    """Weights, cache and slots, and counts once a request has needed them."""
 
     def __init__(self, spec: ExecutionSpec, programs: Programs, params: Params) -> None:
         self.spec, self.programs, self.params = spec, programs, params
         self.cache, self.slots = programs[ALLOCATE]()
         self.store = HostStore(spec) if spec.host_pages else None
         self._counts: jax.Array | None = None
-        self._to_sample: ToSample | None = None  # of the last trunk
+        self._to_sample: ToSample | None = None  # output of the last trunk
         self._tiles: jax.Array | None = None
         self._local = spec.replicated.is_fully_addressable
         self._no_mask: dict[int, jax.Array] = {}  # by rows
 
     def memory_parts(self) -> dict[str, int]:
-        """Bytes on this process's devices, by what they are for."""
+        """Bytes on this process's devices, by use."""
         devices = len(self.spec.mesh.local_devices)
         parts = {"weights": self.params, "cache": self.cache, "slots and counts": (self.slots, self._counts)}
         found = {name: devices * device_bytes(tree) for name, tree in parts.items()}
@@ -83,8 +84,12 @@ class Worker:
         }
 
     def execute(self, call: Call) -> Any:
-        """Returns before it has run. Of a burst Sampled, of a sample Sampled or SampledLogprobs, of a score SampledLogprobs, of a pool an
-        array, of a spill and a stage the pages, which have arrived when they are ready; else None."""
+        """Executes a call without waiting for its result.
+
+        Returns:
+            Sampled for a burst, Sampled or SampledLogprobs for a sample, SampledLogprobs for a score, an array
+            for a pool, pages in transfer for a spill and a stage; otherwise None.
+        """
         match call:
             case Call("trunk", TrunkKey() as key, np.ndarray() as packed):
                 outs = self.programs[key](self.params, self.cache, self.slots, self._put(packed))
@@ -113,9 +118,9 @@ class Worker:
                 self._counts = self.programs[COUNT](self._get_counts(), self._put(chunk))
                 return None
             case Call("forget"):
-                self._counts = None  # allocated again when a request needs it
+                self._counts = None  # allocated again when needed
                 return None
-        raise ValueError(f"no such call: {call.what} with {call.key}")
+        raise ValueError(f"unknown call: {call.what} with {call.key}")
 
     def _swap(self, store: HostStore, what: str, sources: list[int], targets: list[int]) -> list[Page] | None:
         if what == "spill":
@@ -138,8 +143,10 @@ class Worker:
         return sampled
 
     def _put(self, array: np.ndarray) -> np.ndarray | jax.Array:
-        """The same on all devices, as an argument of a program. Programs place an array of this process's devices themselves, which
-        takes a fraction of device_put's time."""
+        """An array for all devices, as an argument of a program.
+
+        If all devices are in this process, programs place the array themselves, which is much faster than device_put.
+        """
         return array if self._local else self._everywhere(array)
 
     def _everywhere(self, array: np.ndarray) -> jax.Array:
@@ -158,7 +165,7 @@ class Worker:
 
 
 def _on_its_way(arrays: Any) -> Any:
-    """To the host."""
+    """Starts the copy to the host."""
     for array in arrays:
         array.copy_to_host_async()
     return arrays

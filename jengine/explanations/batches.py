@@ -1,4 +1,4 @@
-"""What steps hold: prompts that hold up decoding, batches that are small, padding."""
+"""Rules about the contents of steps: prompts that delay decoding, small batches, padding."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from jengine.explanations.finding import Finding, ms, percent, times
 from jengine.explanations.window import Window
 from jengine.observe.records import RequestRecord, StepRecord
 
-INTERFERENCE = 0.4  # share of decoding's time that prompts take
-LONGER = 1.5  # times as long as without prompts that those steps are
-GAIN = 1.2  # in tokens a second, for which a larger batch is worth it
-FULL = 0.5  # share of steps in which all places are taken
-ALONE = 2.0  # requests at once, on average, at which there is no batch to speak of
-IN_TURN, AT_ONCE = 0.7, 0.1  # share of requests that come right after another has ended: within so much of their own time
+INTERFERENCE = 0.4  # share of decoding time that prompts take
+LONGER = 1.5  # minimum factor by which these steps are longer than without prompts
+GAIN = 1.2  # minimum gain in tokens a second that justifies a larger batch
+FULL = 0.5  # share of steps with the maximum number of sequences
+ALONE = 2.0  # with fewer concurrent requests on average, there is no real batching
+IN_TURN, AT_ONCE = 0.7, 0.1  # share of requests that arrive right after another has ended, and the maximum delay relative to their duration
 FEW_REQUESTS = 5
-PADDED = 0.2  # share of the device's time
+PADDED = 0.2  # share of device time
 
 
 def prefill_interference(window: Window) -> Finding | None:
-    """Streams wait while prompts are computed beside them."""
+    """Streams wait while prompts are computed."""
     if not window.enough:
         return None
     decoding = [step for step in window.steps if step.rows]
@@ -57,7 +57,7 @@ def prefill_interference(window: Window) -> Finding | None:
 
 
 def batches_too_small(window: Window) -> Finding | None:
-    """More sequences at once would give more tokens a second."""
+    """More concurrent sequences would give more tokens a second."""
     if not window.enough or window.short_of_pages:
         return None
     return _too_few_places(window) or _one_after_the_other(window)
@@ -115,7 +115,7 @@ def _right_after(before: RequestRecord, after: RequestRecord) -> bool:
 
 
 def padding(window: Window) -> Finding | None:
-    """Programs have more rows or tokens of prompts than there is work for."""
+    """Programs have more rows or prompt tokens than there is work for."""
     if not window.enough:
         return None
     size, least = window.costs.table.tile_size, window.costs.table.row_buckets[0]

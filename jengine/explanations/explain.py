@@ -1,4 +1,4 @@
-"""Why an engine is as fast as it is: each rule is a pure function over the records of its last steps."""
+"""Explains an engine's speed. Each rule is a pure function of the records of its recent steps."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ RULES = (
     memory_growth,
     busy_machine,
 )
-BUSY = 0.5  # share of the time in which there was work, below which an engine without findings is idle
+BUSY = 0.5  # share of time with work, below which an engine without findings counts as idle
 
 
 def explain(trace: Trace) -> Explanation:
-    """What bounded an engine in the time of this trace, what costs most first."""
+    """The engine's bottlenecks during this trace, the most expensive first."""
     window = Window(trace)
     findings = sorted((found for rule in RULES if (found := rule(window))), key=lambda finding: -finding.share)
     steps = window.steps

@@ -1,4 +1,4 @@
-"""What bounds an engine, and what to change, in words and figures."""
+"""A bottleneck and the option to change, in words and figures."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from jengine.display import columns_html
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that costs time.
+    """One cause of lost time.
 
     Attributes:
         name: of the rule that found it.
-        share: of the time that it costs, from 0 to 1: the larger, the earlier it is named.
+        share: share of time lost, from 0 to 1. Findings are sorted by it.
         summary: one sentence.
-        evidence: figures, by what they are.
-        option: to change: an EngineConfig's or a server's option, a field of SamplingParams, or what else.
+        evidence: figures by description.
+        option: the option to change: of EngineConfig, a server or SamplingParams, or something else.
         change: one sentence.
-        effect: of that change, as costs predict it.
+        effect: effect of that change, predicted from costs.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What bounded an engine.
+    """An engine's bottlenecks.
 
     Attributes:
-        bound: the first finding's name; else `device`, which is as it should be, or `idle` where there was little to do.
-        seconds: that the steps took.
-        steps: how many.
-        shares: of that time, by stage of the loop.
+        bound: name of the first finding; otherwise `device`, as it should be, or `idle` if there was little to do.
+        seconds: total duration of the steps.
+        steps: number of steps.
+        shares: shares of that time by stage of the loop.
     """
 
     bound: str
@@ -70,7 +70,7 @@ class Explanation:
 
 
 def ms(seconds: float) -> str:
-    """In milliseconds."""
+    """Formats seconds in milliseconds."""
     return f"{1e3 * seconds:.3g} ms"
 
 
@@ -79,5 +79,5 @@ def percent(share: float) -> str:
 
 
 def times(factor: float) -> str:
-    """Of tokens a second."""
+    """A factor on throughput, in words."""
     return f"{factor:.1f} times the tokens a second"

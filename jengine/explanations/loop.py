@@ -1,18 +1,18 @@
-"""What keeps the loop from planning the next step: the host's own work, masks, callers, compilations, the garbage collector."""
+"""Rules about delays of the loop: the host's own work, masks, callers, compilations, the garbage collector."""
 
 from __future__ import annotations
 
 from jengine.explanations.finding import Finding, ms, percent, times
 from jengine.explanations.window import Window
 
-IDLE = 0.2  # share of the time that the device waits for the host
-MASKS, AWAY, COLLECTING = 0.15, 0.15, 0.05  # shares of the time
-STARVED = 0.6  # share of its own time in which the loop has a processor, below which it is the machine that is slow
-LONG_PAUSE, PAUSES = 0.05, 10  # a single pause counts from so many seconds on, and from so many steps
+IDLE = 0.2  # share of time that the device waits for the host
+MASKS, AWAY, COLLECTING = 0.15, 0.15, 0.05  # shares of time
+STARVED = 0.6  # share of planning time with a processor, below which the machine is to blame
+LONG_PAUSE, PAUSES = 0.05, 10  # minimum length of a single pause: in seconds, and as a multiple of a typical step
 
 
 def host(window: Window) -> Finding | None:
-    """The device waits while the host plans, collects and makes text."""
+    """The device waits while the host plans, collects and produces text."""
     if not window.enough or window.processor < STARVED:
         return None
     spent, count = window.spent, len(window.steps)
@@ -25,7 +25,7 @@ def host(window: Window) -> Finding | None:
     worst = max(stages, key=lambda stage: stages[stage])
     step, device = own / count, window.device / count
     if not window.facts.overlap:
-        option, change = "overlap", "overlap=True dispatches a step before the one before it is read"
+        option, change = "overlap", "overlap=True dispatches a step before the previous one is read"
         better = max(step, device)
     elif worst == "text":
         option = "detokenize, stop or the server"
@@ -53,7 +53,7 @@ def host(window: Window) -> Finding | None:
 
 
 def _with_larger_batches(window: Window, step: float, device: float) -> float:
-    """Seconds for as many tokens as a step has now, in steps of twice as many rows."""
+    """Seconds to produce a step's number of tokens in steps with twice as many rows."""
     rows = max(int(window.running), 1)
     now, twice = (window.costs.host_seconds(n) for n in (rows, 2 * rows))
     grown = (twice.plan + twice.collect) / max(now.plan + now.collect, 1e-9)
@@ -83,9 +83,9 @@ def masks(window: Window) -> Finding | None:
 
 
 def slow_readers(window: Window) -> Finding | None:
-    """Callers keep the loop's thread, or do not read what they asked for."""
+    """Callers keep the loop's thread busy, or do not read their outputs."""
     readers = window.trace.readers
-    away = window.spent["away"] - window.paused - window.compiled  # which may be where these happened
+    away = window.spent["away"] - window.paused - window.compiled  # both may have happened there
     if readers is not None and readers.waiting:
         return Finding(
             "slow_readers",
@@ -94,14 +94,14 @@ def slow_readers(window: Window) -> Finding | None:
             {"the longest wait": f"{readers.longest:.1f} s"},
             "write_timeout",
             "their requests hold places and pages until they are read or time out; a shorter time frees these sooner",
-            f"up to {readers.waiting} places for other requests",
+            f"up to {readers.waiting} sequences for other requests",
         )
     if window.served or not window.enough or away < AWAY * window.busy:
         return None
     return Finding(
         "slow_readers",
         away / window.busy,
-        f"the loop stands still {percent(away / window.busy)} of the time, while callers have its thread or the interpreter",
+        f"the loop is blocked {percent(away / window.busy)} of the time, while callers have its thread or the interpreter",
         {"between two steps": ms(away / len(window.steps)), "a step itself": ms((window.busy - away) / len(window.steps))},
         "how outputs are read",
         "do less between two outputs of `stream`, or in another thread; AsyncLLM and the server have a thread for the loop",

@@ -1,4 +1,4 @@
-"""What happens around the engine: memory that grows, a machine that others use."""
+"""Rules about the machine: growing memory, other load."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from jengine.explanations.loop import STARVED
 from jengine.explanations.window import Window
 from jengine.observe.records import Memory
 
-DRIFT = 1.25  # times as long as usual
-HOST = 0.02  # share of the time that planning must take for its processor time to say something
-SAMPLES, SECONDS = 8, 15.0  # of memory, from which on a trend shows
+DRIFT = 1.25  # duration of steps relative to usual
+HOST = 0.02  # minimum share of time spent planning for its CPU time to be significant
+SAMPLES, SECONDS = 8, 15.0  # minimum number of memory samples, and of seconds, for a trend
 GROWTH = 16 << 20  # bytes a minute
 MIB = 1 << 20
 
 
 def busy_machine(window: Window) -> Finding | None:
-    """Steps take longer than they usually do, or the loop does not get a processor."""
+    """Steps take longer than usual, or the loop does not get a processor."""
     if not window.enough:
         return None
     drift = statistics.median([step.drift for step in window.steps])
@@ -40,11 +40,11 @@ def busy_machine(window: Window) -> Finding | None:
 
 
 def memory_growth(window: Window) -> Finding | None:
-    """The process takes more and more memory."""
+    """The process's memory keeps growing."""
     samples = window.trace.memories
     if len(samples) < SAMPLES or samples[-1].at - samples[0].at < SECONDS:
         return None
-    late = samples[len(samples) // 4 :]  # the beginning fills caches
+    late = samples[len(samples) // 4 :]  # without the beginning, which fills caches
     slope = statistics.linear_regression([s.at for s in late], [s.resident for s in late]).slope
     if 60 * slope < max(GROWTH, 0.02 * late[0].resident) or not _steady(late):
         return None
@@ -65,7 +65,7 @@ def memory_growth(window: Window) -> Finding | None:
 
 
 def _steady(samples: list[Memory]) -> bool:
-    """Whether each third has more than the one before it."""
+    """Whether each third of the samples is larger than the previous one."""
     third = len(samples) // 3
     parts = [samples[:third], samples[third : 2 * third], samples[2 * third :]]
     means = [statistics.fmean([sample.resident for sample in part]) for part in parts]

@@ -1,4 +1,4 @@
-"""What requests wait for: pages, or their turn."""
+"""Rules about waiting requests: for pages, or in the queue."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from jengine.explanations.batches import FULL, GAIN
 from jengine.explanations.finding import Finding, percent, times
 from jengine.explanations.window import Window
 
-PREEMPTED = 0.05  # preemptions for each request, from which they cost
+PREEMPTED = 0.05  # minimum preemptions per request
 SHORT = 0.3  # share of steps in which requests wait for pages
-QUEUED = 0.5  # share of a request's time that it waits
+QUEUED = 0.5  # share of a request's time spent waiting
 
 
 def page_pressure(window: Window) -> Finding | None:
@@ -50,7 +50,7 @@ def page_pressure(window: Window) -> Finding | None:
 
 
 def _computed_again(window: Window) -> int:
-    """Tokens of requests that were preempted, beyond those of their prompts."""
+    """Number of tokens of preempted requests that were computed again, beyond those of their prompts."""
     computed: Counter[int] = Counter()
     for step in window.steps:
         for number, _, length in step.chunks:
@@ -60,7 +60,7 @@ def _computed_again(window: Window) -> int:
 
 
 def queueing(window: Window) -> Finding | None:
-    """More requests come than the engine can answer, and neither pages nor places are what is missing."""
+    """Requests arrive faster than the engine can serve them, and more pages or sequences would not help."""
     ended = window.ended
     if not window.enough or not ended or window.share(window.short_of_pages) >= SHORT:
         return None
@@ -68,7 +68,7 @@ def queueing(window: Window) -> Finding | None:
     waits = [request.scheduled - request.arrival for request in ended]
     wholes = [request.ended - request.arrival for request in ended]
     if 2 * window.decoding(places) / window.decoding(2 * places) >= GAIN and window.share(window.full) >= FULL:
-        return None  # batches_too_small
+        return None  # a case for batches_too_small
     if median([wait / max(whole, 1e-9) for wait, whole in zip(waits, wholes, strict=True)]) < QUEUED:
         return None
     arrivals = [request.arrival for request in window.trace.requests]
@@ -96,7 +96,7 @@ def queueing(window: Window) -> Finding | None:
 
 
 def _request_seconds(window: Window) -> float:
-    """Of the device, for a request like those that ended, in full batches."""
+    """Device seconds of a typical request, in full batches."""
     table, places = window.costs.table, window.facts.max_num_seqs
     tiles = table.max_tiles
     prompts = fmean([request.prompt_tokens - request.cached for request in window.ended])

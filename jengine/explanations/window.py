@@ -1,4 +1,4 @@
-"""Records of some seconds, and what they add up to: what the rules look at."""
+"""The records of a period and their sums, as input for the rules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jengine.scheduling.costs import StepCosts
 from jengine.scheduling.work import Work
 from jengine.table.program_table import SamplerKey, TrunkKey, Variant
 
-FEWEST = 20  # steps from which shares mean something
-SHORT_PAGES = 0.1  # of the cache, below which pages are short
+FEWEST = 20  # minimum number of steps for meaningful shares
+SHORT_PAGES = 0.1  # share of free pages in the cache, below which pages are short
 
 
 @dataclass(frozen=True)
 class Window:
-    """A trace, with sums. All seconds are of the loop while it had work; idle time is not in them."""
+    """A trace, with sums. All seconds are of the loop while it had work, without idle time."""
 
     trace: Trace
 
@@ -33,17 +33,17 @@ class Window:
 
     @cached_property
     def costs(self) -> StepCosts:
-        """On a machine as busy as usual."""
+        """Step costs under usual load."""
         return self.trace.step_costs
 
     @property
     def served(self) -> bool:
-        """Whether the engine has a process without callers: between two steps it takes requests from its server."""
+        """Whether the engine runs in a server's process, where it receives requests between two steps."""
         return self.trace.readers is not None
 
     @property
     def enough(self) -> bool:
-        """Whether there are steps enough for shares."""
+        """Whether there are enough steps for meaningful shares."""
         return len(self.steps) >= FEWEST and self.busy > 0.0
 
     # --- seconds --------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class Window:
 
     @cached_property
     def device(self) -> float:
-        """Seconds that the device computed: measured, else predicted."""
+        """Seconds of the device: measured if known, otherwise predicted."""
         return sum([step.device or step.predicted for step in self.steps])
 
     @cached_property
@@ -74,56 +74,57 @@ class Window:
         return self.grown("compile_seconds")
 
     def grown(self, counter: str) -> float:
-        """How much a counter of the records has grown."""
+        """Increase of a counter of the records."""
         return getattr(self.steps[-1], counter) - getattr(self.steps[0], counter) if self.steps else 0.0
 
     @cached_property
     def processor(self) -> float:
-        """The share of the time in which the loop's thread had a processor, while it planned: all other stages may wait for something."""
+        """Share of planning time in which the loop's thread had a processor. In all other stages it may wait
+        for something."""
         return sum([step.cpu for step in self.steps]) / self.spent["schedule"] if self.spent["schedule"] > 0.0 else 1.0
 
     # --- load -----------------------------------------------------------------------------------------
 
     @cached_property
     def ended(self) -> list[RequestRecord]:
-        """Requests that ended in this time by themselves."""
+        """Requests that finished in this period without an abort."""
         return [request for request in self.trace.requests if request.ended and request.reason in ("stop", "length")]
 
     def share(self, of: list[StepRecord]) -> float:
-        """Of all steps."""
+        """Share of these in all steps."""
         return len(of) / max(len(self.steps), 1)
 
     @cached_property
     def running(self) -> float:
-        """Requests at once, on average."""
+        """Mean number of running requests."""
         return fmean([step.running for step in self.steps])
 
     @cached_property
     def full(self) -> list[StepRecord]:
-        """Steps with as many sequences as may run, while others waited."""
+        """Steps with the maximum number of sequences while others waited."""
         return [step for step in self.steps if step.waiting and step.running >= self.facts.max_num_seqs]
 
     @cached_property
     def short_of_pages(self) -> list[StepRecord]:
-        """Steps in which requests waited for pages, though they had places."""
+        """Steps in which requests waited for pages, although more sequences could run."""
         few = SHORT_PAGES * self.facts.pages
         return [s for s in self.steps if s.waiting and s.running < self.facts.max_num_seqs and s.free + s.cached < few]
 
-    # --- what costs predict -----------------------------------------------------------------------------
+    # --- predictions ----------------------------------------------------------------------------------
 
     def step_seconds(self, rows: int, tiles: int = 0, work: Work | None = None) -> float:
-        """Of a step with exactly so many rows and tiles, in programs as large; estimated where there is none."""
+        """Seconds of a step with this number of rows and tiles, in programs of that size; estimated if there are none."""
         sampler = SamplerKey(max(rows + tiles, 1), self.variant)
         costs = self.costs
         return costs.trunk_seconds(TrunkKey(rows, tiles)) + costs.sampler_seconds(sampler) + costs.slopes.seconds(work or Work())
 
     @cached_property
     def variant(self) -> Variant:
-        """Of most steps' samplers."""
+        """The sampler variant of most steps."""
         return Counter([step.sampler.variant for step in self.steps]).most_common(1)[0][0]
 
     def decoding(self, rows: int) -> float:
-        """Seconds of a step that decodes so many rows, with the mean context of this time."""
+        """Seconds of a step that decodes this many rows, with the mean context of this period."""
         decoded = max(sum([step.rows * step.steps for step in self.steps]), 1)
         context = sum([step.work.context for step in self.steps]) / decoded
         longest = max([step.work.longest for step in self.steps], default=0)

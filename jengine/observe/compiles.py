@@ -1,4 +1,4 @@
-"""Counts XLA compilations of the whole process: after warm-up, one that was not announced is a bug."""
+"""Counts XLA compilations of this process. After warm-up, each one that was not announced is a bug."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import jax
 
-COMPILED = "/jax/core/compile/backend_compile_duration"  # also where JAX's persistent cache, if it is on, had the result
+COMPILED = "/jax/core/compile/backend_compile_duration"  # also recorded when JAX's persistent cache supplied the result
 RETRIEVED = "/jax/compilation_cache/cache_retrieval_time_sec"
 
 _lock = threading.Lock()
@@ -20,7 +20,7 @@ _thread = threading.local()
 
 @contextmanager
 def announced() -> Iterator[None]:
-    """What this thread compiles meanwhile is meant to be, and is not counted: the table's own programs."""
+    """Compilations of this thread in this context are expected (programs of the table) and not counted."""
     _thread.announced = True
     try:
         yield
@@ -45,16 +45,18 @@ def _count(event: str) -> int:
 
 
 def compile_count() -> int:
-    """Compilations of any jitted function in this process since counting began, with the first call of a function here; but for those
-    announced."""
+    """Compilations of any jitted function in this process, without announced ones.
+
+    Counting begins with the first call of a function in this module.
+    """
     return _count(COMPILED)
 
 
 def retrieval_count() -> int:
-    """How many of them JAX's persistent compilation cache answered."""
+    """Number of these that JAX's persistent compilation cache answered."""
     return _count(RETRIEVED)
 
 
 def compile_seconds() -> float:
-    """What those of `compile_count` took."""
+    """Total seconds of the compilations in `compile_count`."""
     return _seconds[COMPILED]

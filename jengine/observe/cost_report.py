@@ -1,4 +1,4 @@
-"""What steps cost, as plain data that shows itself: a table, and in a notebook a plot beside it."""
+"""Step costs as plain data that can be displayed as a table and, in notebooks, as a plot."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from jengine.scheduling.host_costs import HostSeconds
 from jengine.scheduling.work import Work
 from jengine.table.program_table import SamplerKey, TrunkKey
 
-CONTEXTS = 0, 1024, 8192  # tokens that come before each row and each tile
+CONTEXTS = 0, 1024, 8192  # tokens before each row and each tile
 CURVE = [0, 512, 1024, 2048, 4096, 8192]
 
 
 @dataclass(frozen=True, slots=True)
 class TrunkCost:
-    """
+    """Cost of a trunk.
+
     Attributes:
-        rows, tiles: sequences that decode, and tiles of prompts.
-        tokens: of a step, padding included.
-        seconds: by how many tokens come before each row and tile; without a sampler.
-        steps: that this was learned from, those of the warm-up included; 0: an estimate from the other programs.
+        rows, tiles: numbers of decode rows and prompt tiles.
+        tokens: tokens of a step, padding included.
+        seconds: by the number of tokens before each row and tile, without a sampler.
+        steps: number of steps that it was learned from, warm-up included; 0: estimated from other programs.
     """
 
     program: str
@@ -35,7 +36,7 @@ class TrunkCost:
 
 @dataclass(frozen=True, slots=True)
 class SamplerCost:
-    """See TrunkCost; rows: that are sampled."""
+    """Cost of a sampler; see TrunkCost. rows: number of sampled rows."""
 
     program: str
     rows: int
@@ -46,15 +47,15 @@ class SamplerCost:
 
 @dataclass(frozen=True, slots=True)
 class CostReport:
-    """What steps cost on this machine. A step takes its trunk and its sampler, both times `drift`.
+    """Step costs on this machine. A step costs its trunk and its sampler, both multiplied by `drift`.
 
     Attributes:
         context_seconds: for each token that a decode row attends to.
-        longest_seconds: for each token of the longest row, beside that.
-        attended_seconds: for each pair of a prompt's token and one that it attends to.
-        drift: how much longer steps take now than usual, as a factor.
-        spread: mean relative deviation of steps from their prediction.
-        host: seconds of the host for a step, by how many rows and tiles it has.
+        longest_seconds: in addition, for each token of the longest row.
+        attended_seconds: for each pair of a prompt token and a token that it attends to.
+        drift: current duration of steps relative to their usual duration.
+        spread: mean relative deviation of steps from their predictions.
+        host: host seconds of a step, by its rows and tiles.
     """
 
     trunks: list[TrunkCost]
@@ -77,7 +78,7 @@ class CostReport:
         return f"<div>{tables}<p>{self._summary()}</p>{image_html(self.plot, 'seconds of steps')}</div>"
 
     def plot(self) -> bytes:
-        """A PNG: decode steps over contexts, prompts over their tokens. Needs matplotlib."""
+        """A PNG: decode steps by context, and prompts by number of tokens. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(10, 3.6), layout="constrained")
@@ -114,7 +115,7 @@ class CostReport:
 
 
 def cost_report(costs: StepCosts) -> CostReport:
-    """All of a table's programs, those that are not known yet too."""
+    """Costs of all programs of a table, including estimates."""
     table, slopes = costs.table, costs.slopes
     size = table.tile_size
 

@@ -1,4 +1,4 @@
-"""The engines of this process, for what looks at the process as a whole."""
+"""The engines of this process, for observing the process as a whole."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import weakref
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from jengine.observe.step_recorder import StepRecorder  # brings jax
+    from jengine.observe.step_recorder import StepRecorder  # imports jax
 
 
 class Observed(Protocol):
-    """An engine, as far as it is looked at here."""
+    """The interface of an observed engine."""
 
     records: StepRecorder
 
     def memory_parts(self) -> dict[str, int]:
-        """Bytes by what they are for."""
+        """Bytes by use."""
 
     @property
     def on_host(self) -> bool:
-        """Whether these are in this process's memory."""
+        """Whether this memory is part of the process's host memory."""
 
 
 _engines: list[weakref.ref[Observed]] = []
@@ -28,13 +28,13 @@ _lock = threading.Lock()
 
 
 def note_engine(engine: Observed) -> None:
-    """Called by each as it is made."""
+    """Registers a new engine."""
     with _lock:
         _engines[:] = [one for one in _engines if one() is not None]
         _engines.append(weakref.ref(engine))
 
 
 def engines() -> list[Observed]:
-    """Those that are still there, in the order in which they were made."""
+    """Existing engines, in order of creation."""
     with _lock:
         return [engine for one in _engines if (engine := one()) is not None]

@@ -1,4 +1,4 @@
-"""How much memory this process takes."""
+"""Memory use of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jengine.observe.records import Memory
 
 
 def memory(now: float) -> Memory:
-    """At this moment, some 30 us of work. Where /proc is missing, resident is the most that it has been."""
+    """Current memory; takes about 30 us. Without /proc, resident is the maximum so far."""
     try:
         with open("/proc/self/statm", "rb") as file:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

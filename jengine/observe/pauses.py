@@ -1,4 +1,4 @@
-"""Pauses of Python's garbage collector: it stops every thread of the process."""
+"""Pauses by Python's garbage collector, which stops every thread of the process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Literal
 
 from jengine.observe.records import Pause
 
-NOTED = 1e-3  # seconds from which on a pause is kept apart
+NOTED = 1e-3  # minimum seconds of a pause that is recorded separately
 KEPT = 1024
 
 
 class GarbagePauses:
-    """
+    """Statistics of garbage collections.
+
     Attributes:
-        seconds: of all collections.
-        counts: of collections, by generation.
-        longest: the last ones that took NOTED seconds or more.
+        seconds: total of all collections.
+        counts: number of collections by generation.
+        longest: the most recent ones that took at least NOTED seconds.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class GarbagePauses:
         self._begun = 0.0
 
     def __call__(self, phase: Literal["start", "stop"], info: dict[str, int]) -> None:
-        """As gc.callbacks has it. Collections do not nest."""
+        """The callback for gc.callbacks. Collections do not nest."""
         if phase == "start":
             self._begun = time.perf_counter()
             return
@@ -44,7 +45,7 @@ _lock = threading.Lock()
 
 
 def garbage_pauses() -> GarbagePauses:
-    """This process's, from the first call on."""
+    """Statistics of this process, since the first call."""
     with _lock:
         if _pauses not in gc.callbacks:
             gc.callbacks.append(_pauses)

@@ -1,7 +1,7 @@
 """Records as events of Chrome's trace event format, which Perfetto reads: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 
-An event is a dict. Its `ph` says what it is: X a slice with `ts` and `dur` in microseconds, C counters, i an instant, M a name. A lane is a
-(`pid`, `tid`).
+An event is a dict. Its `ph` is the type: X is a slice with `ts` and `dur` in microseconds, C a set of counters,
+i an instant, M a name. A lane is a pair of `pid` and `tid`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from jengine.observe.records import RESUMPTIONS, STAGES, Pause, RequestRecord, S
 Event = dict[str, Any]
 ENGINE, REQUESTS = 1, 2  # process ids
 DEVICE, PAUSES = len(STAGES) + 1, len(STAGES) + 2  # lanes of the engine, after those of the stages
-LANES = ("device", *STAGES, "garbage collector")  # as they are shown, from the top
+LANES = ("device", *STAGES, "garbage collector")  # from top to bottom
 
 
 def trace_events(steps: list[StepRecord], requests: list[RequestRecord], pauses: list[Pause], tile_size: int) -> list[Event]:
-    """All events, from time 0 on, which is when the first of these began."""
+    """All events. Time 0 is when the first of these began."""
     firsts = [step.begun for step in steps[:1]] + [pause.begun for pause in pauses[:1]] + [request.arrival for request in requests]
     begun = min(firsts, default=0.0)
     end = max([step.ended for step in steps[-1:]] + [request.ended for request in requests], default=begun)
@@ -39,14 +39,17 @@ def trace_events(steps: list[StepRecord], requests: list[RequestRecord], pauses:
 
 
 def device_span(step: StepRecord, before: StepRecord | None) -> tuple[float, float]:
-    """When a step began on the device, and when it had ended: as it was measured; else, at most, from when its sampler was called, or the
-    step before had ended, until it was read."""
+    """Start and end of a step on the device.
+
+    If they were not measured, an upper estimate: from the call of its sampler, or the end of the previous step,
+    until it was read.
+    """
     began = step.ended - step.device if step.device else max(step.dispatched, before.ended if before else 0.0)
     return min(began, step.ended), step.ended
 
 
 def stage_begins(step: StepRecord) -> dict[str, float]:
-    """When each stage of a step began."""
+    """Start of each stage of a step."""
     return {
         "schedule": step.begun,
         "pack": step.begun + step.schedule,
@@ -100,7 +103,7 @@ def _step(step: StepRecord, span: tuple[float, float], tile_size: int) -> Iterat
 
 
 def _instants(before: StepRecord, step: StepRecord) -> Iterator[Event]:
-    """What happened since the step before."""
+    """Events that happened since the previous step."""
     resumed = [
         (f"resumption ({kind})", now - then) for kind, now, then in zip(RESUMPTIONS, step.resumptions, before.resumptions, strict=True)
     ]
@@ -115,7 +118,8 @@ def _instants(before: StepRecord, step: StepRecord) -> Iterator[Event]:
 
 
 def _requests(requests: list[RequestRecord], steps: list[StepRecord], spans: list[tuple[float, float]], end: float) -> Iterator[Event]:
-    """Of each the queue, the prompt and what was generated, one after the other; within these, the steps that computed its prompt."""
+    """Slices of each request: queue, prompt and output, one after the other, containing the steps that computed
+    its prompt."""
     known = {}
     for request in requests:
         ended = request.ended or end

@@ -1,4 +1,4 @@
-"""A trace drawn: each request from its arrival to its end, what steps held, and whose the pages were. Needs matplotlib."""
+"""Plots a trace: each request from arrival to end, the contents of steps, and the pages by state. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jengine.observe.records import RequestRecord, StepRecord
 
 WAITING, PREFILL, DECODE = "#c9ced6", "#e0962f", "#3f8fd6"
 USED, CACHED, FREE = "#3f8fd6", "#aab4c2", "#eceff3"
-MOST_LANES, MOST_STEPS = 64, 2000  # that are drawn, the last ones
+MOST_LANES, MOST_STEPS = 64, 2000  # maximum numbers drawn; the most recent ones are kept
 
 
 def plot_trace(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], taken: float, tile_size: int) -> bytes:
-    """A PNG of three drawings that share a time line: requests in lanes, tokens of steps with their padding, pages by state.
+    """A PNG of three plots with a common time axis: requests in lanes, tokens of steps with padding, pages by state.
 
     Args:
-        taken: when the trace was: where requests that run end.
+        taken: time of the trace, at which unfinished requests end in the plot.
     """
     from matplotlib.figure import Figure
 
@@ -41,7 +41,7 @@ def plot_trace(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], t
 
 
 def _lanes(axes: Any, requests: Sequence[RequestRecord], begun: float, taken: float) -> None:
-    """Waiting, prefill and decoding of each."""
+    """Waiting, prefill and decoding of each request."""
     parts: dict[str, tuple[list[int], list[float], list[float]]] = {name: ([], [], []) for name in ("waiting", "prefill", "decode")}
     for lane, request in enumerate(requests):
         end = request.ended or taken
@@ -57,7 +57,7 @@ def _lanes(axes: Any, requests: Sequence[RequestRecord], begun: float, taken: fl
 
 
 def _tokens(axes: Any, steps: Sequence[StepRecord], begun: float, tile_size: int) -> None:
-    """Of each step: those it computes, stacked, with its padding in grey."""
+    """Computed tokens of each step, stacked, with padding in grey."""
     at, width = [step.begun - begun for step in steps], [max(step.ended - step.begun, 1e-9) for step in steps]
     bottom = [0] * len(steps)
     series = (
@@ -72,7 +72,7 @@ def _tokens(axes: Any, steps: Sequence[StepRecord], begun: float, tile_size: int
 
 
 def _pages(axes: Any, steps: Sequence[StepRecord], begun: float) -> None:
-    """Owned, cached and free, over time."""
+    """Owned, cached and free pages over time."""
     at = [step.ended - begun for step in steps]
     states = [[step.owned for step in steps], [step.cached for step in steps], [step.free for step in steps]]
     axes.stackplot(at, states, labels=["in use", "cached", "free"], colors=[USED, CACHED, FREE], step="post")

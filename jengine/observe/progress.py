@@ -1,4 +1,4 @@
-"""Progress bars, for people who watch: in a terminal or a notebook. A log file gets none."""
+"""Progress bars for terminals and notebooks. Log files get none."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import warnings
 from typing import Any
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "IProgress not found")  # Jupyter without ipywidgets: its bars are text then
+    warnings.filterwarnings("ignore", "IProgress not found")  # Jupyter without ipywidgets: bars are text
     from tqdm.auto import tqdm
 
 
 def progress_bar(iterable: Any = None, *, show: bool, **options: Any) -> Any:
-    """A tqdm bar that is removed at its end.
+    """A tqdm bar that is removed when it ends.
 
     Args:
-        show: False draws none; nor does True where stderr is neither a terminal nor a notebook's.
-        options: tqdm's.
+        show: whether to show it, if stderr is a terminal or a notebook's.
+        options: options of tqdm.
     """
     watched = sys.stderr.isatty() or "ipykernel" in sys.modules
     return tqdm(iterable, disable=not (show and watched), leave=False, **options)

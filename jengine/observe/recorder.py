@@ -1,4 +1,4 @@
-"""Records what an engine is asked for as a trace for `jengine simulate`: lengths and times, no texts, tokens or names."""
+"""Records an engine's requests as a trace for `jengine simulate`: lengths and times, without texts, tokens or names."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from jengine.errors import InvalidArgument
 from jengine.scheduling.sequence import Sequence
 
 VERSION = 1
-BLOCK = 64  # tokens of a prompt that one hash stands for
-HEADER = 4096  # bytes, at most, of the first line
+BLOCK = 64  # prompt tokens per hash
+HEADER = 4096  # maximum bytes of the first line
 DIGEST = 6  # bytes of a hash
 
 
 class TraceRecorder:
-    """Appends a line of JSON for each request that has ended.
+    """Appends a line of JSON for each finished request.
 
-    That prompts begin alike shows in hashes of their blocks, each of a block and all before it. They are keyed by a number that is
-    kept nowhere: nothing can be guessed from them, and an engine that starts later makes others.
+    Hashes show which prompts have a common prefix: each covers a block and everything before it. They are keyed
+    by a random number that is not stored. So texts cannot be guessed from them, and an engine that starts later
+    produces other hashes.
 
     Raises:
-        InvalidArgument: the file cannot be written, or is no such recording.
+        InvalidArgument: the file cannot be written, or is not such a recording.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -40,10 +41,10 @@ class TraceRecorder:
             begin = float(json.loads(os.pread(self._file, HEADER, 0).split(b"\n")[0])["begin"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidArgument("record_trace", str(path), f"cannot be written as a trace: {error!r}") from None
-        self._begin = begin - time.time() + time.monotonic()  # on the clock of arrivals
+        self._begin = begin - time.time() + time.monotonic()  # start of the recording, on the clock of arrivals
 
     def ended(self, sequence: Sequence) -> None:
-        """Write down a request, with the tokens that it got."""
+        """Records a request and its number of tokens."""
         request = sequence.request
         line: dict[str, object] = {
             "arrival": round(request.arrival - self._begin, 6),
@@ -59,15 +60,15 @@ class TraceRecorder:
         self._write(line)
 
     def close(self) -> None:
-        """Write nothing more. May be called again."""
+        """Stops recording. May be called repeatedly."""
         self._close()
 
     def _write(self, fields: dict[str, object]) -> None:
-        """One line, whole."""
+        """Writes one line at once."""
         os.write(self._file, (json.dumps(fields, separators=(",", ":")) + "\n").encode())
 
     def _prefix(self, salt: str | None, tokens: list[int]) -> list[str]:
-        """A hash of each whole block and all before it."""
+        """A hash for each whole block and everything before it."""
         chain, hashes = (salt or "").encode(), []
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             block = array("q", tokens[start : start + BLOCK]).tobytes()

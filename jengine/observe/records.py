@@ -1,6 +1,6 @@
-"""What the engine's loop notes of each step and each request. Plain data, free of jax: it is saved, and crosses processes.
+"""Records of steps and requests. Plain data, without jax, that can be saved and sent to other processes.
 
-Times are seconds of time.perf_counter(), which on the systems that are supported is the clock of time.monotonic(); 0 is "not yet".
+Times are seconds of time.perf_counter(), which on supported systems is the clock of time.monotonic(). 0 means "not yet".
 """
 
 from __future__ import annotations
@@ -10,52 +10,52 @@ import msgspec
 from jengine.scheduling.work import Work
 from jengine.table.program_table import SamplerKey, TrunkKey
 
-STAGES = ("schedule", "pack", "dispatch", "mask", "wait", "collect", "text", "away")  # of the loop, in the order of a step
-RESUMPTIONS = ("cached", "swap", "recompute")  # kinds of preemption, by how the sequence came back
+STAGES = ("schedule", "pack", "dispatch", "mask", "wait", "collect", "text", "away")  # stages of the loop, in the order of a step
+RESUMPTIONS = ("cached", "swap", "recompute")  # kinds of preemption, by how the sequence resumed
 HOST = tuple(stage for stage in STAGES if stage != "wait")
 
 
 class StepRecord(msgspec.Struct, array_like=True, gc=False):
-    """One step. Steps overlap: while the device runs one, the host schedules the next and collects the one before.
+    """One step. Steps overlap: while the device runs one, the host schedules the next and collects the previous one.
 
     Attributes:
-        number: in the order of dispatch, from 0.
+        number: in order of dispatch, from 0.
         trunk, sampler: the programs that ran.
-        rows: sequences that decoded in it, in each of its `steps` steps or in the first of them.
+        rows: number of decode rows, in each of its `steps` steps or in the first of them.
         tiles, prompt_tokens: of prompts.
-        work: what its seconds depend on beside its programs.
+        work: the part of its cost that does not depend on its programs.
         chunks: of prompts: (sequence, position of the first token, tokens).
-        begun: when the loop turned to it.
-        schedule: seconds until it was planned.
-        pack: until its trunk was called: slot updates, page copies, the packed batch.
-        dispatch: that the calls of its programs took.
-        mask: that its token masks took; 0 where no request had one.
-        dispatched: when its sampler had been called.
-        wait: seconds until its tokens were there, from when the host asked for them.
-        waited: whether they were not there yet then.
-        ended: when they were read.
-        collect: seconds until its sequences had them.
-        text: until they were passed on: text, delivery. In a server's engine process: until the server was sent them.
-        away: from there until the loop turned to the next step, though there was work: callers of the library had the thread; an engine's
-            process took requests from its server.
-        device: seconds that it took on the device; 0 where that is not known.
-        predicted: the same, as predicted when it was planned.
-        predicted_plan: schedule, pack and dispatch, as predicted.
-        predicted_collect: collect, text and away, as predicted.
-        cpu: processor seconds that the loop's thread got while it was planned.
-        drift: how much longer steps took than usual, as a factor.
-        running, waiting: requests, when it was planned.
-        free, cached, owned: pages.
-        preemptions, queries, hits, evictions: since the engine's start: sequences preempted; prompt tokens looked up in the prefix cache,
-            and found; cached pages that were given to others.
-        resumptions: since the start, preempted sequences that ran again: with their pages still on the device, fetched from the host,
-            or computed again.
-        spills, fetches: since the start, pages copied to the host's memory and back, see EngineConfig.swap_space.
-        compiles, compile_seconds: XLA compilations of this process that were not announced.
-        pause_seconds: that Python's garbage collector took in this process.
-        strategy: in use.
-        reason: why it has so many tiles; empty where there was nothing to decide.
-        steps: decode steps in a row, of a burst; else 1.
+        begun: time at which the loop began with this step.
+        schedule: seconds to plan it.
+        pack: seconds from then until the call of its trunk: slot updates, page copies, the packed batch.
+        dispatch: seconds to call its programs.
+        mask: seconds to compute its token masks; 0 if no request had one.
+        dispatched: time at which its sampler had been called.
+        wait: seconds for which the host waited for its tokens.
+        waited: whether the host had to wait.
+        ended: time at which its tokens were read.
+        collect: seconds to give the tokens to its sequences.
+        text: seconds to pass them on (text, delivery). In a server's engine process: to send them to the server.
+        away: seconds from then until the loop began with the next step, while there was work. In the library,
+            callers had the thread; in an engine process, it received requests from its server.
+        device: seconds on the device; 0 if unknown.
+        predicted: the same, predicted when the step was planned.
+        predicted_plan: predicted sum of schedule, pack and dispatch.
+        predicted_collect: predicted sum of collect, text and away.
+        cpu: CPU seconds of the loop's thread while it planned the step.
+        drift: duration of steps relative to their usual duration.
+        running, waiting: numbers of requests when it was planned.
+        free, cached, owned: numbers of pages.
+        preemptions, queries, hits, evictions: totals since the engine's start: preempted sequences; prompt
+            tokens looked up in the prefix cache, and found; cached pages reused for other tokens.
+        resumptions: preempted sequences that resumed since the start: with their pages still on the device,
+            fetched from the host, or recomputed.
+        spills, fetches: pages copied to host memory and back since the start; see EngineConfig.swap_space.
+        compiles, compile_seconds: unannounced XLA compilations of this process.
+        pause_seconds: total pauses of Python's garbage collector in this process.
+        strategy: the strategy in use.
+        reason: why it has this number of tiles; empty if there was nothing to decide.
+        steps: number of decode steps in a burst; otherwise 1.
     """
 
     number: int
@@ -108,7 +108,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
         return self.trunk.rows - self.rows
 
     def padded_tokens(self, tile_size: int) -> int:
-        """Of its tiles."""
+        """Padding tokens in its tiles."""
         return self.trunk.tiles * tile_size - self.prompt_tokens
 
     @property
@@ -118,7 +118,7 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def seconds(self) -> float:
-        """Of the loop, for this step: all stages."""
+        """The loop's seconds for this step, over all stages."""
         return self.planned + self.mask + self.wait + self.collect + self.text + self.away
 
     @property
@@ -127,14 +127,14 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
 
 
 class RequestRecord(msgspec.Struct, array_like=True, gc=False):
-    """A request that has ended, or one that runs or waits.
+    """A request that has ended, runs or waits.
 
     Attributes:
-        number: of its sequence, which chunks name.
-        scheduled: when it first ran; 0: not yet, and so for the others.
-        cached: tokens of its prompt that it did not compute.
-        reason: why it has ended; empty: it has not.
-        pages: that it holds, those that it shares included; 0 once it has ended.
+        number: number of its sequence, as in chunks.
+        scheduled: time at which it first ran; 0 means "not yet", here and below.
+        cached: prompt tokens that it did not compute.
+        reason: finish reason; empty while it is unfinished.
+        pages: number of pages that it holds, including shared ones; 0 once it has ended.
     """
 
     request_id: str
@@ -153,10 +153,10 @@ class RequestRecord(msgspec.Struct, array_like=True, gc=False):
 
 
 class Pause(msgspec.Struct, array_like=True, gc=False):
-    """A collection of Python's garbage collector that took long enough to be noted.
+    """A garbage collection that took long enough to be recorded.
 
     Attributes:
-        collected: objects that were garbage.
+        collected: number of freed objects.
     """
 
     begun: float
@@ -166,7 +166,7 @@ class Pause(msgspec.Struct, array_like=True, gc=False):
 
 
 class Memory(msgspec.Struct, array_like=True, gc=False):
-    """Bytes, now and then: resident of this process, and available on the machine (0: not known)."""
+    """A sample of memory in bytes: resident in this process, and available on the machine (0: unknown)."""
 
     at: float
     resident: int
@@ -174,10 +174,10 @@ class Memory(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineFacts(msgspec.Struct, array_like=True):
-    """Options that explanations name; see EngineConfig.
+    """Options that explanations use; see EngineConfig.
 
     Attributes:
-        pages: of the cache, the null page not counted.
+        pages: number of pages in the cache, without the null page.
     """
 
     max_num_seqs: int

@@ -1,4 +1,4 @@
-"""Notes each step of an engine's loop, always: what it held, what it was predicted to take, what it took."""
+"""Records each step of an engine's loop: its contents, its predicted and its actual duration. Always on."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 
-STEPS, REQUESTS = 8192, 4096  # that are kept
-MEMORIES, MEMORY_SECONDS = 1024, 2.0  # and how often memory is looked at
+STEPS, REQUESTS = 8192, 4096  # numbers of records kept
+MEMORIES, MEMORY_SECONDS = 1024, 2.0  # number of memory samples kept, and seconds between them
 
 
 class StepRecorder:
-    """The last steps and requests, in rings of fixed size.
+    """The most recent steps and requests, in ring buffers.
 
-    The loop says when it turns to a step, has dispatched it, has read it, has passed on what came of it, and pauses. A record is kept
-    once its step was read; what follows is added when the loop turns to the next step.
+    The loop reports when it begins with a step, has dispatched it, has read it, has delivered its updates, and
+    pauses. A record is kept once its step has been read. The times after that are added when the loop begins
+    with the next step.
 
     Args:
-        overlap: as Engine's.
-        steps, requests: how many are kept.
+        overlap: as in Engine.
+        steps, requests: numbers of records to keep.
 
     Attributes:
-        thread: that stepped the engine last, as threading.get_ident() has it.
+        thread: threading.get_ident() of the last thread that stepped the engine.
     """
 
     def __init__(self, scheduler: Scheduler, *, overlap: bool, steps: int = STEPS, requests: int = REQUESTS) -> None:
@@ -43,20 +44,20 @@ class StepRecorder:
         self.memories: deque[Memory] = deque(maxlen=MEMORIES)
         self._pauses = garbage_pauses()
         self._number = 0
-        self._begun = self._cpu = 0.0  # of this turn
-        self._reading = 0.0  # seconds of this turn in which earlier steps were read and collected
-        self._last: StepRecord | None = None  # the step that was read last, until the loop turns to the next one
+        self._begun = self._cpu = 0.0  # of this iteration
+        self._reading = 0.0  # seconds of this iteration in which earlier steps were read and collected
+        self._last: StepRecord | None = None  # the last step that was read, until the loop begins with the next one
         self._passed_on = self._look = 0.0
         self._paused = False
         self._decision: object = None  # of the last step
-        self._totals, self._totalled = StepTotals(), 0  # of the steps before that number
-        self._lock = threading.Lock()  # of these two
+        self._totals, self._totalled = StepTotals(), 0  # totals of the steps with smaller numbers
+        self._lock = threading.Lock()  # protects these two
         self.thread = 0
 
-    # --- the loop says --------------------------------------------------------------------------------
+    # --- called by the loop-----------------------------------------------------------------------------
 
     def turn(self, now: float) -> None:
-        """It turns to the next step."""
+        """The loop begins with the next step."""
         last, self._last = self._last, None
         if last is not None and not self._paused:
             last.away = now - self._passed_on
@@ -71,13 +72,13 @@ class StepRecorder:
         self._cpu = time.thread_time() - self._cpu
 
     def dispatched(self, plan: StepPlan, planned: float, started: float, now: float, mask: float = 0.0) -> StepRecord:
-        """A step is planned, and its programs are called.
+        """A step has been planned, and its programs have been called.
 
         Args:
-            planned: when the scheduler had made the plan.
-            started: when its trunk was called.
-            now: when its sampler had been called.
-            mask: seconds that its token masks took. Before that the trunk had been called and the step before read.
+            planned: time at which the plan was made.
+            started: time at which its trunk was called.
+            now: time at which its sampler had been called.
+            mask: seconds to compute its token masks. Before that, the trunk was called and the previous step read.
         """
         scheduler, trunk, spans, chunks = self._scheduler, plan.trunk, plan.spans, []
         rows = len(spans)
@@ -136,7 +137,7 @@ class StepRecorder:
         )
 
     def read(self, record: StepRecord, asked: float, now: float, collected: float, *, waited: bool, device: float) -> None:
-        """A step's tokens were asked for, are here, and were given to their sequences; see StepRecord."""
+        """A step's tokens were requested, arrived, and were given to their sequences; see StepRecord."""
         record.wait, record.waited, record.ended = now - asked, waited, now
         record.collect, record.device = collected - now, device
         self._reading += collected - asked
@@ -144,34 +145,34 @@ class StepRecorder:
         self.steps.append(record)
 
     def turned(self, now: float) -> None:
-        """The turn is over; what came of it is passed on."""
+        """The iteration has ended, and its updates have been delivered."""
         self._passed_on = now
 
     def passed_on(self, now: float) -> None:
-        """What came of the turn was passed on: text was made, callers have it."""
+        """The iteration's updates have been delivered: text was made, and callers have it."""
         if self._last is not None:
             self._last.text, self._passed_on = now - self._passed_on, now
             if self._paused:
                 self._last = None
 
     def pause(self) -> None:
-        """Nothing is left to do; what the loop does until its next turn is no part of a step."""
+        """Nothing is left to do. The loop's time until its next iteration does not belong to a step."""
         self._paused = True
 
     def ended(self, sequence: Sequence, now: float) -> None:
-        """A request has."""
+        """A request has ended."""
         self.requests.append(request_record(sequence, now))
 
-    # --- others ask, in any thread ----------------------------------------------------------------------
+    # --- thread-safe -----------------------------------------------------------------------------------
 
     def totals(self) -> StepTotals:
-        """Of all steps since the start that were read and passed on."""
+        """Totals over all steps since the start that were read and delivered."""
         with self._lock:
             last = self._last
             records = [*self.steps]
             if records and records[-1] is last:
                 records.pop()
-            new = records[max(self._totalled - records[0].number, 0) :] if records else []  # numbers follow each other
+            new = records[max(self._totalled - records[0].number, 0) :] if records else []  # numbers are consecutive
             if new:
                 self._totals, self._totalled = self._totals.plus(new, self._tile_size), new[-1].number + 1
             resident = self.memories[-1].resident if self.memories else 0
@@ -179,7 +180,7 @@ class StepRecorder:
             return self._totals.of_process(resident, pauses.seconds, [*pauses.counts])
 
     def trace(self, seconds: float | None = None) -> Trace:
-        """The records of the last so many seconds, or all that are kept."""
+        """The records of the last `seconds` seconds, or all that are kept."""
         scheduler, now = self._scheduler, time.perf_counter()
         held = scheduler.blocks.held
         live = [request_record(sequence, pages=held(sequence.number)) for sequences in scheduler.snapshot() for sequence in sequences]
@@ -206,7 +207,7 @@ class StepRecorder:
 
 
 def request_record(sequence: Sequence, ended: float = 0.0, pages: int = 0) -> RequestRecord:
-    """Of a request that has ended then, or has not."""
+    """The record of a request that ended at this time, or is unfinished."""
     first = sequence.first_token or 0.0
     output = len(sequence.tokens) - sequence.prompt_len
     return RequestRecord(
@@ -215,7 +216,7 @@ def request_record(sequence: Sequence, ended: float = 0.0, pages: int = 0) -> Re
         client=sequence.client,
         arrival=sequence.arrival,
         scheduled=sequence.scheduled,
-        first_token=first if output > 0 else 0.0,  # before it has come, a prediction
+        first_token=first if output > 0 else 0.0,  # a prediction until it has arrived
         ended=ended,
         prompt_tokens=sequence.prompt_len,
         cached=sequence.num_cached,

@@ -1,4 +1,4 @@
-"""What all steps since an engine's start add up to: for metrics."""
+"""Totals over all steps since an engine's start, for metrics."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import msgspec
 
 from jengine.observe.records import STAGES, StepRecord
 
-TOKENS = tuple(2**power for power in range(15))  # upper bounds of a step's tokens, in the histogram
+TOKENS = tuple(2**power for power in range(15))  # upper bounds of the histogram of a step's tokens
 
 
 class StepTotals(msgspec.Struct, array_like=True, frozen=True):
-    """Since the engine's start.
+    """Totals since the engine's start.
 
     Attributes:
-        steps: by the rows and tiles of the trunk that ran, as "8+1".
+        steps: number of steps by the rows and tiles of their trunk, such as "8+1".
         seconds: of the loop, by stage.
-        device_seconds: of the steps for which they are known; predicted_seconds of the same.
-        rows, padded_rows: of decode rows, those with a sequence and those without.
+        device_seconds: of the steps whose device time is known; predicted_seconds: for the same steps.
+        rows, padded_rows: decode rows with and without a sequence.
         prompt_tokens, padded_tokens: of tiles, likewise.
-        tokens: steps by how many tokens they computed, padding not counted: at most TOKENS[i], then more than the last.
-        resident: bytes of the engine's process, now.
-        pause_seconds, pauses: of its garbage collector, and how many, by generation.
+        tokens: histogram of steps by computed tokens without padding: at most TOKENS[i], and a last bin for more.
+        resident: current bytes of the engine's process.
+        pause_seconds, pauses: of its garbage collector: seconds, and numbers by generation.
     """
 
     steps: dict[str, int] = {}
@@ -43,11 +43,11 @@ class StepTotals(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def token_bounds(self) -> tuple[int, ...]:
-        """Of `tokens`."""
+        """Upper bounds for `tokens`."""
         return TOKENS
 
     def plus(self, records: Iterable[StepRecord], tile_size: int) -> StepTotals:
-        """With these steps."""
+        """The totals with these steps added."""
         steps: Counter[str] = Counter()
         seconds, tokens = dict.fromkeys(STAGES, 0.0), [0] * (len(TOKENS) + 1)
         device = predicted = 0.0
@@ -67,11 +67,11 @@ class StepTotals(msgspec.Struct, array_like=True, frozen=True):
         return self + StepTotals(dict(steps), seconds, device, predicted, rows, padded_rows, prompt_tokens, padded_tokens, tuple(tokens))
 
     def of_process(self, resident: int, pause_seconds: float, pauses: list[int]) -> StepTotals:
-        """With these facts of the process."""
+        """The totals with these facts of the process."""
         return msgspec.structs.replace(self, resident=resident, pause_seconds=pause_seconds, pauses=tuple(pauses))
 
     def __add__(self, other: StepTotals) -> StepTotals:
-        """Of both. Memory is the second's."""
+        """The sum of both. Memory is taken from the second."""
 
         def added(name: str) -> Any:
             mine, its = getattr(self, name), getattr(other, name)

@@ -1,4 +1,4 @@
-"""Records of an engine's last steps and requests: to be looked at in Perfetto, and to be explained."""
+"""Records of an engine's recent steps and requests, for Perfetto and for `explain`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Readers(msgspec.Struct):
     """How a server's clients read their streams.
 
     Attributes:
-        streams: that are open.
-        waiting: of these, writes that wait for their client now.
-        longest: seconds that the longest of these has waited.
+        streams: number of open streams.
+        waiting: number of these in which a write is waiting for the client.
+        longest: the longest of these waits in seconds.
     """
 
     streams: int = 0
@@ -32,17 +32,17 @@ class Readers(msgspec.Struct):
 
 
 class Trace(msgspec.Struct, kw_only=True):
-    """What an engine did of late. `save` it, and open the file at https://ui.perfetto.dev; or `explain` it.
+    """An engine's recent activity. `save` it and open the file at https://ui.perfetto.dev, or `explain` it.
 
     Attributes:
-        taken: when; see records. unix: the same moment in seconds since 1970.
+        taken: time of the trace; see records. unix: the same in seconds since 1970.
         facts: options of the engine.
-        costs: what steps cost, as `step_costs` reads it.
+        costs: step costs, as read by `step_costs`.
         steps: in the order in which they ran.
-        requests: those that ended, then those that run or wait.
-        pauses: of Python's garbage collector, the longer ones.
-        memories: of the engine's process; all that is known, not of these seconds alone.
-        readers: of a server's trace.
+        requests: finished ones, then running or waiting ones.
+        pauses: longer pauses by Python's garbage collector.
+        memories: samples of the engine process's memory; all that are known, not only for this period.
+        readers: for a server's trace.
     """
 
     taken: float
@@ -58,17 +58,17 @@ class Trace(msgspec.Struct, kw_only=True):
 
     @classmethod
     def empty(cls, facts: EngineFacts) -> Trace:
-        """Of an engine that has no records."""
+        """The trace of an engine without records."""
         table = ProgramTable.build(max_num_seqs=facts.max_num_seqs, max_num_batched_tokens=facts.max_num_batched_tokens, tile_size=64)
         return cls(taken=time.perf_counter(), unix=time.time(), facts=facts, costs=msgspec.Raw(StepCosts(table).to_json()))
 
     @property
     def step_costs(self) -> StepCosts:
-        """A copy of the engine's, as they were."""
+        """A copy of the engine's costs at that time."""
         return StepCosts.from_json(bytes(self.costs))
 
     def last(self, seconds: float) -> Trace:
-        """The last so many seconds of it."""
+        """The last `seconds` seconds of the trace."""
         since = self.taken - seconds
         return msgspec.structs.replace(
             self,
@@ -78,27 +78,30 @@ class Trace(msgspec.Struct, kw_only=True):
         )
 
     def to_json(self) -> bytes:
-        """What `from_json` reads."""
+        """Serializes the trace for `from_json`."""
         return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Trace:
-        """Raises InvalidArgument where it is none."""
+        """Raises InvalidArgument if the data is not a trace."""
         try:
             trace = msgspec.json.decode(data, type=cls)
-            trace.costs = msgspec.Raw(bytes(trace.costs))  # else all of `data` is kept
+            trace.costs = msgspec.Raw(bytes(trace.costs))  # otherwise it would keep all of `data` alive
             return trace
         except (msgspec.MsgspecError, ValueError) as error:
-            raise InvalidArgument("trace", f"{len(data)} bytes", f"is no trace of this version of jengine: {error}") from None
+            raise InvalidArgument("trace", f"{len(data)} bytes", f"is not a trace of this version of jengine: {error}") from None
 
     def perfetto(self) -> bytes:
-        """As JSON in Chrome's trace event format, which Perfetto reads: lanes for stages of the loop, the device and each request;
-        counters of the queue, of pages and of padding. The records themselves are in it, under `jengine`."""
+        """JSON in Chrome's trace event format, for Perfetto: lanes for stages of the loop, the device and each
+        request, and counters.
+
+        The records themselves are included under `jengine`.
+        """
         events = trace_events(self.steps, self.requests, self.pauses, self.step_costs.table.tile_size)
         return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "jengine": self})
 
     def save(self, path: str | Path) -> None:
-        """As `perfetto`.
+        """Writes the output of `perfetto` to a file.
 
         Raises:
             InvalidArgument: the file cannot be written.
@@ -110,10 +113,10 @@ class Trace(msgspec.Struct, kw_only=True):
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """What was saved.
+        """Reads a file written by `save`.
 
         Raises:
-            InvalidArgument: the file cannot be read, or is no trace.
+            InvalidArgument: the file cannot be read, or is not a trace.
         """
         try:
             data = Path(path).read_bytes()
@@ -127,7 +130,7 @@ class Trace(msgspec.Struct, kw_only=True):
         return cls.from_json(bytes(saved["jengine"]))
 
     def plot(self) -> bytes:
-        """A PNG: each request from its arrival to its end, what steps held, and the pages of the cache. Needs matplotlib."""
+        """A PNG: each request from arrival to end, the contents of steps, and the pages of the cache. Needs matplotlib."""
         from jengine.observe.plot import plot_trace
 
         return plot_trace(self.steps, self.requests, self.taken, self.step_costs.table.tile_size)

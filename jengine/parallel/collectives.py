@@ -1,7 +1,8 @@
-"""What devices that share a model say to each other. On one device, or outside a program of many, nothing.
+"""Collectives between devices that share a model. On one device, or outside a sharded program, they do nothing.
 
-Programs run under `jax.shard_map`: each device computes with its own part of the weights, and every exchange is one of
-these functions, so a program holds exactly the collectives that are written down (after Shoeybi et al., 2019).
+Programs run under `jax.shard_map`: each device computes with its part of the weights, and communicates only
+through these functions. So a program has exactly the collectives that are written in the source (after Shoeybi
+et al., 2019).
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ AXIS = "tensor"
 
 
 def shards() -> int:
-    """Devices that share the model in the function that is being traced."""
+    """Number of devices that share the model in the function being traced."""
     mesh = jax.sharding.get_abstract_mesh()
     return int(mesh.shape[AXIS]) if AXIS in mesh.manual_axes else 1
 
 
 def all_reduce(x: jax.Array) -> jax.Array:
-    """The sum of all devices' x, on each: one all-reduce."""
+    """The sum of x over all devices, on every device: one all-reduce."""
     return x if shards() == 1 else lax.psum(x, AXIS)
 
 
 def shard_index() -> jax.Array | int:
-    """This device's place among them."""
+    """Index of this device among them."""
     return 0 if shards() == 1 else lax.axis_index(AXIS)
 
 
 def all_to_all(x: jax.Array) -> jax.Array:
-    """All columns of this device's share of rows, for this device's columns of all rows: one all-to-all.
+    """Exchanges this device's columns of all rows for all columns of its share of the rows: one all-to-all.
 
     Args:
         x: [rows, columns], where the whole is [rows, shards * columns]. Rows are padded to a multiple of the devices.
@@ -45,7 +46,7 @@ def all_to_all(x: jax.Array) -> jax.Array:
 
 
 def own_rows(tree: Any) -> Any:
-    """This device's share of arrays [rows, ...] that are the same on all devices; the rows that `all_to_all` gives it."""
+    """This device's share of replicated arrays [rows, ...]: the same rows as from `all_to_all`."""
     if shards() == 1:
         return tree
 
@@ -58,7 +59,8 @@ def own_rows(tree: Any) -> Any:
 
 
 def all_gather(tree: Any, rows: int) -> Any:
-    """All devices' rows of arrays [own rows, ...] of 32-bit numbers, without the padding, on each device: one all-gather."""
+    """Rows of all devices, from arrays [own rows, ...] of 32-bit numbers, without padding, on each device: one
+    all-gather."""
     if shards() == 1:
         return tree
     leaves, structure = jax.tree.flatten(tree)

@@ -1,7 +1,8 @@
-"""Processes that share an engine: process 0 schedules, and tells the others each call that it makes, before it makes it.
+"""The link between processes that share an engine: process 0 schedules, and sends each of its calls to the others first.
 
-Sockets carry it, not devices: a device's exchange would wait for a process that has died, a socket ends with it. The others
-find process 0 through JAX's coordinator, and prove with a token from there that they belong.
+It uses sockets rather than devices: an exchange between devices would wait for a process that has died, while a
+socket is closed. The other processes find process 0 through JAX's coordinator, and authenticate with a token
+from there.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import numpy as np
 from jengine.errors import EngineDead, InvalidArgument
 
 TOKEN = 32  # bytes
-PATIENCE = 300.0  # seconds until all processes must have come
-POLL = 0.0001  # seconds between looks at a step that is running
-SETTLE = 1.0  # seconds in which a process that died is known to have, after an exchange with it failed
+PATIENCE = 300.0  # maximum seconds until all processes have connected
+POLL = 0.0001  # seconds between checks of a running step
+SETTLE = 1.0  # after a failed exchange, seconds until the end of the process that caused it is known
 END = b""  # the last frame of process 0
 
 
@@ -34,26 +35,26 @@ class Link(Protocol):
     """A process's connection to the others of its engine."""
 
     def agree(self, value: Any, choose: Callable[[list[Any]], Any]) -> Any:
-        """Process 0's choice from the values of all processes, in their order. Values are plain: numbers, text, lists."""
+        """Process 0's choice from the values of all processes, in their order. Values must be numbers, text or lists."""
 
     def tell(self, frame: bytes) -> None:
-        """Process 0: to all others."""
+        """Process 0: sends a frame to all others."""
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Process 0: until something is ready that all processes work on.
+        """Process 0: waits until a result of all processes is ready.
 
         Raises:
-            EngineDead: a process has ended, so it never will be.
+            EngineDead: a process has ended.
         """
 
     def settle(self) -> None:
-        """Process 0: after an exchange failed, whether it was that a process ended. Raises EngineDead then."""
+        """Process 0: after a failed exchange, raises EngineDead if a process has ended."""
 
     def report(self, count: int) -> None:
-        """How many of the table's programs this process has, the first ones."""
+        """Reports how many of the table's programs, counted from the first, this process has."""
 
     def reported(self) -> int | None:
-        """Process 0: how many of them all others have; None where there are no others."""
+        """Process 0: how many of them all other processes have; None if there are no others."""
 
 
 class SingleProcess:
@@ -79,7 +80,7 @@ class SingleProcess:
 
 
 class Leader:
-    """Process 0's."""
+    """The link in process 0."""
 
     def __init__(self, host: str, processes: int) -> None:
         self._lost: int | None = None  # the process that has ended
@@ -112,7 +113,7 @@ class Leader:
         return chosen
 
     def watch(self) -> None:
-        """From now on the others only report; where one of them ends, it is known at once."""
+        """From now on the other processes only send reports, and the end of one is noticed immediately."""
         for process, other in self._others.items():
             threading.Thread(target=self._watch, args=(process, other), name=f"process {process}", daemon=True).start()
 
@@ -152,7 +153,7 @@ class Leader:
             raise EngineDead(f"process {self._lost} of this engine has ended")
 
     def close(self) -> None:
-        """At this process's end: let the others end."""
+        """When this process ends: lets the others end."""
         if self._lost is not None:
             _leave()
         self.tell(END)
@@ -161,7 +162,7 @@ class Leader:
 
 
 class Follower:
-    """Any other process's."""
+    """The link in any other process."""
 
     def __init__(self, host: str, process: int) -> None:
         word = _broadcast(np.zeros(TOKEN + 2, np.uint8)).tobytes()
@@ -175,15 +176,15 @@ class Follower:
         self._leader.sendall(len(frame).to_bytes(4, "big") + frame)
 
     def agree(self, value: Any, choose: Callable[[list[Any]], Any]) -> Any:
-        with contextlib.suppress(OSError):  # hearing tells
+        with contextlib.suppress(OSError):  # `heard` reports the failure
             self._send(msgspec.msgpack.encode(value))
         return msgspec.msgpack.decode(self.heard())
 
     def heard(self) -> bytes:
-        """The next frame; END if it is the last.
+        """Waits for the next frame; END if it is the last.
 
         Raises:
-            EngineDead: process 0 ended without a word.
+            EngineDead: process 0 ended unexpectedly.
         """
         frame = _receive(self._leader)
         if frame is None:
@@ -192,32 +193,32 @@ class Follower:
         return frame
 
     def close(self) -> None:
-        """At this process's end."""
+        """Closes the connection at the end of this process."""
         if self._lost:
             _leave()
 
     def report(self, count: int) -> None:
-        with contextlib.suppress(OSError):  # hearing tells
+        with contextlib.suppress(OSError):  # `heard` reports the failure
             self._send(count.to_bytes(4, "big"))
 
     def tell(self, frame: bytes) -> None:
-        raise AssertionError("process 0 alone tells")
+        raise AssertionError("only process 0 sends")
 
     def reported(self) -> None:
-        raise AssertionError("process 0 alone needs to know")
+        raise AssertionError("only process 0 receives reports")
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        raise AssertionError("process 0 alone waits")
+        raise AssertionError("only process 0 waits")
 
     def settle(self) -> None:
-        raise AssertionError("process 0 alone waits")
+        raise AssertionError("only process 0 waits")
 
 
 def join(coordinator: str, processes: int, process: int) -> None:
-    """Make this one of the processes whose devices JAX sees together; before JAX has started.
+    """Adds this process to those whose devices JAX uses together. Must be called before JAX starts.
 
     Raises:
-        InvalidArgument: the coordinator cannot be reached or listened on.
+        InvalidArgument: the coordinator's address cannot be reached, or cannot be used to listen.
     """
     if jax.distributed.is_initialized():
         return
@@ -240,14 +241,14 @@ def host_of(coordinator: str) -> str:
 
 
 def _leave() -> None:
-    """JAX's orderly end would wait for the process that is gone, and then abort."""
+    """Exits without JAX's orderly shutdown, which would wait for the process that has ended, and then abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
 
 
 def _broadcast(word: np.ndarray) -> np.ndarray:
-    """Process 0's word."""
+    """Sends process 0's value to all processes."""
     from jax.experimental import multihost_utils  # slow to import
 
     heard: np.ndarray = np.asarray(multihost_utils.broadcast_one_to_all(word))
@@ -255,7 +256,7 @@ def _broadcast(word: np.ndarray) -> np.ndarray:
 
 
 def _ready(connection: socket.socket) -> None:
-    """Frames leave at once, and a machine that vanished is noticed in a few seconds."""
+    """Configures a socket to send frames immediately, and to detect within seconds that a machine has disappeared."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"):
@@ -264,7 +265,7 @@ def _ready(connection: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket) -> bytes | None:
-    """A frame, or None where the other side has ended."""
+    """Receives a frame, or None if the other side has closed the connection."""
     head = _exactly(connection, 4)
     return None if head is None else _exactly(connection, int.from_bytes(head, "big"))
 

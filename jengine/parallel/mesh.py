@@ -19,22 +19,22 @@ RULES = {"kv_heads": AXIS, "heads": AXIS, "ffn": AXIS, "vocab": AXIS}  # other a
 
 
 def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of the first of these devices, or of all there are, with one axis: tensor.
+    """A mesh of the first of these devices, or of all existing devices, with one axis: tensor.
 
     Raises:
-        InvalidArgument: there are fewer devices.
+        InvalidArgument: there are too few devices.
     """
     devices = visible_devices() if devices is None else devices
     if not 1 <= tensor_parallel_size <= len(devices):
-        raise InvalidArgument("tensor_parallel_size", tensor_parallel_size, f"must be from 1 to {len(devices)}, the devices here")
+        raise InvalidArgument("tensor_parallel_size", tensor_parallel_size, f"must be from 1 to {len(devices)}, the number of devices")
     return jax.make_mesh((tensor_parallel_size,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:tensor_parallel_size])
 
 
 def shard_mapped(mesh: Mesh, function: Callable[..., Any], args: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
-    """function, run by each device on its shards of the arguments.
+    """Runs `function` on each device with its shards of the arguments.
 
     Args:
-        args: trees of jax.ShapeDtypeStruct, whose shardings say which part of each array a device gets.
+        args: trees of jax.ShapeDtypeStruct, whose shardings determine each device's part.
         out_specs: a PartitionSpec for each result, or for each tree of results.
     """
     in_specs = tuple(jax.tree.map(lambda x: x.sharding.spec, arg) for arg in args)
@@ -43,7 +43,8 @@ def shard_mapped(mesh: Mesh, function: Callable[..., Any], args: Sequence[Any], 
 
 
 def with_shardings(mesh: Mesh, params: Any, axes: Any) -> Any:
-    """The abstract parameters with shardings, from a tree of tuples of logical axis names. A scale has all axes but the last."""
+    """Adds shardings to abstract parameters, given a tree of tuples of logical axis names. A scale has all axes
+    but the last."""
 
     def place(array: Any, names: tuple[str | None, ...]) -> Any:
         if isinstance(array, Int4):

@@ -1,1 +1,1 @@
-"""What a model will take and give on a device, before there is one: memory, sequences, and the speed that the hardware allows."""
+"""Predicts memory, number of sequences and speed of a model on a device that need not be present."""

@@ -1,4 +1,4 @@
-"""The table compiled without an engine, from a model's configuration alone: for the device at hand, or for GPUs that are not there."""
+"""Compiles the table without an engine, from a model's configuration alone, for the local device or for absent GPUs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ AUTOTUNE = "autotune.textproto"
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What `compile_table` wrote.
+    """The output of `compile_table`.
 
     Attributes:
         memory: on each device; None on a CPU.
-        file_bytes, seconds: by program.
-        elapsed: seconds in all; programs are compiled side by side.
-        autotune: where this device's autotuning results are.
+        file_bytes, seconds: for each program.
+        elapsed: total seconds; programs are compiled in parallel.
+        autotune: file with this device's autotuning results.
     """
 
     spec: ExecutionSpec
@@ -53,10 +53,10 @@ class Compiled:
 
 
 def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
-    """All but the number of pages, for the target's devices or, without one, for those at hand.
+    """Everything except the number of pages, for the target's devices or, without a target, for the local ones.
 
     Raises:
-        InvalidArgument: there is no such target, or what it needs is not installed; or see `start.describe`.
+        InvalidArgument: unknown target, or a missing package that it needs; or see `shapes.describe`.
     """
     limit_cpu_threads(config.cpu_threads)
     if target is not None:
@@ -70,10 +70,10 @@ def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
 
 
 def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
-    """All but the number of pages, from the model's config.json.
+    """Everything except the number of pages, from the model's config.json.
 
     Raises:
-        Those of `shapes.describe`.
+        The errors of `shapes.describe`.
     """
     root, folder = cache_root(config.cache_dir), resolve(config.model, config.revision, CONFIG_FILES)
     model = read_config(folder)
@@ -83,23 +83,24 @@ def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
 
 
 def check_target(target: str) -> None:
-    """
+    """Checks the name of a target.
+
     Raises:
-        InvalidArgument: there is no such target.
+        InvalidArgument: unknown target.
     """
     if target not in ahead_of_time.targets():
         raise InvalidArgument("target", target, f"must be one of {', '.join(ahead_of_time.targets())}")
 
 
 def memory_limit(config: EngineConfig, spec: ExecutionSpec, target: str | None) -> int:
-    """Bytes that jengine may take of each device."""
+    """Bytes that jengine may use on each device."""
     if target is not None:
         return int(device_spec(target).memory * config.gpu_memory_utilization)
     return int((spec.mesh.devices.flat[0].memory_stats() or {})["bytes_limit"])
 
 
 def largest(spec: ExecutionSpec) -> list[TrunkKey | SamplerKey | ScoreKey]:
-    """Programs of which one takes most beside its arguments."""
+    """The programs that may need the most memory beside their arguments."""
     table = spec.table
     trunk = max(table.trunks(), key=lambda key: (table.tokens(key), key.pages))
     return [trunk, SamplerKey(table.sample_buckets[-1], "full"), ScoreKey(table.max_tiles)]
@@ -108,15 +109,15 @@ def largest(spec: ExecutionSpec) -> list[TrunkKey | SamplerKey | ScoreKey]:
 def compile_table(
     config: EngineConfig, out: Path, *, target: str | None = None, autotune: Path | None = None, progress: bool = True
 ) -> Compiled:
-    """Compiles every program and writes them to a folder that `EngineConfig.programs` takes.
+    """Compiles every program and writes them to a folder, for `EngineConfig.programs`.
 
     Args:
         out: the folder, new or empty.
-        target: a GPU that need not be there, such as 'h200'; None is the device at hand.
-        autotune: results of autotuning on a GPU of the same kind, which `compile_table` saved there.
+        target: a GPU that need not be present, such as 'h200'; None: the local device.
+        autotune: autotuning results that `compile_table` saved on a GPU of the same kind.
 
     Raises:
-        InvalidArgument: an option that this model or device cannot meet, or a folder that is not empty.
+        InvalidArgument: the model or device does not support an option, or the folder is not empty.
         ModelError: the model cannot be read, or is not supported.
         OutOfMemory: the device is too small.
     """
@@ -132,7 +133,7 @@ def compile_table(
     }
     if device.platform == "cpu":
         spec = dataclasses.replace(spec, num_pages=pages_that_fit(config, spec))
-    else:  # what programs take does not depend on the number of pages
+    else:  # the programs' memory does not depend on the number of pages
         provisional = compile_all(dataclasses.replace(spec, num_pages=PAGE_GRID), [*largest(spec)], **how)
         memory = DeviceMemory.of(memory_limit(config, spec, target), spec, [memory_of(built.program) for built in provisional])
         spec = dataclasses.replace(spec, num_pages=pages_beside(config, spec, memory))
@@ -151,29 +152,30 @@ def compile_table(
 
 
 def _check(spec: ExecutionSpec, memory: DeviceMemory) -> None:
-    """The number of pages came from a few programs: whether there is room with all of them."""
+    """Checks that there is room with all programs, since the number of pages was derived from only a few."""
     need = spec.num_pages * memory.page + memory.beside
     if need > memory.limit:
-        sizes = f"{spec.num_pages} pages, weights and what programs take need {need / 2**30:.1f} GiB of {memory.limit / 2**30:.1f} GiB"
+        sizes = f"{spec.num_pages} pages, weights and programs need {need / 2**30:.1f} GiB of {memory.limit / 2**30:.1f} GiB"
         raise OutOfMemory(f"no room for the KV cache: {sizes}")
 
 
 def _compiler_options(device: jax.Device, target: str | None, results: Path | None) -> CompilerOptions:
-    """For products that are tuned by these results, on the device at hand, or not at all. XLA reads the results once a process."""
+    """Options for products tuned by these results, tuned on the local device, or not tuned. XLA reads results
+    once per process."""
     if results is None:
         return {} if target is None else UNTUNED
     if device.platform == "cpu":
         raise InvalidArgument("autotune", str(results), "XLA does not autotune for CPUs")
     options: CompilerOptions = {"xla_gpu_load_autotune_results_from": str(results)}
     try:
-        _compile_little(device, options)  # alone, and not in the pool's threads
+        _compile_little(device, options)  # here rather than in the pool's threads, to report errors
     except jax.errors.JaxRuntimeError as error:
         raise InvalidArgument("autotune", str(results), f"cannot be read: {str(error).splitlines()[0]}") from None
     return options
 
 
 def _save_autotuning(device: jax.Device, out: Path) -> Path | None:
-    """All that this process has found by autotuning: XLA writes it whenever it compiles."""
+    """Saves all autotuning results of this process. XLA writes them whenever it compiles."""
     file = out / AUTOTUNE
     _compile_little(device, {"xla_gpu_dump_autotune_results_to": str(file)})
     return file if file.exists() else None

@@ -1,4 +1,4 @@
-"""Programs compiled for GPUs that are not there, for what is said of them."""
+"""Programs compiled for absent GPUs, as a basis for estimates."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pallas_kernels.thunks import dumped, dumping
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One of them.
+    """One compiled program.
 
     Attributes:
-        seconds: that it took to compile.
-        launches: by the host; a command buffer is one.
+        seconds: compilation time.
+        launches: launches by the host; a command buffer is one launch.
     """
 
     key: Key
@@ -35,18 +35,18 @@ class Compiled:
 
     @property
     def rows(self) -> int:
-        """That it decodes or samples at most."""
+        """Maximum number of rows that it decodes or samples."""
         return self.key.rows if isinstance(self.key, TrunkKey | SamplerKey) else 0
 
     def estimate(self, spec: ExecutionSpec, device: DeviceSpec, step: Step) -> Estimate:
-        """Of a step that does this. Rows that are padding are alike: they meet the experts of one."""
+        """Estimates this step. Padding rows are equal, so together they meet the experts of a single token."""
         tokens = spec.table.tokens(self.key) - max(0, self.rows - step.rows - 1) if isinstance(self.key, TrunkKey) else 0
         met = experts_met(spec.model.config, tokens)
         return estimate(self.program, step, device, launches=self.launches, met=met, devices=spec.mesh.size)
 
 
 def compiled(spec: ExecutionSpec, keys: list[Key], *, threads: int, progress: bool) -> list[Compiled]:
-    """Programs for the spec's devices. What they take does not depend on the number of pages."""
+    """Compiles programs for the spec's devices. Their memory does not depend on the number of pages."""
     provisional = dataclasses.replace(spec, num_pages=2)
     with tempfile.TemporaryDirectory() as folder:
         options = {**UNTUNED, **dumping(Path(folder))}

@@ -1,7 +1,7 @@
-"""How long a step should take, from the compiled programs: the bytes and operations of each kernel, and what launching it takes.
+"""Estimates a step's duration from the compiled programs: bytes, operations and launches of each kernel.
 
-A forecast that rests on `Assumptions`, which no GPU has confirmed yet; `roofline` gives bounds. Kernels run one after the other, and each
-takes its launch and the slower of its bytes and its operations.
+The estimate depends on `Assumptions`, which have not been confirmed on a GPU. `roofline` gives bounds. Kernels
+run one after the other. Each takes its launch plus the slower of its bytes and its operations.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ Cause = Literal["weights", "cache", "activations", "links", "launches"]
 CAUSES: tuple[Cause, ...] = ("weights", "cache", "activations", "links", "launches")
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "f8e4m3fn": "float8_e4m3fn"}
-OUTPUTS = 128  # of a block of threads of a grouped product
+OUTPUTS = 128  # of a thread block of a grouped product
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What has to be measured on a GPU; until then, what is usual.
+    """Values that must be measured on a GPU. Until then, typical ones.
 
     Attributes:
-        bandwidth: share of the data sheet's that kernels reach with the whole chip.
-        products: share of the data sheet's operations that they reach.
-        block_bandwidth: bytes a second of one block of threads that has 64 KB in flight, at 0.8 microseconds of latency.
-        empty_block: seconds of a block without work, which loads its query and stores.
-        kernel: seconds between the work of two kernels of a command buffer.
-        launch: the same of what the host launches alone, and of a command buffer.
-        turn: seconds for which a loop's turn waits for the host.
+        bandwidth: achieved share of the data sheet's bandwidth if the whole chip is busy.
+        products: achieved share of the data sheet's operations.
+        block_bandwidth: bytes a second of one thread block with 64 KB in flight, at a latency of 0.8 microseconds.
+        empty_block: seconds of a thread block without work, which loads its query and stores.
+        kernel: seconds between two kernels of a command buffer.
+        launch: seconds to launch a single kernel, or a command buffer, from the host.
+        turn: seconds for which a loop iteration waits for the host.
         exchange: seconds of a collective of a few bytes.
     """
 
@@ -48,12 +48,12 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of a program.
+    """The estimate of a program.
 
     Attributes:
-        kernels: that run, those of loops as often as they do.
+        kernels: number of kernels that run; each iteration of a loop counts.
         seconds: by cause.
-        bytes, operations: of memory, and of matrix products.
+        bytes, operations: memory traffic, and operations of matrix products.
     """
 
     kernels: int
@@ -68,7 +68,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step does with a program: rows that are no padding, and tokens that each of them, and each tile, sees."""
+    """Work of a program in a step: rows without padding, and the tokens that each row and each tile attends to."""
 
     rows: int
     context: int
@@ -80,8 +80,8 @@ class _Work:
     bytes: float
     operations: float = 0.0
     dtype: str = "bfloat16"
-    bandwidth: float = math.inf  # what its blocks of threads can draw
-    more: float = 0.0  # seconds
+    bandwidth: float = math.inf  # limit of its thread blocks together
+    more: float = 0.0  # additional seconds
 
 
 def estimate(
@@ -94,12 +94,12 @@ def estimate(
     devices: int = 1,
     assumed: Assumptions = Assumptions(),  # frozen
 ) -> Estimate:
-    """Seconds of a program.
+    """Estimates the seconds of a program.
 
     Args:
-        launches: what the host launches for it, see `pallas_kernels.thunks`.
-        met: experts that a layer's tokens meet.
-        devices: that share the model.
+        launches: the host's launches, see `pallas_kernels.thunks`.
+        met: number of experts that the tokens of a layer use.
+        devices: number of devices that share the model.
     """
     seconds: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
     kernels, bytes_, operations = 0, 0.0, 0.0
@@ -117,14 +117,14 @@ def estimate(
 
 
 def together(estimates: Iterable[Estimate]) -> Estimate:
-    """Of programs that run one after the other."""
+    """Sum for programs that run one after the other."""
     all_of = list(estimates)
     seconds = {cause: sum(one.seconds[cause] for one in all_of) for cause in CAUSES}
     return Estimate(sum(e.kernels for e in all_of), seconds, sum(e.bytes for e in all_of), sum(e.operations for e in all_of))
 
 
 def longer(one: Estimate, two: Estimate, layers: int) -> Estimate:
-    """Of a program of so many layers, from the same with one and with two."""
+    """Extrapolates a program with this many layers from the same program with one and with two layers."""
 
     def grown(a: float, b: float) -> float:
         return a + (layers - 1) * (b - a)
@@ -134,7 +134,7 @@ def longer(one: Estimate, two: Estimate, layers: int) -> Estimate:
 
 
 def _turns(program: Program) -> int:
-    """Turns of loops outside command buffers."""
+    """Loop iterations outside command buffers."""
     return sum(one.trips or 1 for one in program.computations[program.entry].values() if one.opcode == "while")
 
 
@@ -165,8 +165,8 @@ def _work(
 def _mosaic(
     kernel: str, one: Instruction, operands: list[Array], step: Step, device: DeviceSpec, met: float, assumed: Assumptions
 ) -> _Work:
-    """Of a kernel of ours, by its name."""
-    slots = 2 * device.cores  # blocks of threads at a time
+    """Work of one of our kernels, by its name."""
+    slots = 2 * device.cores  # thread blocks that run at the same time
     if kernel == "paged_attention_decode":
         queries, splits = operands[0], one.results[0].shape[0]
         rows, kv_heads = queries.shape[:2]
@@ -192,7 +192,7 @@ def _mosaic(
 
 
 def _token_bytes(operands: list[Array]) -> int:
-    """A token's keys and values, with scales if there are any, of operands that pages are among."""
+    """Bytes of a token's keys and values, including scales, given operands that contain pages."""
     first = next(i for i, array in enumerate(operands) if i and len(array.shape) == 4)
     pages = operands[first].shape[0]
     cache = [array for array in operands if array.shape[:1] == (pages,) and len(array.shape) in (3, 4)]

@@ -1,4 +1,4 @@
-"""What a compiled program consists of, from XLA's text of it: instructions with the sizes of what they read and write."""
+"""Parses XLA's text of a compiled program: instructions with the sizes of their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 import re
 from dataclasses import dataclass
 
-BITS = {"pred": 8, "token": 0, "opaque": 0}  # other dtypes have their bits in their names
+BITS = {"pred": 8, "token": 0, "opaque": 0}  # other dtypes have the number of bits in their names
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 CALLED = re.compile(r"\b(?:calls|body|to_apply)=%?([\w.\-]+)")
-SLICES = ("gather", "dynamic-slice", "slice")  # read a part of their first operand
-UPDATES = ("scatter", "dynamic-update-slice")  # write a part of it, where it lies
+SLICES = ("gather", "dynamic-slice", "slice")  # read part of their first operand
+UPDATES = ("scatter", "dynamic-update-slice")  # write part of their first operand in place
 FREE = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple", "after-all", "opt-barrier")
 
 
@@ -33,15 +33,15 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One of a computation.
+    """An instruction of a computation.
 
     Attributes:
-        results: of a tuple, its parts.
+        results: the parts, for a tuple.
         operands: names.
-        called: the computation of a fusion, or a loop's body; empty if there is none.
+        called: the computation of a fusion, or the body of a loop; empty if there is none.
         target: of a custom call.
-        source: where it comes from, as JAX names it; kernels of Pallas have their names in it.
-        trips: of a loop, if its length is known.
+        source: JAX's name of the origin, which includes the names of Pallas kernels.
+        trips: number of iterations of a loop, if known.
     """
 
     name: str
@@ -60,14 +60,14 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Computations by name, each its instructions by name and in order; what is called is not in its caller."""
+    """Computations by name. Each maps names to instructions, in order. Called computations are separate entries."""
 
     name: str
     entry: str
     computations: dict[str, dict[str, Instruction]]
 
     def kernels(self, computation: str | None = None) -> list[tuple[Instruction, int, dict[str, Instruction]]]:
-        """What runs on the device: each instruction, how often, and the computation that it is in."""
+        """Everything that runs on the device: (instruction, number of runs, its computation)."""
         found: list[tuple[Instruction, int, dict[str, Instruction]]] = []
         inside = self.computations[computation or self.entry]
         for one in inside.values():
@@ -78,7 +78,8 @@ class Program:
         return found
 
     def bytes_of(self, one: Instruction, inside: dict[str, Instruction]) -> int:
-        """Bytes that a kernel reads and writes at least: each array once, of what is sliced the slices, of what is updated the updates."""
+        """Minimum bytes that a kernel reads and writes: each array once; only the slices or updates of sliced
+        or updated arrays."""
         operands = [inside[name] for name in one.operands if name in inside]
         if one.opcode in UPDATES:
             return sum(operand.bytes for operand in operands[1:]) * 2
@@ -138,7 +139,7 @@ def _instruction(name: str, rest: str) -> Instruction | None:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """What is in the parentheses that the text begins with, and what follows."""
+    """The content of the parentheses at the start of the text, and the text after them."""
     depth = 0
     for i, character in enumerate(text):
         depth += {"(": 1, ")": -1}.get(character, 0)

@@ -1,4 +1,4 @@
-"""Whether a model fits a GPU that is not there, how many sequences it then serves, and how fast at most."""
+"""Predicts whether a model fits an absent GPU, how many sequences it can serve, and its maximum speed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from jengine.planning.roofline import Formats, bound, decode, kv_token_bytes, pr
 from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey
 from pallas_kernels.quantized import is_quantized
 
-CONTEXTS = 1024, 8192  # tokens of a sequence, beside max_model_len
-WORKSPACE = 32 << 20  # bytes, at most, that XLA gives cuBLAS beside a program's own temporaries
-BATCHES = 1, 8, 32, 128, 512  # sequences, up to max_num_seqs
+CONTEXTS = 1024, 8192  # tokens per sequence, in addition to max_model_len
+WORKSPACE = 32 << 20  # maximum bytes that XLA gives cuBLAS beside a program's temporaries
+BATCHES = 1, 8, 32, 128, 512  # numbers of sequences, up to max_num_seqs
 
 
 @dataclass(frozen=True, slots=True)
 class TargetDevice:
-    """Stands in a mesh for a GPU that is not there: enough to describe programs for it, not to compile them."""
+    """Represents an absent GPU in a mesh. Suffices to describe programs for it, but not to compile them."""
 
     id: int
     device_kind: str
@@ -46,14 +46,14 @@ class TargetDevice:
 
 
 def make_plan(config: EngineConfig, target: str, *, exact: bool = False, progress: bool = True) -> Plan:
-    """Arithmetic from the model's configuration and the device's data sheet.
+    """Computes a plan from the model's configuration and the device's data sheet.
 
     Args:
-        exact: compile the programs that take most memory, and the decode steps of most and of fewest rows, for what XLA says that their
-            temporaries take; this needs the extra aot.
+        exact: compile the programs that need the most memory, and the decode steps with the most and the fewest
+            rows, and use the sizes of temporaries that XLA reports. Needs the extra `aot`.
 
     Raises:
-        InvalidArgument: an option that this model or target cannot meet.
+        InvalidArgument: the model or target does not support an option.
         ModelError: the model cannot be read, or is not supported.
     """
     check_target(target)
@@ -68,7 +68,7 @@ def make_plan(config: EngineConfig, target: str, *, exact: bool = False, progres
         pages = pages_beside(config, spec, memory)
     except OutOfMemory:
         pages = 0
-    if pages * memory.page + memory.beside > memory.limit:  # of pages that were asked for
+    if pages * memory.page + memory.beside > memory.limit:  # the requested number of pages
         pages = 0
     formats = formats_of(spec)
     model = spec.model.config
@@ -107,19 +107,19 @@ def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> list
 
 
 def _estimated(spec: ExecutionSpec) -> dict[Key, ProgramMemory]:
-    scorer = SamplerKey(spec.table.tile_size, "full")  # as many logits as a scorer, which makes a tile's at a time
+    scorer = SamplerKey(spec.table.tile_size, "full")  # a scorer computes as many logits, since it works tile by tile
     bounds = {key: temporaries_bound(spec, scorer if isinstance(key, ScoreKey) else key) for key in largest(spec)}
     return {key: ProgramMemory(0, 0, 0, bound + WORKSPACE) for key, bound in bounds.items()}
 
 
 def formats_of(spec: ExecutionSpec) -> Formats:
-    """As the spec's parameters and cache have them."""
+    """Number formats of the spec's parameters and cache."""
     model, devices = spec.model, spec.mesh.size
     dtype = jnp.dtype(model.dtype)
     kind, inputs = QUANTIZATIONS.get(model.quantization or "", (str(dtype), False))
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if len(leaf.shape) > 1]
     width = jnp.dtype(kind).itemsize
-    if model.quantization == "int4" or model.config.stored is not None:  # not all alike, and scales count
+    if model.quantization == "int4" or model.config.stored is not None:  # formats vary between weights, and scales count
         width = num_bytes(matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
     row = model.config.head_dim if model.config.latent is None else model.config.latent.cached_dim
     scale = 4 / row if spec.kv_cache_dtype else 0.0  # float32, for each token and head

@@ -1,4 +1,4 @@
-"""A plan: plain data that shows itself, as text and in a notebook."""
+"""A plan as plain data that can be displayed as text and in notebooks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WAITS = {"memory": "memory bandwidth", "products": "matrix rate", "links": "link
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens a second at most, of one kind of step.
+    """Maximum tokens a second of one kind of step.
 
     Attributes:
-        count: sequences decoding, or tokens of a prefill step.
-        context: tokens of each sequence, or of each prompt.
-        fits: whether the cache holds them.
+        count: decoding sequences, or tokens of a prefill step.
+        context: tokens of each sequence or prompt.
+        fits: whether the cache can hold them.
     """
 
     count: int
@@ -41,14 +41,14 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """What `jengine plan` prints.
+    """The output of `jengine plan`.
 
     Attributes:
-        pages: of the cache, the null page included; 0 where there is no room.
-        total_programs: of the whole table.
-        programs: memory of those that take most, as XLA reports it if they were compiled, else an upper estimate.
-        seconds: that each took to compile; empty if none was.
-        estimates: of those, for full rows of each of `contexts` tokens.
+        pages: number of pages in the cache, the null page included; 0 if there is no room.
+        total_programs: number of programs in the whole table.
+        programs: memory of the largest programs, reported by XLA if they were compiled, otherwise an upper bound.
+        seconds: compilation time of each program; empty if none was compiled.
+        estimates: of the compiled programs, for full rows at each of `contexts` tokens.
     """
 
     spec: ExecutionSpec
@@ -69,7 +69,7 @@ class Plan:
         return self.pages > 0
 
     def sequences(self, context: int) -> float:
-        """Of so many tokens, that the cache holds at once."""
+        """Number of sequences of `context` tokens that the cache can hold."""
         return max(self.pages - 1, 0) / self.spec.most_pages(context)
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class Plan:
 
 
 class Table(NamedTuple):
-    """Figures with a title, which is the head of their first column."""
+    """Figures with a title, which becomes the header of their first column."""
 
     title: str
     head: Sequence[str]
@@ -88,37 +88,37 @@ class Table(NamedTuple):
 
 
 def report(name: str, plan: Plan) -> str:
-    """Tables for a terminal.
+    """Formats a plan as tables for a terminal.
 
     Args:
-        name: of the model.
+        name: the model's name.
     """
     return "\n\n".join([f"{name} on {setting(plan)}", *[_text(*table) for table in tables(plan)], "\n".join(verdict(plan))])
 
 
 def setting(plan: Plan) -> str:
-    """The devices, and the formats of numbers."""
+    """The devices and the number formats."""
     weights = plan.spec.model.quantization or plan.formats.dtype
     dtypes = f"weights {weights}, activations {plan.formats.dtype}, cache {plan.spec.cache_dtype}"
     return f"{plan.formats.devices} x {plan.device.name}: {dtypes}"
 
 
 def tables(plan: Plan) -> list[Table]:
-    """Memory, sequences, speeds, and what was compiled."""
+    """Memory, sequences, speeds, and compiled programs."""
     spec, device, memory = plan.spec, plan.device, plan.memory
     largest = max(plan.programs, key=lambda key: plan.programs[key].working)
-    how = "results included" if plan.seconds else "at most: an estimate, which --exact replaces by the compiler's figure"
+    how = "results included" if plan.seconds else "an upper bound; --exact uses the compiler's figure"
     cache = plan.pages * memory.page
-    states = f"{spec.num_states} of {spec.state_bytes:,} bytes each, of sequences and snapshots"
+    states = f"{spec.num_states} of {spec.state_bytes:,} bytes each, for sequences and snapshots"
     used = memory.beside + memory.margin + cache
     parts = [
         ("weights", memory.weights, ""),
         ("KV cache", cache, f"{plan.pages:,} pages of {spec.page_size} tokens, {memory.page:,} bytes each"),
         *([("recurrent states", memory.states, states)] if spec.num_states else []),
         ("temporaries", memory.working, f"of {largest}, {how}"),
-        ("slots and counts", memory.state, f"of {spec.max_slots} sequences"),
+        ("slots and counts", memory.state, f"for {spec.max_slots} sequences"),
         *(
-            [("staging", memory.staging, f"{2 * spec.staged} pages on their way from and to {spec.host_pages:,} of the host")]
+            [("staging", memory.staging, f"{2 * spec.staged} pages in transfer to and from {spec.host_pages:,} host pages")]
             if spec.host_pages
             else []
         ),
@@ -142,9 +142,9 @@ def tables(plan: Plan) -> list[Table]:
 
 
 def verdict(plan: Plan) -> tuple[str, ...]:
-    """What the speeds mean, and whether it fits."""
+    """Explains the speeds, and says whether the model fits."""
     assumed = ", ".join(f"{name} {value:g}" for name, value in asdict(Assumptions()).items())
-    estimates = f"Estimates are of full rows, and were checked on no GPU. They assume (SI units; shares of the data sheet): {assumed}."
+    estimates = f"Estimates are for full rows and are unchecked on GPUs. They assume (SI units; shares of the data sheet): {assumed}."
     device = plan.device
     links = f", {device.link / 1e9:.0f} GB/s to the other devices ({device.link_name})" if plan.formats.devices > 1 else ""
     rate = device.rates.get(plan.formats.product, device.rates[plan.formats.dtype])
@@ -157,13 +157,13 @@ def verdict(plan: Plan) -> tuple[str, ...]:
 
 
 def html(plan: Plan) -> str:
-    """The same for a notebook."""
+    """The same tables as HTML, for notebooks."""
     shown = "".join(columns_html([table.title, *table.head], table.rows) for table in tables(plan))
     return f"<div><p>{escape(setting(plan))}</p>{shown}<p>{'<br>'.join(map(escape, verdict(plan)))}</p></div>"
 
 
 def _estimates(plan: Plan) -> Table:
-    """Of each program that was compiled: milliseconds at each context, and their causes at the longest."""
+    """For each compiled program: milliseconds at each context, and their causes at the longest."""
     head = ["kernels", *(f"ms at {context:,}" for context in plan.contexts), *CAUSES]
     rows: list[tuple[str, ...]] = []
     for key, estimates in plan.estimates.items():
@@ -187,7 +187,7 @@ def _speeds(title: str, context: str, rates: list[Rate]) -> Table:
 
 
 def _text(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of figures aligned on the right, those of words on the left."""
+    """Right-aligns columns of figures, left-aligns columns of text."""
     cells = [(title, *head), *rows]
     columns = [[row[i] for row in cells] for i in range(len(cells[0]))]
     widths = [max(map(len, column)) for column in columns]

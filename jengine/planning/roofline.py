@@ -1,7 +1,8 @@
-"""What a step of a model costs at least: operations, bytes from memory, bytes over links; and how long that takes. Plain arithmetic.
+"""Lower bounds on a step's cost: operations, memory traffic, link traffic, and the time they take. Pure arithmetic.
 
-A bound, not a forecast (Williams, Waterman and Patterson, "Roofline", 2009): each resource is used fully, all at once, and the slowest
-decides. Left out, because they are small or overlap: norms, activations, sampling, launches, the latency of a link.
+These are bounds, not predictions (Williams, Waterman and Patterson, "Roofline", 2009): all resources are fully
+used at the same time, and the slowest one decides. Norms, activations, sampling, launches and link latency are
+left out, because they are small or overlap.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from jengine.devices.device_spec import DeviceSpec
 from jengine.models.cache import cache_groups, paged
 
 Resource = Literal["memory", "products", "links"]
-ALL_REDUCES = 2  # of a layer: after attention, and after the MLP
+ALL_REDUCES = 2  # per layer: after attention, and after the MLP
 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Number formats of a model as it runs, and how many devices share it.
+    """Number formats of a model at run time, and the number of devices that share it.
 
     Attributes:
-        weight_bytes: of a matrix's element.
-        product: dtype of both factors, where weights are multiplied.
-        dtype: of activations; attention multiplies in it.
-        kv_bytes: of a token in the cache, on each device, over all layers.
-        state_bytes: of a sequence's recurrent states, on each device, over all layers.
+        weight_bytes: bytes of an element of a weight matrix.
+        product: dtype in which weights are multiplied.
+        dtype: of activations and of attention's products.
+        kv_bytes: bytes of a token in the cache, on each device, over all layers.
+        state_bytes: bytes of a sequence's recurrent states, on each device, over all layers.
     """
 
     weight_bytes: float
@@ -41,13 +42,13 @@ class Formats:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of a step, on each device.
+    """Work of a step, on each device.
 
     Attributes:
         products: operations on weights, two for each element and token.
         attention: operations on keys and values, and on recurrent states.
-        read: bytes of weights, keys and values; of states, which are written too, twice as many.
-        sent: bytes to other devices.
+        read: bytes of weights, keys and values. States are read and written, so they count twice.
+        sent: bytes sent to other devices.
     """
 
     products: float
@@ -58,14 +59,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The least time that a step takes, and what it then waits for."""
+    """The minimum time of a step, and the resource that determines it."""
 
     seconds: float
     resource: Resource
 
 
 def attention_elements(config: ModelConfig, layer: int = 0) -> int:
-    """Of a layer's matrices for queries, keys, values, gates and output."""
+    """Elements of a layer's matrices for queries, keys, values, gates and output."""
     latent, linear, hidden, heads = config.latent, config.linear, config.hidden_size, config.num_heads
     if linear is not None and layer in linear.layers:
         keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
@@ -79,18 +80,19 @@ def attention_elements(config: ModelConfig, layer: int = 0) -> int:
 
 
 def state_operations(config: ModelConfig) -> int:
-    """Of a token's recurrences, over all layers: its key, its change and its query meet each element of the states."""
+    """Operations of a token's recurrences, over all layers: its key, its update and its query each use every
+    state element."""
     linear = config.linear
     return 0 if linear is None else len(linear.layers) * 6 * linear.value_heads * linear.key_dim * linear.value_dim
 
 
 def attending_layers(config: ModelConfig) -> int:
-    """Layers that keep something of each token."""
+    """Number of layers that store something for each token."""
     return config.num_layers - (0 if config.linear is None else len(config.linear.layers))
 
 
 def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
-    """Of a layer's MLP, or of its router and so many experts."""
+    """Elements of a layer's MLP, or of its router and this many experts."""
     matrices = 3 if config.gated_mlp else 2
     if layer not in config.expert_layers:
         return matrices * config.hidden_size * config.intermediate_size
@@ -99,14 +101,14 @@ def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
 
 
 def attended_channels(config: ModelConfig) -> int:
-    """That a token's queries of a layer meet of each cached token: of keys, and of values."""
+    """Number of channels of each cached token, in keys and in values, that a token's queries in a layer use."""
     if config.latent is not None:
         return config.num_heads * (config.latent.cached_dim + config.latent.rank)
     return 2 * config.num_heads * config.head_dim
 
 
 def head_elements(config: ModelConfig) -> int:
-    """Of the matrix that makes logits, and of the projection before it where embeddings have a size of their own."""
+    """Elements of the logits matrix, and of the projection before it if embeddings have a different size."""
     return _table_elements(config) + _projection_elements(config)
 
 
@@ -120,42 +122,43 @@ def _projection_elements(config: ModelConfig) -> int:
 
 
 def layers_elements(config: ModelConfig, experts: float) -> float:
-    """Of all layers' matrices, with so many experts in those that have any."""
+    """Elements of all layers' matrices, with this many experts in layers that have any."""
     return sum(attention_elements(config, layer) + mlp_elements(config, layer, experts) for layer in range(config.num_layers))
 
 
 def matrix_elements(config: ModelConfig) -> float:
-    """Of all matrices: a model's parameters, but for norms, biases and learned positions."""
+    """Elements of all matrices: a model's parameters without norms, biases and learned positions."""
     embedding = _projection_elements(config) + (0 if config.tie_embeddings else _table_elements(config))
     return layers_elements(config, config.num_experts) + head_elements(config) + embedding
 
 
 def experts_met(config: ModelConfig, tokens: int) -> float:
-    """How many of a layer's experts so many tokens meet, if each draws its own at random."""
+    """Expected number of a layer's experts that this many tokens use, if each token chooses at random."""
     if not config.num_experts:
         return 0.0
     return config.num_experts * (1 - (1 - config.experts_per_token / config.num_experts) ** tokens)
 
 
 def kv_token_bytes(config: ModelConfig, itemsize: float, devices: int = 1) -> float:
-    """A token's keys and values over all layers, on each device; kv heads repeat where there are fewer than devices."""
+    """Bytes of a token's keys and values over all layers, on each device. Kv heads are repeated if there are
+    fewer than devices."""
     groups = cache_groups(dataclasses.replace(config, shards=devices))
     return sum(group.token_bytes(itemsize, devices) for group in groups)
 
 
 def seen(config: ModelConfig, context: float) -> float:
-    """Cached tokens that a query after so many sees, over all layers: fewer in layers with a window."""
+    """Number of cached tokens that a query attends to, summed over all layers. Layers with a window have fewer."""
     return sum(len(group.layers) * min(context, group.window or context) for group in paged(cache_groups(config)))
 
 
 def mean_seen(config: ModelConfig, prompt: int) -> float:
-    """The same, on average over the tokens of a prompt."""
+    """The same, averaged over the tokens of a prompt."""
     windows = ((len(group.layers), min(prompt, group.window or prompt)) for group in paged(cache_groups(config)))
     return sum(layers * (window - window**2 / (2 * prompt)) for layers, window in windows)
 
 
 def decode(config: ModelConfig, formats: Formats, batch: int, context: int) -> Work:
-    """A token each for `batch` sequences of `context` tokens."""
+    """One token for each of `batch` sequences of `context` tokens."""
     layers = layers_elements(config, config.experts_per_token)
     met = layers_elements(config, experts_met(config, batch)) + head_elements(config)
     attended = seen(config, context)
@@ -169,8 +172,10 @@ def decode(config: ModelConfig, formats: Formats, batch: int, context: int) -> W
 
 
 def prefill(config: ModelConfig, formats: Formats, tokens: int, prompt: int) -> Work:
-    """`tokens` tokens of prompts of `prompt` tokens, in an average step: a part of one prompt, or many prompts. What tokens see is read
-    once for all of a prompt's tokens in the step, and each prompt needs one row of logits."""
+    """An average step with `tokens` tokens of prompts of `prompt` tokens each: part of one prompt, or several prompts.
+
+    The cached tokens of a prompt are read once for all of its tokens in the step. Each prompt needs one row of logits.
+    """
     layers = layers_elements(config, config.experts_per_token)
     met = layers_elements(config, experts_met(config, tokens)) + head_elements(config)
     attended, kv = mean_seen(config, prompt), formats.kv_bytes / attending_layers(config)
@@ -183,13 +188,13 @@ def prefill(config: ModelConfig, formats: Formats, tokens: int, prompt: int) -> 
 
 
 def _sent(config: ModelConfig, formats: Formats, tokens: int) -> float:
-    """By the all-reduces of a step: in a ring, each device sends its share of an array to each other one, and the sum of it again."""
+    """Bytes sent by a step's all-reduces. In a ring, each device sends its share to every other one, and then the sum."""
     size = tokens * config.hidden_size * formats.activation_bytes
     return ALL_REDUCES * config.num_layers * 2 * size * (formats.devices - 1) / formats.devices
 
 
 def bound(work: Work, formats: Formats, device: DeviceSpec) -> Bound:
-    """How long a device takes at least."""
+    """Minimum time on a device."""
     rate = device.rates[formats.dtype]
     seconds: dict[Resource, float] = {
         "memory": work.read / device.bandwidth,

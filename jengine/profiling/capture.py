@@ -1,4 +1,4 @@
-"""Takes the profile of this process."""
+"""Profiles this process."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from jengine.profiling.resident import resident_parts
 from jengine.profiling.sampler import Sampler
 from jengine.profiling.system_calls import SystemCalls
 
-if TYPE_CHECKING:  # a process that takes its profile from the start has imported little
+if TYPE_CHECKING:  # a process that profiles itself from its start has imported little
     from jengine.observe.step_recorder import StepRecorder
     from jengine.observe.trace import Readers
 
-PROFILE, JAX = "profile.json", "jax.zip"  # files that a capture leaves
-PARTS_SECONDS = 2.0  # after which an engine's memory is looked at again
-NOT_ASKED = "it was not asked for"
+PROFILE, JAX = "profile.json", "jax.zip"  # files that a capture writes
+PARTS_SECONDS = 2.0  # interval at which an engine's memory is sampled
+NOT_ASKED = "it was not requested"
 _one = threading.Lock()
 
 
 class Capture:
-    """Timings of this process from `start` until `stop`: stacks, waiting, collections, system calls, counters.
+    """Timings of this process from `start` until `stop`: stacks, waits, garbage collections, system calls, counters.
 
     Args:
         name: see ProcessProfile.
-        folder: for files of tools.
+        folder: for output files of tools.
 
     Attributes:
-        records: of the engines that were seen.
+        records: records of the engines that were seen.
 
     Raises:
-        InvalidArgument: another profile of this process is being taken.
+        InvalidArgument: this process is already being profiled.
     """
 
     def __init__(self, name: str, options: ProfileOptions, folder: Path) -> None:
         if not _one.acquire(blocking=False):
-            raise InvalidArgument("profile", name, "another profile of this process is being taken")
+            raise InvalidArgument("profile", name, "this process is already being profiled")
         self.profile = ProcessProfile(name=name, pid=os.getpid(), command=" ".join(sys.argv)[:500], begun=0.0)
         self.records: dict[int, StepRecorder] = {}
         self._parts: dict[int, dict[str, int]] = {}
-        self._measured: dict[int, float] = {}  # when
+        self._measured: dict[int, float] = {}  # time of the last memory sample
         self._on_host = True
         self._loops: dict[str, None] = {}
         self._sampler = Sampler(options.rate)
@@ -65,7 +65,7 @@ class Capture:
         self._counters = Counters(folder)
 
     def start(self) -> None:
-        """Called in a thread that is not part of what is measured; it is left out."""
+        """Starts, in a thread that belongs to the profiler and is left out of the profile."""
         self._py_spy.start()
         self._calls.start()
         self._counters.start()
@@ -74,11 +74,11 @@ class Capture:
         self._sampler.start()
 
     def hide(self) -> None:
-        """Leave this thread out."""
+        """Leaves this thread out of the profile."""
         self._sampler.hide()
 
     def look(self) -> None:
-        """At the engines that there are now: what is known of them outlives them."""
+        """Samples the current engines. Their data is kept after they end."""
         names, now = {thread.ident: thread.name for thread in threading.enumerate()}, time.perf_counter()
         for engine in engines():
             self.records[id(engine.records)] = engine.records
@@ -89,7 +89,7 @@ class Capture:
                 self._loops[name] = None
 
     def stop(self) -> ProcessProfile:
-        """Ends it. What step records tell of the time is in the result."""
+        """Ends the capture. The result includes the step records of its period."""
         profile, sampler = self.profile, self._sampler
         profile.ended = time.perf_counter()
         profile.busy = profile.begun, profile.ended
@@ -102,7 +102,7 @@ class Capture:
         profile.collections, profile.pauses = self._collections.listed, self._collections.pauses
         if not sampler.knows_run_queue:
             profile.missing["waiting for a processor"] = (
-                "/proc/self/task/*/schedstat is not there: it counts as waiting for the interpreter"
+                "/proc/self/task/*/schedstat is missing: this time counts as waiting for the interpreter"
             )
         flames = self._py_spy.stop(sampler.own_names)
         profile.sampler = "py-spy" if flames else "samples of sys._current_frames"
@@ -114,11 +114,11 @@ class Capture:
         return profile
 
     def close(self) -> None:
-        """Another profile may be taken."""
+        """Allows the next profile."""
         _one.release()
 
     def _of_engines(self, profile: ProcessProfile) -> None:
-        """Steps of the engine that stepped last, memory by part, and who steps."""
+        """Adds the steps of the engine that stepped last, its memory by part, and the stepping threads."""
         profile.important = [*dict.fromkeys([*self._loops, threading.main_thread().name])]
         parts: dict[str, int] = {}
         for one in self._parts.values():
@@ -133,14 +133,16 @@ class Capture:
 
 
 def capture_process(name: str, options: ProfileOptions, folder: Path, wait: Callable[[float], object] = time.sleep) -> None:
-    """Takes a profile of this process and leaves it in the folder, as PROFILE and JAX. First the timings, then what would disturb them:
-    jax.profiler's capture, and the heap. Waits; not in a thread that requests need.
+    """Profiles this process and writes the files PROFILE and JAX to the folder.
+
+    Timings come first, then what would disturb them: jax.profiler's capture and the heap. Blocks, so requests
+    must not need the calling thread.
 
     Args:
-        wait: for so many seconds; may return earlier.
+        wait: called with seconds to wait; may return earlier.
 
     Raises:
-        InvalidArgument: another profile of this process is being taken.
+        InvalidArgument: this process is already being profiled.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -160,10 +162,10 @@ def capture_process(name: str, options: ProfileOptions, folder: Path, wait: Call
 
 
 def read_profiles(target: str, folders: Iterable[Path], readers: Readers | None = None) -> tuple[Profile, bytes]:
-    """What captures have left in these folders, as far as they have: the profile, and jax.profiler's capture as a zip file.
+    """Reads the files that captures wrote to these folders: the profile, and jax.profiler's capture as a zip file.
 
     Args:
-        readers: of a server, see Trace.
+        readers: for a server, see Trace.
     """
     processes, jax = [], b""
     for folder in folders:
@@ -183,7 +185,7 @@ def read_profiles(target: str, folders: Iterable[Path], readers: Readers | None 
 
 
 def _capture_jax(profile: ProcessProfile, options: ProfileOptions, folder: Path, scratch: Path, wait: Callable[[float], object]) -> None:
-    """For some seconds, into the folder."""
+    """Captures with jax.profiler for some seconds, into the folder."""
     if not options.jax:
         profile.missing["jax.profiler"] = NOT_ASKED
         return

@@ -1,4 +1,4 @@
-"""Profiles a command: each Python process of it that uses jengine takes a profile of itself from its start to its end."""
+"""Profiles a command: each of its Python processes that uses jengine profiles itself from start to end."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from jengine.profiling.data import Profile, ProfileOptions
 from jengine.profiling.heap import Heap
 from jengine.profiling.jax_capture import SECONDS, JaxCapture
 
-VARIABLE = "_JENGINE_PROFILE"  # tells the command's processes: the options as JSON, and the folder
+VARIABLE = "_JENGINE_PROFILE"  # passes options as JSON, and the folder, to the command's processes
 HOOK = Path(__file__).parent / "hook"
 SERVER = "jengine.serving.app"
-USES = ("jengine.engine.engine", SERVER)  # what is imported by processes that are of interest
+USES = ("jengine.engine.engine", SERVER)  # processes that import one of these are profiled
 LOOK_SECONDS = 0.1
-WARM_STEPS = 20  # after which jax.profiler captures
+WARM_STEPS = 20  # number of steps before the jax.profiler capture
 
 
 class Instructions(msgspec.Struct):
-    """What the command's processes need to profile themselves."""
+    """Instructions for the command's processes."""
 
     folder: str
     options: ProfileOptions
 
 
 def profile_command(command: list[str], options: ProfileOptions) -> tuple[Profile, bytes, int]:
-    """Runs a command. Returns the profile of its processes, jax.profiler's capture as a zip file, and the command's exit code.
+    """Runs a command. Returns the profile of its processes, jax.profiler's capture as a zip file, and the exit code.
 
     Raises:
-        InvalidArgument: it cannot be run, or none of its processes is Python and uses jengine.
+        InvalidArgument: it cannot be run, or none of its Python processes uses jengine.
     """
     if command[0] == "jengine":
         command = [sys.executable, "-m", "jengine.cli", *command[1:]]
@@ -60,13 +60,13 @@ def profile_command(command: list[str], options: ProfileOptions) -> tuple[Profil
 
 
 def begin(told: str) -> None:
-    """In a process of the command, as it starts."""
+    """Called in a process of the command when it starts."""
     one = msgspec.json.decode(told, type=Instructions)
     OwnProfile(Path(one.folder) / str(os.getpid()), one.options)
 
 
 class OwnProfile:
-    """Of this process, until it ends."""
+    """Profiles this process until it ends."""
 
     def __init__(self, folder: Path, options: ProfileOptions) -> None:
         self._folder, self._options = folder, options
@@ -77,7 +77,7 @@ class OwnProfile:
             self._heap.first()
         self._capture = Capture("program", options, folder)
         self._jax = JaxCapture(folder / "jax")
-        self._jax_asked = 0.0  # when it began; -1: it has ended
+        self._jax_asked = 0.0  # start time; -1: it has ended
         self._ended = threading.Event()
         self._registered = False
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class OwnProfile:
     def _look(self) -> None:
         self._capture.look()
         records = self._capture.records.values()
-        if records and not self._registered:  # again: handlers run in the reverse order, and this one before JAX's
+        if records and not self._registered:  # again: exit handlers run in reverse order, and this one must run before JAX's
             self._registered = True
             atexit.register(self.finish)
         if not self._options.jax or self._jax_asked < 0.0:
@@ -116,7 +116,7 @@ class OwnProfile:
         self._jax_asked = -1.0
 
     def finish(self) -> None:
-        """At exit."""
+        """Called at exit."""
         with self._lock:
             if self._ended.is_set():
                 return

@@ -1,4 +1,4 @@
-"""Counters of the processor and of the kernel, by `perf stat`; without it, what the kernel counts anyway."""
+"""Counters of the CPU and the kernel, from `perf stat` or, without it, from the kernel alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KERNEL = ("task-clock", "context-switches", "cpu-migrations", "page-faults")
 
 
 def parse_stat(text: str) -> dict[str, float]:
-    """Of `perf stat -x ,`: values by counter, without those that this machine has not. task-clock is in milliseconds."""
+    """Parses `perf stat -x ,`: values by counter, without unsupported ones. task-clock is in milliseconds."""
     values = {}
     for line in text.splitlines():
         fields = line.split(",")
@@ -41,14 +41,14 @@ class Counters:
             self._tool = Tool(command, self._folder / "perf-stat")
 
     def stop(self, profile: ProcessProfile) -> None:
-        """Fill in what was found."""
+        """Adds the results to the profile."""
         values = parse_stat(self._tool.stop()) if self._tool is not None else {}
         if self._tool is None:
             profile.missing["hardware counters"] = "perf is not installed"
         elif not values:
             profile.missing["hardware counters"] = f"perf stat: {self._tool.why}"
         elif lost := [name for name in HARDWARE if name not in values]:
-            profile.missing["hardware counters"] = f"this machine does not give {', '.join(lost)}" + (
+            profile.missing["hardware counters"] = f"this machine does not support {', '.join(lost)}" + (
                 " (virtual machines often have none)" if len(lost) == len(HARDWARE) else ""
             )
         after = _of_kernel()

@@ -1,7 +1,8 @@
-"""A profile of some seconds of one or several processes. Plain data: it is saved, crosses processes, and findings are computed from it.
+"""A profile of one or several processes. Plain data that can be saved and sent to other processes; findings
+derive from it.
 
-Times are seconds of time.perf_counter(), one clock for all processes of a machine, as in step records. Threads are known by name; where
-names repeat, the thread's id follows.
+Times are seconds of time.perf_counter(), a single clock for all processes of a machine, as in step records.
+Threads are identified by name. If names are not unique, the thread's id is appended.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 from jengine.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from jengine.observe.trace import Trace  # brings numpy
+    from jengine.observe.trace import Trace  # imports numpy
 
 SYSTEM_CALLS = ("auto", "perf", "strace", "proc", "off")  # how system calls are counted
 MAX_SECONDS = 120.0
@@ -23,11 +24,11 @@ class ProfileOptions(msgspec.Struct, frozen=True):
     """What a profile measures.
 
     Args:
-        seconds: of timings. The heap is measured afterwards, for up to five more.
-        heap: compare two snapshots of tracemalloc, which slows what allocates.
-        jax: capture with jax.profiler, in processes that use JAX.
-        system_calls: `auto` takes the first that is installed and allowed: `perf trace`, `strace`, which slows what it watches, or what
-            /proc tells; `off` counts none.
+        seconds: duration of the timings. The heap is measured afterwards, for up to five more seconds.
+        heap: whether to compare two snapshots of tracemalloc, which slows allocations.
+        jax: whether to capture with jax.profiler, in processes that use JAX.
+        system_calls: the tool to use. `auto` uses the first that is installed and allowed: `perf trace`,
+            `strace` (which slows the process), or /proc; `off` counts none.
         rate: samples of the threads' stacks a second.
 
     Raises:
@@ -65,12 +66,12 @@ class Flame(msgspec.Struct, array_like=True):
 
 
 class LockWait(msgspec.Struct, array_like=True):
-    """A thread waited for a lock of Python's, as far as samples show.
+    """A wait for a Python lock, as seen by samples.
 
     Attributes:
-        lock: the expression that names it, such as "self._lock".
-        where: the frame that wanted it.
-        holder: "thread, in function (file:line)": who very likely had it; empty where that is not known.
+        lock: the expression for the lock, such as "self._lock".
+        where: the waiting frame.
+        holder: the probable holder as "thread, in function (file:line)"; empty if unknown.
     """
 
     at: float
@@ -82,10 +83,10 @@ class LockWait(msgspec.Struct, array_like=True):
 
 
 class InterpreterWait(msgspec.Struct, array_like=True):
-    """A thread that woke up waited for the interpreter's lock (GIL).
+    """A thread that woke up and waited for the interpreter's lock (GIL).
 
     Attributes:
-        holder: the only thread that had a processor for most of that time; empty where there was none.
+        holder: the only thread that ran for most of that time; empty if there was none.
     """
 
     at: float
@@ -94,7 +95,7 @@ class InterpreterWait(msgspec.Struct, array_like=True):
 
 
 class Collection(msgspec.Struct, array_like=True):
-    """Of the garbage collector: it stops all threads of a process."""
+    """A garbage collection. It stops all threads of a process."""
 
     at: float
     seconds: float
@@ -104,10 +105,10 @@ class Collection(msgspec.Struct, array_like=True):
 
 
 class SlowCall(msgspec.Struct, array_like=True):
-    """A system call that took a millisecond or more, or was seen by samples.
+    """A system call that took at least a millisecond, or that samples have seen.
 
     Attributes:
-        where: the Python frame that made it; empty where that is not known.
+        where: the calling Python frame; empty if unknown.
     """
 
     at: float
@@ -121,8 +122,8 @@ class CallCount(msgspec.Struct, array_like=True):
     """System calls of a thread by name.
 
     Attributes:
-        count: -1 where it is not known.
-        where: the Python frame in which most samples saw it; empty where none did.
+        count: -1 if unknown.
+        where: the Python frame in most samples of the call; empty if there are no samples.
     """
 
     thread: str
@@ -133,7 +134,7 @@ class CallCount(msgspec.Struct, array_like=True):
 
 
 class Growth(msgspec.Struct, array_like=True):
-    """Of the heap between two snapshots, by the line that allocated."""
+    """Growth of the heap between two snapshots, by the allocating line."""
 
     where: str
     bytes: int
@@ -141,25 +142,25 @@ class Growth(msgspec.Struct, array_like=True):
 
 
 class ProcessProfile(msgspec.Struct, kw_only=True):
-    """One process.
+    """The profile of one process.
 
     Attributes:
         name: "engine", "server", or the program.
-        begun, ended: of the timings.
-        busy: what of that findings are about: not the start of a command, before its first step.
+        begun, ended: period of the timings.
+        busy: the part of it that findings cover: without a command's start before its first step.
         unix: seconds since 1970 at `begun`.
-        important: names of the threads that requests wait for: those that step an engine, and the main thread.
-        sampler: what sampled the flames.
-        samples: how often the stacks were looked at; `late` seconds, in all, that a sample was late without waiting for a processor.
-        collections: those of a tenth of a millisecond or more; pauses: of all, by generation, (count, seconds).
-        calls_by: what counted system calls: "perf trace", "strace", "/proc"; empty: nothing.
-        counters: hardware's and the kernel's, as `perf stat` or /proc names them.
-        disturbed: (begin, end) of what the profile itself held the process up with: steps of that time say nothing.
-        memory: resident bytes by part; device: bytes by part on devices that have their own memory.
-        heap_seconds: between the two snapshots of `growth`.
-        operations: (name, count, seconds) of JAX's operations that took longest, over all threads.
-        missing: what could not be measured, and why.
-        trace: step records, JSON of jengine.Trace; empty where no engine ran.
+        important: names of threads that requests depend on: those that step an engine, and the main thread.
+        sampler: the source of the flames.
+        samples: number of samples; late: total seconds by which samples were late without waiting for a processor.
+        collections: those of at least a tenth of a millisecond; pauses: (count, seconds) of all, by generation.
+        calls_by: the source of system calls: "perf trace", "strace", "/proc"; empty: none.
+        counters: hardware and kernel counters, named as in `perf stat` or /proc.
+        disturbed: (begin, end) of periods disturbed by the profiler itself; steps in them are ignored.
+        memory: resident bytes by part; device: bytes by part on devices with separate memory.
+        heap_seconds: seconds between the two snapshots of `growth`.
+        operations: (name, count, seconds) of JAX's most expensive operations, over all threads.
+        missing: measurements that failed, and the reasons.
+        trace: step records, JSON of jengine.Trace; empty if no engine ran.
     """
 
     name: str
@@ -201,7 +202,7 @@ class ProcessProfile(msgspec.Struct, kw_only=True):
 
     @property
     def steps(self) -> Trace | None:
-        """Its step records of that time."""
+        """The step records of that period."""
         if not self.trace:
             return None
         from jengine.observe.trace import Trace
@@ -212,11 +213,11 @@ class ProcessProfile(msgspec.Struct, kw_only=True):
 
 
 class Profile(msgspec.Struct, kw_only=True):
-    """What `jengine profile` has measured.
+    """The result of `jengine profile`.
 
     Attributes:
         target: the server's address, or the command.
-        processes: the one with the engine first.
+        processes: the engine's process comes first.
     """
 
     target: str
@@ -227,8 +228,8 @@ class Profile(msgspec.Struct, kw_only=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> Profile:
-        """Raises InvalidArgument where it is none."""
+        """Raises InvalidArgument if the data is not a profile."""
         try:
             return msgspec.json.decode(data, type=cls)
         except msgspec.MsgspecError as error:
-            raise InvalidArgument("profile", f"{len(data)} bytes", f"is no profile of this version of jengine: {error}") from None
+            raise InvalidArgument("profile", f"{len(data)} bytes", f"is not a profile of this version of jengine: {error}") from None

@@ -1,4 +1,4 @@
-"""What a profile shows to be wrong, in words and figures: each rule is a pure function over a process's profile."""
+"""Problems shown by a profile, in words and figures. Each rule is a pure function of a process's profile."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from jengine.profiling.proc import FILES
 from jengine.profiling.slow_steps import slow_steps
 from jengine.profiling.units import duration
 
-COLLECTING, LONG_COLLECTION = 0.05, 0.1  # share of the time; seconds
-IN_CALLS, OTHERS_IN_CALLS = 0.05, 0.1  # shares of the time: of threads that requests wait for, and of others
+COLLECTING, LONG_COLLECTION = 0.05, 0.1  # share of time; seconds
+IN_CALLS, OTHERS_IN_CALLS = 0.05, 0.1  # shares of time, for threads that requests depend on, and for others
 CALLS_A_SECOND = 5000.0
-LOCKED, LONG_LOCK = 0.05, 0.1  # share of the time; seconds
-INTERPRETER = 0.1  # share of the time that a thread which wakes up waits
+LOCKED, LONG_LOCK = 0.05, 0.1  # share of time; seconds
+INTERPRETER = 0.1  # share of time for which a thread that wakes up waits
 GROWTH = 200 << 20  # bytes a minute
 MIB = 1 << 20
 
 
 def findings(profile: Profile) -> list[tuple[ProcessProfile, Finding]]:
-    """All, what costs most first."""
+    """All findings, the most expensive first."""
     found = [(process, one) for process in profile.processes for rule in RULES if (one := rule(process)) is not None]
     return sorted(found, key=lambda pair: -pair[1].share)
 
 
 def garbage_collection(profile: ProcessProfile) -> Finding | None:
-    """Collections take much time, or a single one does."""
+    """Garbage collections take much time, or a single one does."""
     listed = [one for one in profile.collections if _counts(profile, one)]
     longest = max([one.seconds for one in listed], default=0.0)
     share = sum(one.seconds for one in listed) / profile.busy_seconds
@@ -56,7 +56,7 @@ def garbage_collection(profile: ProcessProfile) -> Finding | None:
 
 
 def system_calls(profile: ProcessProfile) -> Finding | None:
-    """A thread spends its time in calls to files, such as a log's."""
+    """A thread spends its time in system calls on files, such as a log."""
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for call in profile.calls:
@@ -87,13 +87,13 @@ def system_calls(profile: ProcessProfile) -> Finding | None:
             **_slow(profile, "system_calls"),
         },
         "what writes",
-        "log less, or to a buffer; write and sync files in a process that requests do not wait for",
+        "log less, or to a buffer; write and sync files in a process that requests do not depend on",
         f"the thread gets {percent(share)} of its time back",
     )
 
 
 def lock(profile: ProcessProfile) -> Finding | None:
-    """A thread that requests wait for waits for a lock that another one holds."""
+    """A thread that requests depend on waits for a lock held by another thread."""
     spent: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     holders: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for wait in profile.lock_waits:
@@ -115,19 +115,19 @@ def lock(profile: ProcessProfile) -> Finding | None:
         + (f", which thread {by[0].split(', in ')[0]} holds" if by else ""),
         {
             "waits in": where,
-            "very likely held by": by[0] if by else "not known: no other thread was seen within a `with` of that name",
+            "very likely held by": by[0] if by else "unknown: no other thread was seen in a `with` block of that name",
             "waits of 10 ms or more": str(len(spent[worst])),
             "the longest": duration(max(spent[worst])),
             **_slow(profile, "lock"),
         },
-        "who holds the lock",
+        "the lock's holder",
         "hold it for less: do slow work, such as writing or computing, before or after",
         f"the thread gets {percent(share)} of its time back",
     )
 
 
 def interpreter_lock(profile: ProcessProfile) -> Finding | None:
-    """Another thread computes in Python, and those that requests wait for cannot."""
+    """A thread computes in Python, and threads that requests depend on have to wait."""
     paused = [(one.at, one.at + one.seconds) for one in profile.collections]
     spent: dict[str, float] = defaultdict(float)
     for wait in filter(partial(_counts, profile), profile.interpreter_waits):
@@ -151,7 +151,7 @@ def interpreter_lock(profile: ProcessProfile) -> Finding | None:
         },
         "what that thread does",
         "move it to another process, or let it release the lock (numpy and JAX do, pure Python does not)",
-        f"each time that it waits for a result, the loop goes on up to {each} earlier",
+        f"each time that it waits for a result, the loop continues up to {each} earlier",
     )
 
 
@@ -176,13 +176,13 @@ RULES = (garbage_collection, system_calls, lock, interpreter_lock, heap_growth)
 
 
 def _counts(profile: ProcessProfile, one: Collection | LockWait | InterpreterWait) -> bool:
-    """Whether it was in the time that findings are about."""
+    """Whether it happened in the period that findings cover."""
     begin, end = profile.busy
     return begin <= one.at < end
 
 
 def _slow(profile: ProcessProfile, kind: str) -> dict[str, str]:
-    """How many of the slowest steps it explains."""
+    """Number of the slowest steps that it explains."""
     slow = slow_steps(profile)
     number = sum(any(event.kind == kind for event, _ in step.causes) for step in slow)
     return {"of the slowest steps": f"{number} of {len(slow)} waited for it"} if number else {}

@@ -1,4 +1,4 @@
-"""Every collection of Python's garbage collector while a profile is taken, and the thread that it stopped the others in."""
+"""Records garbage collections during a profile, and the thread that caused each of them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal
 
 from jengine.profiling.data import Collection
 
-NOTED, KEPT = 1e-4, 20_000  # seconds from which on a collection is listed, and how many are
+NOTED, KEPT = 1e-4, 20_000  # minimum seconds of a listed collection, and maximum number of them
 
 
 class Collections:
-    """Listens from `start` until `stop`.
+    """Records from `start` until `stop`.
 
     Attributes:
         listed: the longer ones.
-        pauses: of all, by generation: how many, and seconds.
+        pauses: (count, seconds) of all collections, by generation.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Collections:
             self._begun = time.perf_counter()
             return
         if not self._begun:
-            return  # it began before this
+            return  # it began before `start`
         seconds, generation = time.perf_counter() - self._begun, info["generation"]
         count, total = self.pauses[generation]
         self.pauses[generation] = count + 1, total + seconds

@@ -1,4 +1,4 @@
-"""Where the heap grows, by two snapshots of tracemalloc."""
+"""Growth of the heap between two snapshots of tracemalloc."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from jengine.profiling.data import Growth
 
 MOST = 20  # lines
-SETTLE = 0.2  # share of the time that passes before the first snapshot: what is allocated and freed again shows in both
+SETTLE = 0.2  # share of the time before the first snapshot, so that temporary allocations are in both
 
 
 class Heap:
-    """Compares the heap at `first` with that at `last`. Only what was allocated after `start` is seen."""
+    """Compares the heap at `first` and `last`. Sees only allocations after `start`."""
 
     def __init__(self) -> None:
         self._ours = not tracemalloc.is_tracing()
@@ -28,7 +28,7 @@ class Heap:
         self._first, self._at = tracemalloc.take_snapshot(), time.perf_counter()
 
     def last(self) -> list[Growth]:
-        """What has grown since `first`, the largest first; tracing ends, unless it had been on before."""
+        """Lines that have grown since `first`, the largest first. Ends tracing, unless it was already on before."""
         assert self._first is not None
         snapshot, self.seconds = tracemalloc.take_snapshot(), time.perf_counter() - self._at
         if self._ours:
@@ -46,7 +46,7 @@ def _line(frame: tracemalloc.Frame) -> str:
 
 
 def measure(seconds: float, wait: Callable[[float], object]) -> tuple[list[Growth], float]:
-    """The growth in this time, and the seconds between the snapshots."""
+    """The growth in this period, and the seconds between the snapshots."""
     heap = Heap()
     heap.start()
     wait(SETTLE * seconds)

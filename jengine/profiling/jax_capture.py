@@ -1,4 +1,4 @@
-"""What jax.profiler captures, as a folder for XProf and a list of the operations that took longest."""
+"""A capture by jax.profiler: a folder for XProf, and a list of the most expensive operations."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-MOST = 25  # operations that are listed
-MAX_BYTES = 256 << 20  # of a capture that is kept
-SECONDS = 2.0  # of a capture at most: it takes about as long again to write down, and the process waits
+MOST = 25  # maximum number of listed operations
+MAX_BYTES = 256 << 20  # maximum size of a capture
+SECONDS = 2.0  # maximum duration: writing it takes about as long again, and blocks the process
 
 
 class JaxCapture:
     """Captures from `start` until `stop`. JAX allows one capture at a time.
 
     Attributes:
-        why: there is none; empty where there is one.
+        why: the reason why there is no capture; empty if there is one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,15 +33,16 @@ class JaxCapture:
             self.why = "this process does not use JAX"
             return
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level, options.host_tracer_level = 0, 1  # Python's calls are sampled; level 1 has the programs' own events
+        # Python calls are sampled separately; level 1 includes the programs' own events
+        options.python_tracer_level, options.host_tracer_level = 0, 1
         try:
             jax.profiler.start_trace(str(self._folder), profiler_options=options)
             self._started = True
-        except RuntimeError as error:  # another one runs
+        except RuntimeError as error:  # another capture is running
             self.why = str(error)
 
     def stop(self) -> list[tuple[str, int, float]]:
-        """(name, count, seconds) of the operations that took longest, in all threads and on all devices."""
+        """(name, count, seconds) of the most expensive operations, over all threads and devices."""
         if not self._started:
             return []
         self._started = False
@@ -51,11 +52,11 @@ class JaxCapture:
         return longest_operations(json.loads(gzip.decompress(found[-1].read_bytes()))) if found else []
 
     def pack(self, to: Path) -> bool:
-        """Write a zip file of the capture; False where there is none, or `why` says that it is too large."""
+        """Writes the capture to a zip file. Returns False if there is none, or it is too large; see `why`."""
         files = [file for file in self._folder.rglob("*") if file.is_file()]
         size = sum(file.stat().st_size for file in files)
         if not files or size > MAX_BYTES:
-            self.why = self.why or f"the capture takes {size >> 20} MiB, and at most {MAX_BYTES >> 20} are kept" if files else self.why
+            self.why = self.why or f"the capture has {size >> 20} MiB; the limit is {MAX_BYTES >> 20}" if files else self.why
             return False
         with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as packed:
             for file in files:
@@ -64,7 +65,7 @@ class JaxCapture:
 
 
 def longest_operations(trace: dict[str, Any]) -> list[tuple[str, int, float]]:
-    """Of a capture's events in Chrome's format."""
+    """From a capture's events in Chrome's format."""
     counts: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
     for event in trace.get("traceEvents", ()):

@@ -1,4 +1,4 @@
-"""Which lock a thread waits for, and who very likely has it, read from frames: Python keeps no record of either."""
+"""Finds the lock that a thread waits for, and its probable holder, from frames. Python records neither."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from types import CodeType, FrameType
 
-NOTIFIED = ("wait", "wait_for", "join", "_wait_for_tstate_lock")  # of threading: they wait for news, not for a lock that somebody holds
-WRAPPERS = (threading.__file__,)  # the caller's line says more
-DEPTH = 4  # innermost frames in which a lock that is taken by acquire() may be released
+NOTIFIED = ("wait", "wait_for", "join", "_wait_for_tstate_lock")  # of threading: wait for a notification, not for a held lock
+WRAPPERS = (threading.__file__,)  # the caller's line is more informative
+DEPTH = 4  # innermost frames in which a lock taken by acquire() may be released
 WITH = re.compile(r"with\s+([\w.\[\]'\"]+)\s*[:,]")
 ACQUIRE = re.compile(r"(.+)\.(acquire|__enter__)\(", re.DOTALL)
 FILE_CALL = re.compile(r"(?:[\w.\[\]]+\.)?(write|writelines|flush|print|pwrite|writev|fsync|fdatasync|open|rename|unlink)\(")
@@ -21,14 +21,14 @@ WRITES = {"writelines": "write", "flush": "write", "print": "write", "pwrite": "
 
 
 def frames(top: FrameType | None) -> Iterator[FrameType]:
-    """From the innermost on."""
+    """From the innermost frame outward."""
     while top is not None:
         yield top
         top = top.f_back
 
 
 def wanted_lock(top: FrameType) -> str:
-    """The expression of the lock that a thread tries to take in this innermost frame, such as "self._lock"; empty where it does not."""
+    """The lock that a thread tries to acquire in this innermost frame, such as "self._lock"; empty if it does not."""
     code = top.f_code
     if code.co_filename in WRAPPERS and code.co_name in NOTIFIED:
         return ""
@@ -39,7 +39,7 @@ def wanted_lock(top: FrameType) -> str:
 
 
 def waiting_frame(top: FrameType) -> FrameType:
-    """The frame that wants the lock: not one of threading's."""
+    """The innermost frame outside threading, which is waiting for the lock."""
     return next((frame for frame in frames(top) if frame.f_code.co_filename not in WRAPPERS), top)
 
 
@@ -49,7 +49,7 @@ def _lock_at(code: CodeType, offset: int) -> str:
         return ""
     operation = dis.opname[code.co_code[offset]]
     if operation == "BEFORE_WITH":
-        return _source(code, offset - 2)  # what is loaded before it, or that instruction's cache
+        return _source(code, offset - 2)  # the expression loaded before it, or that instruction's cache
     text = _source(code, offset)
     if found := WITH.match(text):  # Python 3.14: the call of __enter__
         return found[1]
@@ -58,7 +58,7 @@ def _lock_at(code: CodeType, offset: int) -> str:
 
 
 def file_call(top: FrameType) -> str:
-    """The system call that the Python call makes at which a thread stands, such as "fsync" of os.fsync(file); empty where that is none."""
+    """The system call made by the current Python call, such as "fsync" for os.fsync(file); empty if there is none."""
     return _file_call_at(top.f_code, top.f_lasti)
 
 
@@ -71,7 +71,7 @@ def _file_call_at(code: CodeType, offset: int) -> str:
 
 
 def _source(code: CodeType, offset: int) -> str:
-    """The text of the expression at an instruction."""
+    """The source text of the expression at an instruction."""
     start, end, left, right = list(code.co_positions())[offset // 2]
     if start is None or end is None or left is None or right is None:
         return ""
@@ -85,20 +85,20 @@ def _source(code: CodeType, offset: int) -> str:
 
 
 def holder(waiting: FrameType, lock: str, others: Iterable[tuple[str, FrameType]]) -> str:
-    """The thread that very likely holds the lock, as "thread, in function (file:line)"; empty if none is found.
+    """The probable holder of the lock, as "thread, in function (file:line)"; empty if none is found.
 
-    Such a thread is inside a `with` block for a lock of the same name, or in the same function as the waiting thread and past the line at
-    which that one waits.
+    Such a thread is inside a `with` block for a lock of the same name, or in the same function as the waiting
+    thread and past the line at which that thread waits.
 
     Args:
-        others: other threads by name, and their innermost frames.
+        others: other threads by name, with their innermost frames.
     """
     name = lock.rpartition(".")[2]
     places = {frame.f_code: frame.f_lineno for frame, _ in zip(frames(waiting), range(DEPTH), strict=False)}
     suspects = []
     for thread, top in others:
         if wanted_lock(top).rpartition(".")[2] == name:
-            continue  # it waits, too
+            continue  # it is waiting, too
         for frame in frames(top):
             code, line = frame.f_code, frame.f_lineno
             if name in _withs(code.co_filename, line or 0):
@@ -110,13 +110,13 @@ def holder(waiting: FrameType, lock: str, others: Iterable[tuple[str, FrameType]
 
 @lru_cache(4096)
 def _withs(file: str, line: int) -> frozenset[str]:
-    """The last names of what is held by `with` at this line."""
+    """Last names of the expressions in `with` statements around this line."""
     return frozenset(name for first, last, name in _blocks(file) if first <= line <= last)
 
 
 @cache
 def _blocks(file: str) -> list[tuple[int, int, str]]:
-    """(first line of the body, last line, last name) of each `with` of a file."""
+    """(first line of the body, last line, last name) of each `with` statement of a file."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -133,7 +133,7 @@ def _blocks(file: str) -> list[tuple[int, int, str]]:
 
 
 def frame_name(code: CodeType, line: int | None) -> str:
-    """Such as "schedule (jengine/scheduling/scheduler.py:120)"."""
+    """A frame's name, such as "schedule (jengine/scheduling/scheduler.py:120)"."""
     return f"{code.co_qualname} ({_short(code.co_filename)}:{line or code.co_firstlineno})".replace(";", ",")
 
 

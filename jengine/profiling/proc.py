@@ -1,4 +1,4 @@
-"""What Linux tells of this process's threads in /proc. Elsewhere all is unknown."""
+"""Facts about this process's threads from Linux's /proc. On other systems everything is unknown."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import platform
 from functools import cache
 from pathlib import Path
 
-UNKNOWN, RUNS = -2, -1  # in place of a system call's number
-# Of calls that wait for something to come: a thread that has nothing to do is in one of them.
+UNKNOWN, RUNS = -2, -1  # special values for a system call's number
+# System calls that wait for an event. An idle thread is in one of them.
 WAITS = frozenset(
     [
         "futex",
@@ -36,7 +36,7 @@ WAITS = frozenset(
         "readv",
     ]
 )
-# Of calls to files: what logging, caches and saving do.
+# System calls on files, as made by logging, caching and saving.
 FILES = frozenset(
     [
         "write",
@@ -91,12 +91,12 @@ _NAMES = {"x86_64": _X86_64, "aarch64": _ARM64}.get(platform.machine(), {})
 
 
 def call_name(number: int) -> str:
-    """Of a system call on this processor."""
+    """Name of a system call on this architecture."""
     return _NAMES.get(number, f"system call {number}")
 
 
 def call_now(thread: int) -> int:
-    """The number of the system call that a thread of this process is in; RUNS where it is in none."""
+    """Number of the system call that a thread of this process is in; RUNS if it is in none."""
     try:
         with open(f"/proc/self/task/{thread}/syscall", "rb") as file:
             first = file.read(64).split(b" ", 1)[0].strip()
@@ -106,7 +106,7 @@ def call_now(thread: int) -> int:
 
 
 def processor(thread: int) -> tuple[int, int]:
-    """Nanoseconds in which a thread of this process had a processor, and in which it waited for one; (-1, -1) where that is not known."""
+    """Nanoseconds for which a thread of this process had a processor, and waited for one; (-1, -1) if unknown."""
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
             ran, waited, _ = file.read(96).split()
@@ -116,7 +116,7 @@ def processor(thread: int) -> tuple[int, int]:
 
 
 def input_output(thread: int) -> dict[str, int]:
-    """Read and write calls of a thread of this process, as `syscr` and `syscw`, and their bytes; empty where that is not known."""
+    """Read and write calls of a thread of this process, as `syscr` and `syscw`, and their bytes; empty if unknown."""
     try:
         lines = Path(f"/proc/self/task/{thread}/io").read_text().splitlines()
     except OSError:
@@ -125,7 +125,7 @@ def input_output(thread: int) -> dict[str, int]:
 
 
 def thread_ids() -> list[int]:
-    """Of this process's threads, Python's and others."""
+    """Ids of this process's threads, Python's and others."""
     try:
         return [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:
@@ -138,7 +138,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def let_trace(pid: int) -> None:
-    """Let a process look at this one where Linux's Yama allows that to parents alone; 0: no longer."""
+    """Allows a process to trace this one where Linux's Yama restricts that to parents; 0 revokes this."""
     pr_set_ptracer = 0x59616D61
     if os.path.exists("/proc/sys/kernel/yama/ptrace_scope"):
         _libc().prctl(pr_set_ptracer, ctypes.c_ulong(pid), 0, 0, 0)

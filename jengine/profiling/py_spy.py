@@ -1,4 +1,4 @@
-"""The threads' stacks as py-spy samples them from outside, where it is installed: it holds up nothing that it looks at."""
+"""Stacks of threads sampled by py-spy, if it is installed, from outside the process and without blocking it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PySpy:
     """Samples from `start` until `stop`.
 
     Attributes:
-        why: it has not; empty where it has.
+        why: the reason why it could not sample; empty if it could.
     """
 
     def __init__(self, rate: int, folder: Path) -> None:
@@ -34,17 +34,17 @@ class PySpy:
         self._tool = Tool([program, "record", "--pid", "{pid}", *options, "--output", "{file}"], self._folder / "py-spy")
 
     def stop(self, hidden: Collection[str]) -> list[Flame]:
-        """By thread, but for those hidden; empty where it could not sample."""
+        """Flames by thread, without hidden threads; empty if it could not sample."""
         if self._tool is None:
             return []
         flames = parse_raw(self._tool.stop())
         if not flames:
-            self.why = f"py-spy gave nothing: {self._tool.why or 'no thread ran'}"
+            self.why = f"py-spy returned no samples: {self._tool.why or 'no thread ran'}"
         return [flame for flame in flames if flame.thread not in hidden]
 
 
 def parse_raw(text: str) -> list[Flame]:
-    """py-spy's raw format: a line for each stack, the thread first, then the frames from the root, then how often."""
+    """Parses py-spy's raw format: a line for each stack with the thread, the frames from the root, and the count."""
     threads: dict[str, dict[str, int]] = defaultdict(dict)
     for line in text.splitlines():
         stack, _, count = line.rpartition(" ")

@@ -1,4 +1,4 @@
-"""A profile as one HTML page that needs nothing else: the findings in words first, then what they rest on."""
+"""A profile as a self-contained HTML page: first the findings in words, then the data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jengine.profiling.slow_steps import Event, SlowStep, events, slow_steps, tu
 from jengine.profiling.svg import Bar, Lane, flame, lanes
 from jengine.profiling.units import duration
 
-FLAMES = 12  # threads that are drawn
+FLAMES = 12  # number of threads with a flame graph
 KINDS = {
     "garbage_collection": "garbage collection",
     "lock": "waiting for locks",
@@ -31,7 +31,7 @@ def report_html(profile: Profile, jax: str = "") -> str:
     """The page.
 
     Args:
-        jax: name of the file beside it with jax.profiler's capture; empty where there is none.
+        jax: name of the file with jax.profiler's capture in the same folder; empty if there is none.
     """
     first = profile.processes[0]
     when = datetime.fromtimestamp(first.unix).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -49,7 +49,7 @@ def summary(profile: Profile) -> str:
     """The findings as text, for a terminal."""
     found = findings(profile)
     if not found:
-        return "No findings: nothing that was measured holds the processes up."
+        return "No findings: none of the measurements shows a delay."
     return "\n\n".join(f"{process.name}: {finding}" for process, finding in found)
 
 
@@ -61,14 +61,14 @@ def _findings(profile: Profile) -> str:
     out = ["<h2>Findings</h2>"]
     out += [_finding(one, process.name) for process, one in found]
     if not found:
-        out.append('<p class="good">None: nothing that was measured holds the processes up.</p>')
+        out.append('<p class="good">None: none of the measurements shows a delay.</p>')
     for process in profile.processes:
         trace = process.steps
         if trace is not None and trace.steps:
             explanation = explain(trace)
             out.append(
                 f"<p>By its steps, the engine is bound by <b>{escape(explanation.bound)}</b>; <code>jengine explain</code> says "
-                "(taking a profile makes a small machine busier):</p>"
+                "(profiling itself loads a small machine):</p>"
             )
             out.append(f"<pre>{escape(str(explanation))}</pre>")
     if not any(process.trace for process in profile.processes):
@@ -121,7 +121,7 @@ def _time_line(profile: ProcessProfile) -> str:
     tall = None
     if trace is not None and trace.steps:
         tall = Lane(
-            "turns of the loop",
+            "iterations of the loop",
             [Bar(t.begin, t.seconds, "step", f"step {t.step.number}, {t.step.name}: {duration(t.seconds)}") for t in turns(trace.steps)],
         )
     return "<h3>Time line</h3>" + lanes(profile.begun, profile.ended, every, tall)
@@ -208,10 +208,9 @@ def _calls(profile: ProcessProfile) -> str:
         return ""
     calls = sorted(profile.calls, key=lambda call: -call.seconds)[:40]
     rows = [[c.thread, c.name, str(c.count) if c.count >= 0 else "not known", duration(c.seconds), c.where] for c in calls]
-    note = " strace slows what it watches." if profile.calls_by == "strace" else ""
-    return (
-        f"<h3>System calls</h3><p>By {escape(profile.calls_by)}.{note} futex, epoll_wait and others wait for something to come.</p>"
-        + _table(["thread", "call", "count", "in all", "most often in"], rows)
+    note = " strace slows the process." if profile.calls_by == "strace" else ""
+    return f"<h3>System calls</h3><p>By {escape(profile.calls_by)}.{note} futex, epoll_wait and others wait for events.</p>" + _table(
+        ["thread", "call", "count", "in all", "most often in"], rows
     )
 
 

@@ -1,4 +1,4 @@
-"""How a report looks, in light and dark."""
+"""The report's style, in light and dark."""
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1c2330; --back: #fff; --soft: #eef1f6; --line: #cfd6e2; --step: #4a63d8; }

@@ -1,4 +1,4 @@
-"""What this process's memory holds: weights, cache, programs, Python's objects, libraries."""
+"""Parts of this process's resident memory: weights, cache, programs, Python objects, libraries."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ ARENAS = re.compile(r"# bytes in allocated blocks\s*=\s*([\d,]+)")
 
 
 def resident_parts(parts: Mapping[str, int], on_devices: bool) -> dict[str, int]:
-    """Resident bytes by part. "other" is what is left: XLA's buffers, threads' stacks, larger objects of Python, what allocators keep.
+    """Resident bytes by part. "other" is the rest: XLA's buffers, stacks, large Python objects, memory kept by
+    allocators.
 
     Args:
-        parts: of engines, see `Engine.memory_parts`.
-        on_devices: these are not in this process's memory.
+        parts: memory of engines, see `Engine.memory_parts`.
+        on_devices: whether the parts are outside this process's memory.
     """
     found = {} if on_devices else {part: size for part, size in parts.items() if size}
     if objects := python_objects():
@@ -32,8 +33,10 @@ def resident_parts(parts: Mapping[str, int], on_devices: bool) -> dict[str, int]
 
 
 def python_objects() -> int:
-    """Bytes in the blocks of Python's allocator, which holds objects of up to 512 bytes; 0 where that is not known. It keeps statistics
-    that no public function returns as numbers, so they are read from its report."""
+    """Bytes in blocks of Python's allocator, which holds objects of up to 512 bytes; 0 if unknown.
+
+    No public function returns these statistics as numbers, so they are parsed from the allocator's report.
+    """
     with contextlib.suppress(AttributeError, OSError, ValueError):
         report = ctypes.pythonapi._PyObject_DebugMallocStats
         libc = ctypes.CDLL(None)

@@ -1,5 +1,8 @@
-"""A thread that looks at all others, a hundred times a second: their stacks, the locks and system calls they wait in, and how late it was
-itself woken, which is what any thread has to wait for the interpreter's lock."""
+"""A thread that samples all other threads a hundred times a second: their stacks, and the locks and system
+calls they wait in.
+
+It also measures how late it wakes up, as an estimate of any thread's wait for the interpreter's lock.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,18 @@ from jengine.profiling.data import Flame, InterpreterWait, LockWait, SlowCall
 from jengine.profiling.locks import file_call, frame_name, frames, holder, waiting_frame, wanted_lock
 from jengine.profiling.proc import FILES, RUNS, UNKNOWN, call_name, call_now, processor
 
-SLACK = 1e-4  # seconds that a timer is late by itself
-NOTED = 1e-3  # of waiting for the interpreter's lock, from which on it is listed
+SLACK = 1e-4  # typical seconds by which a timer is late
+NOTED = 1e-3  # minimum seconds of a listed wait for the interpreter's lock
 KEPT = 20_000
-# A call of poll lasts so many milliseconds, at this interval in seconds. It marks the clock in a tracer's output; nothing else polls.
+# Duration in milliseconds of a poll call, and the interval of these calls in seconds. They mark the clock in a
+# tracer's output.
 MARK, MARK_SECONDS = 3, 0.5
-DEPTH = 100  # frames of a stack
+DEPTH = 100  # maximum frames of a stack
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A thread at one place since some samples."""
+    """A thread that has been at the same place for several samples."""
 
     thread: str
     place: tuple[CodeType, int]
@@ -38,18 +42,20 @@ class _Waiting:
 
 
 class Sampler:
-    """
+    """Samples threads.
+
     Args:
         rate: samples a second.
 
     Attributes:
-        native: the sampler's thread, as the system numbers it; own: that and others that belong to the profile.
-        marked: when each of its calls of poll began.
-        samples: so far.
-        late: seconds that samples were late while no processor was waited for: those in which the interpreter's lock was.
-        calls: samples in calls to files, by thread, call and Python frame.
-        calls_at: samples at a Python call that makes one of these, likewise.
-        slow_calls: calls, or one after the other from the same line, that two or more samples in a row have seen.
+        native: the system's id of the sampler's thread; own: ids of all threads of the profiler.
+        marked: start times of its poll calls.
+        samples: number of samples so far.
+        late: total seconds by which samples were late without waiting for a processor, thus waiting for the
+            interpreter's lock.
+        calls: number of samples in system calls on files, by thread, call and Python frame.
+        calls_at: number of samples at a Python call that makes such a call, likewise.
+        slow_calls: calls, or consecutive calls from one line, that were seen by two or more consecutive samples.
     """
 
     def __init__(self, rate: int) -> None:
@@ -61,7 +67,7 @@ class Sampler:
         self._waiting: dict[int, _Waiting] = {}
         self._in_call: dict[int, SlowCall] = {}
         self._there: dict[int, threading.Thread] = {}
-        self._names: dict[int, tuple[str, int]] = {}  # of these: name, and the system's number
+        self._names: dict[int, tuple[str, int]] = {}  # name and the system's id of each thread
         self._seen: dict[str, int] = {}  # all names so far
         self._ran: dict[int, int] = {}
         self.native, self.samples, self.late = 0, 0, 0.0
@@ -77,12 +83,12 @@ class Sampler:
         self._hidden: set[threading.Thread] = set()
 
     def start(self) -> None:
-        """Called in a thread that belongs to the profile, too."""
+        """Starts, in a thread that also belongs to the profiler."""
         self.hide()
         self._thread.start()
 
     def hide(self) -> None:
-        """Leave this thread out."""
+        """Leaves this thread out of the profile."""
         self._hidden.add(threading.current_thread())
         self.own.add(threading.get_native_id())
         self.own_names.add(threading.current_thread().name)
@@ -96,7 +102,7 @@ class Sampler:
         return self._interval
 
     def names(self) -> dict[int, str]:
-        """Of the threads that were seen, by the system's number."""
+        """Names of the threads seen so far, by the system's id."""
         return {native: name for name, native in self._seen.items()}
 
     def flames(self) -> list[Flame]:
@@ -131,7 +137,7 @@ class Sampler:
             self._poll(MARK)
 
     def _note_late(self, late: float, before: tuple[int, int], now: float) -> None:
-        """What is more than the kernel's own delay was spent waiting for the interpreter's lock."""
+        """Counts lateness beyond the kernel's delay as a wait for the interpreter's lock."""
         _, queued = processor(self.native)
         if queued < 0:
             self.knows_run_queue = False
@@ -145,7 +151,7 @@ class Sampler:
             self.interpreter_waits.append(InterpreterWait(now - waited, waited, self._who_ran(waited)))
 
     def _who_ran(self, waited: float) -> str:
-        """The only thread that ran for most of this time, since the last sample."""
+        """The only thread that ran for most of this wait, since the last sample."""
         most = [name for name, native in self._names.values() if 1e-9 * (processor(native)[0] - self._ran.get(native, 0)) >= 0.7 * waited]
         return most[0] if len(most) == 1 else ""
 
@@ -154,7 +160,7 @@ class Sampler:
         self._learn_names()
         self.samples += 1
         tops = {ident: top for ident, top in current.items() if ident in self._names}
-        for ident in self._waiting.keys() - tops.keys():  # they have ended
+        for ident in self._waiting.keys() - tops.keys():  # threads that have ended
             self._end(self._waiting.pop(ident), now)
         for ident, top in tops.items():
             name, native = self._names[ident]
@@ -165,7 +171,7 @@ class Sampler:
             self._look_at_call(ident, name, native, top, now)
 
     def _learn_names(self) -> None:
-        """Of the threads that there are; a new one may have the number of one that has ended."""
+        """Updates the names of current threads. A new thread may reuse the id of one that has ended."""
         there = {thread.ident: thread for thread in threading.enumerate() if thread.ident is not None and thread not in self._hidden}
         if there == self._there:
             return
@@ -199,13 +205,13 @@ class Sampler:
         return holder(top, lock, [(self._names[other][0], frame) for other, frame in tops.items() if other != ident])
 
     def _end(self, waiting: _Waiting, now: float) -> None:
-        """One sample alone may be a lock that was free."""
+        """Ends a wait. A single sample may have hit a free lock."""
         if waiting.seen > 1:
             seconds = now - waiting.begun
             self.lock_waits.append(LockWait(waiting.begun, seconds, waiting.thread, waiting.lock, waiting.where, waiting.holder))
 
     def _look_at_call(self, ident: int, name: str, native: int, top: FrameType, now: float) -> None:
-        """Short calls have ended by now, and the thread waits for the interpreter: then the Python call tells which one it was."""
+        """A short call may have returned, and its thread wait for the interpreter; then the Python call names it."""
         number, known = call_now(native), self._in_call.get(ident)
         self.knows_calls = self.knows_calls and number != UNKNOWN
         call = call_name(number) if number > RUNS else ""

@@ -1,4 +1,4 @@
-"""Steps that took much longer than others like them, and what happened meanwhile."""
+"""Finds steps that took much longer than similar ones, and their causes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jengine.observe.records import StepRecord
 from jengine.profiling.data import ProcessProfile
 from jengine.profiling.units import duration
 
-FACTOR, EXCESS = 3.0, 0.02  # times a usual turn of the loop, and seconds beyond it, from which on it is slow
-FEWEST = 5  # turns of a program that make a usual one
-EXPLAINS = 0.2  # share of what is too long that a cause must have taken
+FACTOR, EXCESS = 3.0, 0.02  # minimum duration of a slow iteration: factor over, and seconds beyond, the usual duration
+FEWEST = 5  # minimum number of iterations of a program for a usual duration
+EXPLAINS = 0.2  # minimum share of the excess time that a cause must account for
 MOST = 10
 
 
 class Turn(NamedTuple):
-    """The loop's time from one step to the next; idle time is not in it."""
+    """One iteration of the loop, from one step to the next, without idle time."""
 
     step: StepRecord
     begin: float
@@ -32,10 +32,10 @@ class Turn(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that may have held up the loop.
+    """An event that may have delayed the loop.
 
     Attributes:
-        kind: collection, lock, call or interpreter: the findings' names.
+        kind: collection, lock, call or interpreter, as in the findings.
         text: its description in the report.
     """
 
@@ -45,16 +45,15 @@ class Event(NamedTuple):
     text: str
 
     def within(self, turn: Turn) -> float:
-        """Seconds of it in a turn."""
+        """Seconds of it in an iteration."""
         return max(min(self.at + self.seconds, turn.end) - max(self.at, turn.begin), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SlowStep:
     """
-    Attributes:
-        usual: seconds of a turn with the same program.
-        causes: (event, seconds of it in the turn), the longest first. Empty: nothing that was measured explains it.
+    usual: usual seconds of an iteration with the same program.
+    causes: (event, seconds of it in the iteration), the longest first. Empty: no measurement explains it.
     """
 
     turn: Turn
@@ -76,7 +75,7 @@ def turns(steps: list[StepRecord]) -> Iterator[Turn]:
 
 
 def events(profile: ProcessProfile) -> list[Event]:
-    """What may have held up the loop, in the order of time."""
+    """Events that may have delayed the loop, in order of time."""
     important, found = {*profile.important}, list[Event]()
     for one in profile.collections:
         text = f"of garbage collection (generation {one.generation}, in thread {one.thread})"
@@ -96,7 +95,7 @@ def events(profile: ProcessProfile) -> list[Event]:
 
 
 def slow_steps(profile: ProcessProfile) -> list[SlowStep]:
-    """The slowest, in the order of time."""
+    """The slowest steps, in order of time."""
     trace = profile.steps
     if trace is None:
         return []
@@ -109,7 +108,7 @@ def slow_steps(profile: ProcessProfile) -> list[SlowStep]:
 
 
 def usual_seconds(every: Iterable[Turn]) -> Callable[[Turn], float]:
-    """Of a turn with the same program; of all turns where that ran seldom."""
+    """Usual seconds of an iteration with the same program, or of all iterations if that program ran rarely."""
     by_program: dict[str, list[float]] = defaultdict(list)
     for turn in every:
         by_program[turn.step.name].append(turn.seconds)
@@ -129,7 +128,7 @@ def _overlaps(turn: Turn, spans: list[tuple[float, float]]) -> bool:
 
 
 def _stage(step: StepRecord) -> str:
-    """What a step spent most on, where nothing else is known."""
+    """The stage in which a step spent the most time, if nothing else explains it."""
     stages = {name: getattr(step, name) for name in ("schedule", "pack", "dispatch", "mask", "wait", "collect", "text", "away")}
     longest = max(stages, key=lambda name: stages[name])
-    return f"nothing that was measured explains it; most of it, {duration(stages[longest])}, was {longest}"
+    return f"no measurement explains it; most of it, {duration(stages[longest])}, was {longest}"

@@ -1,4 +1,4 @@
-"""Drawings of a report, as SVG that needs nothing else: flame graphs and lanes on a time line."""
+"""Self-contained SVG drawings for a report: flame graphs, and lanes on a time axis."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from html import escape
 
 WIDTH = 1160
 ROW, LETTER = 17, 6.3  # pixels: height of a frame, width of a letter
-LEAST = 0.005  # share of the samples from which on a frame is drawn
-LABEL = 170  # pixels for lanes' names
+LEAST = 0.005  # minimum share of samples for which a frame is drawn
+LABEL = 170  # pixels for the names of lanes
 LANE = 20
 
 
@@ -21,7 +21,7 @@ class _Node:
 
 
 def flame(stacks: dict[str, int]) -> str:
-    """A flame graph, the root on top; a frame's width is its share of the samples."""
+    """A flame graph with the root on top. The width of a frame is its share of the samples."""
     root = _Node()
     for stack, count in stacks.items():
         node = root
@@ -35,7 +35,7 @@ def flame(stacks: dict[str, int]) -> str:
 
 
 def _draw(node: _Node, left: float, depth: int, scale: float, whole: int, shapes: list[str]) -> int:
-    """Returns how deep it goes."""
+    """Draws a node's children. Returns the depth."""
     deepest = depth
     for frame, child in sorted(node.children.items()):
         width = child.count * scale
@@ -52,13 +52,13 @@ def _draw(node: _Node, left: float, depth: int, scale: float, whole: int, shapes
 
 
 def _shade(frame: str) -> int:
-    """One of eight, by the file."""
+    """One of eight shades, by file."""
     return zlib.crc32(frame.partition("(")[2].rpartition(":")[0].encode()) % 8
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Of a lane: what happened from `at` on. An empty title is not shown."""
+    """An event of a lane, starting at `at`. An empty title is not shown."""
 
     at: float
     seconds: float
@@ -73,10 +73,11 @@ class Lane:
 
 
 def lanes(begin: float, end: float, every: Iterable[Lane], tall: Lane | None = None) -> str:
-    """Lanes on one time line. Bars that are narrower than a pixel are drawn together, the darker the more of it they fill.
+    """Lanes on a common time axis. Bars narrower than a pixel are merged; the shade shows how much of the pixel
+    they cover.
 
     Args:
-        tall: drawn first, its bars as high as they are long.
+        tall: a lane drawn first, with bars as high as they are long.
     """
     scale = (WIDTH - LABEL) / max(end - begin, 1e-9)
     shapes, y = [], 0

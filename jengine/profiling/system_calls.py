@@ -1,4 +1,4 @@
-"""System calls by thread: how many, how long, and which took long. From `perf trace`, `strace`, or what /proc tells."""
+"""System calls by thread: counts, durations, and slow ones. From `perf trace`, `strace` or /proc."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ PERF_THREAD = re.compile(r" \S.* \((\d+)\), \d+ events?, ")
 PERF_COUNT = re.compile(r"   (\w+)\s+(\d+)\s+\d+\s+([\d.]+)\s+")
 STRACE_LINE = re.compile(r"(\d+)\s+([\d.]+) (?:<\.\.\. )?(\w+)(?:\(| resumed).*<([\d.]+)>$")
 
-Parsed = tuple[list[tuple[int, str, int, float]], list[tuple[float, float, int, str]]]  # counts, and long calls, by thread's id
+Parsed = tuple[list[tuple[int, str, int, float]], list[tuple[float, float, int, str]]]  # counts, and slow calls, by thread id
 
 
 def parse_perf(text: str) -> Parsed:
-    """`perf trace`'s output with --with-summary: (thread, call, count, seconds), and (start, seconds, thread, call) on its own clock."""
+    """Parses `perf trace --with-summary`: (thread, call, count, seconds), and (start, seconds, thread, call) on
+    its own clock."""
     counts: list[tuple[int, str, int, float]] = []
     slow: list[tuple[float, float, int, str]] = []
     thread = 0
@@ -40,7 +41,7 @@ def parse_perf(text: str) -> Parsed:
 
 
 def parse_strace(text: str) -> Parsed:
-    """The same of `strace -f -ttt -T`, whose clock is time.time()."""
+    """The same for `strace -f -ttt -T`, whose clock is time.time()."""
     sums: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0, 0.0])
     slow: list[tuple[float, float, int, str]] = []
     for line in text.splitlines():
@@ -56,12 +57,12 @@ def parse_strace(text: str) -> Parsed:
 
 
 def _listed(name: str) -> bool:
-    """Calls that only wait are not, but for the sampler's marks."""
+    """Whether slow calls of this kind are listed. Calls that only wait are not, except the sampler's marks."""
     return name not in WAITS or name in MARKS
 
 
 def usual_frames(sampler: Sampler) -> dict[tuple[str, str], str]:
-    """By thread and call of files, the frame in which most samples saw it."""
+    """For each thread and call on files, the frame in most of its samples."""
     samples = [*reversed(sampler.calls_at.most_common()), *reversed(sampler.calls.most_common())]
     return {(thread, call): where for (thread, call, where), _ in samples}
 
@@ -71,7 +72,7 @@ class SystemCalls:
 
     Args:
         how: see ProfileOptions.
-        folder: for a tool's file.
+        folder: for a tool's output file.
     """
 
     def __init__(self, how: str, folder: Path) -> None:
@@ -90,7 +91,7 @@ class SystemCalls:
             self._tool, self._by = Tool(command, self._folder / "strace"), "strace"
         elif self._how in ("auto", "proc"):
             self._by = "/proc"
-        self._before = {thread: input_output(thread) for thread in thread_ids()}  # also where a tool turns out not to be allowed
+        self._before = {thread: input_output(thread) for thread in thread_ids()}  # also needed if a tool turns out not to be allowed
 
     def _allowed(self, what: str, program: str, trial: list[str]) -> bool:
         path = installed(program)
@@ -100,13 +101,13 @@ class SystemCalls:
         return not why
 
     def stop(self, profile: ProcessProfile, sampler: Sampler, threads: Mapping[int, str]) -> None:
-        """Fill in what was found.
+        """Adds the results to the profile.
 
         Args:
-            threads: names by the system's numbers.
+            threads: names by the system's ids.
         """
         if self._how == "off":
-            profile.missing["system calls"] = "they were not asked for"
+            profile.missing["system calls"] = "they were not requested"
             return
         if self._tool is not None:
             text = self._tool.stop()
@@ -133,7 +134,7 @@ class SystemCalls:
                 continue
             thread = threads.get(number, f"thread {number}")
             profile.calls.append(CallCount(thread, name, count, seconds, frames.get((thread, name), "")))
-        profile.slow_calls += sampler.slow_calls  # many short calls in a row, of which each is too short to be listed
+        profile.slow_calls += sampler.slow_calls  # many short calls in a row, each too short to be listed
         if shift is None:
             profile.missing["single slow system calls"] = f"the clock of {self._by} could not be matched with the records'"
             return
@@ -146,15 +147,15 @@ class SystemCalls:
                 profile.slow_calls.append(SlowCall(at + shift, seconds, thread, name, frames.get((thread, name), "")))
 
     def _shift(self, slow: list[tuple[float, float, int, str]], sampler: Sampler) -> float | None:
-        """What makes a tool's times those of time.perf_counter()."""
+        """Offset from a tool's clock to time.perf_counter()."""
         if self._by == "strace":
             return time.perf_counter() - time.time()
-        marks = [at for at, _, thread, name in slow if thread == sampler.native and name in MARKS]  # since it was attached
+        marks = [at for at, _, thread, name in slow if thread == sampler.native and name in MARKS]  # since the tool was attached
         pairs = zip(reversed(sampler.marked), reversed(marks), strict=False)
         return min((here - there for here, there in pairs), default=None)
 
     def _from_proc(self, profile: ProcessProfile, sampler: Sampler, threads: Mapping[int, str]) -> None:
-        """Reads and writes are counted by the kernel; the time in files' calls is estimated from samples."""
+        """The kernel counts reads and writes. Time in calls on files is estimated from samples."""
         profile.calls_by, frames = "/proc", usual_frames(sampler)
         seconds: dict[tuple[str, str], float] = defaultdict(float)
         for (thread, name, _), count in sampler.calls.items():
@@ -164,7 +165,7 @@ class SystemCalls:
             if number in sampler.own:
                 continue
             if not now and not profile.missing.get("counts of system calls"):
-                profile.missing["counts of system calls"] = "/proc/self/task/*/io is not there"
+                profile.missing["counts of system calls"] = "/proc/self/task/*/io is missing"
             for key, name in (("syscr", "read"), ("syscw", "write")):
                 count = now.get(key, 0) - before.get(key, 0)
                 if count:

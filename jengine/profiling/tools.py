@@ -1,4 +1,4 @@
-"""Programs that look at this process from outside, as far as they are installed and allowed."""
+"""Programs that observe this process from outside, if they are installed and allowed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from pathlib import Path
 from jengine.profiling.proc import let_trace
 
 END_SECONDS = 20.0
-# The tool is started by a shell that waits for a line: only then is its process id known, and allowed to look.
+# A shell starts the tool and waits for a line first: only then is the tool's process id known, and can be given
+# permission.
 STARTER = 'read -r _ && exec "$@"'
 
 
 class Tool:
-    """One that runs beside the profile, and writes a file when it is interrupted.
+    """A program that runs during the profile, and writes a file when it is interrupted.
 
     Args:
-        command: where {pid} and {file} stand for what is looked at and for the file.
+        command: may contain {pid}, of the observed process, and {file}.
 
     Attributes:
-        why: it gave nothing; empty where it did.
+        why: the reason why it wrote nothing; empty if it did.
     """
 
     def __init__(self, command: list[str], file: Path) -> None:
@@ -45,7 +46,7 @@ class Tool:
         self._process.stdin = None
 
     def stop(self) -> str:
-        """What it wrote; empty where it could not, and `why` says why."""
+        """Its output; empty if there is none (see `why`)."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
         try:
@@ -63,13 +64,13 @@ class Tool:
 
 
 def installed(name: str) -> str:
-    """The path of a program: beside this Python, or on the PATH; empty where it is not."""
+    """The path of a program, next to this Python or on the PATH; empty if it is missing."""
     beside = Path(sys.executable).parent / name
     return str(beside) if os.access(beside, os.X_OK) else shutil.which(name) or ""
 
 
 def works(command: list[str]) -> str:
-    """Whether a short command is allowed here: empty, or why not."""
+    """Tries a short command. Returns the reason if it is not allowed here, or an empty string."""
     try:
         done = subprocess.run(
             command, capture_output=True, timeout=END_SECONDS, text=True, errors="replace", env={**os.environ, "LC_ALL": "C"}

@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 Row = dict[str, Any]
-PROMPTS = ("prompt", "messages", "tokenized_prompt")  # columns of which a row has one; in this order the first that is not null
+PROMPTS = ("prompt", "messages", "tokenized_prompt")  # columns with prompts; the first one that is not null is used
 PARAMS = "sampling_params"
 ERROR = "__inference_error__"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorConfig:
-    """How a stage runs; names and defaults are those of Ray Data LLM.
+    """Options of a stage, with the names and defaults of Ray Data LLM.
 
     Args:
-        model_source: as LLM's `model`.
-        engine_kwargs: options of the engine, as LLM's.
-        batch_size: rows of a task's batch; a worker that dies repeats its batches.
-        concurrency: workers, each with an engine; a pair is a pool that scales between these numbers.
-        max_concurrent_batches: of a worker, so that its engine's batch stays full.
-        num_cpus, num_gpus: of each worker.
-        accelerator_type: of each worker, as Ray names them.
-        runtime_env: of the workers.
-        should_continue_on_error: a row that cannot be answered has its reason in the column __inference_error__, which is empty for the
-            others. By default it ends the job.
+        model_source: as `model` in LLM.
+        engine_kwargs: options of the engine, as in LLM.
+        batch_size: rows in a task's batch. If a worker dies, its batches are repeated.
+        concurrency: number of workers, each with an engine; a pair is a pool that scales between these numbers.
+        max_concurrent_batches: batches that a worker processes at the same time, to keep its engine's batch full.
+        num_cpus, num_gpus: for each worker.
+        accelerator_type: for each worker, with Ray's names.
+        runtime_env: for the workers.
+        should_continue_on_error: whether to put errors into the column __inference_error__, which is empty for
+            other rows. By default, an error ends the job.
     """
 
     model_source: str
@@ -76,16 +76,16 @@ def build_processor(
     chat_template_kwargs: dict[str, Any] | None = None,
     make_llm: Callable[[ProcessorConfig], AsyncLLM] | None = None,
 ) -> Callable[[Dataset], Dataset]:
-    """A function from a dataset to one with the answers. Nothing runs until the dataset is consumed.
+    """A function that adds answers to a dataset. Nothing runs until the dataset is consumed.
 
     A row has `prompt`, `messages` or `tokenized_prompt`, and may have `sampling_params`: SamplingParams' fields. The columns prompt,
     prompt_token_ids, num_input_tokens, generated_text, generated_tokens, num_generated_tokens and finish_reason are added.
 
     Args:
-        preprocess: from a row to one with these columns.
-        postprocess: from a row with the answer to one of the result.
-        chat_template_kwargs: more variables of the chat template.
-        make_llm: makes a worker's engine in another way.
+        preprocess: maps a row to one with these columns.
+        postprocess: maps a row with the answer to a row of the result.
+        chat_template_kwargs: additional variables for the chat template.
+        make_llm: creates a worker's engine, instead of the default.
     """
 
     def process(dataset: Dataset) -> Dataset:
@@ -117,7 +117,7 @@ def _make_llm(config: ProcessorConfig) -> AsyncLLM:
 
 
 class Worker:
-    """An actor's. A batch comes back whole and in its order, so that Ray can repeat the tasks of a worker that died."""
+    """An actor. Returns each batch complete and in order, so that Ray can repeat the tasks of a worker that died."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Worker:
         try:
             answers = await asyncio.gather(*tasks)
         except EngineDead:
-            os._exit(1)  # Ray starts another worker, and gives it the tasks; an exception would leave this one in the pool
+            os._exit(1)  # Ray starts another worker and repeats the tasks; after an exception, this worker would stay in the pool
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -165,7 +165,7 @@ class Worker:
             given = json.loads(given)
         if not isinstance(given, dict | None):
             raise InvalidArgument(PARAMS, given, "must be an object of sampling parameters")
-        fields = {name: value for name, value in (given or {}).items() if value is not None}  # Arrow fills rows up with nulls
+        fields = {name: value for name, value in (given or {}).items() if value is not None}  # Arrow adds nulls
         if fields.get("n", 1) != 1:
             raise InvalidArgument(f"{PARAMS}.n", fields["n"], "must be 1: a row has one text")
         return self._llm.get_default_sampling_params().clone(**fields)
@@ -186,7 +186,7 @@ def _columns(output: RequestOutput) -> Row:
 
 
 def _with_columns(batch: pa.Table, answers: list[Row], errors: bool) -> pa.Table:
-    """With types that do not depend on the values, so that all blocks have the same."""
+    """Uses types that do not depend on the values, so that all blocks have the same schema."""
     import pyarrow as pa
 
     tokens = pa.list_(pa.int64())
@@ -203,7 +203,7 @@ def _with_columns(batch: pa.Table, answers: list[Row], errors: bool) -> pa.Table
     empty: Row = {"prompt": "", "generated_text": "", "num_input_tokens": 0, "num_generated_tokens": 0, "generated_tokens": []}
     for name, kind in kinds.items():
         values = [answer.get(name, empty.get(name)) for answer in answers]
-        if name == "prompt" and name in batch.column_names:  # a row's own
+        if name == "prompt" and name in batch.column_names:  # use the row's own column
             values = [given if given is not None else value for given, value in zip(batch.column(name).to_pylist(), values, strict=True)]
         column = pa.array(values, kind)
         place = batch.schema.get_field_index(name)

@@ -1,4 +1,4 @@
-"""Which replica answers a request: one that has probably cached how it begins, unless it has much more to do than others."""
+"""Routes requests to replicas that have probably cached their prefix, unless these have much more work than others."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-FIRST = 512  # characters of a prompt, or of a conversation's first question, that make the key
-SLACK, SHARE = 4, 1.25  # a replica may have this many requests more than SHARE of the mean
+FIRST = 512  # characters of a prompt, or of a conversation's first question, in the key
+SLACK, SHARE = 4, 1.25  # a replica may have up to SHARE times the mean number of requests plus SLACK
 
 
 def prefix_key(body: Mapping[str, Any]) -> str:
-    """What requests with a common beginning have in common, and others do not: of a conversation what stands before its first question,
-    and the beginning of that, so that later turns go where the earlier ones were. Empty where there is no prompt."""
+    """A key for requests with a common prefix. Empty if there is no prompt.
+
+    For a conversation: everything before its first question, and the beginning of that question. So later turns
+    are routed to the same replica as earlier ones.
+    """
     messages, prompt = body.get("messages"), body.get("prompt", body.get("input"))
     if isinstance(messages, list) and messages:
         first = next((i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"), len(messages) - 1)
@@ -30,10 +33,11 @@ def prefix_key(body: Mapping[str, Any]) -> str:
 
 
 def ranked(key: str, loads: Mapping[str, int]) -> list[str]:
-    """Replicas, the best first: by rendezvous hashing, so that few keys move when replicas come and go; those with too much to do last.
+    """Replicas, the best first, by rendezvous hashing, so that few keys move when replicas change. Overloaded
+    ones are last.
 
     Args:
-        loads: each replica's requests.
+        loads: number of requests of each replica.
     """
     most = SLACK + SHARE * sum(loads.values()) / max(len(loads), 1)
 
@@ -44,13 +48,14 @@ def ranked(key: str, loads: Mapping[str, int]) -> list[str]:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray's types are not checked
-    """Ray Serve's interface to `ranked`. The keyword argument `key` of a call is its key; a call without one goes to whom has least."""
+    """Ray Serve's interface to `ranked`. The argument `key` of a call is its key; without one, the least loaded
+    replica is used."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # when all of them are full
+            pending_request.routing_context.should_backoff = True  # if all of them are full
         key = pending_request.kwargs.get("key") if pending_request is not None else None
         if not key:
             return [candidate_replicas]

@@ -1,4 +1,4 @@
-"""OpenAI's API on Ray Serve: replicas with an engine each, scaled by their tokens, and a front that routes by prefix.
+"""OpenAI's API on Ray Serve: replicas with one engine each, scaled by tokens, and a front end that routes by prefix.
 
 serve run jengine.ray.serve:app model=demo max_replicas=4
 
@@ -29,33 +29,33 @@ from jengine.ray.scaling import QUEUED_TOKENS
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.embedded import EmbeddedApi, http_scope
 
-ATTEMPTS = 5  # at a request whose replica goes before it has begun to answer
-PARSED = 2**20  # bytes of a body up to which it is read for its prefix
-NOT_HERE = frozenset(  # options of a server of its own
+ATTEMPTS = 5  # attempts for a request whose replica ends before it has begun to answer
+PARSED = 2**20  # maximum bytes of a body that is parsed for its prefix
+NOT_HERE = frozenset(  # server options that do not apply on Ray Serve
     ("host", "port", "metrics_port", "http_port", "tls_cert", "tls_key", "tls_client_ca", "api_keys", "request_log", "write_timeout")
 ) | frozenset(("lame_duck_seconds", "drain_seconds", "watchdog_seconds", "log_level", "otlp_traces_endpoint"))
 
-GONE = "the replica has gone; come again"
+GONE = "the replica has ended; try again"
 
 log = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """How the application runs.
+    """Options of the application.
 
     Args:
-        model: as LLM's.
-        engine_kwargs: options of each replica's engine, as LLM's.
-        server: ServerConfig's options, those of limits, names and templates; ports, keys and TLS are Ray's.
-        min_replicas, max_replicas: of the engines.
-        target_tokens: tokens (prompts and what was generated) of unfinished requests that a replica should have; above it there are
-            more replicas, below fewer.
-        upscale_delay, downscale_delay: seconds that this has to last.
-        max_ongoing_requests: of a replica; more wait in the front.
-        front_replicas: of the front, which only passes on.
-        num_cpus, num_gpus: of each engine's replica.
-        drain_seconds: for requests that run when a replica is to go.
+        model: as in LLM.
+        engine_kwargs: options of each replica's engine, as in LLM.
+        server: options of ServerConfig for limits, names and templates. Ray manages ports, keys and TLS.
+        min_replicas, max_replicas: numbers of engine replicas.
+        target_tokens: tokens (prompts and generated) of unfinished requests per replica. The number of replicas
+            grows above it, and shrinks below.
+        upscale_delay, downscale_delay: seconds for which this must last.
+        max_ongoing_requests: per replica; further requests wait in the front end.
+        front_replicas: replicas of the front end, which only forwards requests.
+        num_cpus, num_gpus: for each engine replica.
+        drain_seconds: time for running requests when a replica is stopped.
     """
 
     model: str = "demo"
@@ -74,7 +74,9 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
-            raise InvalidArgument("max_replicas", self.max_replicas, f"at least min_replicas = {self.min_replicas}, and that at least 1")
+            raise InvalidArgument(
+                "max_replicas", self.max_replicas, f"must be at least min_replicas = {self.min_replicas}, which must be at least 1"
+            )
         if self.target_tokens <= 0:
             raise InvalidArgument("target_tokens", self.target_tokens, "must be above 0")
         for name, value in self.server.items():
@@ -87,10 +89,10 @@ class ServeConfig:
 
 
 def build_app(config: ServeConfig, make_llm: Callable[[ServeConfig], AsyncLLM] | None = None) -> serve.Application:
-    """The application, for serve.run.
+    """Builds the application for serve.run.
 
     Args:
-        make_llm: makes a replica's engine in another way.
+        make_llm: creates a replica's engine, instead of the default.
     """
     engine = serve.deployment(
         name="engine",
@@ -113,7 +115,7 @@ def build_app(config: ServeConfig, make_llm: Callable[[ServeConfig], AsyncLLM] |
 
 
 def app(args: dict[str, str]) -> serve.Application:
-    """For `serve run jengine.ray.serve:app NAME=VALUE...`, with ServeConfig's fields; objects are JSON."""
+    """Entry point for `serve run jengine.ray.serve:app NAME=VALUE...`, with fields of ServeConfig; objects are JSON."""
     plain: dict[str, Callable[[str], Any]] = {"model": str}
     known = {one.name for one in fields(ServeConfig)}
     for name in args.keys() - known:
@@ -123,7 +125,7 @@ def app(args: dict[str, str]) -> serve.Application:
 
 
 class Engine:
-    """A replica: an engine, and the ASGI application over it."""
+    """A replica: an engine, and the ASGI application on top of it."""
 
     def __init__(self, config: ServeConfig, make_llm: Callable[[ServeConfig], AsyncLLM] | None = None) -> None:
         self._config, self._make_llm = config, make_llm or _make_llm
@@ -133,10 +135,10 @@ class Engine:
     async def answer(
         self, method: str, path: str, headers: dict[str, str], body: bytes, client: tuple[str, int], key: str = ""
     ) -> AsyncGenerator[Any]:
-        """First the status and headers, then pieces of the body. `key` is the router's."""
-        if self._api is None:  # here is the event loop
+        """Yields status and headers, then pieces of the body. The router uses `key`."""
+        if self._api is None:  # created here, where the event loop is running
             self._api = EmbeddedApi(self._llm, self._config.model, self._config.server_config())
-        messages: asyncio.Queue[Message] = asyncio.Queue(1)  # a slow reader holds its own answer up
+        messages: asyncio.Queue[Message] = asyncio.Queue(1)  # a slow reader delays only its own answer
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
@@ -157,9 +159,9 @@ class Engine:
             task.cancel()
 
     async def check_health(self) -> None:
-        """Raises EngineDead where the engine has failed: Serve then replaces this replica."""
+        """Raises EngineDead if the engine has failed. Serve then replaces this replica."""
         async with self._llm.submit({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1)):
-            pass  # leaving aborts it
+            pass  # leaving the block aborts the request
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         return {QUEUED_TOKENS: 0.0 if self._api is None else float(self._api.unfinished_tokens)}
@@ -170,7 +172,8 @@ def _make_llm(config: ServeConfig) -> AsyncLLM:
 
 
 class Front:
-    """Passes requests on to the replica that the router chooses. A replica that goes before it has begun to answer costs no request."""
+    """Forwards requests to the replica chosen by the router. If a replica ends before it has begun to answer,
+    another is tried."""
 
     def __init__(self, engines: DeploymentHandle, most_bytes: int) -> None:
         self._engines, self._most = engines.options(method_name="answer", stream=True), most_bytes
@@ -191,10 +194,10 @@ class Front:
             try:
                 status, head = await anext(aiter(stream))
             except (RayActorError, TaskCancelledError) as gone:
-                log.warning("a replica has gone, attempt %d of %d: %s", attempt + 1, ATTEMPTS, type(gone).__name__)
+                log.warning("a replica has ended, attempt %d of %d: %s", attempt + 1, ATTEMPTS, type(gone).__name__)
                 await asyncio.sleep(0.1 * attempt)
                 continue
-            if status != 503 or attempt == ATTEMPTS - 1:  # by 503 its engine has failed: it will be replaced
+            if status != 503 or attempt == ATTEMPTS - 1:  # 503: its engine has failed, and the replica will be replaced
                 return StreamingResponse(_rest(stream, head), status, head)
             await asyncio.sleep(0.1 * attempt)
         return _error(503, "service_unavailable_error", GONE)
@@ -216,7 +219,7 @@ def _key(body: bytes) -> str:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
-        return ""  # the application says what is wrong
+        return ""  # the application will report the error
     return prefix_key(fields) if isinstance(fields, dict) else ""
 
 

@@ -1,4 +1,4 @@
-"""How many of the waiting requests may run, by batching mode and strategy."""
+"""Decides how many waiting requests may run, from the batching mode and the strategy."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from jengine.table.ready_programs import ReadyPrograms
 
 
 class Admissions(Targets):
-    """Sequences, and how many of those waiting may run.
+    """Sequences, and the number of waiting sequences that may run.
 
     Attributes:
-        decisions: how many steps with prompts were composed so, by strategy and reason; `decision` is the last.
+        decisions: number of steps with prompts, by strategy and reason.
+        decision: the last of them.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Admissions(Targets):
         self._batches = Batches(options.batching, max_num_seqs, options.batch_wait_ms / 1e3)
         self._auto: AutoState | None = None
         self._preemptions_seen = 0
-        self._full: tuple[int, int] | None = None  # (the first of those waiting, releases) for which there were no pages
+        self._full: tuple[int, int] | None = None  # (number of the first waiting sequence, releases) when pages were last insufficient
         self.set_strategy(options.strategy)
 
     @property
@@ -65,27 +66,27 @@ class Admissions(Targets):
 
     @property
     def waiting(self) -> list[Sequence]:
-        """See Sequences; those last that wait for a batch to form."""
+        """See Sequences. Sequences held back for a batch come last."""
         return [*self._waiting, *self._batches]
 
     @property
     def wakes_at(self) -> float:
-        """Seconds on the clock: when there may be something to schedule though nothing is collected or added; inf: never."""
+        """Time on the clock at which there may be work to schedule even if nothing is collected or added; inf: never."""
         return math.inf if self._waiting or (self._running and self._batches.batching == "static") else self._batches.forms_at
 
     @property
     def busy_seconds(self) -> float:
-        """Until the device has ended what was planned."""
+        """Seconds until the device has finished all planned steps."""
         now = self.clock()
         return max(self._timeline.start(now) - now, 0.0)
 
     def snapshot(self) -> tuple[list[Sequence], list[Sequence]]:
-        """See Sequences; those that are held back for a batch wait, too."""
+        """See Sequences. Sequences held back for a batch count as waiting."""
         running, waiting = super().snapshot()
         return running, [*waiting, *[*self._batches]]
 
     def set_strategy(self, name: StrategyName) -> None:
-        """From the next step on; one of those that `options` allow."""
+        """Takes effect at the next step. The name must be one that `options` allows."""
         self._auto = AutoState(self.strategy) if name == "auto" else None
         self._use(self.strategy if name == "auto" else name)
 
@@ -95,7 +96,7 @@ class Admissions(Targets):
             self._reorder()
 
     def _begin_step(self, now: float) -> None:
-        """Forms batches, looks at the load, and accepts requests."""
+        """Forms batches, checks the load, and accepts requests."""
         if self._batches:
             for sequence in self._batches.take(now, len(self._waiting), len(self._running)):
                 self._push(sequence)
@@ -106,7 +107,7 @@ class Admissions(Targets):
             self._sort_out(self._timeline.start(now))
 
     def _admissible(self) -> int:
-        """How many of those waiting may run now, in their order, beside what slots and pages allow."""
+        """Number of waiting sequences that may run now, in queue order. Slots and pages may limit it further."""
         if not self._waiting:
             return 0
         if self.strategy == "latency":
@@ -117,7 +118,7 @@ class Admissions(Targets):
         return max(self._rows_wanted(), 1 if not running else 0) - running
 
     def _rows_wanted(self) -> int:
-        """How many sequences should run at once, for the most tokens a second."""
+        """Number of sequences to run at once for the highest throughput in tokens a second."""
         lengths = [len(sequence.tokens) for sequence in self._running or islice(self._waiting, 1)]
         mean, longest = sum(lengths) // len(lengths), max(lengths)
 
@@ -128,7 +129,8 @@ class Admissions(Targets):
         return batch_size(wanting, most, self.ready.table.row_buckets, seconds)
 
     def _fitting(self) -> int:
-        """How many of those waiting have room for all that they and the running ones are expected to generate."""
+        """Number of waiting sequences that fit, given all tokens that they and the running ones are expected to
+        generate."""
         first = self._waiting.first
         assert first is not None
         if self._full == (first.number, self._releases):

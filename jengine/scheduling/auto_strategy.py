@@ -1,4 +1,4 @@
-"""strategy="auto": moves between the others on observed load."""
+"""strategy="auto": chooses among the other strategies by observed load."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import NamedTuple
 
 from jengine.scheduling.options import StrategyName
 
-HOLD = 2.0  # seconds that load must call for another strategy before it is taken
-SHORT_PAGES, ENOUGH_PAGES = 0.10, 0.30  # shares of free pages at which memory begins and ends
-OVERLOADED, RECOVERED = 0.5, 0.2  # shares of late requests at which latency ends and begins again
+HOLD = 2.0  # seconds for which the load must call for another strategy before it is adopted
+SHORT_PAGES, ENOUGH_PAGES = 0.10, 0.30  # shares of free pages at which the memory strategy begins and ends
+OVERLOADED, RECOVERED = 0.5, 0.2  # shares of late requests at which the latency strategy ends and resumes
 
 
 class LoadSigns(NamedTuple):
-    """What was observed.
+    """Observed load.
 
     Attributes:
-        targets: whether any request that runs or waits has one.
-        late: share of the last requests with targets that missed them.
-        free_pages: share of the cache's pages.
-        preempted: whether a sequence was preempted since the strategy was last looked at.
-        waiting: requests.
+        targets: whether any running or waiting request has targets.
+        late: share of recent requests with targets that missed them.
+        free_pages: share of the cache's pages that are free.
+        preempted: whether a sequence was preempted since the last call.
+        waiting: number of waiting requests.
     """
 
     targets: bool
@@ -30,10 +30,13 @@ class LoadSigns(NamedTuple):
 
 
 class AutoState(NamedTuple):
-    """Attributes:
-    strategy: now in use.
-    reason: why.
-    wanted: another one that load calls for, `since` when; None: there is none.
+    """The strategy in use.
+
+    Attributes:
+        strategy: its name.
+        reason: why it was chosen.
+        wanted: another strategy that the load calls for; None: there is none.
+        since: the time at which the load began to call for `wanted`.
     """
 
     strategy: StrategyName = "throughput"
@@ -43,7 +46,11 @@ class AutoState(NamedTuple):
 
 
 def auto(state: AutoState, signs: LoadSigns, now: float) -> AutoState:
-    """The strategy for this load. It changes only when load has called for the same one for HOLD seconds; a preemption counts at once."""
+    """Chooses the strategy for this load.
+
+    The strategy changes only after the load has called for the same other one for HOLD seconds. A preemption
+    counts immediately.
+    """
     wanted, reason = _called_for(state.strategy, signs)
     if wanted == state.strategy:
         return state if state.wanted is None else state._replace(wanted=None)
@@ -55,7 +62,7 @@ def auto(state: AutoState, signs: LoadSigns, now: float) -> AutoState:
 
 
 def _called_for(strategy: StrategyName, signs: LoadSigns) -> tuple[StrategyName, str]:
-    """Limits differ by the strategy in use, so that load near one of them does not move it back and forth."""
+    """Thresholds depend on the current strategy (hysteresis), so a load near one of them does not cause oscillation."""
     if signs.preempted or (signs.free_pages < (ENOUGH_PAGES if strategy == "memory" else SHORT_PAGES) and signs.waiting):
         return "memory", "pages are short"
     if not signs.targets:

@@ -10,15 +10,16 @@ from jengine.scheduling.sequence import Sequence
 
 
 class Batches:
-    """Holds requests back until they form a batch: `size` of them wait, or the one that came first has waited `wait` seconds.
+    """Holds requests back until they form a batch: `size` requests wait, or the oldest has waited `wait` seconds.
 
-    dynamic: one batch after the other is admitted as slots become free. Of those that wait, the first takes along the ones whose
-    lengths are most like its own. static: a batch is admitted when all of the one before has ended, in the order of arrival.
+    dynamic: batches are admitted one after the other as slots become free. A batch contains the oldest waiting
+    request and those whose lengths are closest to its length.
+    static: a batch is admitted, in order of arrival, when all requests of the previous batch have finished.
     """
 
     def __init__(self, batching: Batching, size: int, wait: float) -> None:
         self.batching, self.size, self.wait = batching, size, wait
-        self._held: dict[Sequence, None] = {}  # in the order of their arrival
+        self._held: dict[Sequence, None] = {}  # in order of arrival
 
     def __len__(self) -> int:
         return len(self._held)
@@ -27,14 +28,14 @@ class Batches:
         return iter(self._held)
 
     def hold(self, sequence: Sequence) -> bool:
-        """Keeps a new request. False: it may be admitted at any time."""
+        """Holds back a new request. Returns False if it may be admitted at any time."""
         if self.batching == "continuous":
             return False
         self._held[sequence] = None
         return True
 
     def drop(self, sequence: Sequence) -> bool:
-        """A request ends. False where it is not held."""
+        """Removes a request that has ended. Returns False if it is not held."""
         if sequence in self._held:
             del self._held[sequence]
             return True
@@ -42,16 +43,17 @@ class Batches:
 
     @property
     def forms_at(self) -> float:
-        """When the requests that are held form a batch, if nothing else comes: seconds on the scheduler's clock; inf: there are none."""
+        """Time on the scheduler's clock at which the held requests form a batch, if no others arrive; inf: none
+        are held."""
         if not self._held:
             return math.inf
         return -math.inf if len(self._held) >= self.size else next(iter(self._held)).arrival + self.wait
 
     def take(self, now: float, waiting: int, running: int) -> list[Sequence]:
-        """The next batch, once it has formed and its turn has come.
+        """Returns the next batch, or an empty list if it is not ready.
 
         Args:
-            waiting, running: requests of batches before.
+            waiting, running: numbers of unfinished requests of earlier batches.
         """
         if waiting or (self.batching == "static" and running) or now < self.forms_at:
             return []
@@ -62,6 +64,6 @@ class Batches:
 
 
 def similar(held: list[Sequence], size: int) -> list[Sequence]:
-    """The first, and the others whose most tokens, prompt and output together, are nearest to its own."""
+    """The first request, and those whose maximum length (prompt and output) is closest to its maximum."""
     nearest = sorted(held, key=lambda sequence: (sequence.family != held[0].family, abs(sequence.max_len - held[0].max_len)))
     return sorted(nearest[:size], key=lambda sequence: sequence.number)

@@ -1,4 +1,4 @@
-"""Beams from one step to the next: those that go on are forked, the others dropped."""
+"""Beam search from one step to the next: surviving beams are forked, the others dropped."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from jengine.updates import Found
 
 
 class BeamSearches(PromptTiles):
-    """Sequences, and what becomes of beams. A beam gets no row before what was found after all beams of its prompt is known."""
+    """Sequences, and their beams. A beam gets no row until the candidates of all beams of its prompt are known."""
 
     @property
     def searching(self) -> bool:
-        """Whether beams run."""
+        """Whether any beam search is running."""
         return bool(self._searching)
 
     @property
     def awaits_beams(self) -> bool:
-        """Whether a step is in flight on which the next rows of beams depend."""
+        """Whether a step is in flight whose results determine the next rows of beams."""
         return any(member.in_flight for beams in self._searching.values() for member in beams.members)
 
     def _search(self, beam: Sequence, found: Found | None) -> Sequence | None:
-        """Takes in what was found after a beam. Returns its leader where the search ends with that."""
+        """Records a beam's candidates. Returns the search's leader if the search ends here."""
         if beam.beams is None or found is None:  # the search was preempted meanwhile
             return None
         beams, leader = beam.beams, beam.beams.leader
@@ -38,7 +38,7 @@ class BeamSearches(PromptTiles):
         return leader
 
     def _go_on(self, members: list[Sequence], chosen: list[tuple[Sequence, Path]]) -> list[tuple[Sequence, Path]]:
-        """Gives each chosen beam a sequence: that of the beam which it extends, or, where others extend it too, one that became free."""
+        """Assigns a sequence to each chosen beam: its parent's sequence, or a free one if another successor took that."""
         parents = {parent for parent, _ in chosen}
         free = [member for member in members if member not in parents]
         beams: dict[Sequence, Path] = {}
@@ -57,7 +57,7 @@ class BeamSearches(PromptTiles):
         return list(beams.items())
 
     def _fork_beam(self, parent: Sequence, beam: Sequence) -> None:
-        """Makes a sequence go on from where its parent, which has not been extended yet, stands."""
+        """Makes `beam` a fork of `parent`, before the parent is extended."""
         self.blocks.replace(parent.number, beam.number)
         beam.tokens, beam.num_computed = [*parent.tokens], parent.num_computed
         self._forked[beam] = None

@@ -1,4 +1,4 @@
-"""The beams of one prompt, and vLLM's rule for which of them go on."""
+"""The beams of one prompt, and vLLM's rule for choosing the survivors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jengine.updates import Beam, Found
 
 
 class Path(NamedTuple):
-    """A beam's generated tokens as a chain of which other beams may have the beginning.
+    """A beam's generated tokens, as a linked list whose beginning other beams may share.
 
     Attributes:
-        cumulative: log probability of all of them.
-        length: tokens, with the prompt's.
-        found: among what the last one was chosen.
+        cumulative: sum of the tokens' log probabilities.
+        length: tokens, the prompt's included.
+        found: the candidates among which the last token was chosen.
     """
 
     parent: Path | None
@@ -26,26 +26,31 @@ class Path(NamedTuple):
 
 
 class Beams[Sequence]:
-    """A prompt's beams. Each is in one of `width` sequences, which own slots, and pages as long as they hold a beam.
+    """The beams of one prompt. Each is held by one of `width` sequences, which own slots, and pages while they
+    hold a beam.
 
     Args:
-        prompt_len: tokens.
+        prompt_len: length of the prompt in tokens.
 
     Attributes:
         leader: the request's own sequence.
-        members: all of them.
+        members: all sequences of the search.
     """
 
     def __init__(self, params: BeamSearchParams, leader: Sequence, prompt_len: int, eos_token_ids: tuple[int, ...]) -> None:
         self.params, self.leader, self._prompt_len, self._ends = params, leader, prompt_len, eos_token_ids
         self.members = [leader]
         self._live: dict[Sequence, Path | None] = {leader: None}  # the best first
-        self._found: dict[Sequence, Found] = {}  # of this step
-        self._completed: list[Path] = []  # by end-of-sequence, the best ones
+        self._found: dict[Sequence, Found] = {}  # candidates of this step
+        self._completed: list[Path] = []  # beams that ended with an end-of-sequence token, the best first
 
     def take(self, beam: Sequence, found: Found) -> list[tuple[Sequence, Path]] | None:
-        """Takes in what was found after a beam. None: other beams' are still missing. Else those that go on, by the beam that each extends,
-        the best first."""
+        """Records a beam's candidates.
+
+        Returns:
+            The surviving beams, each with the sequence of the beam that it extends, the best first; None while
+            the candidates of other beams are missing.
+        """
         self._found[beam] = found
         if len(self._found) < len(self._live):
             return None
@@ -67,14 +72,14 @@ class Beams[Sequence]:
         return going[: self.params.beam_width]
 
     def go_on(self, beams: list[tuple[Sequence, Path]]) -> None:
-        """The beams of the next step, by the sequence that holds each."""
+        """Sets the beams of the next step, keyed by the sequence that holds each."""
         self._live = dict(beams)
 
     def end(self, live: list[Path], logprobs: bool) -> list[Beam]:
-        """The best of those that have ended and of those that would go on.
+        """Returns the best of the completed beams and of those that could continue.
 
         Args:
-            logprobs: whether what was found at each position comes with them.
+            logprobs: whether to include the candidates of each position.
         """
         beams = []
         for path in self._best([*self._completed, *live]):
@@ -91,12 +96,12 @@ class Beams[Sequence]:
         return sorted(paths, key=self._score, reverse=True)[: self.params.beam_width]
 
     def _score(self, path: Path) -> float:
-        """As vLLM, which leaves an end-of-sequence token out of the length even where it is ignored."""
+        """As vLLM, does not count an end-of-sequence token in the length, even if it is ignored."""
         length = path.length - (path.token in self._ends)
         score: float = path.cumulative / length**self.params.length_penalty
         return score
 
 
 def candidates(found: Found) -> dict[int, float]:
-    """Log probabilities by token, the sampled one first, then the likeliest."""
+    """Log probabilities by token: the sampled token first, then the most likely ones."""
     return {found.token: found.logprobs.chosen, **dict(found.logprobs.top)}

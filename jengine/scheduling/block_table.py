@@ -1,4 +1,4 @@
-"""Block tables, and what passes between them, the prefix index and the device."""
+"""Data types for block tables, shared by the block manager, the prefix index and the device's updates."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from jengine.scheduling.prefix_index import Block
 
 
 class GroupPages(NamedTuple):
-    """What a cache group asks of pages.
+    """The pages that a cache group needs.
 
     Attributes:
-        window: tokens that a query sees, its own included; pages before them are released. None keeps all.
-        pool: index of the pool that its pages come from.
+        window: number of tokens that a query attends to, its own included; earlier pages are released. None:
+            all are kept.
+        pool: index of the pool that supplies its pages.
     """
 
     window: int | None = None
@@ -28,7 +29,7 @@ Entry = tuple[int, int, int]  # an update of a block table: cache group, index, 
 
 
 class Copy(NamedTuple):
-    """Pages of one pool: what the first holds is to be copied to the second."""
+    """Copies the contents of the first page to the second, within one pool."""
 
     pool: int
     source: int
@@ -36,12 +37,12 @@ class Copy(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A cached prefix. Each group has the pages that it needs to continue from there.
+    """A cached prefix. Each group has the pages that it needs to continue after the prefix.
 
     Attributes:
-        tokens: of the blocks.
-        fetches: pages that are on the host and not on the device.
-        from_host: tokens that the device alone would not have found.
+        tokens: number of tokens in the blocks.
+        fetches: number of pages that are on the host but not on the device.
+        from_host: number of tokens found only thanks to the host tier.
     """
 
     blocks: list[Block]
@@ -58,10 +59,10 @@ class BlockTable:
     """A sequence's pages.
 
     Attributes:
-        pages: by group, in order; 0 for those behind the window.
-        first: by group, the index of the first page still held.
-        sent: by group, how many entries the device knows.
-        blocks: its first pages, as the prefix index knows them.
+        pages: page numbers by group, in order; 0 for pages behind the window.
+        first: by group, index of the first page still held.
+        sent: by group, number of entries that the device knows.
+        blocks: the prefix index's blocks for its first pages.
         findable: whether its other pages may enter the index.
     """
 
@@ -73,5 +74,5 @@ class BlockTable:
     blocks: list[Block] = field(default_factory=list)
 
     def held(self, group: int) -> list[int]:
-        """Its pages of a group that are not behind the window."""
+        """Its pages of a group, without those behind the window."""
         return self.pages[group][self.first[group] :]

@@ -1,4 +1,4 @@
-"""Who owns which pages: block tables of running sequences, shared where prefixes are equal."""
+"""Owners of pages: block tables of running sequences, which share pages of equal prefixes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from jengine.table.pages import SWAPS, most_pages, pages_of
 class BlockManager:
     """Block tables by sequence number, over one or more pools of pages.
 
-    A page is shared by sequences whose tokens up to its end are equal. It is written only by its single holder, and can be found only
-    when all of its tokens are known and their step is planned: steps run in the order in which they are planned, and each layer
-    writes keys and values before it reads any.
+    Sequences whose tokens are equal up to the end of a page share that page. Only its single holder may write
+    to a page. A page can be found once all of its tokens are known and their step is planned: steps run in the
+    order in which they are planned, and each layer writes keys and values before it reads any.
 
     Args:
-        page_size: tokens of a page.
-        pools: pages of each, the null page included.
+        page_size: tokens in a page.
+        pools: number of pages in each pool, the null page included.
         groups: the model's cache groups with block tables.
-        states: whether the model has recurrent states too, in one more group: the last pool holds them.
-        prefix_caching: whether pages are kept to be found again.
-        hit_grid: tokens, whole pages, of which a hit is a multiple; None: a page's.
-        host_pages: of the second tier; 0: there is none. It needs prefix_caching.
-        staged: pages that may be under way between the tiers at once, in each direction.
+        states: whether the model also has recurrent states. They form one more group, in the last pool.
+        prefix_caching: whether released pages are kept for later requests.
+        hit_grid: hits are multiples of this number of tokens, which is a multiple of the page size; None: the page size.
+        host_pages: pages in the host tier, which needs prefix_caching; 0: no host tier.
+        staged: maximum number of pages in flight between device and host, in each direction.
 
     Attributes:
-        tier: the second tier.
-        states: recurrent states, of a model that has them.
+        tier: the host tier.
+        states: the recurrent states, if the model has them.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BlockManager:
         self._groups_of = Counter(group.pool for group in self.groups)
         windows = [group.window for group in self.groups] + [LAST_PAGE] * states
         names = [group.name for group in self.groups] + ["state"] * states
-        self.hit_pages = dict.fromkeys(names, 0)  # pages found, by the groups' names
+        self.hit_pages = dict.fromkeys(names, 0)  # pages found, by group name
         self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
         self._index = PrefixIndex(len(windows), page_size)
         self._finder = PrefixFinder(self._index, page_size, self.hit_grid, windows)
@@ -70,7 +70,7 @@ class BlockManager:
 
     @property
     def capacity(self) -> int:
-        """Pages of tokens there are, over all pools; so with those that follow. States are not counted."""
+        """Number of pages for tokens, over all pools, as in the counts below. Pages of states are not counted."""
         return sum(pool.capacity for pool in self._token_pools)
 
     @property
@@ -79,52 +79,53 @@ class BlockManager:
 
     @property
     def cached(self) -> int:
-        """Pages that no sequence holds, and that can be found."""
+        """Number of pages that no sequence holds but that can be found."""
         return sum(pool.cached for pool in self._token_pools)
 
     @property
     def evictions(self) -> int:
-        """Cached pages that were given to others."""
+        """Number of cached pages that were reused for other tokens."""
         return sum(pool.evictions for pool in self._token_pools)
 
     @property
     def version(self) -> int:
-        """Changes when a page comes to be found, or can no longer be: until then, `match` gives the same."""
+        """A counter that changes when a page becomes findable or stops being so. Until then, `match` returns
+        the same result."""
         return self._index.version
 
     def pages_of(self, tokens: int) -> int:
-        """Pages of each group that hold this many tokens."""
+        """Number of pages of each group that hold this many tokens."""
         return pages_of(tokens, self.page_size)
 
     @property
     def numbers(self) -> set[int]:
-        """Of the sequences that have a block table."""
+        """Numbers of the sequences that have a block table."""
         return {*self._tables}
 
     def held(self, number: int) -> int:
-        """Pages of a sequence's block table, shared ones included. May be called from any thread."""
+        """Number of pages in a sequence's block table, shared ones included. Thread-safe."""
         table = self._tables.get(number)
         return 0 if table is None else sum(len(table.held(group)) for group in range(len(self.groups)))
 
     def new_pages(self, count: int) -> Counter[int]:
-        """Pages by pool of `count` sequences that enter a new page in each group."""
+        """Pages needed from each pool when `count` sequences enter a new page in each group."""
         return Counter({pool: count * groups for pool, groups in self._groups_of.items()})
 
     def available(self, wanted: Counter[int]) -> bool:
-        """Whether each pool has as many pages to give."""
+        """Whether every pool can supply the wanted pages."""
         return all(self.pools[pool].available >= count for pool, count in wanted.items())
 
     # --- admission --------------------------------------------------------------------------------
 
     def match(self, tokens: Sequence[int], salt: str | None) -> Hit:
-        """The longest prefix that is in the cache: multiples of hit_grid, and never the last token, which must be computed to get on."""
+        """The longest cached prefix: a multiple of hit_grid, without the last token, which must always be computed."""
         if not self.prefix_caching:
             return NO_HIT
         blocks = self._finder.longest(tokens, salt)
         return Hit(blocks, len(blocks) * self.page_size)
 
     def match_both(self, tokens: Sequence[int], salt: str | None, hit: Hit) -> Hit:
-        """The longest prefix whose pages are on the device or on the host, if it is longer than `hit`, which the device has alone."""
+        """The longest prefix found on device and host together, if it is longer than `hit`, found on the device alone."""
         if self.tier is None:
             return hit
         blocks = self._finder.longest(tokens, salt, self.tier.find)
@@ -132,18 +133,19 @@ class BlockManager:
         return Hit(blocks, found, len(self._finder.missing(blocks)), found - hit.tokens) if found > hit.tokens else hit
 
     def coming(self, hit: Hit) -> bool:
-        """Whether pages of a hit are being fetched for another sequence: they will be found on the device."""
+        """Whether pages of a hit are being fetched for another sequence, and will thus be found on the device."""
         tier = self.tier
         if tier is None or not hit.fetches:
             return False
         return any(tier.coming(hit.blocks[index], group) for group, index in self._finder.missing(hit.blocks))
 
     def needed(self, hit: Hit, tokens: int, ahead: int) -> Counter[int]:
-        """Pages by pool that admitting a sequence takes from those available; pages of the hit that others own are not among them.
+        """Pages needed from each pool to admit a sequence. Pages of the hit that other sequences own cost nothing.
 
         Args:
-            tokens: known ones. Groups without a window get pages for all of them at once, the others as they are computed.
-            ahead: tokens computed at a time, at least.
+            tokens: number of known tokens. Groups without a window get pages for all of them at once, the
+                others as they are computed.
+            ahead: minimum number of tokens computed at a time.
         """
         wanted: Counter[int] = Counter()
         for group, (window, pool) in enumerate(self.groups):
@@ -157,16 +159,17 @@ class BlockManager:
 
     @property
     def forked(self) -> Counter[int]:
-        """Pages by pool that one more sample of a prompt takes at once."""
+        """Pages needed from each pool for one more sample of a prompt."""
         return Counter() if self.states is None else Counter({len(self.pools) - 1: 2})
 
     def admit(self, number: int, hit: Hit, tokens: int, salt: str | None, known: Sequence[int] = ()) -> None:
-        """Gives a sequence its block table: the pages of the hit, and for groups without a window those of all known tokens.
+        """Creates a sequence's block table: the pages of the hit and, for groups without a window, pages for
+        all known tokens.
 
         Args:
-            known: these tokens, for a model with recurrent states.
+            known: the known tokens, for a model with recurrent states.
 
-        Pages of the hit that are on the host are fetched; until they have come (see `land`), the sequence waits.
+        Pages of the hit that are on the host are fetched. The sequence waits until they have arrived (see `land`).
         """
         firsts = [self._finder.first_seen(group, hit.tokens) for group in range(len(self.groups))]
         pages = [[0] * first + [block.pages[group] for block in hit.blocks[first:]] for group, first in enumerate(firsts)]
@@ -185,9 +188,10 @@ class BlockManager:
                 self._grow(table, group, self.pages_of(tokens))
 
     def _fetch(self, tier: HostTier, number: int, table: BlockTable) -> None:
-        """Takes pages for the blocks of a hit that are on the host alone, and has them fetched; the tail first, as they are released."""
+        """Allocates pages for blocks of a hit that are only on the host, and fetches them, the last first, as
+        in `release`."""
         missing = self._finder.missing(table.blocks)
-        hosts = [tier.pin(table.blocks[index], group) for group, index in missing]  # all first: taking pages could evict them too
+        hosts = [tier.pin(table.blocks[index], group) for group, index in missing]  # pin all first: taking pages could evict them too
         for (group, index), host in zip(missing, hosts, strict=True):
             (page,) = self._pool_of[group].take(1)
             table.pages[group][index] = page
@@ -195,7 +199,7 @@ class BlockManager:
             tier.fetch(Fetch(number, table.blocks[index], group, self.groups[group].pool, host, page))
 
     def fork(self, number: int, child: int) -> None:
-        """Another sequence with the same tokens: it shares all pages. What either writes must be `unshare`d before."""
+        """Gives `child` the same tokens and pages. Either must `unshare` a page before it writes to it."""
         parent = self._tables[number]
         table = BlockTable([[*p] for p in parent.pages], [*parent.first], [*parent.first], parent.salt, parent.findable, [*parent.blocks])
         self._enter(child, table)
@@ -203,9 +207,9 @@ class BlockManager:
             self.states.fork(number, child)
 
     def replace(self, number: int, child: int) -> None:
-        """`fork` for a sequence that has a block table, which it gives up: the device knows the entries that stay the same."""
+        """`fork` for a child with a block table, which it gives up. Entries that stay equal are not sent again."""
         old = self._tables.pop(child)
-        self.fork(number, child)  # first: what both hold stays held
+        self.fork(number, child)  # first, so that pages which both hold stay held
         new = self._tables[child]
         for group, pages in enumerate(new.pages):
             known = zip(old.pages[group][: old.sent[group]], pages, strict=False)
@@ -213,7 +217,7 @@ class BlockManager:
         self._give_up(old)
 
     def empty(self, number: int, salt: str | None) -> None:
-        """Gives a sequence a block table without pages, in place of the one that it may have."""
+        """Gives a sequence an empty block table, releasing the previous one if any."""
         if number in self._tables:
             self.release(number)
         self.admit(number, NO_HIT, 0, salt)
@@ -221,7 +225,7 @@ class BlockManager:
     # --- growth -----------------------------------------------------------------------------------
 
     def pass_windows(self, number: int, position: int) -> None:
-        """Releases the pages that no query from this position on sees."""
+        """Releases the pages that no query at or after this position attends to."""
         if self._windowed:
             table = self._tables[number]
             for group in self._windowed:
@@ -232,7 +236,7 @@ class BlockManager:
                 table.first[group] = max(first, table.first[group])
 
     def room(self, number: int, end: int) -> int:
-        """How many of a sequence's tokens, up to `end`, have pages or can get them."""
+        """Number of a sequence's tokens, up to `end`, that have pages or can get them."""
         table, pages = self._tables[number], self.pages_of(end)
         while True:
             missing: Counter[int] = Counter()
@@ -243,7 +247,8 @@ class BlockManager:
             pages -= 1
 
     def grow(self, number: int, tokens: int) -> list[Entry]:
-        """Takes the pages that a sequence's first `tokens` tokens lack. Returns the entries that the device does not know, up to there."""
+        """Allocates missing pages for a sequence's first `tokens` tokens. Returns entries up to there that the
+        device lacks."""
         table, pages, entries = self._tables[number], self.pages_of(tokens), []
         for group, own in enumerate(table.pages):
             self._grow(table, group, pages)
@@ -254,7 +259,7 @@ class BlockManager:
         return entries
 
     def copies(self, writers: Iterable[tuple[int, int]]) -> Counter[int]:
-        """Pages by pool that `unshare` will take for these sequences and positions, one after the other."""
+        """Pages needed from each pool to `unshare` these sequences at these positions, one after the other."""
         wanted: Counter[int] = Counter()
         holders: dict[tuple[int, int], int] = {}
         for number, position in writers:
@@ -268,7 +273,7 @@ class BlockManager:
         return wanted
 
     def unshare(self, number: int, position: int) -> tuple[list[Copy], list[Entry]]:
-        """Gives a sequence its own copies of the pages of this position, where it shares them."""
+        """If a sequence shares the pages of this position, gives it copies of its own."""
         table, index = self._tables[number], position // self.page_size
         copies, entries = [], []
         for group, (_, pool) in enumerate(self.groups):
@@ -281,7 +286,8 @@ class BlockManager:
         return copies, entries
 
     def commit(self, number: int, tokens: Sequence[int], count: int) -> None:
-        """Lets the pages of a sequence's first `count` tokens be found, as far as they are whole: known, and their steps planned."""
+        """Makes the whole pages of a sequence's first `count` tokens findable. Their tokens must be known,
+        their steps planned."""
         table = self._tables[number]
         if not table.findable or count // self.page_size <= len(table.blocks):
             return
@@ -302,7 +308,7 @@ class BlockManager:
     # --- release ----------------------------------------------------------------------------------
 
     def release(self, number: int) -> None:
-        """Takes a sequence's pages back, the tail first, so that of a prefix the beginning is evicted last."""
+        """Releases a sequence's pages, the last first, so the beginning of a prefix is evicted last."""
         if self.tier is not None:
             self.tier.cancel(number)
         self._give_up(self._tables.pop(number))
@@ -318,7 +324,7 @@ class BlockManager:
             self._index.unuse(table.blocks[-1])
 
     def reset(self) -> None:
-        """Forgets all cached pages. What running sequences have computed cannot be found either."""
+        """Forgets all cached pages. Pages that running sequences have already computed cannot be found either."""
         self._index.clear()
         if self.tier is not None:
             self.tier.reset()
@@ -329,17 +335,17 @@ class BlockManager:
         if self.states is not None:
             self.states.reset()
 
-    # --- the second tier --------------------------------------------------------------------------
+    # --- the host tier ----------------------------------------------------------------------------
 
     def fetches(self, number: int) -> bool:
-        """Whether a sequence waits for pages that are on the host."""
+        """Whether a sequence waits for pages from the host."""
         return self.tier is not None and self.tier.waits(number)
 
     def land(self) -> list[int]:
-        """Begins a plan: what was fetched goes into its pages, and cached pages that are evicted next are saved.
+        """Begins a plan: fills pages that were fetched, and saves cached pages that would be evicted next.
 
         Returns:
-            Numbers of sequences that waited for pages and have them all now.
+            Numbers of sequences whose fetched pages have all arrived.
         """
         if self.tier is None:
             return []
@@ -354,19 +360,19 @@ class BlockManager:
             self._index.hold(fetch.block, fetch.group, fetch.page)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every page is free, cached or owned, and every holder known."""
+        """Raises AssertionError unless every page is free, cached or owned, and every holder is known."""
         self._index.check_integrity()
         if self.tier is not None:
             self.tier.check_integrity()
         if self.states is not None:
-            assert self.states.numbers == self.numbers, "a sequence has no state, or a state no sequence"
+            assert self.states.numbers == self.numbers, "a sequence has no state, or a state has no sequence"
             self.states.pool.check_integrity(self.states.held())
         for number, pool in enumerate(self._token_pools):
             groups = [group for group, own in enumerate(self.groups) if own.pool == number]
             pool.check_integrity(Counter(page for table in self._tables.values() for group in groups for page in table.held(group)))
 
     def _enter(self, number: int, table: BlockTable) -> None:
-        """A sequence becomes one more holder of the pages in its block table."""
+        """Adds a sequence as a holder of the pages in its block table."""
         self._tables[number] = table
         for group, pool in enumerate(self._pool_of):
             for page in filter(None, table.held(group)):
@@ -388,7 +394,7 @@ class BlockManager:
             self.tier.cached(self.groups[group].pool, page, self._index.block(group, page), group)
 
     def _forget(self, pool: int, page: int) -> None:
-        """An evicted page's block loses it."""
+        """Removes an evicted page from its block."""
         pools = [group.pool for group in self.groups] + [len(self.pools) - 1] * (self.states is not None)
         for group, own in enumerate(pools):
             if own == pool and self._index.holds(group, page):

@@ -1,4 +1,4 @@
-"""Steps in a row that need nothing of the host: when, and how many tokens of each row."""
+"""Bursts: several decode steps in a row that do not need the host. Decides when to run one, and its length per row."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from jengine.table.program_table import VARIANTS
 
 
 class Bursts(BeamSearches):
-    """Sequences, and steps of decode rows that become bursts."""
+    """Sequences, and the decode steps that become bursts."""
 
     def _lengthen(self, draft: Draft, rows: list[Sequence], tokens: int) -> int:
-        """Makes a step of decode rows a burst, where its program is ready, no row needs the host, there are pages, and, with
-        num_scheduler_steps="auto", nothing waits.
+        """Turns a decode step into a burst, if its program is ready, no row needs the host, and there are enough pages.
+
+        With num_scheduler_steps="auto", also requires that nothing is waiting.
 
         Args:
-            tokens: of the longest sequence.
+            tokens: length of the longest sequence.
 
         Returns:
-            How many steps it is.
+            The number of steps.
         """
         steps, blocks = self.table.steps, self.blocks
         rank = max([sequence.variant_rank for sequence in rows])
@@ -48,5 +49,5 @@ class Bursts(BeamSearches):
         return steps
 
     def _most_pages(self, tokens: int, steps: int) -> int:
-        """Pages that the longest sequence has after so many steps, which may take it to its end."""
+        """Pages of the longest sequence after this many steps, or at its end if that comes first."""
         return self.blocks.pages_of(min(tokens + steps - 1, self.sequence.max_model_len))

@@ -1,4 +1,4 @@
-"""What a step may compute together, and where prompts may be cut: anything, or only what leaves a token's bits as they are."""
+"""What a step may combine and where prompts may be cut: freely, or so that results are batch-invariant."""
 
 from __future__ import annotations
 
@@ -8,44 +8,45 @@ from jengine.scheduling.sequence import Sequence
 
 
 class Composition:
-    """Decode rows and prompt tiles share steps. A resumed sequence is prefilled, with all that is known of it.
+    """Decode rows and prompt tiles share steps. A resumed sequence prefills all of its known tokens.
 
     Attributes:
-        apart: a step holds rows or tiles, never both.
+        apart: whether a step holds either rows or tiles, never both.
     """
 
     apart = False
 
     def prefilled(self, sequence: Sequence) -> int:
-        """How many of a sequence's known tokens are computed in tiles; rows compute what follows."""
+        """Number of a sequence's known tokens that are computed in tiles; rows compute the others."""
         return len(sequence.tokens)
 
     def end(self, end: int, last: int) -> int:
-        """Where a chunk ends for which there is room up to `end`, of tokens that are prefilled up to `last`."""
+        """Where a chunk ends, given room up to `end` and tokens to prefill up to `last`."""
         return end
 
     def hit_grid(self, page_size: int) -> int:
-        """Tokens of which a hit is a multiple."""
+        """Prefix hits are multiples of this number of tokens."""
         return page_size
 
     @property
     def prompts_first(self) -> bool:
-        """Whether the next step takes tiles before it looks for rows."""
+        """Whether the next step plans tiles before it considers rows."""
         return False
 
     def note(self, rows: int, tiles: int) -> None:
-        """A step of these was planned."""
+        """Records the rows and tiles of a planned step."""
 
 
 class BatchInvariant(Composition):
-    """Every token is computed by one program at a place that its request alone decides, so its bits never change.
+    """Computes every token with one program at a place that depends on its request alone, so its bits never change.
 
     - Steps never mix rows and tiles.
     - Tiles begin and end at absolute multiples of the tile size, or at the prompt's end; so do hits.
-    - A prompt's tokens are computed in tiles, generated ones in rows. A resumed sequence repeats its own in rows, and the
-      prefix cache holds prompts alone: an answer that comes back within a prompt is computed again, in tiles.
+    - Prompt tokens are computed in tiles, generated tokens in rows. A resumed sequence recomputes its generated
+      tokens in rows. The prefix cache holds only prompts: an earlier answer that becomes part of a prompt is
+      computed again, in tiles.
 
-    Prompts come first, `budget` tokens at most between two steps of rows, so that running streams go on.
+    Prompts come first, with at most `budget` tokens between two steps of rows, so running streams advance.
 
     Args:
         budget: tokens, at least one tile.
@@ -55,7 +56,7 @@ class BatchInvariant(Composition):
 
     def __init__(self, tile_size: int, budget: int) -> None:
         self._tile_size, self._budget = tile_size, budget
-        self._spent = 0  # since the last step of rows
+        self._spent = 0  # prompt tokens since the last step of rows
 
     def prefilled(self, sequence: Sequence) -> int:
         return sequence.prompt_len

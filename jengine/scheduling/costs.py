@@ -1,4 +1,4 @@
-"""What a step costs: predicted from its programs and its work, and refined by what steps take."""
+"""Predicts what a step costs from its programs and its work, and refines the costs from observed steps."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import VARIANTS, BurstKey, ProgramTable, SamplerKey, TrunkKey
 
-# The estimate before anything is measured. Only ratios matter: a step's fixed cost is that of 50 tokens.
+# Estimates used before anything is measured. Only ratios matter: a step's fixed cost equals that of 50 tokens.
 STEP_SECONDS = 1e-3
 TOKEN_SECONDS = 2e-5
-SAMPLE_SECONDS = 1e-6  # for each row that is sampled greedily
-SAMPLERS = dict(zip(VARIANTS, (1.0, 2.0, 4.0, 6.0), strict=True))  # a variant's cost, relative to greedy
+SAMPLE_SECONDS = 1e-6  # per greedily sampled row
+SAMPLERS = dict(zip(VARIANTS, (1.0, 2.0, 4.0, 6.0), strict=True))  # cost of each variant relative to greedy
 
-FIRST = 5  # steps whose median is a program's first cost; later ones refine it
-GAIN = 0.03  # of the unexpected part of a step that its costs take over: they forget within 1 / GAIN steps
-EARLY = 0.5  # divided by a trunk's steps: the same, while these are few
-LEAST = 0.01  # share of a step that its sampler is taken to need at least
+FIRST = 5  # the median of this many steps is a program's first cost; later steps refine it
+GAIN = 0.03  # share of an unexpected deviation that a step adds to its costs, so observations fade after about 1 / GAIN steps
+EARLY = 0.5  # the gain is EARLY / steps while a trunk has few steps and this is larger than GAIN
+LEAST = 0.01  # minimum share of a step attributed to its sampler
 
 
 class Slopes(NamedTuple):
-    """Seconds for each unit of Work; shared by all trunks, since all read the same cache."""
+    """Seconds per unit of Work. All trunks share them, since all read the same cache."""
 
     context: float = TOKEN_SECONDS / 5000
     longest: float = 0.0
@@ -38,11 +38,11 @@ class Slopes(NamedTuple):
 
 
 class SwapCosts(NamedTuple):
-    """Seconds to move SWAPS pages between the device and the host.
+    """Seconds to move SWAPS pages between device and host.
 
     Attributes:
-        spill, fill: of the device, between its steps.
-        fetch: from the host to the device, beside its steps.
+        spill, fill: device time, between its steps.
+        fetch: from host to device, in parallel with steps.
     """
 
     spill: float = STEP_SECONDS
@@ -51,11 +51,11 @@ class SwapCosts(NamedTuple):
 
 
 class Cost(msgspec.Struct):
-    """Seconds of one program, without the work that depends on contexts.
+    """Seconds of one program, without the work that depends on context lengths.
 
     Attributes:
-        steps: that it was learned from.
-        first: what the first of these took, sorted.
+        steps: number of steps that it was learned from.
+        first: durations of the first of these steps, sorted.
     """
 
     seconds: float
@@ -67,13 +67,13 @@ class Cost(msgspec.Struct):
         return self.steps >= FIRST
 
     def note(self, seconds: float) -> None:
-        """One of the first steps. Their lower median counts, so that one slow step does not."""
+        """Records one of the first steps. The lower median is used, so a single slow step has no effect."""
         self.first = sorted([*self.first, seconds])
         self.seconds, self.steps = self.first[(len(self.first) - 1) // 2], self.steps + 1
 
 
 class SavedCosts(msgspec.Struct):
-    """As they are saved. Keys are names of programs of the table."""
+    """Costs as saved. Keys are the names of the table's programs."""
 
     table: ProgramTable
     trunks: dict[str, Cost]
@@ -86,15 +86,16 @@ class SavedCosts(msgspec.Struct):
 
 
 class StepCosts:
-    """Predicts device seconds of steps: a base for each trunk and each sampler, or for a burst, and shared slopes for the work.
+    """Predicts device seconds of steps: a base cost for each trunk, sampler and burst, and shared slopes for the work.
 
-    Each is measured at warm-up or learned from a few steps, then refined by every step that is observed. How busy the machine is
-    now is a factor apart (`drift`), which follows within some ten steps and leaves the costs alone. Programs that have not run yet
-    are estimated from those that have. Not thread-safe, but other threads may read.
+    Each cost is measured at warm-up or learned from a few steps, and then refined by every observed step. The
+    machine's current load is a separate factor (`drift`), which follows within about ten steps and does not
+    change the costs. Programs that have not run yet are estimated from those that have. Only one thread may
+    write; others may read.
 
     Args:
-        table: whose programs these are.
-        trunks, samplers: seconds that are known, of a trunk without its sampler and without Work.
+        table: the table of these programs.
+        trunks, samplers: known seconds of trunks (without sampler and Work) and samplers.
     """
 
     def __init__(
@@ -111,64 +112,64 @@ class StepCosts:
         self.bursts: dict[BurstKey, Cost] = {}
         self.slopes = Slopes() if slopes is None else slopes
         self.host = HostCosts()
-        self.swaps: SwapCosts | None = None  # None: not measured, and guessed
+        self.swaps: SwapCosts | None = None  # None: not measured; guesses are used
         self._drift = Drift()
-        self._estimates: dict[TrunkKey | SamplerKey, float] = {}  # of programs that are not known
+        self._estimates: dict[TrunkKey | SamplerKey, float] = {}  # of programs whose cost is unknown
         self._greedy: dict[TrunkKey, SamplerKey] = {}
 
     @property
     def measured(self) -> bool:
-        """Whether any program's cost is known; all are guesses otherwise."""
+        """Whether any program's cost is known. If not, all costs are guesses."""
         return bool(self.trunks)
 
     @property
     def drift(self) -> float:
-        """How much longer steps take now than they usually do, as a factor."""
+        """Duration of steps now, relative to their usual duration."""
         return self._drift.factor
 
     @property
     def spread(self) -> float:
-        """Mean relative deviation of steps from what was predicted."""
+        """Mean relative deviation of steps from their predictions."""
         return self._drift.spread
 
     def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK) -> float:
-        """Device seconds that a step is going to take, from the end of the one before it. sampler: None is the cheapest."""
+        """Predicted device seconds of a step, from the end of the previous one. sampler: None means the cheapest one."""
         return self._drift.factor * (
             self.trunk_seconds(trunk) + self.sampler_seconds(sampler or self._cheapest(trunk)) + self.slopes.seconds(work)
         )
 
     def burst_seconds(self, key: BurstKey, work: Work = NO_WORK) -> float:
-        """The same of a burst, all of its steps. Until it has run, as much as single ones."""
+        """The same for a whole burst. Until it has run, the sum of single steps."""
         known = self.bursts.get(key)
         single = self.trunk_seconds(key.trunk) + self.sampler_seconds(key.sampler)
         return self._drift.factor * ((key.steps * single if known is None else known.seconds) + self.slopes.seconds(work))
 
     def trunk_seconds(self, key: TrunkKey) -> float:
-        """Of a trunk alone, without work, on a machine as busy as usual."""
+        """Seconds of a trunk alone, without work, under usual load."""
         known = self.trunks.get(key)
         return self._estimated(key) if known is None else known.seconds
 
     def sampler_seconds(self, key: SamplerKey) -> float:
-        """Of a sampler alone, on a machine as busy as usual."""
+        """Seconds of a sampler alone, under usual load."""
         known = self.samplers.get(key)
         return self._estimated(key) if known is None else known.seconds
 
     def work_seconds(self, work: Work) -> float:
-        """Of a step's work alone."""
+        """Seconds of a step's work alone."""
         return self._drift.factor * self.slopes.seconds(work)
 
     def swap_seconds(self, spills: int, fills: int) -> float:
-        """Device seconds that so many pages take beside a step."""
+        """Device seconds that this many pages add to a step."""
         swaps = self.swaps or SwapCosts()
         return self._drift.factor * (-(-spills // SWAPS) * swaps.spill + -(-fills // SWAPS) * swaps.fill)
 
     def fetch_seconds(self, pages: int) -> float:
-        """Until so many pages of the host are where steps can read them."""
+        """Seconds until this many host pages can be read by steps."""
         swaps = self.swaps or SwapCosts()
         return self._drift.factor * -(-pages // SWAPS) * (swaps.fetch + swaps.fill)
 
     def observe(self, trunk: TrunkKey, sampler: SamplerKey, work: Work, seconds: float) -> None:
-        """A step took `seconds` on the device."""
+        """Records that a step took `seconds` on the device."""
         if seconds <= 0.0:
             return
         base, sampling, usual = self.trunk_seconds(trunk), self.sampler_seconds(sampler), seconds / self._drift.factor
@@ -184,7 +185,7 @@ class StepCosts:
             self._refine(known, known_sampler, work, predicted, unexpected)
 
     def observe_burst(self, key: BurstKey, work: Work, seconds: float) -> None:
-        """A burst took `seconds` on the device."""
+        """Records that a burst took `seconds` on the device."""
         known, attention = self.bursts.get(key), self.slopes.seconds(work)
         if seconds <= 0.0:
             return
@@ -197,7 +198,7 @@ class StepCosts:
             known.steps += 1
 
     def host_seconds(self, rows: int, tiles: int = 0) -> HostSeconds:
-        """What a step of so many rows and tiles takes of the host."""
+        """Host seconds of a step with this many rows and tiles."""
         return self.host.seconds(rows + tiles)
 
     def observe_plan(self, rows: int, tiles: int, seconds: float) -> None:
@@ -209,7 +210,8 @@ class StepCosts:
         self.host.collect.observe(rows + tiles, seconds)
 
     def for_table(self, table: ProgramTable) -> StepCosts:
-        """Costs of another table's programs, on the same machine with the same model: those of equal shape are known, others estimated."""
+        """Costs for another table on the same machine with the same model: equal shapes keep their costs,
+        others are estimated."""
         size, other = self.table.tile_size, table.tile_size
         same = {
             TrunkKey(key.rows, key.tiles * size // other, key.pages): cost.seconds
@@ -221,14 +223,14 @@ class StepCosts:
         return costs
 
     def to_json(self) -> bytes:
-        """What `from_json` reads: all but how busy the machine is now."""
+        """Serializes all costs, except the current load, for `from_json`."""
         kinds = self.trunks, self.samplers, self.bursts
         trunks, samplers, bursts = ({str(key): cost for key, cost in [*known.items()]} for known in kinds)
         return msgspec.json.encode(SavedCosts(self.table, trunks, samplers, self.slopes, self.spread, self.host, bursts, self.swaps))
 
     @classmethod
     def from_json(cls, data: bytes | str) -> StepCosts:
-        """Raises ValueError where it is none."""
+        """Raises ValueError if the data is not valid saved costs."""
         saved = msgspec.json.decode(data, type=SavedCosts)
         costs = cls(saved.table, slopes=saved.slopes)
         costs.trunks = {key: saved.trunks[str(key)] for key in saved.table.trunks() if str(key) in saved.trunks}
@@ -246,7 +248,7 @@ class StepCosts:
         self._estimates.clear()
 
     def _refine(self, trunk: Cost, sampler: Cost, work: Work, predicted: float, unexpected: float) -> None:
-        """Move each cost by its share of the step: together they make up for a GAIN of what was not expected, a relative deviation."""
+        """Adjusts each cost by its share of the step. Together they absorb GAIN of the unexpected relative deviation."""
         slopes = self.slopes
         parts = (
             trunk.seconds,
@@ -278,7 +280,8 @@ class StepCosts:
         return seconds
 
     def _estimate_trunk(self, key: TrunkKey) -> float:
-        """On the line between the known ones with fewer and with more tokens; beyond these, on that through the first and the last."""
+        """Interpolates between known trunks with fewer and more tokens; extrapolates through the smallest and
+        the largest."""
         points = sorted((self.table.tokens(known), cost.seconds) for known, cost in self.trunks.items())
         tokens = self.table.tokens(key)
         if not points:
@@ -294,7 +297,7 @@ class StepCosts:
         return _on_line(points[after - 1], points[after], tokens)
 
     def _estimate_sampler(self, key: SamplerKey) -> float:
-        """In proportion to the known one that is most alike."""
+        """Scales the known cost of the most similar sampler."""
         if self.samplers:
             rank = VARIANTS.index(key.variant)
             like = min(self.samplers, key=lambda k: (abs(VARIANTS.index(k.variant) - rank), abs(math.log(k.rows / key.rows)), k))
@@ -304,7 +307,7 @@ class StepCosts:
 
 
 def _linear(tokens: int) -> float:
-    """Seconds of a trunk, its padding included."""
+    """Estimated seconds of a trunk, padding included."""
     return STEP_SECONDS + TOKEN_SECONDS * tokens
 
 

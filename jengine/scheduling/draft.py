@@ -1,4 +1,4 @@
-"""A step plan in the making."""
+"""A step plan under construction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jengine.scheduling.work import NO_WORK
 
 
 class Draft:
-    """The lists of a StepPlan; `sampled` are the sequences of `samples`."""
+    """The lists of a StepPlan. `sampled` holds the sequences of `samples`, in the same order."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -23,5 +23,5 @@ class Draft:
         self.work = NO_WORK
 
     def enter(self, slot: int, entries: Iterable[Entry]) -> None:
-        """Update a slot's block tables."""
+        """Updates a slot's block tables."""
         self.table += [(group, slot, index, page) for group, index, page in entries]

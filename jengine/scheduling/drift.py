@@ -1,31 +1,31 @@
-"""How busy the machine is now: a factor on all costs, robust to single slow steps."""
+"""The machine's current load, as a factor on all costs. Single slow steps do not affect it."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 
-STEPS = 15  # whose median counts: it follows a change within half as many, and up to half of them may be far off
-CLIP = 3.0  # deviations further out count as so many times the spread
-SPREAD = 0.05  # before steps have shown it
+STEPS = 15  # window of the median: it follows a change within half as many steps, and tolerates up to half of them as outliers
+CLIP = 3.0  # larger deviations are clipped to this multiple of the spread
+SPREAD = 0.05  # initial value, before steps have been observed
 LEAST_SPREAD = 0.005
-FORGET = 0.02  # of the spread, a step
+FORGET = 0.02  # decay of the spread per step
 
 
 class Drift:
     """
     Attributes:
-        factor: on costs, at the moment.
-        spread: mean relative deviation of a step from its prediction.
+        factor: current factor on costs.
+        spread: mean relative deviation of steps from their predictions.
     """
 
     def __init__(self) -> None:
         self.factor, self.spread = 1.0, SPREAD
-        self._log = 0.0  # of the factor
+        self._log = 0.0  # log of the factor
         self._recent = deque([0.0] * STEPS, STEPS)
 
     def observe(self, ratio: float) -> float:
-        """A step's deviation from its costs, the log of measured over usual. Returns what the factor did not foresee, clipped."""
+        """Takes log(measured / usual) of a step. Returns the clipped deviation that the factor did not predict."""
         clip = CLIP * self.spread
         unexpected = min(max(ratio - self._log, -clip), clip)
         self.spread = max(self.spread + FORGET * (abs(unexpected) - self.spread), LEAST_SPREAD)

@@ -1,4 +1,4 @@
-"""From a scheduler's state to what requests may expect of it: see forecast.py."""
+"""Derives predictions for requests from a scheduler's state; see forecast.py."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from jengine.scheduling.sequence import Sequence, State
 from jengine.scheduling.work import Work
 from jengine.table.program_table import VARIANTS
 
-FRESH = 0.25  # seconds
-SHARE = 0.01  # of the time
+FRESH = 0.25  # seconds for which a result is reused
+SHARE = 0.01  # maximum share of time spent on this
 TYPICAL = 0.5  # quantile of output lengths
-TYPICAL_PROMPT, TYPICAL_OUTPUT = 512.0, 256  # tokens, before any request has come or ended
-PROMPT_GAIN = 0.02  # of each prompt in the mean
+TYPICAL_PROMPT, TYPICAL_OUTPUT = 512.0, 256  # tokens, used until a request has arrived or ended
+PROMPT_GAIN = 0.02  # weight of each prompt in the mean
 
 
 class Outlook:
-    """Seconds until a typical request would get its first token, worked out now and then: anyone may ask often."""
+    """Seconds until a typical request would get its first token. Results are reused, so callers may ask often."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self._prompt = scheduler, TYPICAL_PROMPT
         self._seconds, self._until, self._idle = 0.0, -math.inf, True
 
     def came(self, prompt: int) -> None:
-        """A request with so many tokens."""
+        """Records the prompt length of a new request."""
         self._prompt += PROMPT_GAIN * (prompt - self._prompt)
 
     def first_token_seconds(self) -> float:
-        """At most FRESH seconds old, or so old that to work it out takes a small share of the time. May be called from any thread."""
+        """At most FRESH seconds old, or older if computing it takes more than SHARE of the time. Thread-safe."""
         now, idle = time.perf_counter(), not self._scheduler.has_work
         if now > self._until or idle != self._idle:
             (prediction,) = expect(self._scheduler, [self._typical()])
@@ -49,12 +49,12 @@ class Outlook:
 
 
 class Asked(NamedTuple):
-    """A request that has not come.
+    """A hypothetical request.
 
     Attributes:
-        prompt: its tokens.
-        output: tokens that each of its samples is going to generate.
-        cached: tokens of the prompt that the prefix cache has.
+        prompt: tokens.
+        output: tokens that each of its samples is expected to generate.
+        cached: prompt tokens in the prefix cache.
     """
 
     prompt: int
@@ -64,9 +64,9 @@ class Asked(NamedTuple):
 
 
 def expect(scheduler: Scheduler, requests: List[Asked]) -> list[Prediction]:
-    """What requests may expect if they came now, in this order, and nothing came after them.
+    """Predictions for requests that would arrive now, in this order, if none followed them.
 
-    The machine is taken to stay as busy with other things as it is now. May be called from any thread.
+    The machine's load is assumed to stay as it is. Thread-safe.
     """
     running, waiting = scheduler.snapshot()
     asked: list[Job] = []
@@ -79,7 +79,7 @@ def expect(scheduler: Scheduler, requests: List[Asked]) -> list[Prediction]:
 
 
 def asked_of(scheduler: Scheduler, request: Request, samples: int = 1) -> Asked:
-    """What is to be expected of a request: pages that are cached now, and an output as long as others were, where tokens may end it."""
+    """Describes a request: its cached pages now, and the typical output length if a stop token may end it."""
     tokens, limit = request.prompt_token_ids, scheduler.sequence.max_len(request) - len(request.prompt_token_ids)
     output = _rest(scheduler, request, 0, limit)
     cached = 0 if request.params.prompt_logprobs is not None else scheduler.blocks.match(tokens, request.cache_salt).tokens
@@ -87,7 +87,7 @@ def asked_of(scheduler: Scheduler, request: Request, samples: int = 1) -> Asked:
 
 
 def _rest(scheduler: Scheduler, request: Request, generated: int, limit: int) -> int:
-    """Tokens that a request is going to generate beside those that it has, at most up to its limit."""
+    """Tokens that a request is expected to generate beyond those that it has, at most up to its limit."""
     params = request.params
     surely = params.ignore_eos and not params.stop and not params.stop_token_ids
     return max(limit - generated if surely else scheduler.lengths.expected_rest(generated, limit, TYPICAL), 1)
@@ -108,10 +108,10 @@ def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
     costs, ready, table, blocks = scheduler.costs, scheduler.ready, scheduler.table, scheduler.blocks
     pages = blocks.pages_of(max([len(sequence.tokens) for sequence in running], default=1))
     variant = VARIANTS[max([sequence.variant_rank for sequence in running], default=0)]
-    known: dict[tuple[int, int], tuple[float, float]] = {}  # by rows and tiles: seconds of the device without work, and of the host
+    known: dict[tuple[int, int], tuple[float, float]] = {}  # (rows, tiles): seconds of the device without work, and of the host
 
     def seconds(rows: int, tiles: int, work: Work) -> float:
-        """The host's work hides behind the device's, or the other way round."""
+        """The longer of host and device, since their work overlaps."""
         if rows and tiles and scheduler.composition.apart:  # two steps
             return seconds(rows, 0, work._replace(attended=0)) + seconds(0, tiles, Work(attended=work.attended))
         if (rows, tiles) not in known:

@@ -1,8 +1,9 @@
-"""Fair shares by tokens among clients: the next to be admitted is a request of the client that has been served least.
+"""Fair token shares among clients: the next request comes from the client that has been served least.
 
-Each client has a virtual time: the prompt and output tokens that were computed for it. A client that had nothing waiting
-begins at the virtual time of whoever was admitted last, so idle time earns no credit. While two clients both wait, what they are served
-differs by no more than what can run at once (a Virtual Token Counter, as in Sheng et al., "Fairness in Serving LLMs", 2024).
+Each client has a virtual time: the number of prompt and output tokens computed for it. A client with nothing
+waiting starts at the virtual time of the last admitted client, so idle time earns no credit. While two clients
+both wait, their service differs by at most what can run at once (a Virtual Token Counter, as in Sheng et al.,
+"Fairness in Serving LLMs", 2024).
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Iterator
 from jengine.scheduling.policy import WaitingQueue
 from jengine.scheduling.sequence import Sequence
 
-REMEMBERED = 4096  # clients without waiting requests whose virtual time is kept; those that matter least are forgotten
+REMEMBERED = 4096  # idle clients whose virtual time is kept; beyond that, those that would start at `_now` are forgotten
 
 
 class FairQueue:
-    """Waiting sequences: clients by their virtual time, each client's sequences by their order.
+    """Waiting sequences: clients ordered by virtual time, and each client's sequences by their order.
 
     Attributes:
         served: virtual time of each client, in tokens.
@@ -25,15 +26,15 @@ class FairQueue:
 
     def __init__(self) -> None:
         self.served: dict[str, float] = {}
-        self._now = 0.0  # the virtual time of the client that was admitted last, before it was
-        self._queues: dict[str, WaitingQueue] = {}  # of clients that have something waiting
+        self._now = 0.0  # virtual time of the last admitted client before that admission
+        self._queues: dict[str, WaitingQueue] = {}  # of clients with waiting sequences
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        """As they would be admitted if nothing came and no output was computed meanwhile."""
+        """The order of admission if nothing arrives and no output is computed meanwhile."""
         heap = []
         for client, queue in self._queues.items():
             own = iter(queue)
@@ -63,7 +64,7 @@ class FairQueue:
         self._length += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Raises ValueError if it does not wait here."""
+        """Raises ValueError if the sequence is not waiting here."""
         queue = self._queues.get(sequence.client)
         if queue is None:
             raise ValueError(f"request {sequence.request_id!r} is not waiting")
@@ -73,21 +74,21 @@ class FairQueue:
             del self._queues[sequence.client]
 
     def admit(self, sequence: Sequence) -> None:
-        """Removes one that runs from now on, and charges its prompt."""
+        """Removes a sequence that starts to run, and charges its client for the prompt."""
         self._now = max(self._now, self.served[sequence.client])
         self.remove(sequence)
         self.spend(sequence.client, charge(sequence))
 
     def spend(self, client: str, tokens: float) -> None:
-        """Tokens were computed for a client."""
+        """Charges a client for computed tokens."""
         self.served[client] = self.served.get(client, self._now) + tokens
 
     def _forget(self) -> None:
-        """Clients that would begin at `_now` anyway."""
+        """Forgets clients that would start at `_now` anyway."""
         if len(self.served) - len(self._queues) > REMEMBERED:
             self.served = {client: served for client, served in self.served.items() if client in self._queues or served > self._now}
 
 
 def charge(sequence: Sequence) -> int:
-    """Tokens that admitting it is charged: its prompt, once. Its output is charged as it comes."""
+    """Tokens charged at admission: the prompt, once. Output tokens are charged as they are computed."""
     return 0 if sequence.num_preemptions else sequence.prompt_len

@@ -1,7 +1,7 @@
-"""When requests get their first and last token, given what runs and waits now: an estimate within a few milliseconds, for users.
+"""Predicts when requests get their first and last tokens, given current load: an estimate within a few milliseconds.
 
-Not a simulation: sequences alike are taken together, a step's cost is that of its programs and mean work, and pages are counted, not
-given. `jengine simulate` runs the scheduler itself.
+Not a simulation: similar sequences are grouped, a step costs its programs and mean work, and pages are counted
+rather than allocated. `jengine simulate` runs the scheduler itself.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import NamedTuple
 
 from jengine.scheduling.work import Work
 
-GROUPS = 32  # of running and of waiting sequences, at most: what is alike is taken together
+GROUPS = 32  # maximum number of groups of running and of waiting sequences
 
 
 class Job(NamedTuple):
-    """Sequences that are taken to do the same at the same time.
+    """A group of sequences that are assumed to behave equally.
 
     Attributes:
-        start: tokens that are computed.
-        end: tokens that are known. Where that is more, they are computed first, in tiles.
-        rest: tokens that each is going to generate.
-        size: how many they are.
-        number: of a request that is asked about; None: others. Several jobs may have one: the first's first token and the last's last
-            are the request's.
+        start: number of computed tokens.
+        end: number of known tokens. Those after `start` are computed first, in tiles.
+        rest: tokens that each sequence is expected to generate.
+        size: number of sequences.
+        number: identifies a request to predict; None: another request. If several jobs have the same number,
+            the request's first token is the earliest of theirs, and its last token the latest.
     """
 
     start: int
@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The predicted seconds from now until a request has its first and its last token."""
+    """Predicted seconds from now until a request's first and last token."""
 
     first_token: float
     last_token: float
@@ -45,15 +45,15 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What an engine can do.
+    """An engine's capacity.
 
     Attributes:
-        max_rows: sequences at once.
-        tile_size, tile_buckets: of a step's prompts.
-        max_tokens: of a step, rows and tiles together.
-        page_size: tokens.
-        pages: that are free or may be taken, of each token's `groups` cache groups.
-        seconds: what a step takes, by rows, tiles and work.
+        max_rows: maximum number of running sequences.
+        tile_size, tile_buckets: tokens of a tile, and numbers of tiles for which there are programs.
+        max_tokens: maximum tokens in a step, rows and tiles together.
+        page_size: tokens in a page.
+        pages: pages that are free or evictable; each token needs room in `groups` cache groups.
+        seconds: duration of a step by rows, tiles and work.
         start: seconds until the next step starts.
     """
 
@@ -69,7 +69,7 @@ class Machine:
 
 
 def together(jobs: Iterable[Job], groups: int = GROUPS) -> list[Job]:
-    """At most so many jobs in place of these, each with the mean of some that follow one another."""
+    """Merges neighbouring jobs into at most `groups` jobs, each with the mean of those it replaces."""
     some = list(jobs)
     size = -(-len(some) // groups)
     return some if size < 2 else [_mean(some[i : i + size]) for i in range(0, len(some), size)]
@@ -82,11 +82,11 @@ def _mean(jobs: list[Job]) -> Job:
 
 
 def forecast(machine: Machine, running: Iterable[Job], waiting: Iterable[Job], asked: Sequence[Job]) -> dict[int, Prediction]:
-    """By number, what is expected of the jobs that are asked about, which wait behind all others.
+    """Predictions by number for the jobs in `asked`, which are queued behind all others.
 
     Args:
-        running: in any order; those that are not known in full (end > start) in the order in which they are computed.
-        waiting: in their order.
+        running: in any order, except that unfinished prompts (end > start) are in the order in which they are computed.
+        waiting: in queue order.
     """
     return _Forecast(machine, running, waiting, asked).run()
 
@@ -101,12 +101,12 @@ class _Forecast:
         self.waiting = deque([*together(waiting), *asked])
         self.prompts = deque(begun)
         self.pages, self.context, self.rows, self.running = machine.pages, 0, 0, sum(job.size for job in begun)
-        self.ends: list[tuple[int, int, int, Job]] = []  # of decoding jobs: the steps of their last token and since which, an order
+        self.ends: list[tuple[int, int, int, Job]] = []  # heap of decoding jobs: (last step, first step, tie-break, job)
         self.entered = 0
         for job in together(sorted(decoding, key=lambda job: job.rest)):
             self.running += job.size
             self._decode(job)
-        self.open = len(asked)  # of these, those that have not ended
+        self.open = len(asked)  # number of jobs in `asked` that have not ended
         self.first: dict[int, float] = {}
         self.last: dict[int, float] = {}
 
@@ -118,7 +118,7 @@ class _Forecast:
             elif self.ends:
                 self._steps(self.ends[0][0] - self.steps, 0, 0)
             else:
-                break  # what is asked about never fits
+                break  # a job in `asked` can never fit
             self._end()
         return {number: Prediction(self.first[number], self.last[number]) for number in self.last}
 
@@ -142,7 +142,7 @@ class _Forecast:
             self.pages -= needed
 
     def _mixed(self) -> None:
-        """Steps with the tiles of the first prompt, and of others as far as there is room, until it is computed."""
+        """Steps that compute the first prompt, and parts of other prompts if there is room."""
         machine, size = self.machine, self.machine.tile_size
         most = max((machine.max_tokens - self.rows) // size, 1)
         pending = 0
@@ -175,7 +175,7 @@ class _Forecast:
         return job.size * -(-(job.end - job.start) // self.machine.tile_size)
 
     def _best(self, pending: int) -> int:
-        """Tiles with the most useful tokens a second, as strategies.throughput has it."""
+        """Number of tiles with the most useful tokens a second, as in strategies.throughput."""
         machine, best, best_rate = self.machine, 1, 0.0
         for bucket in machine.tile_buckets:
             tiles = min(bucket, pending)
@@ -187,7 +187,7 @@ class _Forecast:
         return best
 
     def _steps(self, count: int, tiles: int, attended: int) -> None:
-        """Steps of a kind, in each of which every row gets a token."""
+        """Runs equal steps, in each of which every row gets a token."""
         grown = self.rows * count
         work = Work(self.context + grown // 2, self.context // max(self.rows, 1), attended)
         self.now += count * self.machine.seconds(self.rows, tiles, work)
@@ -196,7 +196,7 @@ class _Forecast:
         self.pages -= self.machine.groups * grown // self.machine.page_size
 
     def _decode(self, job: Job) -> None:
-        """It has its first token, or had it before. Its context grows with the steps until its last."""
+        """Starts decoding a job. Its context grows with each step until its last."""
         rest = job.rest - 1 if job.end > job.start else job.rest
         heapq.heappush(self.ends, (self.steps + rest, self.steps, self.entered, job))
         self.entered += 1

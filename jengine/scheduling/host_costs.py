@@ -1,4 +1,4 @@
-"""What a step takes of the host, as a line over its rows and tiles."""
+"""Host time of a step, as a linear function of its rows and tiles."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 import msgspec
 
-FORGET = 0.01  # of what was learned, a step
-SLOPE, SLOPE_WEIGHT = 2e-6, 50.0  # seconds for each row, and how firmly, before steps of several sizes have shown it
-BASE = 2e-4  # seconds of a step, before any has shown it
-CLIP = 4.0  # times as long as expected is what a longer one counts as: a pause of the garbage collector is no part of each step
+FORGET = 0.01  # decay of older observations per step
+SLOPE, SLOPE_WEIGHT = 2e-6, 50.0  # seconds per row, and the weight of this prior until steps of several sizes have been observed
+BASE = 2e-4  # seconds per step, before any has been observed
+CLIP = 4.0  # longer steps are clipped to this multiple of the expected time, since garbage collection pauses are not part of each step
 
 
 class HostSeconds(NamedTuple):
-    """Seconds of the host for one step. While steps overlap, it works on one while the device runs another.
+    """Host seconds for one step. The host prepares one step while the device runs another.
 
     Attributes:
         plan: until the step is dispatched: schedule, pack, transfer, calls.
-        collect: from its tokens' arrival until the next step is planned: collect, text, delivery.
+        collect: from the arrival of its tokens until the next step is planned: collect, text, delivery.
     """
 
     plan: float
@@ -25,7 +25,7 @@ class HostSeconds(NamedTuple):
 
 
 class Line(msgspec.Struct):
-    """Seconds over a count: a line through weighted sums of steps, older ones counting less."""
+    """Linear regression of seconds over a count, with older steps weighted less."""
 
     steps: float = 0.0
     count: float = 0.0
@@ -54,7 +54,7 @@ class Line(msgspec.Struct):
 
 
 class HostCosts(msgspec.Struct):
-    """HostSeconds over the number of rows and tiles."""
+    """HostSeconds as functions of the number of rows and tiles."""
 
     plan: Line = msgspec.field(default_factory=Line)
     collect: Line = msgspec.field(default_factory=Line)

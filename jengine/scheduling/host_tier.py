@@ -1,4 +1,4 @@
-"""The prefix cache's second tier: pages of the host's memory, for blocks whose pages on the device are about to be evicted."""
+"""The host tier of the prefix cache: host memory for blocks whose device pages are about to be evicted."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from jengine.scheduling.prefix_index import Block, PrefixIndex
 from jengine.scheduling.step_plan import Swaps
 from jengine.table.pages import SWAPS
 
-SAVED_SHARE = 4  # one in this many pages of a pool is kept free or saved, so that taking it loses nothing
+SAVED_SHARE = 4  # one in this many pages of a pool is kept free or saved, so that it can be reused without losing data
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A host page on its way into a page of a sequence.
+    """A host page that is being copied into a page of a sequence.
 
     Attributes:
-        number: the sequence's; None once that has released its pages.
-        place: where it is staged on the device; 0 until it is under way.
+        number: the sequence's number; None once it has released its pages.
+        place: staging place on the device; 0 before the copy starts.
     """
 
     number: int | None
@@ -32,23 +32,27 @@ class Fetch:
 
 
 class HostTier:
-    """Host pages by the block and cache group whose keys and values they hold. A copy to the host is a *spill*, one back a *fetch*.
-    Both take a while: a block cannot be found here before its spill has ended.
+    """Host pages by the block and cache group whose keys and values they hold.
 
-    A host page is free; *arriving*, while its spill is under way; or *kept*: it can be found, and the least recently used is evicted for
-    another. A kept page that is being fetched is *pinned*. A page that was forgotten meanwhile is free when its copy has ended.
+    A copy to the host is a *spill*, a copy back a *fetch*. Both are asynchronous: a block cannot be found here
+    before its spill has finished.
 
-    Cached pages that would be evicted next are spilled ahead; what is evicted before its turn is spilled then, as far as there is room.
+    A host page is *free*, *arriving* (its spill is in flight) or *kept* (it can be found). The least recently
+    used kept page is evicted when another block needs its place. A kept page that is being fetched is *pinned*.
+    A page that is forgotten during its copy becomes free when the copy has finished.
+
+    Cached pages that would be evicted next are spilled ahead of time. A page that is evicted before that is
+    spilled at that moment, if there is room.
 
     Args:
-        pages: of the host.
-        staged: pages that may be under way at once, in each direction.
-        index: of the blocks. A copy on the host is one more user of its block, which so stays known.
-        pools: how many pools of the device there are.
+        pages: number of host pages.
+        staged: maximum number of pages in flight, in each direction.
+        index: the blocks. A copy on the host counts as a user of its block, so the index keeps the block.
+        pools: number of pools on the device.
 
     Attributes:
-        spilled, fetched: pages copied.
-        evictions: kept pages that were given to other blocks.
+        spilled, fetched: numbers of pages copied.
+        evictions: number of kept pages that were reused for other blocks.
     """
 
     def __init__(self, pages: int, staged: int, index: PrefixIndex, pools: int) -> None:
@@ -61,39 +65,39 @@ class HostTier:
         self._arriving: set[int] = set()
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pins: Counter[int] = Counter()
-        self._landed_pins: list[int] = []  # of fetches that the last plan put into their pages
+        self._landed_pins: list[int] = []  # of fetches that the last plan moved into their pages
         self._unsaved: list[OrderedDict[int, tuple[Block, int]]] = [OrderedDict() for _ in range(pools)]  # cached pages without a copy
         self._queue: deque[Fetch] = deque()
         self._places = [*range(staged, 0, -1)]
-        self._under_way: dict[int, Fetch] = {}  # by place
+        self._under_way: dict[int, Fetch] = {}  # by staging place
         self._landed: list[Fetch] = []
-        self._missing: Counter[int] = Counter()  # fetches that a sequence still waits for
+        self._missing: Counter[int] = Counter()  # number of fetches that a sequence still waits for
         self._wanted: Counter[tuple[Block, int]] = Counter()  # the same, by block and group
         self._swaps = Swaps()
 
     @property
     def used(self) -> int:
-        """Host pages that are not free."""
+        """Number of host pages that are not free."""
         return self.capacity - len(self._free)
 
     def find(self, block: Block, group: int) -> int:
-        """The host page that holds a block's keys and values of a group; 0 where there is none, or its spill has not ended."""
+        """The host page with a block's keys and values of a group; 0 if there is none or its spill has not finished."""
         page = self._page.get((block, group), 0)
         return page if page in self._kept else 0
 
     # --- to the host ------------------------------------------------------------------------------
 
     def cached(self, pool: int, page: int, block: Block, group: int) -> None:
-        """A page of the device has no holder any more, and can be found."""
+        """A device page lost its last holder, and can be found."""
         if (block, group) not in self._page:
             self._unsaved[pool][page] = block, group
 
     def taken(self, pool: int, page: int) -> None:
-        """A cached page has a holder again."""
+        """A cached page got a holder again."""
         self._unsaved[pool].pop(page, None)
 
     def evicted(self, pool: int, page: int, block: Block, group: int) -> None:
-        """A cached page is about to be overwritten, in the step that is being planned."""
+        """A cached page will be overwritten in the step that is being planned."""
         self._unsaved[pool].pop(page, None)
         host = self._page.get((block, group))
         if host is None:
@@ -102,7 +106,8 @@ class HostTier:
             self._kept.move_to_end(host)
 
     def save_ahead(self, pool: int, capacity: int, available: int) -> None:
-        """Spills the cached pages that would be evicted next, a few in each step, where too few can be taken without a loss."""
+        """If too few pages can be reused without losing data, spills the pages that would be evicted next, a
+        few per step."""
         unsaved = self._unsaved[pool]
         lacking = capacity // SAVED_SHARE - (available - len(unsaved))
         for _ in range(min(lacking, len(unsaved), SWAPS)):
@@ -112,7 +117,7 @@ class HostTier:
             del unsaved[page]
 
     def _spill(self, pool: int, page: int, block: Block, group: int) -> bool:
-        """False: there is no room."""
+        """Returns False if there is no room."""
         host = self._take() if len(self._arriving) < self.staged else 0
         if not host:
             return False
@@ -124,7 +129,7 @@ class HostTier:
         return True
 
     def _take(self) -> int:
-        """A free host page, or the least recently used of those kept; 0 where all are arriving or pinned."""
+        """A free host page, or the least recently used kept one; 0 if all are arriving or pinned."""
         if self._free:
             return self._free.pop()
         host = next((page for page in self._kept if page not in self._pins), 0)
@@ -141,7 +146,7 @@ class HostTier:
         self._index.unuse(block)
 
     def saved(self, hosts: Iterable[int]) -> None:
-        """The spills into these host pages have ended."""
+        """The spills into these host pages have finished."""
         for host in hosts:
             self._arriving.remove(host)
             if host in self._owner:
@@ -150,17 +155,17 @@ class HostTier:
             else:
                 self._free.append(host)
 
-    # --- and back ---------------------------------------------------------------------------------
+    # --- to the device ---------------------------------------------------------------------------------
 
     def pin(self, block: Block, group: int) -> int:
-        """Keeps a host page, which `find` has found, until its fetch has ended."""
+        """Pins a host page returned by `find` until its fetch has finished."""
         host = self._page[block, group]
         self._pins[host] += 1
         self._kept.move_to_end(host)
         return host
 
     def coming(self, block: Block, group: int) -> bool:
-        """Whether a sequence waits for its page."""
+        """Whether a sequence is waiting for this page."""
         return (block, group) in self._wanted
 
     def _unpin(self, host: int) -> None:
@@ -171,23 +176,23 @@ class HostTier:
                 self._free.append(host)
 
     def fetch(self, fetch: Fetch) -> None:
-        """A pinned page is to be brought into a page of the device."""
+        """Queues the copy of a pinned page to a device page."""
         assert fetch.number is not None
         self._missing[fetch.number] += 1
         self._wanted[fetch.block, fetch.group] += 1
         self._queue.append(fetch)
 
     def waits(self, number: int) -> bool:
-        """Whether a sequence waits for pages."""
+        """Whether this sequence is waiting for pages."""
         return number in self._missing
 
     @property
     def fetching(self) -> bool:
-        """Whether any does."""
+        """Whether any sequence is waiting for pages."""
         return bool(self._missing)
 
     def start(self) -> None:
-        """Starts fetches, as far as there are places to stage them."""
+        """Starts fetches while staging places are free."""
         while self._queue and self._places:
             fetch = self._queue.popleft()
             fetch.place = self._places.pop()
@@ -195,19 +200,19 @@ class HostTier:
             self._swaps.fetches.append((fetch.host, fetch.place))
 
     def landed(self, places: Iterable[int]) -> None:
-        """What was to be staged in these places is there."""
+        """The pages of these staging places have arrived."""
         self._landed += [self._under_way.pop(place) for place in places]
 
     def land(self, hold: Callable[[Fetch], None]) -> list[int]:
-        """Puts what is staged into its pages, before the trunk of the step that is being planned.
+        """Moves staged pages into the cache, before the trunk of the step that is being planned.
 
-        Host pages stay pinned until the next plan: what this one puts into a page, it must not spill from there.
+        Host pages stay pinned until the next plan, since this plan must not spill a page that it fills.
 
         Args:
-            hold: lets a page be found.
+            hold: makes a page findable.
 
         Returns:
-            Numbers of sequences that now have all of their pages.
+            Numbers of sequences whose pages have now all arrived.
         """
         for host in self._landed_pins:
             self._unpin(host)
@@ -230,7 +235,7 @@ class HostTier:
         return complete
 
     def cancel(self, number: int) -> None:
-        """A sequence releases its pages, whether or not they have come."""
+        """A sequence releases its pages, even if they have not arrived."""
         if self._missing.pop(number, None) is None:
             return
         for fetch in [*self._queue, *self._under_way.values(), *self._landed]:
@@ -247,21 +252,21 @@ class HostTier:
         if not self._wanted[key]:
             del self._wanted[key]
 
-    # --- all --------------------------------------------------------------------------------------
+    # --- totals ------------------------------------------------------------------------------------
 
     @property
     def planned(self) -> tuple[int, int]:
-        """Spills and fills that were not taken yet."""
+        """Numbers of spills and fills that are planned but not yet taken."""
         return len(self._swaps.spills), len(self._swaps.fills)
 
     def take_swaps(self) -> Swaps:
-        """What was planned since the last call."""
+        """Returns the swaps planned since the last call."""
         self.start()
         swaps, self._swaps = self._swaps, Swaps()
         return swaps
 
     def reset(self) -> None:
-        """Forgets all blocks; the index has forgotten them already."""
+        """Forgets all blocks, which the index has already forgotten."""
         for unsaved in self._unsaved:
             unsaved.clear()
         for host in [*self._owner]:
@@ -270,7 +275,7 @@ class HostTier:
         self._kept.clear()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every host page and place is where it belongs, once."""
+        """Raises AssertionError unless every host page and every place has exactly one state."""
         pinned = {host for host in self._pins if host not in self._owner}
         every = sorted([*self._free, *self._arriving, *self._kept, *pinned])
         assert every == [*range(1, self.capacity + 1)], f"host pages are lost or doubled: {every}"

@@ -1,4 +1,4 @@
-"""How requests are ordered, batched and promised: plain data, the part of EngineConfig that scheduling needs."""
+"""Options for order, batching and targets of requests: the plain-data part of EngineConfig that scheduling needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingOptions:
-    """Fields are EngineConfig's; see there."""
+    """Fields as in EngineConfig."""
 
     policy: Policy = "fcfs"
     priority_ageing: float = 60.0  # seconds
@@ -30,10 +30,13 @@ class SchedulingOptions:
 
     @property
     def strategies(self) -> tuple[StrategyName, ...]:
-        """That go with the batching mode: targets cannot be kept where requests wait for a batch, nor where prompts and rows take turns."""
+        """Strategies that work with the batching mode.
+
+        Targets cannot be met if requests wait for a batch, or if prompts and rows take turns.
+        """
         return STRATEGIES if self.batching == "continuous" and not self.batch_invariant else ("throughput", "memory")
 
     @classmethod
     def of(cls, config: object) -> SchedulingOptions:
-        """Those of an EngineConfig."""
+        """Copies the fields of an EngineConfig."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})

@@ -1,4 +1,4 @@
-"""How many tokens a request is going to generate, by what others have generated."""
+"""Predicts how many tokens a request will generate from the output lengths of earlier requests."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from bisect import bisect_right, insort
 from collections import deque
 
 REMEMBERED = 512  # outputs
-FEWEST = 16  # outputs longer than a request's own, from which its rest is guessed; with fewer, it is taken to reach its limit
-QUANTILE = 0.9  # of these, so that most requests fit into what is expected of them
+FEWEST = 16  # minimum number of longer outputs for a prediction; with fewer, a request is assumed to reach its limit
+QUANTILE = 0.9  # quantile of these lengths, high enough that most requests stay within the prediction
 
 
 class OutputLengths:
-    """The lengths, in tokens, of the outputs that ended last, by themselves or at their limit."""
+    """Output lengths, in tokens, of recent requests that stopped or reached their limit."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
@@ -24,21 +24,21 @@ class OutputLengths:
         insort(self._sorted, length)
 
     def expected_rest(self, generated: int, limit: int, quantile: float = QUANTILE) -> int:
-        """Tokens that a request with so many is still expected to generate, at most up to its limit.
+        """Predicted number of further tokens of a request that has generated `generated`, at most up to its limit.
 
         Args:
-            quantile: of the outputs that were longer.
+            quantile: of the lengths of longer outputs.
         """
         longer = self._longer(generated, quantile)
         return limit - generated if longer is None else min(longer, limit) - generated
 
     def least_rest(self, generated: int, most: int) -> int | None:
-        """Tokens, at most `most`, that it is likely to generate at the least; None where that is not known."""
+        """Number of tokens, at most `most`, that a request will probably still generate at least; None: unknown."""
         longer = self._longer(generated, 1.0 - QUANTILE)
         return None if longer is None else min(longer - generated, most)
 
     def _longer(self, generated: int, quantile: float) -> int | None:
-        """This quantile of the lengths beyond `generated`; None where there are too few."""
+        """This quantile of the lengths above `generated`; None if there are too few."""
         begin = bisect_right(self._sorted, generated)
         longer = len(self._sorted) - begin
         return None if longer < FEWEST else self._sorted[begin + int(quantile * (longer - 1))]

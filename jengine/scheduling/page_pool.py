@@ -1,4 +1,5 @@
-"""Pages of the KV cache by how many sequences hold them. Page 0 is the null page: padding is written there, and no sequence holds it."""
+"""Pages of the KV cache with their reference counts. Page 0 is the null page: padding writes to it, and it has
+no holder."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from collections.abc import Callable
 
 
 class PagePool:
-    """Pages 1 to num_pages - 1. Each is free; or cached: held by no sequence, and kept for what it holds; or owned by one or more.
+    """Pages 1 to num_pages - 1. A page is free, cached (no holder, contents kept for reuse) or owned (one or
+    more holders).
 
     Args:
-        num_pages: the null page included.
+        num_pages: number of pages, the null page included.
         evicted: called with a cached page before it is reused.
     """
 
@@ -24,7 +26,7 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages there are to own."""
+        """Number of pages, without the null page."""
         return self.num_pages - 1
 
     @property
@@ -41,21 +43,21 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that `take` can give: the free ones, then the cached ones."""
+        """Number of pages that `take` can return: the free ones, then the cached ones."""
         return len(self._free) + len(self._cached)
 
     def holders(self, page: int) -> int:
-        """How many sequences hold a page."""
+        """Number of sequences that hold a page."""
         return self._holders[page]
 
     def take(self, count: int) -> list[int]:
-        """Gives `count` pages one holder each: those longest free first, then the least recently used of those cached.
+        """Gives `count` pages one holder each: first the longest free pages, then the least recently used cached ones.
 
         Raises:
-            ValueError: fewer are available. Callers look at `available` first.
+            ValueError: fewer pages are available. Callers check `available` first.
         """
         if count > self.available:
-            raise ValueError(f"{count} pages asked for, {self.free} free, {self.cached} cached")
+            raise ValueError(f"{count} pages requested, {self.free} free, {self.cached} cached")
         pages = []
         for _ in range(count):
             if self._free:
@@ -69,13 +71,13 @@ class PagePool:
         return pages
 
     def share(self, page: int) -> None:
-        """One more holder of a page that is owned or cached."""
+        """Adds a holder to a page that is owned or cached."""
         if not self._holders[page]:
             del self._cached[page]
         self._holders[page] += 1
 
     def release(self, page: int, *, keep: bool) -> None:
-        """One holder less. A page that has none left is cached if it is worth keeping, else free.
+        """Removes a holder. A page without holders becomes cached if `keep` is set, otherwise free.
 
         Raises:
             ValueError: the page has no holder.
@@ -96,7 +98,8 @@ class PagePool:
         self._cached.clear()
 
     def check_integrity(self, holders: dict[int, int]) -> None:
-        """Raises AssertionError unless each page is free, cached or owned, once, by as many holders as given."""
+        """Raises AssertionError unless each page has exactly one state, and owned pages have the given numbers
+        of holders."""
         owned = [page for page in range(1, self.num_pages) if self._holders[page]]
         everyone = sorted([*self._free, *self._cached, *owned])
         assert everyone == list(range(1, self.num_pages)), f"lost or doubled: {self.free} free, {self.cached} cached, {self.owned} owned"

@@ -1,4 +1,4 @@
-"""Prompt tiles that could be worked on in a step."""
+"""Prompt tiles that a step could compute."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class PendingTiles:
     """Chunks of prompts in the order in which they would be computed.
 
     Attributes:
-        count: tiles of all of them.
-        longest: tokens that the longest of their sequences then has.
+        count: total number of tiles.
+        longest: number of tokens of the longest of their sequences after the step.
     """
 
     def __init__(self, tile_size: int, windows: Windows) -> None:
@@ -19,7 +19,7 @@ class PendingTiles:
         self._chunks: list[tuple[int, int]] = []
 
     def add(self, start: int, tokens: int, limit: int) -> None:
-        """A prompt of so many tokens, from `start` on, as far as there are fewer than `limit` tiles."""
+        """Adds a prompt's tokens from `start` on, until there are `limit` tiles in total."""
         end = min(start + (limit - self.count) * self.tile_size, tokens)
         if end > start:
             self._chunks.append((start, end))
@@ -27,7 +27,7 @@ class PendingTiles:
             self.longest = max(self.longest, end)
 
     def attended(self, tiles: int) -> int:
-        """(query, key) pairs of the first `tiles` tiles; see Work."""
+        """Number of (query, key) pairs of the first `tiles` tiles; see Work."""
         total = 0
         for start, end in self._chunks:
             if tiles <= 0:

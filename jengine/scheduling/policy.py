@@ -1,8 +1,8 @@
-"""Who comes first: fcfs (by arrival), priority (by Request.priority, then arrival) or fair (see fair_shares.py).
+"""Request order: fcfs (by arrival), priority (by Request.priority, then arrival) or fair (see fair_shares.py).
 
-One order serves both ends. The first of those waiting is admitted next; the last of those running is
-preempted when pages run out, so the first always gets on. A preempted sequence keeps its place and so
-stands before everyone of its class who has not run yet.
+One order serves admission and preemption. The first waiting sequence is admitted next. When pages run out, the
+last running sequence is preempted, so the first always advances. A preempted sequence keeps its place in the
+order, ahead of all sequences of its class that have not run yet.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from jengine.scheduling.options import Policy
 from jengine.scheduling.sequence import Order, Sequence
 
 by_order = attrgetter("order")
-NO_DEADLINE = 1e6  # seconds after its arrival at which a request without a target counts as due: behind all that have one
+NO_DEADLINE = 1e6  # seconds after arrival at which a request without a target counts as due, so it comes after all requests with targets
 
 
 def order_of(sequence: Sequence, policy: Policy, ageing: float, by_slack: bool = False, promised: bool = True) -> Order:
-    """Its place; smaller comes first.
+    """A sequence's place in the order; smaller comes first.
 
-    Where waiting counts, a level of priority is worth `ageing` seconds of it: of two requests, the one with the lower sum of
-    priority * ageing and arrival (or, by slack, of the time by which it must start) comes first. That sum does not change while they
-    wait, so each request is overtaken only by those that arrive within a bounded time after it. A request that is late already counts as
-    one level lower.
+    If waiting time counts, one level of priority is worth `ageing` seconds of waiting. The request with the
+    lower sum of priority * ageing and arrival comes first. (With by_slack, the time by which it must start
+    replaces arrival.) The sum is constant while requests wait, so each request is overtaken only by requests
+    that arrive within a bounded time after it. A late request counts as one level lower.
 
     Args:
         ageing: seconds; 0: priorities are strict.
-        by_slack: requests of one priority are ordered by when they must start to meet their target, not by arrival.
-        promised: it comes before all that nothing was promised to.
+        by_slack: order requests of one priority by the time at which they must start to meet their target, not
+            by arrival.
+        promised: whether the sequence's targets were accepted; it then comes before all sequences without
+            accepted targets.
     """
     level = (sequence.request.priority if policy == "priority" else 0) + sequence.late
     when = (min(sequence.start_by, sequence.arrival + NO_DEADLINE)) if by_slack else sequence.arrival
@@ -40,12 +42,12 @@ def order_of(sequence: Sequence, policy: Policy, ageing: float, by_slack: bool =
 
 
 def victim(running: Iterable[Sequence]) -> Sequence:
-    """Whom to preempt: the last under the policy."""
+    """The sequence to preempt: the last in the order."""
     return max(running, key=by_order)
 
 
 class Waiting(Protocol):
-    """Waiting sequences, iterated over in the order in which they would be admitted."""
+    """Waiting sequences. Iteration yields them in admission order."""
 
     def __len__(self) -> int: ...
 
@@ -57,14 +59,14 @@ class Waiting(Protocol):
     def push(self, sequence: Sequence) -> None: ...
 
     def remove(self, sequence: Sequence) -> None:
-        """Raises ValueError if it does not wait here."""
+        """Raises ValueError if the sequence is not waiting here."""
 
     def admit(self, sequence: Sequence) -> None:
-        """Removes one that runs from now on."""
+        """Removes a sequence that starts to run."""
 
 
 class WaitingQueue:
-    """Waiting sequences by their order. A sorted list: moving ten thousand pointers takes microseconds."""
+    """Waiting sequences in a sorted list. Moving ten thousand pointers takes microseconds."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -83,12 +85,12 @@ class WaitingQueue:
         insort(self._sequences, sequence, key=by_order)
 
     def remove(self, sequence: Sequence) -> None:
-        """Raises ValueError if it does not wait here."""
+        """Raises ValueError if the sequence is not waiting here."""
         at = bisect_left(self._sequences, sequence.order, key=by_order)
         if at == len(self._sequences) or self._sequences[at] is not sequence:
             raise ValueError(f"request {sequence.request_id!r} is not waiting")
         del self._sequences[at]
 
     def admit(self, sequence: Sequence) -> None:
-        """Removes one that runs from now on."""
+        """Removes a sequence that starts to run."""
         self.remove(sequence)

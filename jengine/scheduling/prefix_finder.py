@@ -1,4 +1,4 @@
-"""The longest prefix of a sequence that is cached, where groups with windows need only what their windows see."""
+"""Finds the longest cached prefix of a sequence. Groups with a window need only the pages inside the window."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from jengine.scheduling.prefix_index import Block, Find, PrefixIndex
 
-LAST_PAGE = 2  # the window of a group that needs a hit's last page alone: a state at its end
+LAST_PAGE = 2  # window of a group that needs only the last page of a hit: a state at its end
 
 
 class PrefixFinder:
-    """
+    """Finds cached prefixes in an index.
+
     Args:
-        hit_grid: tokens, whole pages, of which a hit is a multiple.
-        windows: of the cache groups.
+        hit_grid: hits are multiples of this number of tokens, which is a multiple of the page size.
+        windows: one for each cache group.
     """
 
     def __init__(self, index: PrefixIndex, page_size: int, hit_grid: int, windows: Sequence[int | None]) -> None:
@@ -22,10 +23,10 @@ class PrefixFinder:
         self._unwindowed = [i for i, window in enumerate(windows) if window is None]
 
     def longest(self, tokens: Sequence[int], salt: str | None, find: Find | None = None) -> list[Block]:
-        """The blocks of a hit: on the grid, and never with the last token, which must be computed to get on.
+        """The blocks of the longest hit. It ends on the grid and excludes the last token, which must always be computed.
 
         Args:
-            find: where else a block's page of a group may be.
+            find: looks up a block's page of a group elsewhere, such as on the host.
         """
         size, grid = self._page_size, self._grid
         chain = self._index.chain(salt, tokens, (len(tokens) - 1) // size, self._unwindowed, find)
@@ -35,23 +36,23 @@ class PrefixFinder:
             for index in range(len(chain) - 1, min(firsts[group] for group in self._windowed) - 1, -1):
                 block = chain[index]
                 if any(not page and index >= firsts[group] and not (find and find(block, group)) for group, page in enumerate(block.pages)):
-                    del chain[index // grid * grid :]  # any longer prefix needs this page too
+                    del chain[index // grid * grid :]  # every longer prefix needs this page too
                     break
             else:
                 break
         return chain
 
     def branch(self, tokens: Sequence[int], salt: str | None) -> int:
-        """How many of these tokens have pages of all groups without a window: at least as many as a hit has."""
+        """Number of tokens with pages in all groups without a window. At least as long as the hit."""
         return len(self._index.chain(salt, tokens, len(tokens) // self._page_size, self._unwindowed)) * self._page_size
 
     def first_seen(self, group: int, position: int) -> int:
-        """The index of the first page that a query at this position sees."""
+        """Index of the first page that a query at this position attends to."""
         window = self._windows[group]
         return 0 if window is None else max(position - window + 1, 0) // self._page_size
 
     def missing(self, blocks: Sequence[Block]) -> list[tuple[int, int]]:
-        """(group, index) of pages that a hit of these blocks needs and the device has not; the tail first."""
+        """(group, index) of pages that a hit of these blocks needs and that are not on the device, the last first."""
         firsts = [self.first_seen(group, len(blocks) * self._page_size) for group in range(len(self._windows))]
         return [
             (group, index)

@@ -1,4 +1,4 @@
-"""Finds the pages that hold a prefix: by its tokens themselves, so a hit is exact."""
+"""Finds the pages of a prefix by comparing its tokens, so hits are exact."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 
 class Block:
-    """The tokens of one page after a certain prefix, and the pages that hold their keys and values.
+    """The tokens of one page after a given prefix, and the pages that hold their keys and values.
 
     Attributes:
-        parent: the block before it; the salt for a sequence's first.
-        pages: by cache group; 0 where there is none.
-        users: blocks that follow it, sequences that will add one, and copies on the host.
+        parent: the preceding block; the salt, for the first block of a sequence.
+        pages: page numbers by cache group; 0: none.
+        users: number of following blocks, sequences that will add one, and copies on the host.
     """
 
     __slots__ = ("pages", "parent", "tokens", "users")
@@ -22,29 +22,29 @@ class Block:
         self.users = 0
 
 
-Find = Callable[[Block, int], int]  # another place of a block's page of a cache group; 0 where there is none
+Find = Callable[[Block, int], int]  # looks up a block's page of a cache group elsewhere; 0 if there is none
 
 
 class PrefixIndex:
-    """Blocks by parent and tokens. A parent is compared by identity, so each block stands for one prefix, and for one salt.
+    """Blocks by parent and tokens. Parents are compared by identity, so a block belongs to exactly one prefix and salt.
 
-    A block stays while it has a page or a user, so a chain can be followed past pages that were evicted.
+    A block is kept while it has a page or a user, so a chain can be followed past evicted pages.
     """
 
     def __init__(self, groups: int, page_size: int) -> None:
         self._groups, self._page_size = groups, page_size
         self._blocks: dict[tuple[Block | str | None, tuple[int, ...]], Block] = {}
         self._holding: list[dict[int, Block]] = [{} for _ in range(groups)]  # by group: page -> block
-        self.version = 0  # changes with the pages that are held
+        self.version = 0  # changes when pages are added or removed
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def chain(self, salt: str | None, tokens: Sequence[int], most: int, groups: Sequence[int], find: Find | None = None) -> list[Block]:
-        """The known blocks of a prefix, `most` at most, as far as they have pages of these groups, whatever others they have.
+        """The known blocks of a prefix, at most `most`, up to the first that lacks a page of one of these groups.
 
         Args:
-            find: where else a page may be.
+            find: looks up a block's page elsewhere.
         """
         size, blocks, parent, found = self._page_size, self._blocks, salt, []
         for start in range(0, most * size, size):
@@ -56,7 +56,7 @@ class PrefixIndex:
         return found
 
     def get(self, parent: Block | str | None, tokens: tuple[int, ...]) -> Block:
-        """The block of these tokens, made if it is not known."""
+        """Returns the block of these tokens, creating it if needed."""
         block = self._blocks.get((parent, tokens))
         if block is None:
             block = self._blocks[parent, tokens] = Block(parent, tokens, self._groups)
@@ -65,22 +65,22 @@ class PrefixIndex:
         return block
 
     def hold(self, block: Block, group: int, page: int) -> None:
-        """A page holds a block's keys and values, unless another does already."""
+        """Records that a page holds a block's keys and values, unless the block already has one."""
         if not block.pages[group]:
             block.pages[group] = page
             self.version += 1
             self._holding[group][page] = block
 
     def holds(self, group: int, page: int) -> bool:
-        """Whether a page can be found."""
+        """Whether the index refers to a page."""
         return page in self._holding[group]
 
     def block(self, group: int, page: int) -> Block:
-        """The block of a page that can be found."""
+        """The block of a page in the index."""
         return self._holding[group][page]
 
     def forget(self, group: int, page: int) -> None:
-        """A page can no longer be found."""
+        """Removes a page from the index."""
         block = self._holding[group].pop(page)
         block.pages[group] = 0
         self.version += 1
@@ -94,7 +94,7 @@ class PrefixIndex:
         self._drop(block)
 
     def clear(self) -> None:
-        """Nothing can be found any more."""
+        """Removes all blocks."""
         for block in self._blocks.values():
             block.pages = [0] * self._groups
         self._blocks.clear()

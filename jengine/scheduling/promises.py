@@ -1,14 +1,15 @@
-"""Which targets can be promised: whether all requests that were accepted get their tokens in time, and how fast prompts must go.
+"""Decides which targets can be promised: whether all accepted requests get their tokens in time, and how to
+pace prompts.
 
-There are two ways in which prompts can be computed beside streams:
+Prompts can be computed beside streams in two ways:
 
-- in a burst: one step of tiles after the other, until no prompt is left. Streams whose lengths are known must only be in time
-  at their ends, so they can make up for it later; the others must be in time at each token.
-- at a pace: each step of tiles when no stream's next token is late for it, and decode steps in between, in which streams gain what
-  they lose.
+- in a burst: steps with tiles follow one another until no prompt is left. A stream of known length only has to
+  be in time at its end, so it can catch up later; other streams have to be in time at every token.
+- paced: a step with tiles runs whenever it delays no stream's next token beyond its due time. Decode steps in
+  between let streams regain slack.
 
-Where either is found to keep everything in time, it still does after the step that follows from it; also if requests end early, and
-if steps take less than what is assumed here.
+If one of the two is found to meet all targets, it still does so after the resulting step, also if requests end
+early or steps take less time than assumed here.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-EPSILON = 1e-9  # seconds, for sums of floats
+EPSILON = 1e-9  # seconds; tolerance for sums of floats
 
 
 class Prompt(NamedTuple):
-    """A prompt that is not computed yet, in the order in which they are computed.
+    """A prompt that is not computed yet. Prompts are listed in the order in which they are computed.
 
     Attributes:
-        tiles: it still takes.
+        tiles: number of tiles left to compute.
         slack: seconds until its first token is due; inf: it has no target.
-        tpot: seconds between its tokens then, as promised; inf: no matter how many.
-        length: tokens it generates after the first; None: it is not known.
+        tpot: promised seconds between its tokens; inf: no promise.
+        length: number of tokens it generates after the first; None: unknown.
     """
 
     tiles: int
@@ -38,12 +39,12 @@ class Prompt(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A sequence that decodes.
+    """A decoding sequence.
 
     Attributes:
         slack: seconds until its next token is due.
-        tpot: as for a prompt.
-        length: tokens still to come; None: it is not known.
+        tpot: as in Prompt.
+        length: number of tokens still to come; None: unknown.
     """
 
     slack: float
@@ -52,13 +53,13 @@ class Stream(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """All that was accepted, at the start of a step. Costs are upper bounds, with every request decoding at its full length.
+    """All accepted work at the start of a step. Costs are upper bounds: every request decodes at its full length.
 
     Attributes:
         decode: seconds of a step without prompts.
-        mixed: seconds of a step with so many tiles, which attend to so many (query, key) pairs.
-        streams: those that were promised anything.
-        attended: pairs of the prompts' first 0, 1, 2 ... tiles together.
+        mixed: seconds of a step, given its tiles and the (query, key) pairs that these attend to.
+        streams: sequences with promises.
+        attended: total pairs of the prompts' first 0, 1, 2 ... tiles.
     """
 
     decode: float
@@ -68,33 +69,34 @@ class Outlook(NamedTuple):
     attended: Sequence[int]
 
     def steps(self, tiles: int) -> list[float]:
-        """Seconds of each of the steps in which the prompts are computed, with this many tiles each, the last with what is left."""
+        """Seconds of each step if prompts are computed with this many tiles per step. The last step has the
+        remaining tiles."""
         marks = [*range(0, len(self.attended) - 1, tiles), len(self.attended) - 1]
         return [self.mixed(end - begin, self.attended[end] - self.attended[begin]) for begin, end in pairwise(marks)]
 
     @property
     def targets(self) -> bool:
-        """Whether there are any."""
+        """Whether any sequence has a target."""
         return bool(self.streams) or any(min(prompt.slack, prompt.tpot) < math.inf for prompt in self.prompts)
 
     @property
     def slack(self) -> float:
-        """Seconds until the first of the streams' next tokens is due; inf: none is."""
+        """Seconds until the first due token of any stream; inf: no token is due."""
         return min([stream.slack for stream in self.streams], default=math.inf)
 
     @property
     def tpot(self) -> float:
-        """The shortest time between tokens that was promised; inf: none was."""
+        """The shortest promised time between tokens; inf: none was promised."""
         return min([one.tpot for some in (self.streams, self.prompts) for one in some], default=math.inf)
 
 
 class Way(NamedTuple):
-    """How prompts are computed: in steps of `tiles` tiles, as many as they take.
+    """A way to compute prompts: in steps of `tiles` tiles, as many steps as needed.
 
     Attributes:
-        burst: one step after the other, not at a pace.
-        late: requests that miss their targets so.
-        seconds: until all prompts are computed.
+        burst: whether the steps follow one another, rather than being paced.
+        late: number of requests that would miss their targets.
+        seconds: time until all prompts are computed.
     """
 
     tiles: int
@@ -104,13 +106,13 @@ class Way(NamedTuple):
 
 
 def best_way(outlook: Outlook, buckets: Sequence[int]) -> Way:
-    """The way in which the fewest requests are late; of equal ones, the fastest. With none late, everything is sure to be in time."""
+    """The way with the fewest late requests, and the fastest of these. If none is late, all targets are guaranteed."""
     ways = [way for tiles in buckets for way in (_burst(outlook, tiles), _pace(outlook, tiles)) if way is not None]
     return min(ways, key=lambda way: (way.late, way.seconds))
 
 
 def _pace(outlook: Outlook, tiles: int) -> Way | None:
-    """Each step of tiles when no stream's next token is late for it. None: streams lose more than they gain."""
+    """Paced: a step of tiles whenever it makes no stream's next token late. None: streams lose more than they regain."""
     decode, tpot, mixed = outlook.decode, outlook.tpot, max(outlook.steps(tiles))
     first, regain = _steps(mixed - outlook.slack, tpot - decode), _steps(mixed - tpot, tpot - decode)
     if first is None or regain is None:
@@ -125,7 +127,7 @@ def _pace(outlook: Outlook, tiles: int) -> Way | None:
 
 
 def _burst(outlook: Outlook, tiles: int) -> Way:
-    """All prompts first."""
+    """Burst: all prompts first."""
     ends = [0.0, *accumulate(outlook.steps(tiles))]
     late = sum([not _bears(stream, ends, outlook.decode) for stream in outlook.streams])
     total = 0
@@ -138,8 +140,10 @@ def _burst(outlook: Outlook, tiles: int) -> Way:
 
 
 def _bears(stream: Stream, ends: Sequence[float], decode: float, since: int = 0) -> bool:
-    """Whether a stream is in time if it gets tokens at the ends of mixed steps, the first of which begins at ends[since], then of
-    decode steps."""
+    """Whether a stream stays in time, given tokens at the ends of mixed steps and then of decode steps.
+
+    The first of these mixed steps begins at ends[since].
+    """
     slack, tpot, length = stream
     if tpot == math.inf or length == 0:
         return True
@@ -153,7 +157,7 @@ def _bears(stream: Stream, ends: Sequence[float], decode: float, since: int = 0)
 
 
 def _steps(missing: float, gain: float) -> int | None:
-    """Steps that make up for this many seconds, each for `gain` of them; None: they never do."""
+    """Number of steps that recover `missing` seconds at `gain` seconds per step; None: never."""
     if missing <= EPSILON:
         return 0
     return math.ceil((missing - EPSILON) / gain) if gain > EPSILON else None

@@ -1,4 +1,4 @@
-"""Prompts on their way into steps: found in the cache, admitted, cut into tiles."""
+"""Prompts: looked up in the prefix cache, admitted, and cut into tiles."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class PromptTiles(Admissions):
     """Sequences, and the tiles of their prompts.
 
     Args:
-        composition: where prompts may be cut.
-        others: of Admissions.
+        composition: rules for cutting prompts.
+        others: see Admissions.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class PromptTiles(Admissions):
         self.composition = composition
         super().__init__(blocks, sequence, ready=ReadyPrograms(table), **others)
         self.table = table
-        self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up, and found
-        # Of the others, those looked up on the host, those fetched from there, and those computed again because that takes less.
+        self.prefix_queries = self.prefix_hits = 0  # prompt tokens looked up in the prefix cache, and found
+        # The rest: tokens looked up on the host, fetched from it, and recomputed because that is faster than fetching.
         self.host_queries = self.host_hits = self.host_declined = 0
-        self.resumptions = 0, 0, 0  # of preempted sequences, see Load.resumptions
-        self._admitting = 0  # waiting sequences that the strategy lets run in this step
-        self._last_match = (-1, 0), NO_HIT  # (sequence, version of the index), what was found
+        self.resumptions = 0, 0, 0  # counts for preempted sequences; see Load.resumptions
+        self._admitting = 0  # number of waiting sequences that the strategy allows to run in this step
+        self._last_match = (-1, 0), NO_HIT  # (sequence, index version), result
 
     def _pending(self, begun: list[Sequence], limit: int) -> PendingTiles:
-        """Prompt tiles that can be worked on now, `limit` at most."""
+        """Prompt tiles that can be computed now, at most `limit`."""
         limit, pending = min(limit, self.ready.max_tiles), PendingTiles(self.table.tile_size, self.sequence.windows)
         for sequence in begun:
             pending.add(sequence.num_computed, self.composition.prefilled(sequence), limit)
@@ -60,27 +60,28 @@ class PromptTiles(Admissions):
 
     @property
     def fetching(self) -> bool:
-        """Whether a sequence waits for pages from the host."""
+        """Whether any sequence is waiting for pages from the host."""
         return self.blocks.tier is not None and self.blocks.tier.fetching
 
     def _land(self) -> None:
-        """Sequences go on whose pages have come from the host."""
+        """Resumes sequences whose pages have arrived from the host."""
         for number in self.blocks.land():
             sequence = self._by_number[number]
             sequence.state = State.PREFILLING
             self._arrived[sequence] = None
 
     def _prefill(self, draft: Draft, begun: list[Sequence], budget: int) -> int:
-        """Cuts prompts into a plan, `budget` tiles at most: each to its end before the next one's turn. Returns how many tiles.
+        """Cuts prompts into a plan with at most `budget` tiles. Returns the number of tiles used.
 
-        So where several prompts begin alike, the first computes what the others then find.
+        Each prompt is planned to its end before the next one. So if several prompts have a common prefix, the
+        first computes it and the others find it.
         """
         left = budget
         for sequence in begun:
             left -= self._cut(draft, sequence, left)
         while left > 0 and self._admitting > 0 and all(s.state is not State.PREFILLING for s in self._running):
             first = self._waiting.first
-            # A preempted sequence with tokens in flight is not known in full yet; those behind it wait.
+            # A preempted sequence with tokens in flight is not fully known yet; those behind it wait.
             if first is None or first.in_flight or first.slots > self._room:
                 break
             hit = self._match(first)
@@ -102,16 +103,19 @@ class PromptTiles(Admissions):
 
     @property
     def _room(self) -> int:
-        """How many more sequences there is room for: they need slots, and rows of a program that is ready."""
+        """Number of further sequences that can run, limited by free slots and by the rows of ready programs."""
         return min(len(self._free_slots), self.ready.max_rows - len(self._running))
 
     def _match(self, sequence: Sequence) -> Hit:
-        """What of it is in the cache. Log probabilities of a prompt, and the mean of its hidden states, need all of it to be computed."""
+        """Looks up a sequence in the prefix cache.
+
+        A request for prompt log probabilities, or for the mean of hidden states, must compute its whole prompt.
+        """
         request = sequence.request
         if request.params.prompt_logprobs is not None or (request.pooling is not None and request.pooling.needs_all):
             return NO_HIT
         question = sequence.number, self.blocks.version
-        if self._last_match[0] != question:  # the first of those waiting is looked up in each step
+        if self._last_match[0] != question:  # the first waiting sequence is looked up in every step
             tokens, count, salt = sequence.tokens, self.composition.prefilled(sequence), sequence.request.cache_salt
             tokens = tokens[:count] if count < len(tokens) else tokens
             hit = self.blocks.match(tokens, salt)
@@ -119,10 +123,10 @@ class PromptTiles(Admissions):
         return self._last_match[1]
 
     def _or_fetch(self, hit: Hit, longer: Hit, count: int) -> Hit:
-        """The longer hit, whose pages have to be fetched, if that is predicted to take less than computing what they hold.
+        """Returns the longer hit if fetching its pages is predicted to be faster than computing them, otherwise `hit`.
 
         Args:
-            count: tokens of the prompt.
+            count: length of the prompt in tokens.
         """
         if not longer.fetches:
             return hit
@@ -130,13 +134,16 @@ class PromptTiles(Admissions):
         return longer if self.costs.fetch_seconds(longer.fetches) < saved else hit._replace(from_host=longer.from_host)
 
     def _compute_seconds(self, start: int, end: int) -> float:
-        """What a prompt's tokens at [start, end) take alone."""
+        """Predicted seconds to compute a prompt's tokens at [start, end) alone."""
         work = Work(attended=pairs(start, end - start, self.sequence.windows))
         return self._prefill_seconds(end - start) + self.costs.work_seconds(work)
 
     def _needed(self, sequence: Sequence, hit: Hit) -> Counter[int]:
-        """Pages by pool that admitting a sequence takes: those of its known tokens, so that a prefill does not stop half-way. Of
-        a beam search also those that its beams take next."""
+        """Pages needed from each pool to admit a sequence: those of all its known tokens, so a prefill does not
+        stop half-way.
+
+        For a beam search, includes the next pages of its beams.
+        """
         needed, prompt, beams = self.blocks.needed(hit, len(sequence.tokens), self.table.tile_size), sequence.prompt_len, sequence.slots
         if beams > 1:
             shared, last = prompt // self.blocks.page_size, min(prompt + 1, sequence.max_len - 1)
@@ -145,11 +152,11 @@ class PromptTiles(Admissions):
         return needed
 
     def _fits(self, wanted: Counter[int], running: int) -> bool:
-        """Whether there are these pages, and one for each running sequence, so that none is soon preempted."""
+        """Whether these pages are available and one more for each running sequence, to avoid an early preemption."""
         return self.blocks.available(wanted + self.blocks.new_pages(running))
 
     def _note_hit(self, sequence: Sequence, tokens: int, hit: Hit = NO_HIT) -> None:
-        """So many of its tokens are not computed. hit: what was found, where the host may have had a part in it."""
+        """Records that `tokens` tokens of a sequence are not computed. hit: the cache hit, which may include host pages."""
         if self.blocks.prefix_caching:
             queries, fetched = self.composition.prefilled(sequence), hit.from_host if hit.fetches else 0
             self.prefix_queries += queries
@@ -162,7 +169,7 @@ class PromptTiles(Admissions):
             sequence.scheduled, sequence.num_cached = self.clock(), tokens
 
     def _note_resumption(self, sequence: Sequence, hit: Hit) -> None:
-        """A preempted sequence runs again: its pages were still there, came from the host, or are computed again."""
+        """Records how a preempted sequence resumes: its pages were still cached, come from the host, or are recomputed."""
         missing = self.composition.prefilled(sequence) - hit.tokens
         cached, swapped, recomputed = self.resumptions
         if hit.fetches:
@@ -194,7 +201,8 @@ class PromptTiles(Admissions):
             )
 
     def _cut(self, draft: Draft, sequence: Sequence, tiles: int) -> int:
-        """Plans up to `tiles` tiles of a sequence's known tokens, as far as there are pages for them. Returns how many."""
+        """Plans up to `tiles` tiles of a sequence's known tokens, if there are pages for them. Returns the
+        number of tiles."""
         number, start, blocks = sequence.number, sequence.num_computed, self.blocks
         last = self.composition.prefilled(sequence)
         blocks.pass_windows(number, start)
@@ -221,14 +229,14 @@ class PromptTiles(Admissions):
         return -(-(end - start) // self.table.tile_size)
 
     def _sample(self, draft: Draft, sequence: Sequence) -> None:
-        """A sequence, of which all known tokens are planned, gets the token after the last span."""
+        """Plans a sample after the last span of a sequence whose known tokens are all planned."""
         draft.samples.append(Sample(len(draft.spans) - 1, draft.spans[-1].length - 1, sequence.number, sequence.slot))
         draft.sampled.append(sequence)
         sequence.state = State.HELD if sequence.searches else State.DECODING
         sequence.in_flight += 1
 
     def _fork(self, draft: Draft, parent: Sequence) -> None:
-        """Prompt's other samples, which wait behind the first one, share what it has computed."""
+        """Forks the prompt's other samples, which wait behind the first one. They share the tokens that it has computed."""
         blocks, partial = self.blocks, parent.prompt_len % self.blocks.page_size > 0
         while min(self._room, self._admitting) > 0 and self._fits(blocks.forked, len(self._running) + 1):
             child = self._waiting.first
@@ -246,7 +254,7 @@ class PromptTiles(Admissions):
 
 
 def _targets(sequence: Sequence, start: int, end: int) -> list[int] | None:
-    """The prompt's tokens that follow positions [start, end), where their log probabilities are asked for."""
+    """The prompt tokens that follow positions [start, end), if their log probabilities were requested."""
     request = sequence.request
     if request.params.prompt_logprobs is None:
         return None
@@ -254,7 +262,7 @@ def _targets(sequence: Sequence, start: int, end: int) -> list[int] | None:
 
 
 def _pooled(sequence: Sequence, start: int, end: int) -> int | None:
-    """From which of the tokens at [start, end) on hidden states are summed, for an embedding."""
+    """Offset in [start, end) from which hidden states are summed for an embedding; None: none are summed."""
     pooling = sequence.request.pooling
     if pooling is None:
         return None

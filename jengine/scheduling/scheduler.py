@@ -1,4 +1,4 @@
-"""Which sequences run next: continuous batching with prompts prefilled in chunks beside decode rows."""
+"""The scheduler: continuous batching with chunked prefill."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ DEFAULTS = SchedulingOptions()
 
 
 class Scheduler(Bursts):
-    """Plans steps, one program of the table each, and takes in the tokens they sampled.
+    """Plans steps, each of which runs one program of the table, and collects the sampled tokens.
 
-    Plans run on the device in the order in which they were made, each once, and each is collected once, in that order.
-    A plan may be made before earlier ones are collected: every running sequence is then taken to get one more token from
-    each, from a burst several. Where one of these turns out to end the sequence, rows planned after it were in vain, and what they
-    sample is dropped. Beams wait: they get no row while one is in flight.
+    Plans run on the device once each, in the order in which they were made, and are collected in that order. A
+    plan may be made before earlier ones are collected. It then assumes that every running sequence gets one
+    more token from each earlier plan, or several from a burst. If an earlier token turns out to end the
+    sequence, its later rows were wasted and their tokens are dropped. A beam gets no row while its previous one
+    is in flight.
 
     Args:
-        page_size: tokens a page holds.
-        num_pages: of the cache, the null page included.
-        max_num_seqs: sequences running at once.
-        max_num_batched_tokens: of one step, decode rows and whole tiles together; at least max_num_seqs + one tile.
-        max_model_len: tokens of a sequence, prompt and output together.
+        page_size: tokens in a page.
+        num_pages: number of pages in the cache, the null page included.
+        max_num_seqs: maximum number of running sequences.
+        max_num_batched_tokens: maximum tokens in a step, decode rows and whole tiles together; at least
+            max_num_seqs + one tile.
+        max_model_len: maximum tokens of a sequence, prompt and output together.
         groups: the model's cache groups with block tables.
-        num_states: recurrent states, the null state included; 0: the model has none.
+        num_states: number of recurrent states, the null state included; 0: the model has none.
         prefix_caching: whether prompts reuse the pages of earlier ones.
-        host_pages: of the host's memory, for cached pages that the device gives to others; see HostTier. 0: there are none.
-        staged: pages that may be under way between the device and the host at once, in each direction.
-        options: how requests are ordered, batched and promised.
-        clock: seconds, monotonic; Request.arrival is by the same clock. A simulation brings a virtual one.
+        host_pages: pages of host memory for evicted pages (see HostTier); 0: no host tier.
+        staged: maximum number of pages in flight between device and host, in each direction.
+        options: order, batching and targets of requests.
+        clock: monotonic seconds. Request.arrival uses the same clock. Simulations pass a virtual one.
     """
 
     def __init__(
@@ -102,14 +104,15 @@ class Scheduler(Bursts):
         )
         self.page_size = page_size
         self._rows: list[Sequence] = []  # of the last step
-        self._row_samples: list[Sample] = []  # theirs
+        self._row_samples: list[Sample] = []  # samples of these rows
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to do before earlier steps are collected or requests added.
+        """Plans the next step. Returns None if there is nothing to do until earlier steps are collected or
+        requests added.
 
-        Every decoding sequence gets a row. Prompts follow, in tiles: first of sequences that have begun,
-        then of those waiting. How many tiles is the strategy's decision. Where rows and tiles may not share a step, it has one of them:
-        see `composition`.
+        Every decoding sequence gets a row. Tiles of prompts follow: first sequences that have begun, then
+        waiting ones. The strategy decides the number of tiles. If rows and tiles may not share a step, the plan
+        holds one of the two; see `composition`.
         """
         now, how = self.clock(), self.composition
         self._land()
@@ -161,11 +164,11 @@ class Scheduler(Bursts):
         return plan
 
     def take_swaps(self) -> Swaps | None:
-        """What is to be moved between the device and the host before the step that `schedule` has just planned, if any."""
+        """Pages to move between device and host before the step that `schedule` has just planned, or None."""
         return None if self.blocks.tier is None else self.blocks.tier.take_swaps() or None
 
     def swapped(self, saved: List[int], staged: List[int]) -> None:
-        """Swaps that were taken have ended: spills into these host pages, fetches into these places."""
+        """Reports finished swaps: spills into these host pages, fetches into these places."""
         assert self.blocks.tier is not None
         self.blocks.tier.saved(saved)
         self.blocks.tier.landed(staged)
@@ -173,15 +176,15 @@ class Scheduler(Bursts):
     def collect(
         self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, Found] = NOTHING_FOUND
     ) -> list[tuple[int, Sequence, int]]:
-        """Takes in a step's tokens, those of each of the plan's samples, and finishes the sequences that they end.
+        """Collects a step's tokens, given for each of the plan's samples, and finishes sequences that they end.
 
         Args:
-            found: at samples of beams, by their index.
+            found: candidates of beams, by index of the sample.
 
         Returns:
             (sample, sequence, new token), in the plan's order. A token of a sequence that has finished
-            meanwhile is dropped; that of a preempted one is kept and recomputed with the others. Of a beam search only
-            the last token comes, when it ends.
+            meanwhile is dropped. A token of a preempted sequence is kept and recomputed with the others. A beam
+            search returns only its last token, when it ends.
         """
         collected = []
         now, by_number, fair, prompts = self.clock(), self._by_number, self._fair, plan.trunk.tiles > 0
@@ -213,14 +216,14 @@ class Scheduler(Bursts):
         return collected
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached pages. True: nothing that was computed before will be reused."""
+        """Forgets all cached pages. Returns True: no earlier computation will be reused."""
         self.blocks.reset()
         return True
 
     def _add_rows(self, draft: Draft) -> tuple[list[Sequence], int]:
-        """A row for every decoding sequence. Returns these, and how many tokens the longest of them has."""
+        """Adds a row for every decoding sequence. Returns the sequences, and the length of the longest in tokens."""
         rows = self._decode_rows(draft)
-        if rows != self._rows:  # most steps have the rows of the one before; one that gets another slot is no row in between
+        if rows != self._rows:  # most steps keep the rows; a sequence that changes its slot misses a step in between
             self._rows, self._row_samples = rows, [Sample(i, 0, s.number, s.slot) for i, s in enumerate(rows)]
         draft.spans = [Span(s.number, s.slot, s.num_computed) for s in rows]
         draft.samples = [*self._row_samples]
@@ -230,13 +233,13 @@ class Scheduler(Bursts):
         return rows, max(positions, default=-1) + 1
 
     def _hold(self, draft: Draft, rows: list[Sequence]) -> None:
-        """Rows of beams take their tokens from the host, and are the last until what follows is known."""
+        """Makes rows of beams take their tokens from the host, and holds these beams until their successors are known."""
         for span, sequence in zip(draft.spans, rows, strict=False):
             if sequence.searches:
                 span.known, sequence.state = sequence.tokens[span.start], State.HELD
 
     def _repeat(self, draft: Draft, rows: list[Sequence]) -> None:
-        """Rows that compute again what was generated before a preemption take known tokens, and sample nothing before the last of them."""
+        """Rows that recompute tokens after a preemption read known tokens, and sample only after the last of these."""
         for span, sequence in zip(draft.spans, rows, strict=True):
             if sequence in self._repeating:
                 span.known = sequence.tokens[span.start]
@@ -248,14 +251,11 @@ class Scheduler(Bursts):
         draft.samples, draft.sampled = [draft.samples[i] for i in left], [draft.sampled[i] for i in left]
 
     def _add_tiles(self, draft: Draft, now: float, rows: list[Sequence], longest: int) -> tuple[int, int]:
-        """Prompts beside the rows, in as many tiles as the strategy decides.
+        """Adds as many prompt tiles as the strategy decides. Returns (tiles, longest with these tiles).
 
         Args:
-            rows: those of the step, or, in a step without any, those that wait for it.
-            longest: tokens of the longest sequence in the plan so far.
-
-        Returns:
-            How many tiles; and `longest`, with them.
+            rows: decode rows of the step or, if it has none, those that wait for it.
+            longest: length in tokens of the longest sequence in the plan so far.
         """
         self._admitting = self._admissible()
         begun = [s for s in self._running if s.state is State.PREFILLING] if len(rows) < len(self._running) else []
@@ -268,15 +268,15 @@ class Scheduler(Bursts):
         return tiles, max([longest, *[span.start + span.length for span in draft.spans[before:]]])
 
     def _decoding(self) -> list[Sequence]:
-        """Running sequences that need a row. One whose last token is in flight needs none, and finishes when that is collected."""
+        """Running sequences that need a row. A sequence whose last token is in flight finishes when that is collected."""
         decoding = State.DECODING
         return [s for s in self._running if s.state is decoding and s.num_computed < s.last_position]
 
     def _decode_rows(self, draft: Draft) -> list[Sequence]:
-        """Sequences that decode in this step. Those that enter a new page get it, those whose page is shared a copy.
+        """Sequences that decode in this step. Allocates pages for those that enter a new page, and copies shared pages.
 
-        Preempts, the policy's last first, until there are pages enough. That ends, at the latest, with one
-        sequence running, for which alone the pool was found large enough when it was added.
+        Preempts the last sequence in the policy's order until there are enough pages. At the latest, this ends
+        with one running sequence, for which the pool was found large enough when it was added.
         """
         page_size, blocks = self.page_size, self.blocks
         while True:
@@ -305,11 +305,11 @@ class Scheduler(Bursts):
         return rows
 
     def _decide(self, now: float, rows: list[Sequence], work: Work, tokens: int, pending: PendingTiles) -> int:
-        """How many of the pending tiles to run beside the decode rows, by the strategy.
+        """Number of pending tiles to run beside the decode rows, as the strategy decides.
 
         Args:
-            work: of the rows.
-            tokens: of the longest sequence.
+            work: work of the rows.
+            tokens: length of the longest sequence.
         """
         rank = max([s.variant_rank for s in chain(self._running, islice(self._waiting, max(self._admitting, 0)))])
 

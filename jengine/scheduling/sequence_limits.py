@@ -1,4 +1,4 @@
-"""The longest sequence that can be served, checked before a request is queued."""
+"""Maximum sizes of a sequence, checked before a request is queued."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jengine.table.pages import most_pages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceLimits:
-    """What one sequence can have at most.
+    """Limits of one sequence.
 
     Attributes:
         max_model_len: tokens, prompt and output together.
-        page_size: tokens a page holds.
-        pages: of the cache, the null page not counted.
-        windows: of the model's cache groups; None where a group keeps all tokens.
-        tile_size: tokens that a prefill needs room for at once.
+        page_size: tokens in a page.
+        pages: pages in the cache, without the null page.
+        windows: one for each of the model's cache groups; None: the group keeps all tokens.
+        tile_size: tokens for which a prefill needs room at once.
         recurrent: whether the model has recurrent states.
     """
 
@@ -30,7 +30,7 @@ class SequenceLimits:
     recurrent: bool = False
 
     def validate(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
-        """Rejects requests that can never be answered.
+        """Rejects requests that can never be served.
 
         Raises:
             InvalidArgument: the prompt is empty or leaves no room for a token, there are too many stop tokens, or the cache is too
@@ -48,7 +48,7 @@ class SequenceLimits:
         if stops > MAX_STOP_TOKEN_IDS:
             raise InvalidArgument("stop_token_ids", params.stop_token_ids, f"{stops} with end-of-sequence; at most {MAX_STOP_TOKEN_IDS}")
         max_len = self.max_len(request)
-        # The last token is never an input, so its keys and values are never written.
+        # The last token is never an input, so its keys and values are not written.
         pages = self._most_pages(request, max_len - 1)
         if pages > self.pages:
             beams = "" if request.beams is None else f", of each of {request.beams.beam_width} beams,"
@@ -59,14 +59,14 @@ class SequenceLimits:
             raise InvalidArgument("max_tokens", params.max_tokens, limit)
 
     def max_len(self, request: Request) -> int:
-        """Tokens, prompt and output together, at which the request ends."""
+        """Total tokens, prompt and output, at which the request ends."""
         if request.pooling is not None:
-            return len(request.prompt_token_ids) + 1  # it is sampled, and not used
+            return len(request.prompt_token_ids) + 1  # the sampled token is discarded
         most = request.params.max_tokens
         return self.max_model_len if most is None else min(len(request.prompt_token_ids) + most, self.max_model_len)
 
     def _most_pages(self, request: Request, tokens: int) -> int:
-        """Pages that a request holds at most. Its beams share the whole pages of the prompt, in groups without a window."""
+        """Maximum pages of a request. In groups without a window, its beams share the whole pages of the prompt."""
         pages = self.most_pages(tokens)
         if request.beams is None:
             return pages
@@ -74,16 +74,16 @@ class SequenceLimits:
         return shared + request.beams.beam_width * (pages - shared)
 
     def most_pages(self, tokens: int) -> int:
-        """Pages that a sequence holds at most, over all cache groups, on its way to this many tokens."""
+        """Maximum pages that a sequence holds, over all cache groups, until it has this many tokens."""
         return sum(most_pages(tokens, window, self.page_size, self.tile_size) for window in self.windows)
 
 
 def longest_prompt(max_model_len: int, *, pooled: bool) -> tuple[int, str]:
-    """Tokens that a prompt may have, and the limit as errors name it.
+    """Maximum tokens of a prompt, and the limit as worded in errors.
 
     Args:
-        pooled: whether it asks for an embedding.
+        pooled: whether the request is for an embedding.
     """
     if pooled:
         return max_model_len, f"at most max_model_len = {max_model_len}"
-    return max_model_len - 1, f"at most max_model_len - 1 = {max_model_len - 1}, so that one can be generated"
+    return max_model_len - 1, f"at most max_model_len - 1 = {max_model_len - 1}, to leave room for one generated token"

@@ -1,4 +1,4 @@
-"""Unfinished sequences, and what the running ones own: a slot and pages each."""
+"""Unfinished sequences, and the slots and pages of those that run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from jengine.scheduling.sequence_limits import SequenceLimits
 
 
 class Sequences:
-    """Each waits or runs, from `add` to `finish`.
+    """A sequence waits or runs, from `add` to `finish`.
 
-    Slots and pages are freed as soon as a sequence finishes or is preempted, even if a dispatched
-    step still uses them. Steps cannot overtake each other, since each takes the cache and the slots that the one before it gives
-    (they are donated): the next owner's writes come after the last use by the former one. For the same reason a page may be
-    shared as soon as the step that fills it is planned.
+    Slots and pages are freed as soon as a sequence finishes or is preempted, even if a dispatched step still
+    uses them. This is safe because steps cannot overtake each other: the cache and the slots are donated from
+    step to step, so the writes of the next owner come after the last use by the previous one. For the same
+    reason, a page may be shared as soon as the step that fills it is planned.
 
     Args:
-        sequence: what one sequence may have at most.
-        max_num_seqs: sequences running at once; they own slots 1 to max_num_seqs, slot 0 is the null slot.
+        sequence: limits of one sequence.
+        max_num_seqs: maximum number of running sequences. They own slots 1 to max_num_seqs; slot 0 is the null slot.
 
     Attributes:
-        ended: sequences that have ended, until they are taken from here.
+        ended: finished sequences that the caller has not yet taken from here.
     """
 
     composition = Composition()
@@ -38,15 +38,15 @@ class Sequences:
         self.ended: list[Sequence] = []
         self._arrivals = 0
         self._live: dict[str, Sequence] = {}  # waiting and running, by request id
-        self._by_number: dict[int, Sequence] = {}  # the same
+        self._by_number: dict[int, Sequence] = {}  # the same, by number
         self._fair = FairQueue() if options.policy == "fair" else None
         self._waiting: Waiting = WaitingQueue() if self._fair is None else self._fair
         self._running: dict[Sequence, None] = {}
         self._sharing: dict[Sequence, None] = {}  # running; the page that they write next may be shared
-        self._repeating: dict[Sequence, None] = {}  # running; rows compute again what they had generated before they were preempted
+        self._repeating: dict[Sequence, None] = {}  # running; rows recompute tokens generated before a preemption
         self._searching: dict[Sequence, Beams[Sequence]] = {}  # running; leaders of beams
-        self._forked: dict[Sequence, None] = {}  # running; the device does not know all of their block tables
-        self._arrived: dict[Sequence, None] = {}  # running; their pages have come, and their slots are not set yet
+        self._forked: dict[Sequence, None] = {}  # running; the device lacks part of their block tables
+        self._arrived: dict[Sequence, None] = {}  # running; their pages have arrived, but their slots are not set yet
         self._free_slots = list(range(max_num_seqs, 0, -1))
 
     @property
@@ -59,7 +59,7 @@ class Sequences:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """In the order in which they would be admitted."""
+        """Waiting sequences in admission order."""
         return [*self._waiting]
 
     @property
@@ -68,19 +68,20 @@ class Sequences:
         return bool(self._live)
 
     def check_id(self, request_id: str) -> None:
-        """Raises InvalidArgument where an unfinished request has this id."""
+        """Raises InvalidArgument if an unfinished request has this id."""
         if request_id in self._live:
             raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
 
     def add(self, request: Request, *, seed: int, eos_token_ids: tuple[int, ...], family: int | None = None) -> Sequence:
-        """Queues a request, which SequenceLimits.validate has let pass. max_tokens beyond max_model_len is cut to what fits, as
-        vLLM does.
+        """Queues a request that has passed SequenceLimits.validate.
+
+        As in vLLM, max_tokens is clipped to what fits into max_model_len.
 
         Args:
-            family: number of the first of a prompt's samples, for the others.
+            family: number of the prompt's first sample; None for the first one.
 
         Raises:
-            InvalidArgument: as `check_id`; nothing has been queued then.
+            InvalidArgument: see `check_id`. Nothing is queued in this case.
         """
         self.check_id(request.request_id)
         params = request.params
@@ -106,7 +107,7 @@ class Sequences:
         self._push(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Takes a waiting sequence out of the queue."""
+        """Removes a waiting sequence from the queue."""
         self._waiting.remove(sequence)
 
     def _push(self, sequence: Sequence) -> None:
@@ -118,7 +119,8 @@ class Sequences:
         return order_of(sequence, self.options.policy, self.options.priority_ageing)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence. For one that has ended, changes only the reason: its last token may also have completed a stop string."""
+        """Ends a sequence. If it has already ended, changes only the reason: its last token may also complete a
+        stop string."""
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if sequence.state is State.FINISHED:
             return
@@ -139,22 +141,22 @@ class Sequences:
         return self._by_number.get(number)
 
     def abort(self, request_id: str) -> Sequence | None:
-        """Ends a request; None if there is none with this id, or it has ended."""
+        """Ends a request. Returns None if no unfinished request has this id."""
         sequence = self._live.get(request_id)
         if sequence is not None:
             self.finish(sequence, "abort")
         return sequence
 
     def snapshot(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Those that run, and those that wait, in their order. May be called from any thread."""
+        """(running, waiting), each in its order. Thread-safe."""
         while True:
             try:
                 return [*self._running], [*self._waiting]
-            except (RuntimeError, KeyError):  # they changed meanwhile
+            except (RuntimeError, KeyError):  # changed by the other thread
                 continue
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every page, slot and request is where it belongs, once."""
+        """Raises AssertionError unless every page, slot and request is in exactly one place."""
         self.blocks.check_integrity()
         running, waiting = list(self._running), self.waiting
         requests = {sequence if sequence.beams is None else sequence.beams.leader for sequence in running}
@@ -177,7 +179,7 @@ class Sequences:
         assert {*self._repeating} <= {*running}, "a sequence that does not run repeats tokens"
 
     def _take_slots(self, sequence: Sequence) -> list[Sequence]:
-        """A waiting sequence runs from now on. Returns it; of a beam search, all sequences that will hold its beams."""
+        """Starts to run a waiting sequence. Returns it or, for a beam search, all sequences that will hold its beams."""
         self._waiting.admit(sequence)
         members = [sequence]
         if sequence.request.beams is not None:
@@ -193,7 +195,7 @@ class Sequences:
         return members
 
     def _member(self, leader: Sequence, beams: Beams[Sequence]) -> Sequence:
-        """Room for one more of its beams; empty."""
+        """Adds an empty sequence to hold one more of the leader's beams."""
         member = Sequence(
             request=leader.request,
             number=self._arrivals,
@@ -215,8 +217,11 @@ class Sequences:
         return member
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes everything from a running sequence; it waits to compute again what is not in the cache any more. Beams are preempted
-        together, and searched again from the prompt on."""
+        """Takes slot and pages from a running sequence, which then waits and recomputes the tokens that are no
+        longer cached.
+
+        Beams are preempted together. Their search starts again after the prompt.
+        """
         if sequence.beams is not None:
             sequence = sequence.beams.leader
         self._release(sequence)

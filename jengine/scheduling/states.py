@@ -1,4 +1,4 @@
-"""Who owns which recurrent states: one for each running sequence, shared where sequences fork, and snapshots for prefix hits."""
+"""Owners of recurrent states: one for each running sequence, shared after forks, and snapshots for prefix hits."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from jengine.scheduling.page_pool import PagePool
 from jengine.scheduling.prefix_index import Block, PrefixIndex
 
-SPARSE = 8  # tiles of a long prompt, or as many generated tokens, between two snapshots
+SPARSE = 8  # tiles of a long prompt, or of generated tokens, between two snapshots
 
 
 @dataclass(slots=True)
 class StatePages:
-    """A sequence's pages of states.
+    """A sequence's state pages.
 
     Attributes:
-        own: what its next step writes. No other sequence holds it, and it cannot be found.
-        source: what its next step reads, where that is another page; 0: none, since the sequence begins.
-        branch: tokens up to which its prompt is known, as far as keys and values go: others that begin alike may end there.
+        own: the page that its next step writes. No other sequence holds it, and it cannot be found.
+        source: the page that its next step reads, if that is not `own`; 0: the sequence begins with zeros; None: `own`.
+        branch: length of the prompt's cached prefix of keys and values. Similar prompts may branch off here.
         findable: whether its snapshots may be found.
-        snapshots: pages that are about to be found, by the tokens that they stand for.
+        snapshots: pages that will become findable, by the number of tokens that they cover.
     """
 
     own: int
@@ -34,14 +34,15 @@ class StatePages:
 class States:
     """Pages of recurrent states by sequence number.
 
-    A step reads one page and writes one. Where the two differ, what was read stays: that is how a snapshot is kept, how samples of one
-    prompt part, and how a sequence begins with another's snapshot. Nothing is ever copied. A page that is read may be given away in the
-    same plan: rows and tiles run in the plan's order.
+    A step reads one page and writes one. If the two differ, the page that was read keeps its state. This is how
+    snapshots are kept, samples of one prompt diverge, and a sequence starts from another's snapshot. States are
+    never copied. A plan may give away a page that it reads, since rows and tiles run in the plan's order.
 
-    A snapshot is found as its block's page of the state group, the last group: it stands for all tokens up to the block's end.
+    In the index, a snapshot is the page of its block in the state group, which is the last group. It covers all
+    tokens up to the block's end.
 
     Args:
-        group: the state group's index.
+        group: index of the state group.
         let_find: see BlockManager.commit.
     """
 
@@ -52,18 +53,18 @@ class States:
         self._of: dict[int, StatePages] = {}
 
     def needed(self, blocks: Sequence[Block]) -> int:
-        """Pages that admitting a sequence with this hit takes from those available."""
+        """Pages needed to admit a sequence with this hit."""
         return 1 + (bool(blocks) and not self.pool.holders(blocks[-1].pages[self._group]))
 
     def admit(self, number: int, blocks: Sequence[Block], branch: int, *, findable: bool) -> None:
-        """A sequence begins with the snapshot at the end of a hit, or with zeros."""
+        """Starts a sequence with the snapshot at the end of a hit, or with zeros."""
         source = blocks[-1].pages[self._group] if blocks else 0
         if source:
             self.pool.share(source)  # first: taking a page could evict it
         self._of[number] = StatePages(self._take(), source, branch, findable)
 
     def fork(self, number: int, child: int) -> None:
-        """Another sequence with the same tokens, all of which are planned."""
+        """Starts another sequence with the same tokens, all of which are planned."""
         parent = self._of[number]
         if parent.source is None:
             parent.own, parent.source = self._take(), parent.own
@@ -72,11 +73,13 @@ class States:
         self._of[child] = StatePages(self._take(), parent.source, 0, parent.findable)
 
     def row(self, number: int, tokens: Sequence[int], known: int, end: int, tile_size: int) -> list[int]:
-        """A sequence's next row is planned, or a burst of its rows, up to the token before `end`: [the page that it reads, the page that
-        it writes]. Now and then it leaves a snapshot, which is found once all of its tokens are known.
+        """Plans a sequence's next row, or a burst of its rows, up to the token before `end`. Returns [page to
+        read, page to write].
+
+        At intervals it leaves a snapshot, which can be found once all of its tokens are known.
 
         Args:
-            known: of its tokens, those that are computed, and that the host has read.
+            known: number of its tokens that are computed and that the host has read.
         """
         of = self._of[number]
         if of.snapshots and min(of.snapshots) <= known:
@@ -87,7 +90,7 @@ class States:
         return pages
 
     def _step(self, number: int) -> list[int]:
-        """[The page that a sequence's next row or tile reads, the page that it writes]."""
+        """[page to read, page to write] of a sequence's next row or tile."""
         pages = self._of[number]
         if pages.source is None:
             return [pages.own, pages.own]
@@ -97,10 +100,12 @@ class States:
         return [source, pages.own]
 
     def tiles(self, number: int, start: int, end: int, tile_size: int, last: int) -> list[int]:
-        """Tiles of the tokens at [start, end) are planned: the page that the first reads, then those that they write.
+        """Plans tiles of the tokens at [start, end). Returns the page that the first tile reads, then the pages
+        that they write.
 
-        Snapshots are left at borders of tiles and of pages: at the last ones before `last`, where the known tokens end; at the last one
-        before the place where other prompts have branched off; and now and then in a long prompt.
+        Snapshots are taken where a tile and a page end together: at the last two such places before `last`, the
+        end of the known tokens; at the last one before the place where other prompts branch off; and at
+        intervals in a long prompt.
         """
         pages = self._step(number)
         for border in [*range(start + tile_size, end, tile_size), end]:
@@ -115,7 +120,8 @@ class States:
         return ends or border % (SPARSE * tile_size) < tile_size
 
     def _snapshot(self, number: int, tokens: int) -> None:
-        """What the tile that was planned last writes stays, and the next one writes elsewhere; if there is room."""
+        """Keeps the page written by the last planned tile as a snapshot, if there is room; the next tile writes
+        to another."""
         if self.pool.available:
             pages = self._of[number]
             pages.snapshots[tokens] = pages.source = pages.own
@@ -123,7 +129,7 @@ class States:
             pages.own = self._take()
 
     def commit(self, number: int, blocks: Sequence[Block]) -> None:
-        """Snapshots can be found, as far as their blocks are known."""
+        """Makes snapshots findable if their blocks are in the index."""
         pages = self._of[number]
         for tokens in [tokens for tokens in pages.snapshots if tokens // self._page_size <= len(blocks)]:
             page = pages.snapshots.pop(tokens)
@@ -131,24 +137,24 @@ class States:
             self._release(page)
 
     def reset(self) -> None:
-        """Nothing of what sequences have computed can be found any more."""
+        """Nothing that sequences have computed so far can be found any more."""
         for pages in self._of.values():
             pages.findable = False
 
     def release(self, number: int) -> None:
-        """Takes a sequence's pages back."""
+        """Releases a sequence's pages."""
         pages = self._of.pop(number)
         for page in (pages.own, pages.source, *pages.snapshots.values()):
             if page:
                 self._release(page)
 
     def held(self) -> Counter[int]:
-        """How many hold each page."""
+        """Number of holders of each page."""
         return Counter(page for of in self._of.values() for page in (of.own, of.source, *of.snapshots.values()) if page)
 
     @property
     def numbers(self) -> set[int]:
-        """Of the sequences that have a state."""
+        """Numbers of the sequences that have a state."""
         return {*self._of}
 
     def _take(self) -> int:

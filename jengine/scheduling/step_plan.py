@@ -1,4 +1,4 @@
-"""What one step runs: the only thing that passes from scheduling to execution. Plain values, which other processes can be sent."""
+"""The plan of a step: plain data, the only input that execution gets from scheduling. Can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ class Span(msgspec.Struct, gc=False):
     Attributes:
         seq: the sequence's number.
         start: position of the first token.
-        length: tokens. Of a burst's row, those that it reads: the first is in the slot, the others come of the burst itself.
-        tokens: their ids; None: there is one, in a decode row, which the step before has left in the slot, on the device.
-        targets: the tokens that follow these, where their log probabilities are asked for.
-        pool: from this offset on, tokens' hidden states are summed, for an embedding; None: of none.
-        known: of a decode row, the id of its token where that is not in the slot, since the row repeats an earlier one or the host chose
-            it; else -1.
-        states: of a model with recurrent states, the page that the first of its tiles reads, then the one that each of them writes, which
-            the next one reads. A row is as one tile.
+        length: number of tokens. In a burst, the number that the row reads: the first from the slot, the others
+            from the burst.
+        tokens: their ids; None: a single token in a decode row, which the previous step left in the slot on the device.
+        targets: the tokens that follow these, if their log probabilities were requested.
+        pool: offset from which hidden states are summed, for an embedding; None: none are summed.
+        known: for a decode row, the token's id if it is not in the slot, because the row repeats an earlier one
+            or the host chose the token; otherwise -1.
+        states: for a model with recurrent states, the page that the first tile reads, then the page that each
+            tile writes and the next one reads. A row counts as one tile.
     """
 
     seq: int
@@ -39,7 +40,7 @@ class Span(msgspec.Struct, gc=False):
 
 
 class Sample(msgspec.Struct, gc=False):
-    """A token to sample: after the token at `offset` of a span, for a sequence and into its slot. Several may follow one token."""
+    """A token to sample after the token at `offset` of a span, into a sequence's slot. Several may follow one token."""
 
     span: int
     offset: int
@@ -49,29 +50,29 @@ class Sample(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class SlotReset:
-    """A sequence takes a slot: its sampling state is written there before the step runs."""
+    """Assigns a slot to a sequence: its sampling state is written there before the step runs."""
 
     slot: int
     params: SamplingParams
-    seed: int  # the request's, or the one drawn for it
+    seed: int  # the request's seed, or a random one
     sample_index: int
     prompt_len: int  # tokens, for min_tokens
-    stop_token_ids: tuple[int, ...]  # end-of-sequence ids included, whether or not they end the request
-    counted: list[int] | None = None  # all known tokens, where penalties need them counted
+    stop_token_ids: tuple[int, ...]  # including end-of-sequence ids, whether or not they end the request
+    counted: list[int] | None = None  # all known tokens, if penalties need their counts
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step, in the order in which it is done: resets, block table entries, page copies; then the trunk; then the sampler.
+    """A step, in order of execution: resets, block table entries, page copies; then the trunk; then the sampler.
 
     Attributes:
-        spans: those with their token on the device come first.
+        spans: those whose token is on the device come first.
         samples: in the sampler's row order.
-        table: (cache group, slot, index in its block table, page).
+        table: (cache group, slot, index in the block table, page).
         copies: (pool, source page, target page).
-        work: what its seconds depend on beside its programs.
-        steps: decode steps in a row, of a burst: spans are rows, of which each takes part in its first `length` steps.
-        seconds: of the device, as predicted; 0 where that was not asked.
+        work: the part of its cost that does not depend on its programs.
+        steps: number of decode steps in a burst. Spans are rows, and each takes part in the first `length` steps.
+        seconds: predicted device time; 0 if it was not requested.
     """
 
     trunk: TrunkKey
@@ -87,17 +88,17 @@ class StepPlan:
 
     @property
     def burst(self) -> BurstKey:
-        """The program of a burst."""
+        """Key of the burst's program."""
         return BurstKey(self.trunk, self.sampler, self.steps)
 
 
 class Swaps(msgspec.Struct, gc=False):
-    """Pages that move between the device and the host, in this order, and before the step that was planned with them.
+    """Pages to move between device and host, in this order, before the step that was planned with them.
 
     Attributes:
-        spills: (pool, page, host page) that are copied to the host.
-        fills: (pool, place, page): what was staged in a place on the device is put into a page.
-        fetches: (host page, place) that are staged from now on, beside the steps.
+        spills: (pool, page, host page) to copy to the host.
+        fills: (pool, place, page): pages to fill from their staging places on the device.
+        fetches: (host page, place) to stage from now on, in parallel with steps.
     """
 
     spills: list[tuple[int, int, int]] = []

@@ -1,6 +1,6 @@
-"""What a step should hold, by what it costs: small pure functions, one for each strategy.
+"""Strategies that choose the contents of a step by cost: one small pure function each.
 
-All take plain data and return a decision with its reason, which is counted. Seconds are those that the cost model predicts.
+All take plain data and return a decision with its reason, which is counted. The cost model predicts the seconds.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import NamedTuple
 from jengine.scheduling.promises import EPSILON, Outlook, best_way
 
 Seconds = Callable[[int, int], float]  # of a step with this many decode rows and prompt tiles
-MARGIN = 0.95  # of the time in one batch that several must stay below: costs are not exact, and those that wait longer get nothing for it
+MARGIN = 0.95  # several batches must take less than this share of one batch's time, since costs are inexact and later batches wait longer
 
 
 class Situation(NamedTuple):
-    """A step that is to be composed.
+    """A step to compose.
 
     Attributes:
-        rows: sequences that decode in it.
-        pending: prompt tiles that can be worked on, at least 1.
-        tile_size: tokens of a tile.
-        buckets: tiles of the programs that can be used.
-        outlook: targets of those that run and wait, for `latency`.
+        rows: number of decoding sequences.
+        pending: number of prompt tiles that can be computed, at least 1.
+        tile_size: tokens in a tile.
+        buckets: tile counts of usable programs.
+        outlook: targets of running and waiting requests, for `latency`.
     """
 
     rows: int
@@ -34,17 +34,17 @@ class Situation(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """How many prompt tiles run beside the decode rows, and why."""
+    """Number of prompt tiles to run beside the decode rows, and the reason."""
 
     tiles: int
     reason: str
 
 
 def throughput(situation: Situation) -> Decision:
-    """The most useful tokens a second: decode rows, and the tiles that fill the program's bucket; padding is not useful.
+    """The most useful tokens a second: decode rows and the tiles that fit the program's bucket. Padding is not useful.
 
-    With 5 tiles pending, 4 in a bucket of 4 may beat 5 in a bucket of 8; the larger of equals wins. At least one tile runs, so
-    prompts never starve.
+    With 5 tiles pending, 4 in a bucket of 4 may beat 5 in a bucket of 8. Ties go to the larger bucket. At least
+    one tile runs, so prompts never starve.
     """
     best, best_rate = 0, 0.0
     for bucket in situation.buckets:
@@ -58,7 +58,7 @@ def throughput(situation: Situation) -> Decision:
 
 
 def latency(situation: Situation) -> Decision:
-    """The way in which the fewest requests miss their targets: prompts at once, or at the pace that running streams allow."""
+    """The way in which the fewest requests miss their targets: prompts at once, or at a pace that running streams allow."""
     outlook = situation.outlook
     if outlook is None or not outlook.targets:
         return throughput(situation)._replace(reason="no targets")
@@ -70,15 +70,15 @@ def latency(situation: Situation) -> Decision:
 
 
 def batch_size(wanting: int, most: int, sizes: Sequence[int], seconds: Seconds) -> int:
-    """How many sequences to run at once, of those that run or wait: as many as get all of them done soonest, batch after batch.
+    """Number of sequences to run at once so that all finish soonest, batch after batch.
 
-    A program takes as long with one row as with all of its rows, so that nine sequences may be done sooner as eight and one than in a
-    program of sixteen rows.
+    A program takes the same time for one row as for all of its rows. So nine sequences may finish sooner as
+    eight and one than in a program of sixteen rows.
 
     Args:
-        wanting: sequences that run or wait.
-        most: that can run at once.
-        sizes: rows of the programs that can be used.
+        wanting: number of running and waiting sequences.
+        most: maximum number of running sequences.
+        sizes: row counts of usable programs.
     """
 
     def whole(size: int) -> float:

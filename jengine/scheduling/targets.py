@@ -1,4 +1,4 @@
-"""Requests with targets: which of those waiting can be promised theirs, and what is promised to all that run."""
+"""Requests with targets: which waiting requests can be accepted, and the promises to running ones."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from jengine.scheduling.work import Work, pairs, rows_work
 from jengine.table.program_table import VARIANTS
 from jengine.table.ready_programs import ReadyPrograms
 
-JUDGED = 32  # new requests in each step, so that thousands at once hold no step up
+JUDGED = 32  # new requests judged per step, so that thousands of arrivals do not delay a step
 REJECTED = "rejected"  # the stop_reason of a request whose targets cannot be met
 
 
 class Targets(Sequences):
     """Sequences and their targets.
 
-    With strategy latency, a waiting request runs once it is *accepted*: when its own targets and those of all that were accepted before
-    can be met. One that can no longer be in time is *late*. It is rejected, or has no targets from then on: it runs as soon as it is
-    in nobody's way.
+    With the latency strategy, a waiting request runs once it is *accepted*: its own targets and those of all
+    earlier accepted requests can be met. A request that can no longer be in time is *late*. It is either
+    rejected, or loses its targets and runs when it does not endanger other requests' targets.
 
     Attributes:
-        strategy: in use; with strategy="auto", the one that load calls for.
-        goodput: requests that met their targets.
-        rejected: sequences that were rejected and not yet reported.
-        ready: programs that steps may take; replaced as more are.
+        strategy: the strategy in use; with strategy="auto", the one chosen by load.
+        goodput: counts of requests that met their targets.
+        rejected: sequences that were rejected but not yet reported.
+        ready: programs that steps may use; replaced when more become ready.
     """
 
     strategy: StrategyName = "throughput"
@@ -61,22 +61,22 @@ class Targets(Sequences):
         self.goodput, self.lengths = Goodput(), OutputLengths()
         self.rejected: list[Sequence] = []
         self._timeline = Timeline()
-        self._new: list[Sequence] = []  # that have not been judged yet
+        self._new: list[Sequence] = []  # not judged yet
         self._releases = 0
-        self._unpromised: object = None  # the request and the state in which it could not be accepted
+        self._unpromised: object = None  # the request that could not be accepted, and the state at that time
 
     # --- acceptance -----------------------------------------------------------------------------------
 
     @property
     def _num_accepted(self) -> int:
-        """How many of those waiting were accepted. They come first."""
+        """Number of accepted waiting requests. They are first in the queue."""
         return sum(1 for _ in takewhile(lambda sequence: sequence.accepted, self._waiting))
 
     def _sort_out(self, start: float) -> None:
-        """Accepts waiting requests as far as targets allow, and deals with those that are late.
+        """Accepts waiting requests whose targets can be met, and handles late ones.
 
         Args:
-            start: when the next step will.
+            start: start time of the next step.
         """
         new, self._new = self._new[:JUDGED], self._new[JUDGED:]
         for sequence in new:
@@ -92,7 +92,7 @@ class Targets(Sequences):
                 self._give_up(first)  # its targets can never be met
 
     def _is_unpromised(self, sequence: Sequence) -> bool:
-        """Whether it was judged before, and nothing has ended and no prompt been computed since."""
+        """Whether it could not be accepted, and since then no request has ended and no prompt has been computed."""
         state = sequence.number, sequence.late, self._releases, self._num_accepted, len(self._running)
         known, self._unpromised = self._unpromised == state, state
         return known
@@ -110,11 +110,11 @@ class Targets(Sequences):
             self._push(sequence)
 
     def _judge(self, sequence: Sequence, start: float) -> bool:
-        """Accepts a request if its targets and those of all that were accepted before can be met."""
+        """Accepts a request if its targets and those of all accepted requests can be met."""
         accepted = [*self._running, *islice(self._waiting, self._num_accepted), sequence]
         if sum([other.slots for other in accepted]) > min(self.max_num_seqs, self.ready.max_rows):
             return False
-        if self.options.on_late == "reject":  # then none may be preempted
+        if self.options.on_late == "reject":  # accepted requests are never preempted
             pages = sum([other.slots * self.sequence.most_pages(other.max_len - 1) for other in accepted])
             if pages > self.blocks.capacity:
                 return False
@@ -129,16 +129,16 @@ class Targets(Sequences):
         sequence.accepted = accepted
         self._push(sequence)
 
-    # --- what is promised -----------------------------------------------------------------------------
+    # --- promises -----------------------------------------------------------------------------------
 
     def _outlook(self, start: float, streams: List[Sequence]) -> Outlook:
-        """Targets of those that run or were accepted. Costs are those of all of them decoding.
+        """Targets of running and accepted requests. Costs assume that all of them decode.
 
         Args:
-            streams: those that decode, with their next tokens.
+            streams: decoding sequences, with their next tokens.
         """
         everyone, size = [*self._running, *islice(self._waiting, self._num_accepted)], self.sequence.tile_size
-        # Where requests are rejected, what is promised to the others holds until their last tokens.
+        # If late requests are rejected, promises to the others hold until their last tokens.
         rejects = self.options.on_late == "reject"
         lengths = [s.max_len if rejects else min(len(s.tokens) + s.in_flight + 1, s.max_len) for s in everyone]
         context, longest = rows_work([length - 1 for length in lengths], self.sequence.windows)
@@ -162,7 +162,7 @@ class Targets(Sequences):
         return Prompt(tiles, sequence.arrival + sequence.ttft - start, sequence.tpot, self._length(sequence, sequence.rest - 1))
 
     def _length(self, sequence: Sequence, rest: int) -> int | None:
-        """Tokens that it will still generate, of at most `rest`; None where that is not known."""
+        """Number of tokens, at most `rest`, that it will still generate; None: unknown."""
         params = sequence.request.params
         if params.ignore_eos and not params.stop and not params.stop_token_ids:
             return rest
@@ -171,12 +171,13 @@ class Targets(Sequences):
         return self.lengths.least_rest(sequence.max_len - sequence.prompt_len - rest, rest)
 
     def _buckets(self, rows: int) -> list[int]:
-        """Tiles of the programs that can run beside this many rows."""
+        """Tile counts of programs that can run beside this many rows."""
         most = max((self.max_num_batched_tokens - rows) // self.sequence.tile_size, 1)
         return [tiles for tiles in self.ready.tile_buckets if tiles <= most] or [self.ready.tile_buckets[0]]
 
     def _seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
-        """What a step takes, if its longest sequence has this many tokens; or two, where rows and tiles may not share one."""
+        """Predicted seconds of a step whose longest sequence has `tokens` tokens, or of two if rows and tiles
+        are kept apart."""
         if rows and tiles and self.composition.apart:
             alone = work._replace(attended=0)
             return self._seconds(rows, 0, alone, tokens, rank) + self._seconds(0, tiles, Work(attended=work.attended), tokens, rank)
@@ -199,19 +200,19 @@ class Targets(Sequences):
         self._queue(sequence)
 
     def _queue(self, sequence: Sequence) -> None:
-        """It may be admitted from now on."""
+        """Makes a sequence eligible for admission."""
         self._push(sequence)
         if self.strategy == "latency":
             self._new.append(sequence)
 
     def _prefill_seconds(self, tokens: int) -> float:
-        """What a prompt takes alone."""
+        """Predicted seconds of a prompt alone."""
         most, size = self._buckets(0)[-1], self.sequence.tile_size
         steps, rest = divmod(-(-tokens // size), most)
         return steps * self._seconds(0, most, Work(), tokens) + (self._seconds(0, rest, Work(), tokens) if rest else 0.0)
 
     def _expect(self, sampled: List[Sequence], rows: int, end: float) -> None:
-        """These get a token in a step that is predicted to end then, the first `rows` of them in decode rows."""
+        """Records that these get a token in a step predicted to end at `end`; the first `rows` of them are decode rows."""
         for sequence in islice(sampled, rows, None):
             if sequence.first_token is None:
                 sequence.first_token = sequence.due = end
@@ -219,7 +220,7 @@ class Targets(Sequences):
             sequence.due += sequence.tpot
 
     def _note_first(self, sequence: Sequence, now: float) -> None:
-        """Its first token has come."""
+        """Records the arrival of its first token."""
         assert sequence.first_token is not None
         sequence.due += now - sequence.first_token
         sequence.first_token = now
@@ -239,7 +240,7 @@ class Targets(Sequences):
     # --- order ----------------------------------------------------------------------------------------
 
     def _reorder(self) -> None:
-        """The strategy has changed: those that wait are judged again, those that run are as if accepted."""
+        """After a change of strategy, judges waiting sequences again and treats running ones as accepted."""
         waiting = [*self._waiting]
         for sequence in waiting:
             self._waiting.remove(sequence)
@@ -259,6 +260,6 @@ class Targets(Sequences):
 
 
 def _can_be_met(stream: Stream, least: float) -> bool:
-    """Whether a stream can still be in time if every step to come takes as little as one can."""
+    """Whether a stream can still be in time if every further step takes the minimum time."""
     slack, tpot, length = stream
     return slack >= least if length is None else slack + (length - 1) * tpot >= length * least

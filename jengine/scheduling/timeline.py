@@ -1,4 +1,4 @@
-"""When the device will be done with the steps that were planned, by their predicted seconds."""
+"""Predicts when the device will have finished the planned steps."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ class Timeline:
     """Steps run one after the other, in the order in which they were planned.
 
     Attributes:
-        free_at: when the last of them ends; corrected whenever one is collected.
+        free_at: predicted end of the last planned step, corrected whenever a step is collected.
     """
 
     def __init__(self) -> None:
         self.free_at = 0.0
-        self._ahead: deque[float] = deque()  # seconds of steps that are not collected
+        self._ahead: deque[float] = deque()  # seconds of steps that are not collected yet
 
     def start(self, now: float) -> float:
-        """When a step that is planned now will start."""
+        """Start time of a step that is planned now."""
         return max(now, self.free_at) if self._ahead else now
 
     def plan(self, now: float, seconds: float) -> float:
-        """Adds a step. Returns when it will end."""
+        """Adds a step. Returns its end time."""
         self.free_at = self.start(now) + seconds
         self._ahead.append(seconds)
         return self.free_at
 
     def collect(self, now: float) -> None:
-        """The first of the steps has ended."""
+        """The first step has ended."""
         if self._ahead:
             self._ahead.popleft()
         self.free_at = now + sum(self._ahead)

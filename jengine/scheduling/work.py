@@ -1,4 +1,4 @@
-"""What a step's cost depends on beside its programs: how much of the past its tokens attend to."""
+"""The part of a step's cost that depends on how many earlier tokens its tokens attend to."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """Real tokens only, no padding. Where cache groups have windows, each figure is the groups' mean, rounded down.
+    """Counts without padding. If cache groups have windows, each count is the mean over groups, rounded down.
 
     Attributes:
         context: tokens that its decode rows attend to, summed over rows.
-        longest: of these, the longest row's.
+        longest: the largest context of a single row.
         attended: (query, key) pairs of its tiles.
     """
 
@@ -21,11 +21,11 @@ class Work(NamedTuple):
 
 
 NO_WORK = Work()
-Windows = Sequence[int | None]  # of each cache group; None: all of the past
+Windows = Sequence[int | None]  # one for each cache group; None: no window
 
 
 def rows_work(positions: Sequence[int], windows: Windows = (None,)) -> tuple[int, int]:
-    """(context, longest) of decode rows at these positions, each of which attends to its own token, too."""
+    """(context, longest) of decode rows at these positions. A row also attends to its own token."""
     if not positions:
         return 0, 0
     last = max(positions)
@@ -41,10 +41,10 @@ def rows_work(positions: Sequence[int], windows: Windows = (None,)) -> tuple[int
 
 
 def pairs(start: int, length: int, windows: Windows = (None,)) -> int:
-    """(query, key) pairs of `length` consecutive tokens of a prompt, the first at position `start`."""
+    """Number of (query, key) pairs of `length` consecutive prompt tokens, the first at position `start`."""
     total = 0
     for window in windows:
-        inside = length if window is None else min(max(window - start, 0), length)  # queries that see all of the past
+        inside = length if window is None else min(max(window - start, 0), length)  # queries that attend to all earlier tokens
         total += inside * start + inside * (inside + 1) // 2
         total += (length - inside) * (window or 0)
     return total // len(windows)

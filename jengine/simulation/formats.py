@@ -1,4 +1,5 @@
-"""Reads traces: jengine's own recordings, Azure's and BurstGPT's CSV, Mooncake's JSONL. The first line tells which it is."""
+"""Reads traces: jengine's recordings, Azure's and BurstGPT's CSV, Mooncake's JSONL. The first line determines
+the format."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ FIELDS = {"arrival", "prompt_tokens", "output_tokens", "prompt_token_ids", "pref
 
 
 def read_trace(path: str | Path) -> Trace:
-    """
+    """Reads a trace file.
+
     Raises:
-        InvalidArgument: the file cannot be read, is of no known format, or has a bad line, which is named.
+        InvalidArgument: the file cannot be read, has an unknown format, or has a bad line, which the message names.
     """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -62,13 +64,13 @@ def _azure(path: str, lines: Iterator[str]) -> Trace:
 
 
 def _day_time(text: str) -> float:
-    """Seconds; days without a zone are taken as UTC's, so that no hour is missing or there twice."""
+    """Seconds. Times without a zone are read as UTC, so that no hour is missing or duplicated."""
     time = datetime.fromisoformat(text)
     return (time.replace(tzinfo=UTC) if time.tzinfo is None else time).timestamp()
 
 
 def _burst_gpt(path: str, lines: Iterator[str]) -> Trace:
-    """Seconds; failed requests have no response tokens."""
+    """Times in seconds. Failed requests have no response tokens."""
     rows = [
         (_value(path, line, float, row["Timestamp"]), *_lengths(path, line, row, "Request tokens", "Response tokens"))
         for line, row in _csv(path, lines)
@@ -77,7 +79,7 @@ def _burst_gpt(path: str, lines: Iterator[str]) -> Trace:
 
 
 def _mooncake(path: str, lines: Iterator[str]) -> Trace:
-    """Milliseconds; each of `hash_ids` stands for 512 tokens and all before them."""
+    """Times in milliseconds. Each of `hash_ids` identifies 512 tokens and everything before them."""
     rows, prefixes, left_out = [], [], 0
     for line, fields in _json_lines(path, lines):
         row = _value(path, line, float, fields["timestamp"]) / 1e3, *_lengths(path, line, fields, "input_length", "output_length")
@@ -90,8 +92,11 @@ def _mooncake(path: str, lines: Iterator[str]) -> Trace:
 
 
 def _jengine(path: str, lines: Iterator[str]) -> Trace:
-    """What TraceRecorder writes; or by hand: each line has an arrival in seconds, output_tokens, and either prompt_tokens with, where
-    known, a `prefix`, or prompt_token_ids."""
+    """The format of TraceRecorder, which may also be written by hand.
+
+    Each line has an arrival in seconds, output_tokens, and either prompt_token_ids or prompt_tokens with an
+    optional `prefix`.
+    """
     header = _object(path, 1, next(lines))
     if header[OURS] != VERSION:
         raise InvalidArgument(OURS, header[OURS], f"must be {VERSION} ({path})")
@@ -138,7 +143,7 @@ def _without_empty(rows: list[tuple[float, int, int]]) -> Trace:
 
 
 def _numbered(prefixes: list[Any]) -> list[tuple[int, ...]]:
-    """Ids of any kind, as numbers from 0 on."""
+    """Replaces ids of any type by numbers from 0 on."""
     numbers: dict[Any, int] = {}
     return [tuple([numbers.setdefault(id, len(numbers)) for id in prefix]) for prefix in prefixes]
 

@@ -1,4 +1,4 @@
-"""What a replay gives: when each request got its first and its last token, and what the engine did."""
+"""The result of a replay: when each request got its first and last tokens, and totals of the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Sample(NamedTuple):
-    """The engine at a moment of a replay."""
+    """The engine at one moment of a replay."""
 
     seconds: float
     running: int
@@ -20,18 +20,20 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """
+    """Result of a replay.
+
     Attributes:
-        first, last: float64 by row of the trace, when its first and last token came, in the trace's seconds; nan where none did.
-        preemptions, cached: int64 by row, how often it was preempted, and its prompt tokens that were found in the cache.
-        refused: requests that this engine can never answer.
-        rejected: by reason, those that ended without all of their tokens.
-        steps: that were run.
-        device_seconds, host_seconds: that device and host have worked.
-        begin, end: of the replay.
+        first, last: float64 by row of the trace: times of the first and last token, in the trace's seconds; nan
+            if none came.
+        preemptions, cached: int64 by row: number of preemptions, and of prompt tokens found in the cache.
+        refused: number of requests that this engine can never serve.
+        rejected: by reason, number of requests that ended without all of their tokens.
+        steps: number of steps.
+        device_seconds, host_seconds: seconds for which device and host worked.
+        begin, end: start and end of the replay.
         samples: some moments of it, in order.
-        pages: of an engine's cache.
-        engines: that ran side by side.
+        pages: number of pages in an engine's cache.
+        engines: number of engines that ran in parallel.
     """
 
     first: np.ndarray
@@ -57,7 +59,8 @@ class Outcome:
 
 
 def joined(outcomes: list[Outcome]) -> Outcome:
-    """Of several engines, each of which has run some of a trace's requests. Samples are those of the first."""
+    """Combines the outcomes of several engines, each of which ran some requests of a trace. Samples are the
+    first engine's."""
     first, last = np.stack([one.first for one in outcomes]), np.stack([one.last for one in outcomes])
     return Outcome(
         first=np.fmax.reduce(first),

@@ -1,4 +1,4 @@
-"""A trace through one engine or several of a kind, each with a clock of its own."""
+"""Replays a trace on one engine or several equal ones, each with its own clock."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from jengine.table.program_table import ProgramTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """What decides how an engine schedules: its scheduler's arguments, costs included.
+    """Everything that determines how an engine schedules: its scheduler's arguments, costs included.
 
     Attributes:
-        options: those that are not listed here, by name.
+        options: further options, by name.
     """
 
     table: ProgramTable
@@ -42,7 +42,7 @@ class EngineShape:
     options: dict[str, Any] = field(default_factory=dict)
 
     def scheduler(self, **options: Any) -> ReplayScheduler:
-        """options: of the scheduler, instead of these."""
+        """Creates a scheduler. options: replace these fields."""
         return ReplayScheduler(
             self.table,
             page_size=self.page_size,
@@ -66,11 +66,11 @@ def replay(
     fast_forward: bool = True,
     progress: bool = False,
 ) -> Outcome:
-    """When each request gets its tokens. Replicas take turns: request i goes to the (i modulo replicas)-th of them.
+    """Predicts when each request gets its tokens. Replicas take turns: request i goes to replica i modulo `replicas`.
 
     Args:
-        only: run this replica alone; its requests stand for all.
-        params: of all requests, but for their lengths.
+        only: runs only this replica, whose requests represent all.
+        params: sampling parameters of all requests, except their lengths.
         fast_forward: see VirtualEngine.
     """
     rows = [np.arange(replica, len(trace), replicas) for replica in (range(replicas) if only is None else [only])]
@@ -80,7 +80,8 @@ def replay(
             how = {"params": params, "overlap": shape.overlap, "fast_forward": fast_forward, "progress": bar.update}
             times, done = StepTimes(shape.costs), bar.n
             if trace.prefixes is None and fast_forward:
-                # No two prompts begin alike, so only a sequence that comes back could find pages: without any, none need be findable.
+                # No two prompts have a common prefix, so only resumed sequences could find pages. If no
+                # preemptions occur, none need caching.
                 scheduler = shape.scheduler(prefix_caching=False)
                 scheduler.no_preemptions = True
                 with suppress(Preempted):
@@ -93,7 +94,8 @@ def replay(
 
 @contextmanager
 def _collected_once() -> Iterator[None]:
-    """Without the garbage collector: a replay makes no cycles, and millions of objects would be looked at again and again."""
+    """Disables the garbage collector: a replay creates no cycles, and collections would scan millions of
+    objects repeatedly."""
     before = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,5 @@
-"""The real scheduler, with what a replay asks of it: whom it has ended, and many steps at once where it has nothing to decide."""
+"""The real scheduler with additions for replays: reports ended sequences, and runs many steps at once if there
+is nothing to decide."""
 
 from __future__ import annotations
 
@@ -14,17 +15,19 @@ from jengine.updates import Found
 
 
 class Preempted(Exception):
-    """A sequence would have been preempted."""
+    """A sequence would be preempted."""
 
 
 class ReplayScheduler(Scheduler):
-    """A steady step has the rows of the one before it and nothing else. What `schedule` and `collect` do then is little, and is done
-    here: pages (`begin_steady_step`), predictions (`planned`, `collected`), and tokens, once for many steps (`advance`).
+    """A scheduler that can run steady steps quickly. A steady step has the same rows as the previous step, and no tiles.
 
-    Costs must stay as they are, on a machine as busy as usual.
+    The little that `schedule` and `collect` do for such a step is done here: pages (`begin_steady_step`),
+    predictions (`planned`, `collected`), and tokens, once for many steps (`advance`).
+
+    Costs must not change, and are used under usual load.
 
     Attributes:
-        no_preemptions: raise Preempted instead.
+        no_preemptions: whether to raise Preempted instead of preempting.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -35,8 +38,10 @@ class ReplayScheduler(Scheduler):
     def collect(
         self, plan: StepPlan, tokens: list[list[int]], found: Mapping[int, Found] = NOTHING_FOUND
     ) -> list[tuple[int, Sequence, int]]:
-        """The same as ever, but shorter where a step only decodes: no token of a replay ends a sequence, only its length does, and
-        what comes of decode rows is of no interest."""
+        """Like Scheduler.collect, but faster if a step only decodes.
+
+        In a replay, only its length ends a sequence, and the samples of decode rows are not needed.
+        """
         if plan.trunk.tiles:
             return super().collect(plan, tokens, found)
         by_number, fair = self._by_number, self._fair
@@ -59,7 +64,7 @@ class ReplayScheduler(Scheduler):
         super()._preempt(sequence)
 
     def _seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
-        """The same as ever, but which programs it is about is looked up once: costs do not change in a replay."""
+        """Like Targets._seconds, but looks up the programs only once, since costs do not change in a replay."""
         pages = self.table.page_bucket(self.blocks.pages_of(tokens))
         base = self._bases.get((rows, tiles, pages, rank))
         if base is None:
@@ -67,10 +72,10 @@ class ReplayScheduler(Scheduler):
         return base + self.costs.slopes.seconds(work)
 
     def steady_steps(self, ahead: int) -> int:
-        """How many of the next steps are steady, if no request comes that `admits`, and as far as `begin_steady_step` allows.
+        """Number of the next steps that are steady if no request arrives that `admits`, limited by `begin_steady_step`.
 
         Args:
-            ahead: steps that are dispatched and not collected: 0 or 1.
+            ahead: number of dispatched steps that are not collected: 0 or 1.
         """
         rows = self._rows
         if not rows or len(rows) != len(self._running) or self._sharing:
@@ -82,7 +87,8 @@ class ReplayScheduler(Scheduler):
         return min([s.last_position - s.num_computed for s in rows]) - (1 - ahead)
 
     def _may_admit(self) -> bool:
-        """Whether the first of those waiting can be admitted before a running sequence ends. Without windows, pages only become fewer."""
+        """Whether the first waiting sequence can be admitted before a running one ends. Without windows, free
+        pages only decrease."""
         first = self._waiting.first
         if self.strategy != "throughput" or first is None or first.in_flight or any(group.window for group in self.blocks.groups):
             return True
@@ -94,19 +100,19 @@ class ReplayScheduler(Scheduler):
 
     @property
     def admits(self) -> bool:
-        """Whether a request that comes now can change the next step. If not, it only joins those waiting."""
+        """Whether an arriving request can change the next step. If not, it only joins the queue."""
         return self._free_rows > 0 or self._auto is not None or self.strategy == "latency" or self.options.batching != "continuous"
 
     def steady_rows(self) -> list[Sequence]:
-        """The rows of the last step."""
+        """Rows of the last step."""
         return self._rows
 
     def begin_steady_step(self, now: float, entering: list[Sequence] | None, steps: int) -> bool:
-        """What `schedule` does first. False: the next step may be another one, and `schedule` has to plan it.
+        """The first part of `schedule`. Returns False if the next step may not be steady, and `schedule` must plan it.
 
         Args:
             entering: rows that enter a page in this step.
-            steps: steady steps since the last call of `schedule`.
+            steps: number of steady steps since the last call of `schedule`.
         """
         if self._auto is not None:
             before = self.strategy
@@ -125,25 +131,25 @@ class ReplayScheduler(Scheduler):
         return True
 
     def planned(self, now: float, seconds: float) -> None:
-        """A steady step was planned."""
+        """A steady step has been planned."""
         self._timeline.plan(now, seconds)
 
     def collected(self, now: float) -> None:
-        """And the one before it collected, or, without overlap, this one."""
+        """The previous step has been collected or, without overlap, this one."""
         self._timeline.collect(now)
 
     def advance(self, steps: int, tokens: list[list[int]] | None) -> None:
-        """So many steady steps were planned, and as many collected.
+        """Adds the tokens of `steps` steady steps, which have been planned and collected.
 
         Args:
-            tokens: by sequence number, the one that each of these steps sampled; None: OUTPUT_TOKEN.
+            tokens: by sequence number, the token that each of these steps sampled; None: OUTPUT_TOKEN.
         """
         same = [OUTPUT_TOKEN] * steps
         for s in self._rows:
             s.num_computed += steps
             s.tokens += same if tokens is None else tokens[s.number] * steps
             if s.has_target:
-                for _ in range(steps):  # not once for all: sums of floats must come out the same
+                for _ in range(steps):  # one by one, so that sums of floats are the same
                     s.due += s.tpot
             if self._fair is not None:
                 self._fair.spend(s.client, steps)

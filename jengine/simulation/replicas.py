@@ -1,4 +1,4 @@
-"""How many engines a trace needs to be served within targets."""
+"""Number of engines needed to serve a trace within targets."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from jengine.simulation.replay import EngineShape, replay
 from jengine.simulation.summary import Targets, in_target
 from jengine.simulation.trace import Trace
 
-LONELY = 200  # requests that are tried alone: where these miss their targets, more engines do not help
-APART = 1e6  # seconds
+LONELY = 200  # number of requests tried alone: if these miss their targets, more engines do not help
+APART = 1e6  # seconds between these requests
 
 
 def replicas_needed(
     shape: EngineShape, trace: Trace, targets: Targets, *, params: SamplingParams | None = None, progress: bool = False
 ) -> tuple[int, Outcome] | None:
-    """The fewest that serve `targets.share` of the requests within their targets, and what they do; None: no number does.
+    """The smallest number of engines that serves `targets.share` of the requests within targets, and the
+    outcome; None: no number.
 
-    One of them stands for all in the search, since they take turns; the result is of all of them.
+    Since replicas take turns, the search simulates a single one. The returned outcome includes all.
     """
 
     def enough(replicas: int) -> bool:

@@ -1,4 +1,4 @@
-"""A replay as text for the terminal, and as a plot."""
+"""Shows a replay as text for the terminal, and as a plot."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jengine.simulation.summary import RANKS, Summary, Targets
 from jengine.simulation.trace import Trace
 
 BARS = " ▁▂▃▄▅▆▇█"
-WIDTH = 60  # characters of a line of bars
+WIDTH = 60  # characters in a line of bars
 
 
 def report(summary: Summary, trace: Trace, targets: Targets, outcome: Outcome) -> str:
-    """Several lines."""
+    """The report as text with several lines."""
     offered = len(trace) / max(trace.seconds, 1e-9)
     lines = [
         f"{counted(summary.requests, 'request')}, {offered:.3g} a second for {trace.seconds:.0f} s; {counted(summary.engines, 'engine')}",
@@ -28,7 +28,7 @@ def report(summary: Summary, trace: Trace, targets: Targets, outcome: Outcome) -
         _row("per output token, ms", summary.per_token),
         _row("total, ms", summary.total),
         "",
-        f"{summary.output_tokens_per_second:,.0f} output tokens a second; all were done after {summary.seconds:.1f} s",
+        f"{summary.output_tokens_per_second:,.0f} output tokens a second; completed in {summary.seconds:.1f} s",
     ]
     if summary.unanswered:
         lines.append(_unanswered(summary, outcome))
@@ -45,16 +45,16 @@ def report(summary: Summary, trace: Trace, targets: Targets, outcome: Outcome) -
 
 
 def save_plot(path: Path, outcome: Outcome, trace: Trace) -> None:
-    """Distributions of the times, and how many requests ran and waited.
+    """Plots the distributions of times, and the numbers of running and waiting requests.
 
     Raises:
-        InvalidArgument: matplotlib is missing, or it cannot write this file.
+        InvalidArgument: matplotlib is missing, or cannot write this file.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise InvalidArgument("plot", str(path), "needs matplotlib, which the extra bench brings") from None
+        raise InvalidArgument("plot", str(path), "needs matplotlib, which is in the extra bench") from None
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
     shares, load = figure.subplots(1, 2)
@@ -80,7 +80,7 @@ def _row(name: str, values: dict[int, float]) -> str:
 
 
 def _unanswered(summary: Summary, outcome: Outcome) -> str:
-    reasons = [f"{outcome.refused} longer than this engine takes"] if outcome.refused else []
+    reasons = [f"{outcome.refused} too long for this engine"] if outcome.refused else []
     reasons += [f"{count} {reason}" for reason, count in sorted(outcome.rejected.items())]
     return f"{counted(summary.unanswered, 'request')} not answered: {', '.join(reasons)}"
 
@@ -92,7 +92,7 @@ def _targets(targets: Targets) -> str:
 
 
 def _timeline(outcome: Outcome, trace: Trace) -> list[str]:
-    """What changed over time, as bars."""
+    """Changes over time, as bars."""
     at = np.array([sample.seconds for sample in outcome.samples])
     came = ~np.isnan(outcome.first)
     lines = [

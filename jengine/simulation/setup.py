@@ -1,4 +1,4 @@
-"""From an engine's options to what a replay needs of them. Nothing is loaded or compiled."""
+"""Derives the inputs of a replay from an engine's options. Loads and compiles nothing."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jengine.table.program_table import ProgramTable
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A model on this machine's devices, with some options, and what steps cost with these.
+    """A model on this machine's devices with some options, and its step costs.
 
     Attributes:
-        spec: of the programs, the number of pages left out.
+        spec: shapes of the programs, without the number of pages.
     """
 
     config: EngineConfig
@@ -35,12 +35,13 @@ class Setup:
 
     @classmethod
     def of(cls, config: EngineConfig, costs_file: Path | None = None) -> Setup:
-        """
+        """Describes a model with these options.
+
         Args:
-            costs_file: StepCosts.to_json(); None: what engines with these options have measured here.
+            costs_file: output of StepCosts.to_json(); None: costs that engines with these options have measured here.
 
         Raises:
-            InvalidArgument: nothing was measured, or the file cannot be read. Others: as start_engine.
+            InvalidArgument: nothing was measured, or the file cannot be read. Other errors as in start_engine.
         """
         if config.burst_steps > 1:
             limit = "cannot be simulated yet: replays have single steps"
@@ -66,7 +67,8 @@ class Setup:
         return cls(config, spec, costs)
 
     def shape(self, **changes: Any) -> EngineShape:
-        """What a replay needs, with some options changed: those of EngineConfig that decide how steps are scheduled.
+        """The shape of an engine with some options changed, which must be options of EngineConfig that affect
+        scheduling.
 
         Costs of programs that were not measured are estimated from those that were.
 
@@ -100,7 +102,7 @@ class Setup:
 
 
 def _pages(config: EngineConfig, spec: ExecutionSpec) -> int:
-    """As many as an engine would have, whose weights are on the device already."""
+    """Number of pages of an engine whose weights are on the device."""
     pages = pages_that_fit(config, spec)
     if spec.mesh.devices.flat[0].platform == "cpu" or config.num_pages is not None or config.kv_cache_memory is not None:
         return pages

@@ -1,4 +1,4 @@
-"""What a replay means for those who wait: percentiles, and how many were served within targets."""
+"""Summarizes a replay: percentiles of times, and the share of requests served within targets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RANKS = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """For requests that bring none.
+    """Targets for requests that have none in the trace.
 
     Attributes:
-        ttft_ms: to the first token; None: any.
-        tpot_ms: for each output token after it, on average; None: any.
-        share: of the requests that should meet theirs.
+        ttft_ms: milliseconds to the first token; None: no target.
+        tpot_ms: mean milliseconds for each later output token; None: no target.
+        share: share of requests that should meet their targets.
     """
 
     ttft_ms: float | None = None
@@ -36,23 +36,25 @@ class Targets:
             raise InvalidArgument("target_share", self.share, "must be in (0, 1]")
 
     def given(self, trace: Trace) -> bool:
-        """Whether there are any, here or in the trace."""
+        """Whether there are any targets, here or in the trace."""
         return any(value is not None for value in (self.ttft_ms, self.tpot_ms, trace.ttft_ms, trace.tpot_ms))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """
+    """Figures of a replay.
+
     Attributes:
-        requests: of the trace.
-        unanswered: those that were refused or rejected.
+        requests: number of requests in the trace.
+        unanswered: number of requests that were refused or rejected.
         seconds: from the first arrival to the last token.
-        first_token, per_token, total: percentiles, in seconds, by rank; per_token is the mean gap of a request's tokens after the first.
-        mean_total: seconds.
-        in_target: share of all requests that met their targets; None where there are none.
+        first_token, per_token, total: percentiles in seconds, by rank. per_token is the mean time between a
+            request's tokens.
+        mean_total: mean seconds from arrival to the last token.
+        in_target: share of all requests that met their targets; None if there are no targets.
         device_busy, host_busy: shares of the engines' time.
-        pages_mean, pages_most: shares of the cache that sequences owned.
-        cached: share of prompt tokens that were found in the cache.
+        pages_mean, pages_most: shares of the cache owned by sequences.
+        cached: share of prompt tokens found in the cache.
     """
 
     requests: int
@@ -80,7 +82,7 @@ class Summary:
 
 
 def summarize(outcome: Outcome, trace: Trace, targets: Targets, rows: np.ndarray | None = None) -> Summary:
-    """rows: the requests that were run, where these are not all."""
+    """rows: the requests that were run, if not all."""
     rows = np.arange(len(trace)) if rows is None else rows
     first, last, outputs = outcome.first[rows] - trace.arrivals[rows], outcome.last[rows] - trace.arrivals[rows], trace.outputs[rows]
     answered = ~np.isnan(last)
@@ -108,7 +110,7 @@ def summarize(outcome: Outcome, trace: Trace, targets: Targets, rows: np.ndarray
 
 
 def in_target(outcome: Outcome, trace: Trace, targets: Targets) -> np.ndarray:
-    """By row: whether it was answered within its own targets, or else within these."""
+    """For each row, whether it was served within its own targets or, if it has none, these."""
     first, last = outcome.first - trace.arrivals, outcome.last - trace.arrivals
     met: np.ndarray = ~np.isnan(last)
     for seconds, own, default in (
@@ -118,13 +120,13 @@ def in_target(outcome: Outcome, trace: Trace, targets: Targets) -> np.ndarray:
         most = np.full(len(trace), np.inf if default is None else default)
         if own is not None:
             most = np.where(np.isnan(own), most, own)
-        with np.errstate(invalid="ignore"):  # nan: a single token has no gap
+        with np.errstate(invalid="ignore"):  # nan: a single token has no gaps
             met &= ~(1e3 * seconds > most)
     return met
 
 
 def _gaps(first: np.ndarray, last: np.ndarray, outputs: np.ndarray) -> np.ndarray:
-    """Mean seconds between a request's tokens; nan where it has one."""
+    """Mean seconds between a request's tokens; nan for a single token."""
     return np.where(outputs > 1, (last - first) / np.maximum(outputs - 1, 1), np.nan)
 
 

@@ -1,4 +1,4 @@
-"""Seconds of steps, from costs that do not change meanwhile: worked out once for each program and each number of rows."""
+"""Seconds of steps from constant costs, computed once for each program and number of rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jengine.table.program_table import SamplerKey, TrunkKey
 
 
 class StepTimes:
-    """See StepCosts, whose predictions these are, on a machine as busy as usual."""
+    """The predictions of StepCosts under usual load."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
@@ -17,14 +17,14 @@ class StepTimes:
         self._hosts: dict[tuple[int, int], HostSeconds] = {}
 
     def base(self, trunk: TrunkKey, sampler: SamplerKey) -> float:
-        """Of the device, for a step without work."""
+        """Device seconds of a step without work."""
         known = self._bases.get((trunk, sampler))
         if known is None:
             known = self._bases[trunk, sampler] = self._costs.trunk_seconds(trunk) + self._costs.sampler_seconds(sampler)
         return known
 
     def device(self, base: float, work: Work) -> float:
-        """Of the device, for a step of these programs."""
+        """Device seconds of a step with these programs."""
         return base + self._costs.slopes.seconds(work)
 
     def host(self, rows: int, tiles: int) -> HostSeconds:

@@ -1,4 +1,4 @@
-"""A trace: when requests come and how long they are. Columns, so that a million requests stay small."""
+"""A trace: arrival times and lengths of requests. Stored in columns, so that a million requests stay small."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import numpy as np
 
 from jengine.errors import InvalidArgument
 
-OUTPUT_TOKEN = -1  # stands for every generated token: no prompt has it
+OUTPUT_TOKEN = -1  # represents every generated token; no prompt contains it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Requests in the order of their arrival. Optional columns are None where the file has none.
+    """Requests in order of arrival. Optional columns are None if the file has none.
 
     Attributes:
         arrivals: float64, seconds from the first.
-        prompts, outputs: int64, tokens of each, at least 1.
-        prefixes: by request, ids of the first blocks of its prompt; prompts that begin with the same ids begin with the same tokens.
-        block: tokens of such a block.
+        prompts, outputs: int64, numbers of tokens, at least 1.
+        prefixes: by request, ids of the first blocks of its prompt; prompts with equal leading ids have equal
+            leading tokens.
+        block: tokens in such a block.
         priorities: int64; lower runs first, under policy="priority".
         clients: by request, its client.
-        ttft_ms, tpot_ms: float64, the request's own targets, nan where it has none.
-        left_out: rows of the file without an output token, such as failed requests.
+        ttft_ms, tpot_ms: float64, the request's own targets; nan if it has none.
+        left_out: number of rows of the file without an output token, such as failed requests.
     """
 
     arrivals: np.ndarray
@@ -58,7 +59,7 @@ class Trace:
         return replace(self, arrivals=self.arrivals / rate)
 
     def take(self, rows: np.ndarray) -> Trace:
-        """The requests at these places, which ascend."""
+        """The requests at these indices, in ascending order."""
         prefixes = None if self.prefixes is None else [self.prefixes[i] for i in rows]
         clients = None if self.clients is None else [self.clients[i] for i in rows]
         columns = ("arrivals", "prompts", "outputs", "priorities", "ttft_ms", "tpot_ms")
@@ -66,9 +67,9 @@ class Trace:
         return replace(self, prefixes=prefixes, clients=clients, **taken)
 
     def prompt_token_ids(self, row: int) -> list[int]:
-        """Tokens that stand for a request's prompt: equal to another's where their prefixes are equal, and nowhere else.
+        """Artificial tokens for a request's prompt: equal to another prompt's exactly where their prefixes are equal.
 
-        Blocks have ids from 0 on; what follows them are negative numbers of this request alone.
+        Tokens of blocks are numbers from 0 on; the tokens after them are negative numbers unique to this request.
         """
         length, own = int(self.prompts[row]), -2 - row
         if self.prefixes is None:
@@ -79,7 +80,7 @@ class Trace:
 
 
 def make_trace(rows: Sequence[tuple[float, int, int]], *, left_out: int = 0, **columns: object) -> Trace:
-    """A trace of (arrival, prompt tokens, output tokens), in any order; the other columns are as long as the rows.
+    """A trace of (arrival, prompt tokens, output tokens) rows in any order. Other columns must have the same length.
 
     Raises:
         InvalidArgument: there are no rows.

@@ -1,4 +1,4 @@
-"""Searches an engine's options for a trace, by simulation."""
+"""Searches the best options of an engine for a trace by simulation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jengine.simulation.trace import Trace
 
 Objective = Literal["goodput", "latency", "throughput"]
 Changes = dict[str, Any]
-BEYOND = 4  # times as large as what there is
-ROUNDS = 3  # over all options, at most
-LEAST_GAIN = 0.01  # a change that brings less is not worth an option
+BEYOND = 4  # maximum size relative to the largest known program
+ROUNDS = 3  # maximum number of rounds over all options
+LEAST_GAIN = 0.01  # minimum improvement for a change
 TILES = 32, 64, 128, 256
 ROWS = 8, 16, 32, 64, 128, 256, 512
 TOKENS = 128, 256, 512, 1024, 2048, 4096, 8192, 16384
@@ -28,9 +28,9 @@ PAGES = 16, 32, 64, 128
 class Tuned:
     """
     Attributes:
-        changes: options that differ from those tried first; empty where these were the best.
-        before, after: what the trace would get with the first ones, and with these.
-        tried: how many sets of options were simulated.
+        changes: options that differ from the initial ones; empty if those were the best.
+        before, after: figures of the trace with the initial options, and with these.
+        tried: number of simulated sets of options.
     """
 
     changes: Changes
@@ -40,13 +40,14 @@ class Tuned:
 
 
 class Search:
-    """One option after the other is set to the best of its values, until none of them brings anything.
+    """Coordinate search: sets one option after the other to its best value, until no option improves the result.
 
     Args:
-        shape_of: what an engine is like with some options changed; raises JengineError where that cannot be.
-        values: of each option, in the order in which they are tried.
-        objective: goodput: share of requests in target, then latency; latency: the mean time until a request has ended; throughput:
-            output tokens a second until all have.
+        shape_of: returns the shape of an engine with some options changed; raises JengineError if they are invalid.
+        values: candidate values of each option, in the order of the search.
+        objective: goodput: share of requests in target, then latency; latency: mean time until a request has
+            ended; throughput:
+            output tokens a second until all have ended.
         tried: called after each simulation.
     """
 
@@ -65,12 +66,13 @@ class Search:
             raise InvalidArgument("objective", objective, "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's")
         self._shape_of, self._values, self._trace, self._targets = shape_of, values, trace, targets
         self._objective, self._params, self._tried = objective, params, tried
-        self._known: dict[str, Summary | None] = {}  # by changes
+        self._known: dict[str, Summary | None] = {}  # keyed by changes
 
     def run(self) -> Tuned:
-        """
+        """Runs the search.
+
         Raises:
-            JengineError: the first options are refused.
+            JengineError: the initial options are invalid.
         """
         before = best = self._simulated({})
         changes: Changes = {}
@@ -91,7 +93,7 @@ class Search:
                 yield {**changes, name: value}
 
     def _summary(self, changes: Changes) -> Summary | None:
-        """None where an engine refuses these options."""
+        """None if an engine rejects these options."""
         key = repr(sorted(changes.items()))
         if key not in self._known:
             try:
@@ -106,7 +108,8 @@ class Search:
         return summarize(outcome, self._trace, self._targets)
 
     def _better(self, one: Summary, other: Summary) -> bool:
-        """By more than LEAST_GAIN. More answers come first: an engine that refuses long requests is fast with the others."""
+        """Whether it is better by more than LEAST_GAIN. Served requests count first, since rejecting long ones
+        speeds up the rest."""
         if one.unanswered != other.unanswered:
             return one.unanswered < other.unanswered
         if self._objective == "throughput":
@@ -119,7 +122,7 @@ class Search:
 
 
 def values(config: EngineConfig, shape: EngineShape, targets: bool) -> dict[str, tuple[Any, ...]]:
-    """What is tried of each option. Programs much larger than those of `shape` are left out: nobody knows what they cost."""
+    """Candidate values of each option, without programs much larger than those of `shape`, whose costs are unknown."""
     rows = tuple(rows for rows in ROWS if rows <= BEYOND * shape.max_num_seqs)
     tokens = tuple(tokens for tokens in TOKENS if tokens <= BEYOND * shape.max_num_batched_tokens)
     tried = {"max_num_batched_tokens": tokens, "max_num_seqs": rows, "tile_size": TILES, "page_size": PAGES}

@@ -1,4 +1,5 @@
-"""The engine's loop on a virtual clock: the real scheduler plans and collects, a cost model says how long each step takes."""
+"""The engine's loop on a virtual clock: the real scheduler plans and collects, a cost model predicts each
+step's duration."""
 
 from __future__ import annotations
 
@@ -18,30 +19,31 @@ from jengine.simulation.times import StepTimes
 from jengine.simulation.trace import OUTPUT_TOKEN, Trace
 
 FOREVER = float("inf")
-SHORTEST = 2  # steps that are worth doing at once
-REPORTED = 100  # requests at a time
-SAMPLES = 500  # moments of a replay that are kept
+SHORTEST = 2  # minimum number of steps to run at once
+REPORTED = 100  # requests between progress reports
+SAMPLES = 500  # maximum number of samples
 
 
 class InFlight(NamedTuple):
-    """A dispatched step whose tokens are not read yet, and when the device has ended it."""
+    """A dispatched step whose tokens are not read yet, and the time at which the device has finished it."""
 
     plan: StepPlan
     done: float
 
 
 class VirtualEngine:
-    """What engine.Engine does, without a device.
+    """Simulates engine.Engine without a device.
 
-    The host takes requests, plans a step and dispatches it, waits for the step before, and collects that. The device begins a step
-    once it is dispatched and the one before has ended, so the host's work on a step hides behind the device's on the one before.
+    The host receives requests, plans a step and dispatches it, waits for the previous step, and collects that.
+    The device begins a step when it has been dispatched and the previous one has finished. So host and device
+    work overlap.
 
     Args:
         rows: requests of the trace to run, ascending.
-        params: of all requests; their lengths are the trace's.
-        overlap: dispatch a step before the last one's tokens are read.
-        fast_forward: advance many steps at once where they only decode. What comes out is the same to the last bit.
-        progress: called with the number of requests that have ended, now and then.
+        params: sampling parameters of all requests, except their lengths, which come from the trace.
+        overlap: whether to dispatch a step before the previous one's tokens are read.
+        fast_forward: whether to run many decode-only steps at once. The result is bit-identical.
+        progress: called at intervals with the number of ended requests.
     """
 
     def __init__(
@@ -63,18 +65,18 @@ class VirtualEngine:
         scheduler.clock = lambda: self.now
         self._rows: list[int] = rows.tolist()
         self._arrivals: list[float] = [*trace.arrivals[rows].tolist(), FOREVER]
-        self._taken = 0  # of them
+        self._taken = 0  # number of requests queued so far
         self._params = SamplingParams(temperature=0.0, ignore_eos=True) if params is None else params
-        self._params_of: dict[int, SamplingParams] = {}  # by tokens of the output
+        self._params_of: dict[int, SamplingParams] = {}  # keyed by the number of output tokens
         self._overlap, self._fast_forward = overlap, fast_forward
-        self._free = self.now  # when the device has ended all that was dispatched
+        self._free = self.now  # time at which the device has finished all dispatched steps
         self._in_flight: list[InFlight] = []
         self._progress, self._ended = progress, 0
-        self._tokens: list[list[int]] = []  # by sequence, the token that it generates; equal prompts then go on differently
+        self._tokens: list[list[int]] = []  # by sequence, the token that it generates, so that equal prompts diverge
         self._sample_at, self._sample_every = self.now, trace.seconds / SAMPLES
 
     def run(self) -> Outcome:
-        """Until all requests have come and ended."""
+        """Runs until all requests have arrived and ended."""
         scheduler, outcome = self.scheduler, self.outcome
         while True:
             self._take_arrivals()
@@ -92,7 +94,7 @@ class VirtualEngine:
                 self._sample()
 
     def _sample(self) -> None:
-        """Note this moment; where there are too many, every other one is dropped."""
+        """Records a sample. If there are too many, drops every other one."""
         scheduler, samples = self.scheduler, self.outcome.samples
         samples.append(Sample(self.now, scheduler.num_running, scheduler.num_waiting, scheduler.blocks.owned))
         if len(samples) >= 2 * SAMPLES:
@@ -101,7 +103,7 @@ class VirtualEngine:
         self._sample_at = self.now + self._sample_every
 
     def _take_arrivals(self) -> None:
-        """Queue the requests that have come by now."""
+        """Queues the requests that have arrived by now."""
         while self._arrivals[self._taken] <= self.now:
             request = self._request(self._rows[self._taken])
             self._taken += 1
@@ -131,11 +133,11 @@ class VirtualEngine:
         )
 
     def _step(self) -> StepPlan | None:
-        """What engine.Engine.step does. Returns the step that was dispatched."""
+        """Like engine.Engine.step. Returns the dispatched step."""
         scheduler, times = self.scheduler, self.times
         plan = scheduler.schedule()
         if scheduler.rejected:
-            scheduler.rejected.clear()  # they are among those that have ended
+            scheduler.rejected.clear()  # they are also among the ended sequences
             self._note_ended()
         if plan is None:
             if self._in_flight:
@@ -150,7 +152,7 @@ class VirtualEngine:
         return plan
 
     def _wait(self) -> None:
-        """Nothing can run: until a batch has formed, or a request comes."""
+        """Nothing can run: advances the clock until a batch forms or a request arrives."""
         then = min(self.scheduler.wakes_at, self._arrivals[self._taken])
         if self.scheduler.has_work and then == FOREVER:
             raise JengineError("the simulation is stuck: requests wait, and none can run")
@@ -172,7 +174,7 @@ class VirtualEngine:
             self.now = max(self.now, done)
             collected = self.scheduler.collect(plan, self._sampled(plan))
             self._host(self.times.host(len(plan.spans), plan.trunk.tiles).collect)
-            if plan.trunk.tiles:  # first tokens follow prompts, whose samples come after those of the rows
+            if plan.trunk.tiles:  # samples of prompts, which follow those of the rows, are first tokens
                 for i, sequence, _ in reversed(collected):
                     if plan.spans[plan.samples[i].span].tokens is None:
                         break
@@ -182,7 +184,7 @@ class VirtualEngine:
                 self._note_ended()
 
     def _sampled(self, plan: StepPlan) -> list[list[int]]:
-        if self.trace.prefixes is None:  # no prompt is like another: none can find the others' tokens
+        if self.trace.prefixes is None:  # no two prompts have a common prefix, so no prompt can find another's tokens
             return [[OUTPUT_TOKEN]] * len(plan.samples)
         return [self._tokens[sample.seq] for sample in plan.samples]
 
@@ -203,13 +205,13 @@ class VirtualEngine:
             self._ended = 0
 
     def _skip(self, plan: StepPlan) -> None:
-        """Do the steps that the scheduler would plan like this one, which was the last: only what differs between them is worked out."""
+        """Runs steps that the scheduler would plan like the last one, `plan`. Computes only their differences."""
         scheduler, times = self.scheduler, self.times
         most = scheduler.steady_steps(ahead=len(self._in_flight))
         if most < SHORTEST:
             return
         rows, size, windows = scheduler.steady_rows(), scheduler.page_size, scheduler.sequence.windows
-        entering = defaultdict(list)  # rows by the steps after which they enter a page, modulo the page size
+        entering = defaultdict(list)  # rows by the number of steps after which they enter a page, modulo the page size
         for sequence in rows:
             entering[-sequence.num_computed % size].append(sequence)
         positions = [sequence.num_computed for sequence in rows]
@@ -244,5 +246,5 @@ class VirtualEngine:
 
 
 def _known(column: np.ndarray | None, row: int) -> float | None:
-    """A request's own value; nan stands for none."""
+    """A request's own value, or None for nan."""
     return None if column is None or np.isnan(column[row]) else float(column[row])

@@ -1,20 +1,20 @@
-"""How many pages tokens take."""
+"""Number of pages that tokens need."""
 
 from __future__ import annotations
 
-SWAPS = 16  # pages that one call moves between the device and the host
+SWAPS = 16  # pages that one call moves between device and host
 
 
 def pages_of(tokens: int, page_size: int) -> int:
-    """Pages that hold this many tokens."""
+    """Number of pages that hold this many tokens."""
     return -(-tokens // page_size)
 
 
 def most_pages(tokens: int, window: int | None, page_size: int, ahead: int) -> int:
-    """Pages that a sequence holds at most in a cache group, on its way to `tokens` tokens.
+    """Maximum number of pages that a sequence holds in a cache group, until it has `tokens` tokens.
 
     Args:
-        window: tokens that a query sees, its own included; pages before them are released. None keeps all.
+        window: tokens that a query attends to, its own included; earlier pages are released. None: all are kept.
         ahead: tokens computed at a time.
     """
     every = pages_of(tokens, page_size)

@@ -1,11 +1,11 @@
 """The finite table of static-shape programs: keys and bucket rules. Pure data.
 
-A step's token axis is `rows + tiles * tile_size`: one token for each decoding sequence, then fixed tiles
-of prompt chunks. The table is additive: decode-only trunks for every row bucket, mixed trunks for few,
-and samplers by row count and variant. Scheduling picks from it; execution compiles it.
+A step's token axis is `rows + tiles * tile_size`: one token for each decoding sequence, then fixed-size tiles
+of prompt chunks. The table is additive: decode-only trunks for every row bucket, mixed trunks for a few, and
+samplers by row count and variant. Scheduling picks from it; execution compiles it.
 
-A batch-invariant table never mixes: one trunk for decode rows, one for prompt tiles, one sampler. So a token is always computed by
-the same program, whatever runs beside it.
+A batch-invariant table has no mixed trunks: one trunk for decode rows, one for prompt tiles, one sampler. So a
+token is always computed by the same program, whatever other requests run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 from jengine.request import SamplingParams
 
 Variant = Literal["greedy", "sample", "truncated", "full"]
-VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "truncated", "full")  # each does all that those before it do
+VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "truncated", "full")  # each includes the previous ones
 
 
 def sampler_variant(params: SamplingParams) -> Variant:
@@ -32,15 +32,15 @@ def sampler_variant(params: SamplingParams) -> Variant:
 
 
 BATCH_INVARIANT = (0,)
-MIN_ROWS = 8  # products of fewer rows are slow paths in XLA, and tensor cores have no use for them
+MIN_ROWS = 8  # XLA is slow for products with fewer rows, and tensor cores cannot use them
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class TrunkKey:
     """Embedding, layers and final norm over `rows` decode rows and `tiles` prompt tiles.
 
-    `pages` is how many of a sequence's pages attention reads; 0 means each sequence's own count, known
-    on the device only (a CPU loop, or a kernel that loops inside).
+    `pages` is the number of a sequence's pages that attention reads. 0 means each sequence's own number, which
+    only the device knows (a loop on a CPU, or in the kernel).
     """
 
     rows: int
@@ -53,7 +53,7 @@ class TrunkKey:
 
 @dataclass(frozen=True, slots=True, order=True)
 class SamplerKey:
-    """Final hidden states of `rows` rows to tokens."""
+    """Samples tokens from the final hidden states of `rows` rows."""
 
     rows: int
     variant: Variant
@@ -64,7 +64,7 @@ class SamplerKey:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ScoreKey:
-    """Hidden states of a trunk's `tiles` prompt tiles to log probabilities of the tokens that follow."""
+    """Scores the tokens that follow a trunk's `tiles` prompt tiles, from their hidden states."""
 
     tiles: int
 
@@ -74,7 +74,7 @@ class ScoreKey:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PoolKey:
-    """Hidden states of a trunk's `tiles` prompt tiles to a sum for each tile."""
+    """Sums the hidden states of each of a trunk's `tiles` prompt tiles."""
 
     tiles: int
 
@@ -84,7 +84,7 @@ class PoolKey:
 
 @dataclass(frozen=True, slots=True, order=True)
 class BurstKey:
-    """`steps` steps in a row of a trunk for decode rows and its sampler."""
+    """`steps` consecutive steps, each a trunk for decode rows and its sampler."""
 
     trunk: TrunkKey
     sampler: SamplerKey
@@ -95,14 +95,14 @@ class BurstKey:
 
 
 class Tokens(Protocol):
-    """Tokens of one sequence that a step computes: see step_plan.Span."""
+    """Tokens of one sequence that a step computes; see step_plan.Span."""
 
     length: int
     tokens: list[int] | None
 
 
 class Tile(NamedTuple):
-    """A program's tile: `length` tokens of a span, from `offset` on."""
+    """One tile of a program: `length` tokens of a span, from `offset` on."""
 
     span: int
     offset: int
@@ -110,11 +110,11 @@ class Tile(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a step's spans lie on a program's token axis.
+    """The positions of a step's spans on a program's token axis.
 
     Attributes:
-        rows: how many spans have a row, the first ones.
-        tiles: the others', in order.
+        rows: number of spans that have a row; these come first.
+        tiles: tiles of the other spans, in order.
     """
 
     rows: int
@@ -123,19 +123,19 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProgramTable:
-    """Sizes, in ascending order, from which every step's programs are picked."""
+    """Bucket sizes, in ascending order, that determine every step's programs."""
 
     row_buckets: tuple[int, ...]  # decode-only trunks
-    mixed_row_buckets: tuple[int, ...]  # trunks that also take tiles; BATCH_INVARIANT: these take no rows
+    mixed_row_buckets: tuple[int, ...]  # trunks that also take tiles; with batch invariance, these take no rows
     tile_buckets: tuple[int, ...]
     tile_size: int  # tokens
     page_buckets: tuple[int, ...] = (0,)
     pooling: bool = False  # whether there are programs for embeddings
-    steps: int = 1  # of a burst; 1: there are none
+    steps: int = 1  # steps of a burst; 1: no bursts
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
 
     def __post_init__(self) -> None:
-        """A step samples its decode rows and may finish a prompt in any tile. It never samples more than there are sequences."""
+        """A step samples its decode rows, and a prompt may end in any tile. There are never more samples than sequences."""
         if self.batch_invariant:
             object.__setattr__(self, "sample_buckets", self.row_buckets)
             return
@@ -159,9 +159,9 @@ class ProgramTable:
         """Powers of two up to the limits; mixed trunks for the fewest and for the most rows.
 
         Args:
-            single_row: a trunk for one row alone as well.
-            pooling: programs for embeddings as well.
-            steps: of bursts; 1: no programs for them.
+            single_row: whether to add a trunk for a single row.
+            pooling: whether to add programs for embeddings.
+            steps: steps of a burst; 1: no programs for bursts.
         """
         rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
         tiles = _powers(1, max(1, max_num_batched_tokens // tile_size))
@@ -169,17 +169,17 @@ class ProgramTable:
 
     @classmethod
     def build_batch_invariant(cls, *, max_num_seqs: int, tiles: int, tile_size: int, pooling: bool = False) -> ProgramTable:
-        """One trunk for max_num_seqs decode rows, one for so many prompt tiles."""
+        """One trunk for max_num_seqs decode rows, one for `tiles` prompt tiles."""
         return cls((max(max_num_seqs, MIN_ROWS),), BATCH_INVARIANT, (tiles,), tile_size, pooling=pooling)
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a step holds rows or tiles, never both, and there is one trunk for either."""
+        """Whether a step holds rows or tiles but never both, with one trunk for each."""
         return self.mixed_row_buckets == BATCH_INVARIANT
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """Those that there are samplers for. Where bits count that is one, since two programs may round differently."""
+        """The sampler variants. With batch invariance there is only one, since two programs may round differently."""
         return VARIANTS[-1:] if self.batch_invariant else VARIANTS
 
     @property
@@ -191,7 +191,7 @@ class ProgramTable:
         return self.tile_buckets[-1]
 
     def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0) -> TrunkKey:
-        """The smallest trunk that holds a step of this many rows, tiles, pages a sequence and samples."""
+        """The smallest trunk for a step with this many rows, tiles, pages per sequence and samples."""
         buckets, tiles = self.mixed_row_buckets if tiles else self.row_buckets, _fit(self.tile_buckets, tiles) if tiles else 0
         key = TrunkKey(_fit(buckets, rows), tiles, self.page_bucket(pages))
         if self.sample_rows(key) < samples:  # several samples of one prompt
@@ -199,7 +199,7 @@ class ProgramTable:
         return key
 
     def place(self, spans: Sequence[Tokens]) -> Placement:
-        """A row for each span whose token is on the device, tiles for the others, which come after them."""
+        """Assigns a row to each span whose token is on the device, and tiles to the other spans, which follow."""
         rows, size, tiles = bisect_left(spans, True, key=lambda span: span.tokens is not None), self.tile_size, []
         for i, span in enumerate(spans[rows:], rows):
             tiles += [Tile(i, at, min(size, span.length - at)) for at in range(0, span.length, size)]
@@ -209,11 +209,11 @@ class ProgramTable:
         return self.page_buckets[0] if len(self.page_buckets) == 1 else _fit(self.page_buckets, pages)
 
     def sampler(self, trunk: TrunkKey, variant: Variant) -> SamplerKey:
-        """The cheapest that does all that this variant does."""
+        """The cheapest sampler that includes this variant."""
         return SamplerKey(self.sample_rows(trunk), variant if variant in self.variants else VARIANTS[-1])
 
     def sample_rows(self, trunk: TrunkKey) -> int:
-        """How many hidden states a trunk hands to its sampler."""
+        """Number of hidden states that a trunk passes to its sampler."""
         return self.max_rows if self.batch_invariant else _fit(self.sample_buckets, trunk.rows + trunk.tiles)
 
     def trunks(self) -> list[TrunkKey]:
@@ -231,14 +231,14 @@ class ProgramTable:
         return [PoolKey(t) for t in self.tile_buckets] if self.pooling else []
 
     def bursts(self) -> list[BurstKey]:
-        """Of the samplers that leave nothing to the host."""
+        """Keys of bursts, for the samplers that do not need the host."""
         if self.steps == 1:
             return []
         trunks = [TrunkKey(r, 0, p) for r in self.row_buckets for p in self.page_buckets]
         return [BurstKey(trunk, self.sampler(trunk, variant), self.steps) for trunk in trunks for variant in VARIANTS[:-1]]
 
     def tile_programs(self, tiles: int) -> list[ScoreKey | PoolKey]:
-        """Those that take the hidden states of a trunk's tiles, for the requests that ask for it."""
+        """Programs that process the hidden states of a trunk's tiles, for requests that need them."""
         return [ScoreKey(tiles), *([PoolKey(tiles)] if self.pooling else [])] if tiles else []
 
     def tokens(self, key: TrunkKey) -> int:

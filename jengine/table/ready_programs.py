@@ -1,4 +1,4 @@
-"""Which of a table's programs can be used: all, or at first a few that serve any request, while the others are compiled."""
+"""The programs of a table that can be used: all, or at first a few that serve any request while others are compiled."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ TableKey = TrunkKey | SamplerKey | ScoreKey | PoolKey | BurstKey
 
 
 class ReadyPrograms:
-    """The subset of a program table that is compiled and loaded. Picks a step's programs, as ProgramTable does from the whole table.
+    """The compiled and loaded subset of a program table. Picks a step's programs as ProgramTable does from the
+    whole table.
 
-    A trunk counts once the full sampler of its samples and, where it takes prompts, the scorer and the pooler of its tiles are ready:
-    they serve every request. Steps stay within `max_rows` and `max_tiles`, which grow as programs come.
+    A trunk counts as ready once the full sampler of its samples is ready and, if it takes prompts, the scorer
+    and the pooler of its tiles: these serve every request. Steps stay within `max_rows` and `max_tiles`, which
+    grow as programs become ready.
 
     Args:
-        ready: keys of the table; None: all of them. There must be a trunk for prompts and one for decoding, of as many rows.
+        ready: keys of ready programs; None: all. They must include a trunk for prompts and one for decoding
+            with as many rows.
 
     Attributes:
-        max_rows: sequences that may run at once.
-        max_tiles: prompt tiles of a step, beside any number of rows.
-        tile_buckets: of the table, up to max_tiles.
+        max_rows: maximum number of running sequences.
+        max_tiles: maximum number of prompt tiles in a step, beside any number of rows.
+        tile_buckets: those of the table up to max_tiles.
     """
 
     def __init__(self, table: ProgramTable, ready: Iterable[TableKey] | None = None) -> None:
@@ -31,10 +34,10 @@ class ReadyPrograms:
         self._bursts = {key for key in keys if isinstance(key, BurstKey)}
         self._samplers = {key for key in keys if isinstance(key, SamplerKey)}
         self._trunks = {key for key in keys if isinstance(key, TrunkKey) and self._serves(key, keys)}
-        self._chosen: dict[TrunkKey, TrunkKey] = {}  # by what the whole table would take
+        self._chosen: dict[TrunkKey, TrunkKey] = {}  # keyed by the choice from the whole table
         pages = table.page_buckets[-1]
         serving = [key for key in self._trunks if key.pages == pages]
-        if table.batch_invariant:  # a trunk has rows or tiles
+        if table.batch_invariant:  # a trunk has either rows or tiles
             self.max_rows = max(key.rows for key in serving if not key.tiles)
             self.max_tiles = max(key.tiles for key in serving if key.tiles)
         else:
@@ -47,7 +50,7 @@ class ReadyPrograms:
         return full in keys and all(key in keys for key in self.table.tile_programs(trunk.tiles))
 
     def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0) -> TrunkKey:
-        """The smallest that is ready and holds a step of this many rows, tiles, pages a sequence and samples."""
+        """The smallest ready trunk for a step with this many rows, tiles, pages per sequence and samples."""
         wanted = self.table.trunk(rows, tiles, pages, samples)
         if wanted in self._trunks:
             return wanted
@@ -60,18 +63,18 @@ class ReadyPrograms:
         return enough and self.table.sample_rows(key) >= self.table.sample_rows(wanted)
 
     def sampler(self, trunk: TrunkKey, variant: Variant) -> SamplerKey:
-        """The cheapest that is ready and does all that this variant does."""
+        """The cheapest ready sampler that includes this variant."""
         rows = self.table.sample_rows(trunk)
         keys = (SamplerKey(rows, v) for v in VARIANTS[VARIANTS.index(variant) :])
         return next(key for key in keys if key in self._samplers)
 
     def burst(self, trunk: TrunkKey, variant: Variant) -> BurstKey | None:
-        """The steps in a row of this trunk and this variant, where that program is ready."""
+        """The burst of this trunk and variant, if its program is ready."""
         key = BurstKey(trunk, self.table.sampler(trunk, variant), self.table.steps)
         return key if key in self._bursts else None
 
     def trunks(self) -> list[TrunkKey]:
-        """Those that count."""
+        """Trunks that count as ready."""
         return [key for key in self.table.trunks() if key in self._trunks]
 
     def samplers(self) -> list[SamplerKey]:
@@ -89,12 +92,13 @@ class ReadyPrograms:
 
 
 def first_needed(table: ProgramTable) -> list[TableKey]:
-    """The smallest set that serves any request: few rows, one tile, samplers that do all. A batch-invariant table has no more."""
+    """The smallest set that serves any request: few rows, one tile, full samplers. For a batch-invariant table,
+    everything."""
     return _with_others(table, _first_trunks(table), VARIANTS[-1:])
 
 
 def by_use(table: ProgramTable) -> list[TableKey]:
-    """All programs, those that most requests profit by first: one row, the most rows, their cheaper samplers, the most tiles."""
+    """All programs, the most useful first: one row, the most rows, their cheaper samplers, the most tiles."""
     if table.batch_invariant:
         return first_needed(table)
     least, most = table.mixed_row_buckets[0], table.mixed_row_buckets[-1]
@@ -112,7 +116,7 @@ def _first_trunks(table: ProgramTable) -> list[TrunkKey]:
 
 
 def _with_others(table: ProgramTable, trunks: Iterable[TrunkKey], variants: tuple[Variant, ...]) -> list[TableKey]:
-    """Trunks, each with what is needed beside it; none twice."""
+    """Trunks, each followed by the programs that it needs, without duplicates."""
     keys: dict[TableKey, None] = {}
     for trunk in trunks:
         keys[trunk] = None

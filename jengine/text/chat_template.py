@@ -1,4 +1,4 @@
-"""Conversations to text, by the Jinja template that a model's folder brings: what transformers' apply_chat_template does."""
+"""Renders conversations with a model's Jinja template, like transformers' apply_chat_template."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from jengine.errors import InvalidArgument, ModelError
 from jengine.gguf_file import is_gguf
 from jengine.text.tekken import generated_template
 
-MARK = "@end-of-the-message-to-continue@ "  # the space tells whether the template trims messages
+MARK = "@end-of-the-message-to-continue@ "  # the space shows whether the template trims messages
 
 
 class ChatTemplate:
-    """A Jinja template for conversations. Templates come with models, so they are not trusted: they run in a sandbox.
+    """A Jinja template for conversations. Templates come with models and are not trusted, so they run in a sandbox.
 
     Args:
         source: the template.
-        special_tokens: what it may name, such as {"bos_token": "<s>"}.
-        file: it comes from, for errors.
+        special_tokens: tokens that it may use, such as {"bos_token": "<s>"}.
+        file: the template's file, for errors.
 
     Raises:
-        ModelError: it is no text or no Jinja template.
+        ModelError: it is not text or not a Jinja template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], file: object = "chat_template") -> None:
@@ -41,11 +41,11 @@ class ChatTemplate:
             self._tree = _environment().parse(source)
             self._template: Template = _environment().from_string(source)
         except TemplateSyntaxError as wrong:
-            raise ModelError(f"line {wrong.lineno} is no Jinja template: {wrong.message}", file=file) from None
+            raise ModelError(f"line {wrong.lineno} is not a valid Jinja template: {wrong.message}", file=file) from None
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Every variable that the template mentions."""
+        """All variables that the template mentions."""
         return frozenset(name.name for name in self._tree.find_all(nodes.Name))
 
     def render(
@@ -57,39 +57,39 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the model was trained to read it, special tokens included.
+        """Renders the conversation in the form that the model was trained on, with special tokens.
 
         Args:
             messages: with "role" and "content", plain JSON.
-            add_generation_prompt: end with the beginning of an answer.
-            continue_final_message: end inside the last message.
+            add_generation_prompt: whether to end with the beginning of an answer.
+            continue_final_message: whether to end inside the last message.
             tools: descriptions of tools, as JSON schemas.
-            variables: others; those that the template does not mention are ignored, as in vLLM: clients send the same ones to all
-                models.
+            variables: further variables. Those that the template does not mention are ignored, as in vLLM,
+                since clients send the same ones to all models.
 
         Raises:
-            InvalidArgument: the template refuses or cannot show this conversation.
+            InvalidArgument: the template rejects or cannot render this conversation.
         """
         if tools is not None and "tools" not in self.names:
-            raise InvalidArgument("tools", tools, "the model's chat template shows no tools")
+            raise InvalidArgument("tools", tools, "the model's chat template does not support tools")
         if continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
         known = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **self.special_tokens}
         try:
             text = self._template.render({**known, **(variables or {}), "messages": messages})
         except TemplateError as refusal:
-            raise InvalidArgument("messages", messages, f"the model's chat template refuses them: {refusal.message}") from None
-        except Exception as wrong:  # what an expression of the template may raise
+            raise InvalidArgument("messages", messages, f"the model's chat template rejects them: {refusal.message}") from None
+        except Exception as wrong:  # expressions of the template may raise anything
             raise InvalidArgument("messages", messages, f"the model's chat template fails on them: {wrong!r}") from None
         return _up_to_mark(text, messages) if continue_final_message else text
 
 
 def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict[str, ChatTemplate]:
-    """The templates of a model's folder, by name; the one that is always used is named "default".
+    """The templates of a model's folder by name. The standard one is named "default".
 
-    They are chat_template.jinja and additional_chat_templates/NAME.jinja, else chat_template in tokenizer_config.json,
-    which is a text or a list of {"name", "template"}; or those of a GGUF file. For a tekken.json alone mistral-common makes
-    one, if it is installed.
+    They are chat_template.jinja and additional_chat_templates/NAME.jinja; otherwise chat_template in
+    tokenizer_config.json, a text or a list of {"name", "template"}; or those of a GGUF file. If there is only a
+    tekken.json, mistral-common generates one, if it is installed.
 
     Raises:
         ModelError: one cannot be read.
@@ -122,7 +122,7 @@ def _up_to_mark(text: str, messages: list[dict[str, Any]]) -> str:
     return text[:end] if text.startswith(MARK, end) else text[:end].rstrip()
 
 
-# --- what transformers gives to templates ---------------------------------------------------------
+# --- as in transformers' templates ---------------------------------------------------------------
 
 
 @cache
@@ -137,7 +137,8 @@ def _environment() -> Environment:
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks what a model wrote, for training. Here it is only its content, in a scope of its own."""
+    """`{% generation %}` marks text written by the model, for training. Here it only renders its content, in a
+    separate scope."""
 
     tags = {"generation"}  # noqa: RUF012 (so declared by jinja2)
 
@@ -147,7 +148,7 @@ class _Generation(Extension):
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Jinja's own escapes HTML."""
+    """Like json.dumps, since Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

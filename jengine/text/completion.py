@@ -1,4 +1,4 @@
-"""A request's tokens as they come, made into a CompletionOutput: text, stop strings, log probabilities."""
+"""Builds a CompletionOutput from a request's tokens as they arrive: text, stop strings, log probabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jengine.updates import Beam
 
 
 class CompletionBuilder:
-    """Grows a request's `output` by one token at a time; each costs the same however long it has become. `stops`: of its params."""
+    """Extends a request's `output` token by token, in constant time per token. `stops`: stop strings of its params."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, stops: StopAutomaton) -> None:
         self.request, self.output = request, CompletionOutput(index=request.sample_index)
@@ -23,7 +23,8 @@ class CompletionBuilder:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
 
     def push(self, token: int, *, ends: bool) -> str | None:
-        """Takes a token; returns the stop string that it completes, if one. `ends`: a stop token, which has no text."""
+        """Adds a token. Returns the stop string that it completes, if any. `ends`: it is a stop token, which
+        has no text."""
         self.output.token_ids.append(token)
         if not self._params.detokenize or (ends and not self._params.include_stop_str_in_output):
             return None
@@ -36,7 +37,7 @@ class CompletionBuilder:
         self.output.logprobs.append(self.describe(token, logprob, rank, top))
 
     def describe(self, token: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> dict[int, Logprob]:
-        """`top`: the likeliest tokens, as many as were asked for, likeliest first. The token itself comes first, as in vLLM."""
+        """`top`: the requested number of most likely tokens, best first. The token itself comes first, as in vLLM."""
         entry = {token: Logprob(logprob, rank, self._text(token))}
         for i, (other, value) in enumerate(top, start=1):
             entry.setdefault(other, Logprob(value, i, self._text(other)))
@@ -46,7 +47,7 @@ class CompletionBuilder:
         return self._tokenizer.token_text(token) if self._params.detokenize else None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """Ends the output: text held back comes out, unless a stop string ended it. Tells of one met only now."""
+        """Ends the output: emits text held back, unless a stop string ended it. Returns a stop string found only now."""
         if not (reason == "stop" and isinstance(stop_reason, str)):
             matched = self._emit(self._detokenizer.flush())
             if matched is None:
@@ -64,7 +65,7 @@ class CompletionBuilder:
 
 
 def beam_output(tokenizer: Tokenizer, request: Request, index: int, beam: Beam) -> CompletionOutput:
-    """A beam of a request as a completion. Log probabilities of a position have the token that was sampled first, not the beam's."""
+    """Converts a beam to a completion. In a position's log probabilities the sampled token comes first, not the beam's."""
     builder = CompletionBuilder(tokenizer, request, StopAutomaton(()))
     last = len(beam.tokens) - 1
     for i, token in enumerate(beam.tokens):

@@ -1,4 +1,4 @@
-"""Token ids to text, token by token: each costs the same however long the output, and no delta ends in half a character."""
+"""Converts token ids to text token by token, in constant time per token, without splitting characters."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol
 
-MAX_HELD = 16  # tokens that may wait for the rest of a character; a character is at most 4 bytes
+MAX_HELD = 16  # maximum tokens that wait for the rest of a character; a character has at most 4 bytes
 
 
 class Detokenizer(Protocol):
-    """Incremental `decode(ids, skip_special_tokens=True)`: the deltas of all tokens and of `flush` join to its text.
+    """Incremental `decode(ids, skip_special_tokens=True)`: the deltas of all tokens and of `flush` join to the
+    same text.
 
-    After a prompt they join to what the ids add to the prompt's text.
+    After a prompt they join to the text that the ids add to the prompt's text.
     """
 
     def push(self, token_id: int) -> str:
@@ -21,14 +22,14 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is left at the end, an unfinished character as U+FFFD. Call once, last."""
+        """Returns the remaining text, with an incomplete character as U+FFFD. Call once, last."""
         ...
 
 
 class ByteLevelDetokenizer:
     """For byte-level BPE (GPT-2, Llama 3, Qwen): every token is bytes, and UTF-8 decodes incrementally.
 
-    Exact for any ids: both this and the tokenizers library replace each maximal ill-formed part by one U+FFFD,
+    Exact for any ids: like the tokenizers library, it replaces each maximal ill-formed sequence by one U+FFFD,
     as the Unicode Standard recommends (section 3.9).
     """
 
@@ -44,13 +45,13 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder, where a token's text may depend on its neighbours (SentencePiece's, say).
+    """For all other decoders, where a token's text may depend on its neighbours (such as SentencePiece).
 
-    Decodes a window again at each token: the tokens of the last delta, as context, and those that wait. The delta
-    is what the window's text has beyond the context's. This is the two-offset method of vLLM and TGI, with the wait
-    bounded. Exact for well-formed text; byte tokens that form no character become one U+FFFD each.
+    At each token, it decodes a window: the tokens of the last delta, as context, and those that wait. The delta
+    is the window's text after the context's. This is the two-offset method of vLLM and TGI, with a bounded
+    wait. Exact for well-formed text; byte tokens that form no character become one U+FFFD each.
 
-    The first context is the end of what comes before: at the start of a text, decoders drop a space.
+    The first context is the end of the preceding tokens: at the start of a text, decoders drop a space.
     """
 
     def __init__(self, shows: Callable[[int], bool], decode: Callable[[list[int]], str], after: Sequence[int] = ()) -> None:
@@ -76,12 +77,12 @@ class WindowDetokenizer:
             return ""
         context = self._decode(self._context)
         text = self._decode(self._context + self._held)
-        # A broken character after the context spoils the byte run that they share; then the context must stay out.
+        # An incomplete character after the context affects the byte run that they share, so the context is left out.
         return text.removeprefix(context) if text.startswith(context) else self._decode(self._held)
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes that a byte-level vocabulary writes as this token; a token not written so stands for itself."""
+    """The bytes that a byte-level vocabulary writes as this token. Other tokens are taken literally."""
     try:
         return bytes(_byte_of_character()[c] for c in token)
     except KeyError:
@@ -89,7 +90,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def byte_level_characters(token: bytes) -> str:
-    """How a byte-level vocabulary writes these bytes."""
+    """The characters with which a byte-level vocabulary writes these bytes."""
     return "".join(_character_of_byte()[byte] for byte in token)
 
 
@@ -100,7 +101,7 @@ def _character_of_byte() -> dict[int, str]:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes are themselves, the others take the characters from U+0100 on."""
+    """GPT-2's alphabet: printable Latin-1 bytes map to themselves, the others to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

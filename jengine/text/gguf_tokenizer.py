@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata, which has a vocabulary and the name of a rule, as a `tokenizers.Tokenizer`."""
+"""Converts the tokenizer in a GGUF file's metadata, a vocabulary and the name of a rule, to a `tokenizers.Tokenizer`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from jengine.errors import ModelError
 from jengine.gguf_file import GgufFile, open_gguf
 
-CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
+CONTROL, USER_DEFINED = 3, 4  # types of tokens
 SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _ENDS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -26,22 +26,22 @@ QWEN2 = _CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _ENDS
 TEKKEN = "|".join(_CASED) + r"|\p{N}" + _SLASHED
 GPT4O = "|".join(f"{cased}{_CONTRACTED}?" for cased in _CASED) + r"|\p{N}{1,3}" + _SLASHED
 BEGINNING = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2")  # texts begin with BOS, unless the file says otherwise
-WHOLE = (*BEGINNING, "tekken")  # a piece that is a token is not merged
-SPLITS: dict[str, str] = {  # by tokenizer.ggml.pre: how text is cut before tokens are merged
+WHOLE = (*BEGINNING, "tekken")  # a piece that is in the vocabulary is not split into merges
+SPLITS: dict[str, str] = {  # by tokenizer.ggml.pre: the rules that split text before merging
     **dict.fromkeys((*BEGINNING, "smaug-bpe", "dbrx"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), GPT4O),
     "tekken": TEKKEN,
 }
 GPT2 = ("gpt-2", "gpt2", "olmo", "phi-2", "jais", "mpt", "trillion")
-DIGITS_FIRST = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")  # GPT-2's rule, with each digit alone
+DIGITS_FIRST = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")  # GPT-2's rule, but with single digits
 
 
 def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer, and its special tokens.
+    """Reads the tokenizer and its special tokens.
 
     Raises:
-        ModelError: the file has none, or one of a kind that is not supported.
+        ModelError: the file has none, or an unsupported one.
     """
     file = open_gguf(path)
     kind = file["tokenizer.ggml.model"]
@@ -61,7 +61,7 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
 
 def read_chat_templates(path: Path) -> dict[str, str]:
-    """By name: "default" and others."""
+    """Templates by name: "default" and others."""
     file, key = open_gguf(path), "tokenizer.chat_template"
     named = {name: file[f"{key}.{name}"] for name in file.names(f"{key}.")}
     return {"default": file[key], **named} if key in file else named
@@ -87,7 +87,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
 
 
 def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    """Byte-pair encoding of text in which U+2581 stands for spaces; a merge comes the earlier the higher its result's score."""
+    """Byte-pair encoding with U+2581 for spaces. Merges are ordered by the score of their result, the highest first."""
     vocabulary = _vocabulary(tokens)
     scores = dict(zip(tokens, file["tokenizer.ggml.scores"], strict=True))
     unknown = file.get("tokenizer.ggml.unknown_token_id", 0)
@@ -122,7 +122,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _surround(backend: tokenizers.Tokenizer, first: str | None, last: str | None, byte_level: bool) -> None:
-    """Put these tokens around every text."""
+    """Adds these tokens before and after every text."""
     single = [token for token in (first, "$A", last) if token is not None]
     steps: list[Any] = [processors.ByteLevel(trim_offsets=False)] if byte_level else []
     if len(single) > 1:

@@ -1,8 +1,8 @@
-"""Structured outputs as llguidance's matchers: static limits, and compilation where deep recursion is safe.
+"""Compiles structured outputs to llguidance's matchers, with static limits, and on a stack deep enough for recursion.
 
-llguidance compiles by recursion, without a limit on `$ref` chains or chains of Lark rules: on a common stack of 8 MiB, a schema of
-100 kB overflows it, which ends the process. MAX_CHARACTERS bounds the depth, and STACK holds it with a margin of several times.
-What follows a compilation (copies, masks, tokens) does not recurse.
+llguidance compiles recursively, without a limit on chains of `$ref` or Lark rules. On a standard stack of 8
+MiB, a schema of 100 kB causes an overflow, which kills the process. MAX_CHARACTERS bounds the depth, and STACK
+is several times larger than that needs. After compilation nothing (copies, masks, tokens) recurses.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from jengine.text.mask_thread import MASK_SECONDS
 from jengine.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 100_000
-MAX_RULES = 1_000  # of a Lark grammar; a mask's time grows with their square
-MAX_REFS = 1_000  # different `$ref` targets of a JSON schema
-# Without a bound, an uncertain model may generate whitespace up to max_tokens. Indentation needs fewer than 100 characters.
+MAX_RULES = 1_000  # in a Lark grammar; the time for a mask grows with their square
+MAX_REFS = 1_000  # distinct `$ref` targets in a JSON schema
+# Without a limit, an uncertain model may generate whitespace up to max_tokens. Indentation needs fewer than 100
+# characters.
 WHITESPACE = r"[ \t\n\r]{1,100}"  # the default; a schema's `x-guidance` overrides it
-STACK = 256 * 2**20  # bytes; address space, of which only what is used becomes memory
+STACK = 256 * 2**20  # bytes of address space; only the used part takes memory
 
-# Lexer fuel and items bound most masks by some 20 ms. States bound the memory that a request may take to some 100 MB.
+# These limits on fuel and items bound most masks to about 20 ms, and the limit on states bounds a request's
+# memory to about 100 MB.
 _LIMITS = llguidance.LLParserLimits(step_max_items=20_000, max_lexer_states=50_000, verbose_errors=False)
 _RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*[^\n:\"/]*:", re.MULTILINE)
 _REF = re.compile(r'"\$ref"\s*:\s*"([^"]*)"')
@@ -37,7 +39,7 @@ _stack_size = threading.Lock()
 
 
 def check_structure(what: StructuredOutputs) -> None:
-    """The limits that need no compilation. Fast: at most some ms.
+    """Checks limits that need no compilation, within a few ms.
 
     Raises:
         InvalidArgument: naming `structured_outputs` and the limit.
@@ -52,16 +54,16 @@ def check_structure(what: StructuredOutputs) -> None:
 
 
 def compile_structure(what: StructuredOutputs, tokenizer: Tokenizer, stack: int = STACK) -> llguidance.LLMatcher:
-    """A matcher at the beginning of an output; `deep_copy` gives others, which share its lexer's states.
+    """Returns a matcher at the beginning of an output. `deep_copy` creates others, which share its lexer states.
 
     Args:
-        stack: bytes of the thread that compiles.
+        stack: bytes of the compiling thread's stack.
 
     Raises:
         InvalidArgument: a limit is exceeded, or llguidance cannot read it.
     """
     if tokenizer.eos_token_id is None:
-        raise InvalidArgument("structured_outputs", what, "the tokenizer names no end-of-sequence token, so nothing could end it")
+        raise InvalidArgument("structured_outputs", what, "the tokenizer has no end-of-sequence token, which is needed to end the output")
     check_structure(what)
     guide = view_of(tokenizer)
     try:
@@ -74,11 +76,12 @@ def compile_structure(what: StructuredOutputs, tokenizer: Tokenizer, stack: int 
 
 
 def probe_structure(what: StructuredOutputs, tokenizer: Tokenizer) -> None:
-    """Compile on half the stack and work out a first mask, so that this is safe on the whole one. It may end the process or take
-    long: for processes that may be lost.
+    """Compiles on half the stack and computes a first mask, so that both are safe on the full stack.
+
+    May kill or block the process, so it must run in a disposable one.
 
     Raises:
-        InvalidArgument: as compile_structure; the first mask fails, or takes more than MASK_SECONDS.
+        InvalidArgument: as compile_structure, or the first mask fails or takes more than MASK_SECONDS.
     """
     matcher = compile_structure(what, tokenizer, STACK // 2)
     started = time.thread_time()
@@ -91,13 +94,13 @@ def probe_structure(what: StructuredOutputs, tokenizer: Tokenizer) -> None:
 
 @functools.lru_cache(maxsize=4)
 def view_of(tokenizer: Tokenizer) -> llguidance.LLTokenizer:
-    """llguidance's view of a tokenizer: a trie of the vocabulary, too dear to make for each request."""
+    """llguidance's view of a tokenizer: a trie of the vocabulary. Cached, since it is expensive to create."""
     return llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=tokenizer.eos_token_id)
 
 
 def error_of(matcher: llguidance.LLMatcher) -> str:
-    """Why a matcher has given up."""
-    return str(matcher.get_error()).partition("\n<")[0]  # what follows are its insides
+    """The reason why a matcher has failed."""
+    return str(matcher.get_error()).partition("\n<")[0]  # the rest is internal state
 
 
 def _text(what: StructuredOutputs) -> str:
@@ -118,23 +121,24 @@ def _grammar(what: StructuredOutputs) -> str:
         return str(matcher.grammar_from_json_schema(text, defaults={} if _forbids_whitespace(text) else {"whitespace_pattern": WHITESPACE}))
     if what.regex is not None:
         return str(matcher.grammar_from_regex(what.regex))
-    if what.choice is not None:  # one terminal: as many alternatives of a rule would be as many items of the parser's rows
+    if what.choice is not None:  # a single terminal, since alternatives of a rule would become that many parser items
         return str(matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(option) for option in what.choice)))
     assert what.grammar is not None
     return str(matcher.grammar_from_lark(what.grammar))
 
 
 def _forbids_whitespace(schema: str) -> bool:
-    """Whether its `x-guidance` has `whitespace_flexible: false`, over which llguidance would take the default pattern."""
+    """Whether `x-guidance` sets `whitespace_flexible: false`, which the default pattern would override."""
     try:
         options = json.loads(schema).get("x-guidance")
         return isinstance(options, dict) and options.get("whitespace_flexible") is False
     except (ValueError, AttributeError, RecursionError):
-        return False  # llguidance says what is wrong with it
+        return False  # llguidance reports the error
 
 
 def _on_stack[T](size: int, work: Callable[[], T]) -> T:
-    """Call it in a thread with a stack of this size, and wait. Threads that others start meanwhile may get it, too: harmless."""
+    """Runs `work` in a thread with a stack of this size. Threads started meanwhile may get the same size, which
+    is harmless."""
     result: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Token masks are filled in a thread, so that a mask that takes too long fails its own request and the engine goes on."""
+"""Computes token masks in a thread, so that a mask that takes too long fails only its own request."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from collections.abc import Callable, Sequence
 
 from jengine.errors import JengineError
 
-MASK_SECONDS = 0.2  # of processor time; nearly all masks take less than a millisecond
+MASK_SECONDS = 0.2  # of CPU time; nearly all masks take less than a millisecond
 Call = Callable[[], object]
 
 
 class MaskThread:
-    """Makes calls one after the other, each with a limit.
+    """Makes calls one after the other, each with a time limit.
 
-    A call that exceeds it is given up: its thread ends with it, and another takes the next ones. So calls must release the
-    interpreter's lock where they take long, and it must be harmless that one goes on for a while.
+    A call that exceeds the limit is abandoned: its thread ends with it, and another thread makes the next
+    calls. So slow calls must release the interpreter's lock, and it must be harmless if they continue for a
+    while.
 
     Args:
-        seconds: of processor time for each call, so that a busy machine fails none; where the system does not tell a thread's,
-            of wall-clock time.
+        seconds: CPU time for each call, so that a busy machine causes no failures. Wall-clock time on systems
+            that do not report a thread's CPU time.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -30,7 +31,7 @@ class MaskThread:
         self._worker: _Worker | None = None
 
     def run(self, calls: Sequence[Call]) -> dict[int, Exception]:
-        """Make these calls. Returns what they raised, by their index."""
+        """Makes these calls. Returns the exceptions that they raised, by index."""
         failures: dict[int, Exception] = {}
         first = 0
         while first < len(calls):
@@ -49,12 +50,12 @@ class MaskThread:
 
     def _started(self) -> _Worker:
         worker = self._worker = _Worker()
-        weakref.finalize(self, worker.inbox.put, None)  # nothing else ends an idle thread
+        weakref.finalize(self, worker.inbox.put, None)  # ends the thread when it is idle
         return worker
 
 
 class _Worker:
-    """A thread, and the clock of what it takes."""
+    """A thread, and the clock that measures its calls."""
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
@@ -69,17 +70,17 @@ class _Worker:
 
 
 class _Batch:
-    """Calls that a worker makes, from one of them on."""
+    """Calls that a worker makes, beginning with one of them."""
 
     def __init__(self, calls: Sequence[Call], first: int, failures: dict[int, Exception]) -> None:
         self._calls, self._failures, self._at = calls, failures, first
-        self._since: float | None = None  # when the call began that is being made, by the worker's clock
+        self._since: float | None = None  # start of the current call, by the worker's clock
         self._given_up = False
-        self._lock = threading.Lock()  # of these
+        self._lock = threading.Lock()  # protects these
         self.done = threading.Event()
 
     def make(self, clock: Callable[[], float]) -> bool:
-        """Returns whether all were made; else the batch has been given up."""
+        """Makes the calls. Returns False if the batch has been abandoned."""
         while self._at < len(self._calls):
             with self._lock:
                 self._since = clock()
@@ -98,7 +99,7 @@ class _Batch:
         return True
 
     def give_up(self, clock: Callable[[], float], seconds: float) -> int | None:
-        """The index of the call that is being made, if it has taken longer: then the batch ends with it."""
+        """If the current call has exceeded the limit, abandons the batch and returns the call's index."""
         with self._lock:
             if self._since is None or clock() - self._since < seconds:
                 return None
@@ -108,4 +109,4 @@ class _Batch:
 
 def _work(inbox: queue.SimpleQueue[_Batch | None], clock: Callable[[], float]) -> None:
     while (batch := inbox.get()) is not None and batch.make(clock):
-        del batch  # it holds requests
+        del batch  # it references requests

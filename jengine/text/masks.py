@@ -1,4 +1,4 @@
-"""Token masks: what parameters allow next that depends on the tokens so far, worked out on the host while the device works."""
+"""Token masks: constraints that depend on previous tokens, computed on the host while the device works."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from jengine.text.tokenizer import Tokenizer
 
 
 class Mask(TokenMask, Protocol):
-    """A mask that can be copied while it has seen no token."""
+    """A mask that can be copied before it has accepted a token."""
 
     def copy(self) -> Mask: ...
 
 
 def make_masks(params: SamplingParams, tokenizer: Tokenizer, count: int) -> Sequence[TokenMask | None]:
-    """Fresh masks for a prompt's samples, or as many times None. What they share is made once.
+    """Creates masks for a prompt's samples, or the same number of None. Shared parts are created once.
 
     Raises:
-        InvalidArgument: a grammar that cannot be read, or exceeds a limit.
+        InvalidArgument: a grammar is invalid or exceeds a limit.
     """
     mask = make_mask(params, tokenizer)
     return [None] * count if mask is None else [mask, *(mask.copy() for _ in range(count - 1))]
 
 
 def make_mask(params: SamplingParams, tokenizer: Tokenizer) -> Mask | None:
-    """The mask that a request needs, a fresh one, or None. Raises as make_masks."""
+    """Creates the mask that a request needs, or returns None. Raises as make_masks."""
     masks: list[Mask] = []
     if params.allowed_token_ids is not None:
         masks.append(AllowedTokens(params.allowed_token_ids))
@@ -44,7 +44,7 @@ def make_mask(params: SamplingParams, tokenizer: Tokenizer) -> Mask | None:
 
 
 class AllOf:
-    """What every one of several masks allows."""
+    """The intersection of several masks."""
 
     def __init__(self, masks: list[Mask]) -> None:
         self._masks = masks
@@ -62,14 +62,14 @@ class AllOf:
 
 
 class AllowedTokens:
-    """Some tokens and no others."""
+    """Allows only these tokens."""
 
     def __init__(self, tokens: Iterable[int]) -> None:
         self._tokens = np.array(tokens)
         self._words: np.ndarray | None = None
 
     def copy(self) -> AllowedTokens:
-        return self  # it remembers nothing of an output
+        return self  # it has no state
 
     def fill(self, words: np.ndarray) -> None:
         if self._words is None:
@@ -82,15 +82,15 @@ class AllowedTokens:
 
 
 class BadWords:
-    """A token is not allowed where it would complete one of these sequences in the output."""
+    """Forbids tokens that would complete one of these sequences in the output."""
 
     def __init__(self, sequences: list[list[int]]) -> None:
         self._sequences = sequences
         self._longest = max(map(len, sequences)) - 1
-        self._tail: list[int] = []  # of the output, as long as the longest beginning
+        self._tail: list[int] = []  # end of the output, as long as the longest prefix of a sequence
 
     def copy(self) -> BadWords:
-        return copy.copy(self)  # the tail is replaced, never changed
+        return copy.copy(self)  # the tail is replaced, never modified
 
     def fill(self, words: np.ndarray) -> None:
         for *beginning, last in self._sequences:
@@ -102,7 +102,7 @@ class BadWords:
 
 
 def bad_sequences(texts: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token sequences of these texts, at the start of a text and after a space, by vLLM's rule."""
+    """Token sequences of these texts, with and without a leading space, following vLLM's rule."""
     sequences = []
     for text in texts:
         plain, spaced = (tokenizer.encode(space + text.lstrip(), add_special_tokens=False) for space in ("", " "))
@@ -115,8 +115,8 @@ def bad_sequences(texts: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]
 class Grammar:
     """A JSON schema, a regular expression, a choice or a Lark grammar, through llguidance.
 
-    Everything that may take long is in `fill`, which may be called in another thread, and given up there: a copy whose sibling is
-    still at work then, fails.
+    Everything that may be slow is in `fill`, which may be called in another thread and abandoned there. While
+    an abandoned call still runs, copies of the grammar fail.
     """
 
     def __init__(self, what: StructuredOutputs, tokenizer: Tokenizer) -> None:
@@ -131,14 +131,14 @@ class Grammar:
 
     def fill(self, words: np.ndarray) -> None:
         if not self._busy.acquire(blocking=False):
-            raise JengineError("structured_outputs: a mask of another sample took too long")
+            raise JengineError("structured_outputs: the mask of another sample took too long")
         try:
             self._consume()
             allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         finally:
             self._busy.release()
-        if self._matcher.is_error():  # it allows the end-of-sequence then, as if all were well
-            raise JengineError(f"structured_outputs: llguidance gave up: {error_of(self._matcher)}")
+        if self._matcher.is_error():  # otherwise llguidance would allow the end-of-sequence token, as if nothing were wrong
+            raise JengineError(f"structured_outputs: llguidance failed: {error_of(self._matcher)}")
         count = min(len(words), len(allowed))
         words[:count] &= allowed[:count]
         words[count:] = 0

@@ -1,4 +1,4 @@
-"""Finding stop strings in text that comes in pieces."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Node:
-    """A state of the automaton: the text read so far ends with this prefix of some stop, and with no longer one."""
+    """A state of the automaton: the longest prefix of a stop string with which the text so far ends."""
 
     depth: int  # characters of that prefix
     next: dict[str, _Node] = field(default_factory=dict)
@@ -17,18 +17,19 @@ class _Node:
 
 
 class StopAutomaton:
-    """Stop strings, compiled: does not change, so any number of texts may be read with one. Takes about 1 us a character to make."""
+    """Compiled stop strings. Immutable, so it can be used for any number of texts. Compilation takes about 1 us
+    a character."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops, self.root = stops, _automaton(stops)
 
 
 class StopStrings:
-    """Cuts a text at the first stop string that is completed, reading character by character.
+    """Cuts a text at the first completed stop string, reading character by character.
 
-    So the answer does not depend on where the pieces were cut; of stops that end together the longest counts. Text is
-    held back only while it may still become a stop. One step of an Aho-Corasick automaton a character: a push costs
-    O(len(delta) + longest stop).
+    So the result does not depend on how the text was cut into pieces. If several stop strings end at the same
+    place, the longest counts. Text is held back only while it may still become part of a stop string. Each
+    character is one step of an Aho-Corasick automaton: a push costs O(len(delta) + longest stop).
     """
 
     def __init__(self, automaton: StopAutomaton) -> None:
@@ -37,9 +38,9 @@ class StopStrings:
         self._none = not automaton.stops
 
     def push(self, delta: str, *, early: bool = False) -> tuple[str, str | None]:
-        """Text that is safe to emit, and the stop that was met or None. After a stop, push no more.
+        """Returns text that is safe to emit, and the stop string that was completed or None. After a stop, push no more.
 
-        early: no stop may be met yet; one that begins in this text and ends later may.
+        early: no stop may be completed in this text; one that begins in it and ends later may.
         """
         if self._none:
             return delta, None
@@ -56,7 +57,7 @@ class StopStrings:
         return text[:safe], None
 
     def flush(self) -> str:
-        """The text held back, when the output has ended otherwise."""
+        """Returns the text held back, if the output ended for another reason."""
         held, self._held, self._state = self._held, "", self._root
         return held
 

@@ -15,7 +15,7 @@ from jengine.errors import ModelError
 from jengine.text.detokenizer import byte_level_characters
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-UNLISTED = (  # the first special tokens of files that do not list them
+UNLISTED = (  # the first special tokens, for files that do not list them
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
     *("[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]"),
     *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
@@ -23,10 +23,10 @@ UNLISTED = (  # the first special tokens of files that do not list them
 
 
 def read_tekken(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer, which begins a text with <s>, and its special tokens by their roles.
+    """Reads the tokenizer, which starts texts with <s>, and its special tokens by role.
 
     Raises:
-        ModelError: the file is no tekken.json.
+        ModelError: the file is not a valid tekken.json.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -34,14 +34,14 @@ def read_tekken(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         size = int(config.get("default_vocab_size") or len(special) + len(content["vocab"])) - len(special)
         ranked = [base64.b64decode(entry["token_bytes"]) for entry in content["vocab"][:size]]
         backend = _backend(ranked, special, config["pattern"])
-    except Exception as wrong:  # of a wrong pattern the library raises bare Exception
-        raise ModelError(f"is no tokenizer in Mistral's tekken format: {wrong!r}", file=file) from None
+    except Exception as wrong:  # the library raises bare Exception for a wrong pattern
+        raise ModelError(f"is not a tokenizer in Mistral's tekken format: {wrong!r}", file=file) from None
     names = {token.content for token in special}
     return backend, {role: token for role, token in SPECIAL_TOKENS.items() if token in names}
 
 
 def generated_template(file: Path) -> str | None:
-    """The chat template that mistral-common makes for a tekken.json; None where it is not installed.
+    """The chat template that mistral-common generates for a tekken.json; None if it is not installed.
 
     Raises:
         ModelError: mistral-common rejects the file.
@@ -52,12 +52,12 @@ def generated_template(file: Path) -> str | None:
         return None
     try:
         return str(convert_tokenizer_to_chat_template(file))
-    except Exception as wrong:  # the library's errors share no base class
-        raise ModelError(f"mistral-common makes no chat template of it: {wrong}", file=file) from None
+    except Exception as wrong:  # the library's errors have no common base class
+        raise ModelError(f"mistral-common cannot create a chat template from it: {wrong}", file=file) from None
 
 
 def _special_tokens(content: dict[str, Any]) -> list[AddedToken]:
-    """By id, from 0 on; ids that no token has are filled up."""
+    """Special tokens by id, from 0 on. Unused ids get placeholders."""
     listed = content.get("special_tokens")
     if listed is None:
         listed = [{"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(UNLISTED)]
@@ -87,7 +87,7 @@ def _backend(ranked: list[bytes], special: list[AddedToken], pattern: str) -> to
 
 
 def _splits(token: bytes, ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """The pairs of tokens that this one is made of: the lowest ranks first, since those exist first."""
+    """The pairs of tokens that merge to this token, the lowest ranks first, since they exist first."""
     pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
     known = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
     return iter(sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]])))

@@ -1,4 +1,4 @@
-"""How much text a token may stand for: a long text that cannot fit is rejected by its length, without tokenizing it."""
+"""Bounds the text of a token, so that a text that is too long can be rejected without tokenizing it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-NFC_SHRINKS = 3  # bytes of text to bytes of its canonical composition, at most; tests go through all of Unicode
+NFC_SHRINKS = 3  # maximum ratio of a text's bytes to those of its canonical composition; a test checks all of Unicode
 
 
 def most_bytes_of_a_token(backend: tokenizers.Tokenizer) -> int | None:
-    """Bytes of text (UTF-8) that one token stands for at most.
+    """Maximum bytes of text (UTF-8) for one token.
 
-    None where some part of the tokenizer may drop text or merge any amount of it: an unknown token, a normalizer that deletes,
-    white space that belongs to no token. Then a text's length says nothing about its number of tokens.
+    None if some part of the tokenizer may drop or merge unlimited text: an unknown token, a normalizer that
+    deletes text, whitespace that belongs to no token. Then the length of a text does not bound its number of
+    tokens.
     """
     added = backend.get_added_tokens_decoder().values()
     shrinks = _shrinks(_state(backend.normalizer))
@@ -36,12 +37,12 @@ def most_bytes_of_a_token(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """A tokenizer's part as tokenizer.json describes it."""
+    """A part of a tokenizer, as in tokenizer.json."""
     return {} if part is None else dict(json.loads(part.__getstate__()))
 
 
 def _shrinks(normalizer: dict[str, Any]) -> int | None:
-    """Bytes of text to a byte of normalized text, at most; None where that is not known."""
+    """Maximum ratio of text bytes to normalized bytes; None if unknown."""
     match normalizer.get("type"):
         case None | "Prepend" | "ByteLevel":
             return 1

@@ -24,10 +24,10 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class Tokenizer:
-    """A model's tokenizer: a `tokenizers.Tokenizer` and the folder's special tokens.
+    """A model's tokenizer: a `tokenizers.Tokenizer`, and the folder's special tokens.
 
-    `special_tokens` are those that the folder names, by SPECIAL_TOKENS; `eos_token_id` is None where the end-of-sequence
-    token is not among them.
+    `special_tokens` are those that the folder defines, by SPECIAL_TOKENS. `eos_token_id` is None if it defines
+    no end-of-sequence token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str] | None = None, folder: Path | None = None) -> None:
@@ -36,17 +36,17 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._bytes: dict[int, bytes] = {}  # filled as tokens come: a run sees few of a large vocabulary
+        self._bytes: dict[int, bytes] = {}  # filled on demand: a run uses few tokens of a large vocabulary
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """The tokenizer of a model's folder, or of a GGUF file.
+        """Loads the tokenizer of a model's folder, or of a GGUF file.
 
-        Reads tokenizer.json, or Mistral's tekken.json, with the tokenizers library: importing transformers costs two
-        seconds, so only a folder without either goes through it, to be converted.
+        Reads tokenizer.json, or Mistral's tekken.json, with the tokenizers library. Only other formats are
+        converted with transformers, since importing it takes two seconds.
 
         Raises:
-            ModelError: no tokenizer there, or one that cannot be read.
+            ModelError: there is no tokenizer, or it cannot be read.
         """
         if is_gguf(path):
             from jengine.text.gguf_tokenizer import read_tokenizer
@@ -60,19 +60,20 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as wrong:  # the library raises bare Exception
             raise ModelError(f"not a tokenizer: {wrong}", file=file) from None
-        # tokenizer.json may carry the limits of its training; a prompt's length is the engine's to judge.
+        # tokenizer.json may contain limits from training; the engine checks prompt lengths itself.
         backend.no_truncation()
         backend.no_padding()
         _add_tokens(backend, path / "tokenizer_config.json")
         return cls(backend, _special_tokens(path), path)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; with the special tokens around a text, such as a leading <s>, that the tokenizer prescribes.
+        """Token ids, with the special tokens that the tokenizer prescribes around a text, such as a leading <s>.
 
-        Other threads run meanwhile: the library's `encode` holds the interpreter's lock, and `encode_batch_fast` does not.
+        Other threads can run meanwhile: unlike the library's `encode`, `encode_batch_fast` releases the
+        interpreter's lock.
 
         Raises:
-            InvalidArgument: text with lone surrogates, which is no Unicode text.
+            InvalidArgument: the text has lone surrogates, which are not valid Unicode.
         """
         try:
             return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
@@ -80,24 +81,25 @@ class Tokenizer:
             raise InvalidArgument("prompt", text, "must be text that UTF-8 can encode") from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Text; ids outside the vocabulary have none, bytes that are no UTF-8 become U+FFFD."""
+        """Decodes ids to text. Ids outside the vocabulary have no text; bytes that are not UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def decode_unlocked(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """As `decode`, for many ids: other threads run meanwhile."""
+        """Like `decode`, for many ids: other threads can run meanwhile."""
         return str(self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
     @cached_property
     def max_token_bytes(self) -> int | None:
-        """Bytes of text (UTF-8) that one token stands for at most; None where tokens may stand for any number of them."""
+        """Maximum bytes of text (UTF-8) for one token; None if there is no maximum."""
         return most_bytes_of_a_token(self.backend)
 
     def token_text(self, token_id: int) -> str:
-        """One token's text, special tokens included: what `Logprob.decoded_token` shows."""
+        """Text of one token, special tokens included, as in `Logprob.decoded_token`."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def detokenizer(self, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
-        """A fresh incremental detokeniser, for one output. It may begin with a space that `after`, the prompt's ids, makes one."""
+        """A new incremental detokenizer for one output. `after`: the prompt's ids, which decide whether a
+        leading space is kept."""
         hidden = self.special_ids if skip_special_tokens else frozenset[int]()
         if isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel):
             return ByteLevelDetokenizer(lambda token: b"" if token in hidden else self._bytes_of(token))
@@ -109,12 +111,12 @@ class Tokenizer:
 
     @cached_property
     def chat_templates(self) -> dict[str, ChatTemplate]:
-        """The folder's chat templates by name, read when they are first asked for: none, "default", perhaps "tool_use".
+        """The folder's chat templates by name ("default", perhaps "tool_use"), read on first use; may be empty.
 
         Raises:
             ModelError: one cannot be read.
         """
-        from jengine.text.chat_template import load_chat_templates  # jinja2 is imported by those who chat
+        from jengine.text.chat_template import load_chat_templates  # imported here, since only chats need jinja2
 
         return {} if self.folder is None else load_chat_templates(self.folder, self.special_tokens)
 
@@ -128,15 +130,15 @@ class Tokenizer:
 
 
 def holds_tokenizer(path: Path) -> bool:
-    """Whether a folder has any file of a tokenizer; GGUF files have one."""
+    """Whether a folder has any tokenizer file; GGUF files have one."""
     return is_gguf(path) or any((path / name).is_file() for name in FILES)
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
-    """Add what stands only in tokenizer_config.json's added_tokens_decoder, by ids, which continue the vocabulary.
+    """Adds tokens that are only in tokenizer_config.json's added_tokens_decoder. Their ids must continue the vocabulary.
 
     Raises:
-        ModelError: a token whose id is taken, or leaves a gap.
+        ModelError: a token's id is taken, or leaves a gap.
     """
     if not file.is_file():
         return
@@ -173,7 +175,7 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(path: Path) -> dict[str, str]:
-    """From tokenizer_config.json, else special_tokens_map.json: strings, or added tokens' descriptions."""
+    """From tokenizer_config.json or special_tokens_map.json: strings, or descriptions of added tokens."""
     found: dict[str, str] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = path / name
@@ -188,12 +190,12 @@ def _special_tokens(path: Path) -> dict[str, str]:
 
 
 def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Through transformers, which builds a fast tokenizer from older files (tokenizer.model, vocab.json)."""
+    """Converts with transformers, which builds a fast tokenizer from older files (tokenizer.model, vocab.json)."""
     from transformers import AutoTokenizer
 
     try:
         slow = AutoTokenizer.from_pretrained(path, use_fast=True)
         return slow.backend_tokenizer, slow.special_tokens_map
-    except Exception as wrong:  # whatever the format's own reader raises
-        reason = f"no tokenizer.json, and transformers makes no fast tokenizer of the other files: {wrong}"
+    except Exception as wrong:  # the readers of formats raise various errors
+        reason = f"no tokenizer.json, and transformers cannot build a fast tokenizer from the other files: {wrong}"
         raise ModelError(reason, file=path) from wrong

@@ -62,7 +62,7 @@ def test_hub_failure_is_one_line(failure: Exception, monkeypatch: pytest.MonkeyP
         raise failure
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ModelError, match=r"^someone/model: there is no such folder, and the hub gave no model: .+$") as caught:
+    with pytest.raises(ModelError, match=r"^someone/model: there is no such folder, and the hub has no such model: .+$") as caught:
         resolve("someone/model")
     assert "\n" not in str(caught.value)
 
@@ -137,7 +137,7 @@ def test_generation_config_recommends_sampling_parameters(tmp_path: Path) -> Non
         ({"rope_scaling": "yarn"}, "a field has the wrong type or value"),
         ({"num_attention_heads": 0}, "a field has the wrong type or value"),
         ({"num_hidden_layers": 0}, "num_layers=0 must be at least 1"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_attention_heads=6 is no multiple of num_key_value_heads=4"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_attention_heads=6 is not a multiple of num_key_value_heads=4"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 2}}, "rope scaling 'ntk' is not supported; linear, dynamic"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "field 'short_factor' is missing"),

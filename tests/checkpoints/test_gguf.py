@@ -164,7 +164,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     data = file.read_bytes()
     for content in (data[: len(data) // 2], data[:100], b"", b"not at all" * 20):
         file.write_bytes(content)
-        with pytest.raises(ModelError, match="is no whole GGUF file"):
+        with pytest.raises(ModelError, match="is not a complete GGUF file"):
             open_gguf(file)
     with pytest.raises(ModelError, match="cannot be read"):
         open_gguf(tmp_path / "none.gguf")

@@ -40,7 +40,7 @@ def test_layer_types_may_say_what_a_family_does() -> None:
     assert read("mistral_window", layer_types=full, sliding_window=None).windows == ()
     assert read("llama_gqa", layer_types=full) == read("llama_gqa")
     for variant, types in (("mistral_window", full), ("llama_gqa", sliding)):
-        with pytest.raises(ModelError, match="layer_types is not supported, unless it says what"):
+        with pytest.raises(ModelError, match="layer_types must be"):
             read(variant, layer_types=types)
 
 

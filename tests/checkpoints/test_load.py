@@ -192,7 +192,7 @@ def test_output_head_of_an_untied_model_is_no_extra(folder: Path) -> None:
 
 def test_wrong_shape(folder: Path) -> None:
     change(folder, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ][:-1]}))
-    fails(folder, file="model.safetensors", tensor=Q_PROJ, match=r"has shape \[63, 64\]; the configuration asks for \[64, 64\]")
+    fails(folder, file="model.safetensors", tensor=Q_PROJ, match=r"has shape \[63, 64\]; the configuration needs \[64, 64\]")
 
 
 def test_no_weights(folder: Path) -> None:
@@ -211,7 +211,7 @@ def test_index_places_a_tensor_where_it_is_not(folder: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["absent"] = "model-00001-of-00002.safetensors"
     (folder / INDEX).write_text(json.dumps(index))
-    fails(folder, file="model-00001-of-00002.safetensors", tensor="absent", match="is missing, though")
+    fails(folder, file="model-00001-of-00002.safetensors", tensor="absent", match="is missing, but")
 
 
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
@@ -238,7 +238,7 @@ def test_truncated_header(folder: Path) -> None:
 @pytest.mark.parametrize("content", [b"short", b"\xff" * 64])
 def test_no_safetensors_file(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
-    fails(folder, file="model.safetensors", match="the header is corrupt: this is no safetensors file")
+    fails(folder, file="model.safetensors", match="the header is corrupt: this is not a safetensors file")
 
 
 def test_empty_file(folder: Path) -> None:
@@ -274,7 +274,7 @@ def test_text_models_leave_other_parts_and_say_so(variant: str, other_parts: int
     with caplog.at_level("WARNING", "jengine"):
         params = loaded(tmp_path / "all")
     assert [record.getMessage() for record in caplog.records] == [
-        f"{other_parts} tensors of vision_tower, multi_modal_projector are not loaded: the model takes text alone"
+        f"{other_parts} tensors of vision_tower, multi_modal_projector are not loaded: only text is supported"
     ]
     text = read_config(tmp_path / "all")
     layer = next(array for name, array in weights(variant).items() if name.endswith("model.layers.1.mlp.down_proj.weight"))

@@ -186,7 +186,7 @@ def test_parameters_of_someone_elses(converted: Path) -> None:
 
     shutil.rmtree(converted / PARAMS)
     ocp.save(converted / PARAMS, {"layers": [np.zeros(3)], "embed": np.zeros((4, 4))})
-    with pytest.raises(ModelError, match=r"params: tensor embed: has shape \[4, 4\]; the configuration asks for \[96, 64\]"):
+    with pytest.raises(ModelError, match=r"params: tensor embed: has shape \[4, 4\]; the configuration needs \[96, 64\]"):
         loaded(converted)
 
 
@@ -195,7 +195,7 @@ def test_parameters_of_someone_elses(converted: Path) -> None:
     [
         ("num_layers", 3, r"tensor layers\.2\.attention\.o: is missing; convert the model again"),
         ("num_layers", 1, r"tensor layers\.1\.attention\.o: is not part of this model; convert it again"),
-        ("intermediate_size", 96, r"tensor layers\.0\.mlp\.down: has shape \[64, 112\]; the configuration asks for \[64, 96\]"),
+        ("intermediate_size", 96, r"tensor layers\.0\.mlp\.down: has shape \[64, 112\]; the configuration needs \[64, 96\]"),
     ],
 )
 def test_parameters_of_another_version(converted: Path, field: str, value: int, match: str) -> None:
@@ -228,7 +228,7 @@ def test_no_checkpoint_beside_the_mark(converted: Path) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_checkpoint(converted: Path, harm: Callable[[Path], object]) -> None:
     harm(converted / PARAMS)
-    with pytest.raises(ModelError, match=r"params: is no whole Orbax checkpoint: .") as caught:
+    with pytest.raises(ModelError, match=r"params: is not a complete Orbax checkpoint: .") as caught:
         loaded(converted)
     assert "\n" not in str(caught.value)
     del caught  # and with it the reads that Orbax began beside the one that failed

@@ -66,7 +66,7 @@ def test_who_chooses(tmp_path: Path) -> None:
         (("Transformer", "Pooling"), {**FLAGS, "pooling_mode_cls_token": True}, None, r"pooling_mode=\['cls', 'lasttoken'\] is not"),
         (("Transformer", "Pooling"), {**FLAGS, "word_embedding_dimension": 32}, None, "embedding_dimension=32 is not the model's hidden"),
         (("Transformer", "Pooling"), FLAGS, {"do_lower_case": True}, "do_lower_case=true is not supported"),
-        (("Transformer", "Pooling"), FLAGS, {"max_seq_length": "x"}, "max_seq_length='x' is no number of tokens"),
+        (("Transformer", "Pooling"), FLAGS, {"max_seq_length": "x"}, "max_seq_length='x' is not a number of tokens"),
     ],
 )
 def test_what_is_refused(kinds: tuple[str, ...], pooling: Any, options: Any, message: str, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_what_is_refused(kinds: tuple[str, ...], pooling: Any, options: Any, mes
 
 def test_modules_that_can_not_be_read(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text('{"a": 1}')
-    with pytest.raises(ModelError, match=r"modules\.json: is no list of modules"):
+    with pytest.raises(ModelError, match=r"modules\.json: is not a list of modules"):
         read_embedder(tmp_path, 64)
 
 

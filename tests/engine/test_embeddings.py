@@ -167,7 +167,7 @@ def test_texts_and_their_ids(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "params, message",
     [
-        ({"dimensions": SIZE + 1}, f"dimensions={SIZE + 1}: embeddings of this model have {SIZE}"),
+        ({"dimensions": SIZE + 1}, f"dimensions={SIZE + 1}: must be at most {SIZE}, the size of this model's embeddings"),
         ({"dimensions": 0}, "dimensions=0: must be a whole number, at least 1"),
         ({"dimensions": True}, "dimensions=True: must be a whole number"),
         ({"pooling": "max"}, "pooling='max': must be one of last, mean"),

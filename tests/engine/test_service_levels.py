@@ -76,7 +76,7 @@ def test_an_idle_engine_waits_for_a_batch_without_spinning(engine: Engine) -> No
 def test_a_strategy_is_checked_where_it_is_set(engine: Engine) -> None:
     with_options(engine, batching="static")
     assert engine.limits.strategies == ("throughput", "memory")
-    with pytest.raises(InvalidArgument, match="must be one of throughput, memory; the others need batching continuous"):
+    with pytest.raises(InvalidArgument, match="must be one of throughput, memory; the others need batching='continuous'"):
         engine.limits.check_strategy("latency")
     assert engine.limits.check_strategy("memory") == "memory"
 

@@ -100,7 +100,7 @@ def test_what_does_not_fit_together_is_refused(options: dict[str, object], messa
 
 def test_who_takes_requests_and_who_follows() -> None:
     shared = {"num_processes": 2, "coordinator": "127.0.0.1:1"}
-    with pytest.raises(InvalidArgument, match="process_id=1: process 0 alone takes requests"):
+    with pytest.raises(InvalidArgument, match="process_id=1: only process 0 takes requests"):
         start_engine(EngineConfig.of("demo", {**shared, "process_id": 1}))
     with pytest.raises(InvalidArgument, match="process_id=0: process 0 takes requests"):
         follow(EngineConfig.of("demo", shared))

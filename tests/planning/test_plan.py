@@ -134,7 +134,7 @@ def test_a_plan_for_a_tiny_model(tiny: Path, capsys: pytest.CaptureFixture[str],
     assert dataclasses.replace(quick.memory, working=0) == dataclasses.replace(exact.memory, working=0)
     assert all(quick.programs[key].working >= exact.programs[key].working for key in quick.programs), "the estimate is a bound"
     assert quick.seconds == {} and "compiled for this plan" in text
-    assert quick.estimates == {} and "kernels  ms at 64" in text and "Estimates are of full rows, and were checked on no GPU" in text
+    assert quick.estimates == {} and "kernels  ms at 64" in text and "Estimates are for full rows and are unchecked on GPUs" in text
     steps = [estimates for key, estimates in exact.estimates.items() if isinstance(key, TrunkKey)]
     assert len(steps) == 3 and all(estimate.seconds["launches"] > estimate.total / 2 for [estimate] in steps), (
         "what is tiny waits for launches"

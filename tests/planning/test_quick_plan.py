@@ -25,7 +25,7 @@ def test_8b_on_an_h200(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(DATA / "llama-3.1-8b"), "--target=h200", *sizes]) == 0
     text = capsys.readouterr().out
     assert "16,060,522,496" in text and "4,097 pages of 64 tokens, 8,388,608 bytes each" in text
-    assert "at most: an estimate, which --exact replaces" in text and "compiled for this plan" not in text
+    assert "an upper bound; --exact uses the compiler's figure" in text and "compiled for this plan" not in text
     assert text.endswith("The whole table has 41 programs. It fits.\n")
 
 

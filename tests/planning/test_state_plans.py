@@ -71,5 +71,5 @@ def test_simulations_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_cache_without_room_names_the_states(tmp_path: Path) -> None:
     write_model(tmp_path, "qwen3_next")
     config = EngineConfig(model=str(tmp_path), dtype="float32", kv_cache_memory="100KB", max_num_seqs=4)
-    with pytest.raises(OutOfMemory, match=r"beside 21 recurrent states of .* MiB: lower max_num_seqs for fewer"):
+    with pytest.raises(OutOfMemory, match=r"beside 21 recurrent states of .* MiB; a lower max_num_seqs needs fewer"):
         pages_that_fit(config, describe_engine(config)[1])

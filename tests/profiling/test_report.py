@@ -83,12 +83,12 @@ def test_the_page(profile: Profile) -> None:
 
 def test_a_healthy_one() -> None:
     healthy = Profile(target="demo", processes=[process()])
-    assert "None: nothing that was measured" in report_html(healthy) and "No findings" in summary(healthy)
+    assert "None: none of the measurements" in report_html(healthy) and "No findings" in summary(healthy)
 
 
 def test_it_crosses_processes(profile: Profile) -> None:
     assert Profile.from_json(profile.to_json()) == profile
-    with pytest.raises(InvalidArgument, match="is no profile of this version"):
+    with pytest.raises(InvalidArgument, match="is not a profile of this version"):
         Profile.from_json(b"{}")
 
 

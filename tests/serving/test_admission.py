@@ -143,7 +143,7 @@ def calling_with(key: Key) -> Iterator[None]:
 
 
 def test_n_never_fits_a_client() -> None:
-    with pytest.raises(InvalidArgument, match=r"n=6: at most 5, since a client may have no more"):
+    with pytest.raises(InvalidArgument, match=r"n=6: at most 5, the maximum of concurrent completions"):
         admission().place(6, of())
 
 

@@ -96,10 +96,10 @@ def test_over_tls_with_a_key(tokenizer_folder: Path, tmp_path: Path) -> None:
     [
         ([], "give either a MODEL or --server HOST:PORT"),
         (["demo", "--server=x:1"], "give either a MODEL or --server HOST:PORT"),
-        (["--server=x:1", "--max-num-seqs=2"], "max_num_seqs=2: is an option of the engine: give it to `jengine serve`"),
+        (["--server=x:1", "--max-num-seqs=2"], "max_num_seqs=2: is an engine option: pass it to `jengine serve`"),
         (["--server=x:1", "--api-key-file=/nowhere"], "api_key_file='/nowhere': cannot be read"),
         (["--server=x:1", "--tls-ca=/nowhere"], "tls_ca='/nowhere': cannot be read"),
-        (["demo", "--tls"], "tls=True: is about the connection to a --server"),
+        (["demo", "--tls"], "tls=True: can only be used with --server"),
     ],
 )
 def test_what_goes_with_what(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

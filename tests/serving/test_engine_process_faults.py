@@ -53,7 +53,7 @@ def test_all_streams_of_a_killed_engine_end(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     "engine, options, text",
     [
-        (MOCK, {"fail_at": 7}, "FloatingPointError: the mock engine fails as it was told to"),
+        (MOCK, {"fail_at": 7}, "FloatingPointError: the mock engine fails as requested"),
         ("tests.serving.faulty_engines:babbles", {}, "not understood"),
     ],
 )

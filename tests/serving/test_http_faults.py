@@ -268,7 +268,7 @@ def test_an_engine_that_is_killed_and_a_stop(tokenizer_folder: Path) -> None:
             with client.completions.create(**ENDLESS, stream=True) as stream:  # type: ignore[call-overload]
                 assert next(stream).choices[0].text
                 os.kill(server.children()[0], signal.SIGKILL)
-                with pytest.raises(openai.APIError, match="the engine is not running; come again"):
+                with pytest.raises(openai.APIError, match="the engine is not running; try again"):
                     list(stream)
             with pytest.raises(openai.InternalServerError) as down:
                 client.completions.create(model="mock", prompt=[70], max_tokens=1)

@@ -140,4 +140,4 @@ def test_a_template_without_tools(tokenizer_folder: Path) -> None:
     options = {"http_port": 0, "tool_call_parser": "hermes"}
     with serve_mock(tokenizer_folder, server=options) as server:
         answer = httpx.post(f"{server.http}/chat/completions", json=asked("x"), timeout=60)
-        assert answer.status_code == 400 and "the model's chat template shows no tools" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and "the model's chat template does not support tools" in answer.json()["error"]["message"]

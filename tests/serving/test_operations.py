@@ -53,7 +53,7 @@ def test_probes_after_a_crash(tokenizer_folder: Path, tmp_path: Path) -> None:
         address = http_of(server)
         assert probe(address, "/readyz") == (200, "ok\n")
         os.kill(server.children()[0], signal.SIGKILL)
-        wait_until(lambda: probe(address, "/readyz") == (503, "the engine has ended; another one is starting\n"))
+        wait_until(lambda: probe(address, "/readyz") == (503, "the engine has ended and is being restarted\n"))
         assert probe(address, "/healthz") == (200, "ok\n")
         server.send(signal.SIGTERM)
         assert server.wait() == (0, "")
@@ -114,7 +114,7 @@ def test_sighup_reloads_keys_and_certificates(tokenizer_folder: Path, tmp_path: 
             assert "reloaded certificates, valid until" in server.log
             assert answers(NEW) and not answers(OLD)
             keys.write_text("nonsense")
-            reload("not reloaded, the old ones stay in use: api_keys=")
+            reload("reload failed, the old files stay in use: api_keys=")
             assert answers(NEW)
             assert stream.end()[:2] == (100, "length"), "what is open goes on"
         assert 'jengine:certificate_expiry_timestamp_seconds{model_name="mock"}' in probe(address, "/metrics")[1]

@@ -37,7 +37,7 @@ def test_over_grpc(mock_server: MockServer) -> None:
         [process] = profile.processes
         assert profile.target == "mock" and process.name == "server" and capture == b""
         assert process.seconds >= 0.2 and process.flames and process.samples and "MainThread" in process.important
-        assert process.missing["heap growth"] == process.missing["jax.profiler"] == "it was not asked for"
+        assert process.missing["heap growth"] == process.missing["jax.profiler"] == "it was not requested"
         for field, value in (("seconds", 0.0), ("seconds", 1e6), ("system_calls", "dtrace"), ("rate", 0)):
             with pytest.raises(grpc.RpcError) as caught, grpc.insecure_channel(mock_server.address) as channel:
                 GenerateServiceStub(channel).Profile(pb.ProfileRequest(**{field: value}))  # type: ignore[arg-type]

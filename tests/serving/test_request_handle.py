@@ -183,7 +183,7 @@ def test_embeddings_go_through_handles_too(run: Callable[..., None]) -> None:
         (output,) = [output async for output in handle]
         assert output.finished and output.outputs[0].finish_reason == "stop" and output.outputs[0].token_ids == []
         assert output.embedding is not None and output.embedding.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-        with pytest.raises(InvalidArgument, match="dimensions=9: embeddings of this model have 8"):
+        with pytest.raises(InvalidArgument, match="dimensions=9: must be at most 8, the size of this model's embeddings"):
             llm.prepare_embedding([5], dimensions=9)
 
     run(test, embedding_size=8)

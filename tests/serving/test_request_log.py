@@ -55,7 +55,7 @@ def test_a_reader_who_stands_still_delays_no_one(tmp_path: Path, monkeypatch: py
         for number in range(100):
             log.write({"id": number, "filler": "x" * 100_000})
         log.close(seconds=0.05)
-        assert [record.getMessage() for record in caplog.records] == ["the request log cannot be written fast enough; lines are lost"]
+        assert [record.getMessage() for record in caplog.records] == ["the request log cannot be written fast enough; lines are dropped"]
         os.set_blocking(reading, False)
         while any(thread.name == "request-log" for thread in threading.enumerate()):  # it ends once its lines are read
             try:

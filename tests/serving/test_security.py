@@ -49,7 +49,7 @@ def test_names_of_keys(keys: Path) -> None:
         (b"# nobody\n", "holds no key"),
         (b"", "holds no key"),
         (b"\n" + KEY.encode(), "line 2 does not begin with a SHA-256 in hexadecimal digits"),
-        (b"\xff", "is no UTF-8 text"),
+        (b"\xff", "is not UTF-8 text"),
         (f"{KEY} anna".encode(), "if it is the key itself, replace it by what `python -m jengine.serving.security NAME` prints"),
         (
             f"{DIGEST} anna max_stream=3".encode(),

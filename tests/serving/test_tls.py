@@ -115,7 +115,7 @@ def test_certificates_are_replaced(ours: Authority, caplog: pytest.LogCaptureFix
     after = metrics.certificate_expiry()
     assert expiry is not None and after is not None and 29 * DAY < after - expiry < 31 * DAY
     levels = [record.levelname for record in caplog.records if record.name == "jengine.serving"]
-    assert levels == ["INFO", "ERROR"] and "the old ones stay in use: tls_key=" in caplog.text
+    assert levels == ["INFO", "ERROR"] and "the old files stay in use: tls_key=" in caplog.text
 
 
 def channel_to(address: str, authority: Authority) -> grpc.aio.Channel:

@@ -144,7 +144,7 @@ def test_without_a_template(byte_level_folder: Path) -> None:
         ([{"role": "user"}], "messages[0].content", "is missing"),
         ([{"role": "assistant", "content": None}], "messages[0].content", "is missing; only an assistant's message with tool_calls"),
         ([{"role": "user", "content": 5}], "messages[0].content", "must be text, or a list"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]", "models here read text only"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]", "only text is supported"),
         ([{"role": "user", "content": "x", "extra": object()}], "messages[0]", "must be plain JSON"),
         ([{"role": "assistant", "content": "x"}], "messages", "roles must alternate"),
         ([{"role": "tool", "content": "x", "tool_calls": 3}], "messages", "roles must alternate"),
@@ -159,7 +159,7 @@ def test_wrong_messages_are_refused(messages: Any, field: str, limit: str, byte_
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"tools": TOOLS}, "shows no tools"),
+        ({"tools": TOOLS}, "does not support tools"),
         ({"tools": [len]}, "must be plain JSON"),
     ],
 )

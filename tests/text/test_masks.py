@@ -110,7 +110,7 @@ def test_a_grammar_that_cannot_be_read_is_refused(tokenizer: Tokenizer) -> None:
 
 def test_what_becomes_too_complex_fails_and_does_not_end_as_if_complete(tokenizer: Tokenizer) -> None:
     what = StructuredOutputs(regex="(.{0,200}a.{0,200}b.{0,200}){5}")
-    with pytest.raises(JengineError, match=r"structured_outputs: llguidance gave up: .* too many") as caught:
+    with pytest.raises(JengineError, match=r"structured_outputs: llguidance failed: .* too many") as caught:
         walk(make_mask(SamplingParams(structured_outputs=what), tokenizer), tokenizer, seed=0)
     assert "<state>" not in str(caught.value)
 

@@ -99,8 +99,8 @@ def test_template_of_the_folder_or_of_mistral_common(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ("{}", "is no tokenizer in Mistral's tekken format"),
-        ('{"config": {"pattern": "("}, "vocab": []}', "is no tokenizer"),
+        ("{}", "is not a tokenizer in Mistral's tekken format"),
+        ('{"config": {"pattern": "("}, "vocab": []}', "is not a tokenizer"),
         (json.dumps({"config": {}, "vocab": [], "special_tokens": LISTED[:1]}), "the ranks of special_tokens have gaps"),
     ],
 )
