@@ -1,7 +1,9 @@
-"""What prompts' pages cost the scheduler: microseconds a page as a prompt is admitted, and a step while one waits. Part of host_cost.py.
+"""The scheduler's cost for prompts' pages: microseconds a page at admission, and a step while a prompt waits.
+Part of host_cost.py.
 
-A prompt of 8,192 tokens, in pages of 16. Cold: nothing of it is in the cache, and one step computes all of it. Hit: all but its last
-page is. Waiting: it is first in the queue, 448 of its pages are in the cache, and there are too few pages for the others.
+A prompt of 8,192 tokens, in pages of 16. Cold: nothing is cached, and one step computes all of it. Hit:
+everything but its last page is cached. Waiting: it is first in the queue, 448 of its pages are cached, and
+there are too few pages for the others.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from jengine.table.program_table import ProgramTable
 
 PAGE_SIZE, TILE_SIZE, TOKENS, SEQUENCES = 16, 64, 8192, 8
 PAGES = TOKENS // PAGE_SIZE
-SHARED = 448  # pages of the prompt that waits
-GOAL = 300.0  # microseconds a step, while it does
+SHARED = 448  # cached pages of the waiting prompt
+GOAL = 300.0  # microseconds a step while it waits
 
 
 def make_scheduler(num_pages: int) -> Scheduler:
@@ -38,7 +40,7 @@ def make_scheduler(num_pages: int) -> Scheduler:
         max_num_batched_tokens=budget,
         max_model_len=2 * TOKENS,
         prefix_caching=True,
-        costs=StepCosts(table, slopes=Slopes(0.0, 0.0, 0.0)),  # with attention free, a prompt takes one step
+        costs=StepCosts(table, slopes=Slopes(0.0, 0.0, 0.0)),  # free attention, so that a prompt takes one step
     )
 
 
@@ -48,14 +50,14 @@ def add(scheduler: Scheduler, name: str, prompt: list[int], output: int) -> None
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Microseconds, and what it returns."""
+    """(microseconds, result of the call)."""
     start = time.perf_counter()
     result = call()
     return 1e6 * (time.perf_counter() - start), result
 
 
 def step(scheduler: Scheduler) -> tuple[float, float, StepPlan]:
-    """Microseconds of `schedule` and of packing, and the plan, which is collected as well."""
+    """(microseconds of `schedule`, of packing, plan). The plan is also collected."""
     planned, plan = timed(scheduler.schedule)
     assert plan is not None
     layout = BatchLayout.of(plan.trunk, scheduler.table, page_size=PAGE_SIZE, groups=1)
@@ -65,7 +67,7 @@ def step(scheduler: Scheduler) -> tuple[float, float, StepPlan]:
 
 
 def admit(rounds: int) -> dict[str, list[float]]:
-    """Microseconds a page, by part: of cold prompts, of the same again, and of taking their pages back."""
+    """Microseconds a page, by part: for cold prompts, for equal prompts, and for releasing their pages."""
     rng = np.random.default_rng(0)
     took: dict[str, list[float]] = {name: [] for name in ("cold: schedule", "cold: pack", "hit: schedule", "hit: pack", "finish")}
     scheduler = make_scheduler(4 * PAGES)  # from the fourth round on, pages are evicted
@@ -87,7 +89,7 @@ def admit(rounds: int) -> dict[str, list[float]]:
 
 
 def wait(rounds: int) -> dict[str, list[float]]:
-    """Microseconds of `schedule`: with one sequence decoding, alone and while a prompt waits for pages."""
+    """Microseconds of `schedule` with one decoding sequence, alone and while a prompt waits for pages."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(2, 32000, TOKENS).tolist()
     scheduler = make_scheduler(PAGES + (PAGES - SHARED))
@@ -105,7 +107,7 @@ def wait(rounds: int) -> dict[str, list[float]]:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Medians, printed as well."""
+    """Measures and prints medians."""
     pages = {name: round(statistics.median(values), 2) for name, values in admit(rounds).items()}
     steps = {name: round(statistics.median(values), 1) for name, values in wait(rounds).items()}
     print(f"\na prompt of {PAGES} pages: microseconds a page\n")

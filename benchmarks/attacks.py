@@ -1,10 +1,11 @@
-"""How much longer others wait while a client attacks: on loopback, a server of the demo model or of a mock engine.
+"""How much longer other clients wait during an attack, on loopback with a server of the demo model or a mock engine.
 
     python -m benchmarks.attacks [--attacks NAME ...] [--seconds 10] [--mock] [--list]
 
-A probe calls GetLoad, and another generates eight tokens, in loops: first alone, then while one client sends the attack's requests
-one after the other. Figures are the waits of the probes, their 99th percentile and longest, and how the attacker was answered.
-An attack is a function, registered by its name, that takes a number (each request may differ) and gives a request.
+A probe calls GetLoad, and another one generates eight tokens, in loops: first alone, then while a client sends
+the attack's requests one after the other. Results: the probes' waiting times (99th percentile and maximum), and
+the responses to the attacker. An attack is a function, registered by name, that returns the request for a
+number (requests may differ).
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 
 MODEL = {"model": "demo", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 512}
-LIMIT = 0.25  # seconds that an attack may add to the longest wait
-REFUSED = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "OK")  # how an attacker may be answered
+LIMIT = 0.25  # seconds by which an attack may increase the longest wait
+REFUSED = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "OK")  # allowed responses to an attacker
 Attack = Callable[[int], Asked]
 ATTACKS: dict[str, Attack] = {}
 
 
 def attack(function: Attack) -> Attack:
-    """Registers it."""
+    """Registers an attack."""
     ATTACKS[function.__name__] = function
     return function
 
@@ -50,7 +51,8 @@ def request(**params: Any) -> pb.GenerateRequest:
 
 @attack
 def ordinary_samples(i: int) -> pb.GenerateRequest:
-    """No attack: as many completions as a request may have, more than there are slots. Who comes later waits for one."""
+    """Not an attack: the maximum number of completions in a request, more than there are slots. Later requests
+    wait for a slot."""
     return request(n=64, temperature=1.0, seed=i)
 
 
@@ -59,7 +61,7 @@ def ordinary_samples(i: int) -> pb.GenerateRequest:
 
 @attack
 def schema_of_many_refs(i: int) -> pb.GenerateRequest:
-    """A chain: overflowed the stack."""
+    """A chain; used to overflow the stack."""
     defs: dict[str, Any] = {
         f"d{j}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{j + 1}"}}, "required": ["x"]} for j in range(999)
     }
@@ -69,14 +71,14 @@ def schema_of_many_refs(i: int) -> pb.GenerateRequest:
 
 @attack
 def lark_of_many_rules(i: int) -> pb.GenerateRequest:
-    """A chain: overflowed the stack."""
+    """A chain; used to overflow the stack."""
     rules = "\n".join(f'r{j}: "a" r{j + 1} | r{j + 1}' for j in range(4000))
     return request(structured_outputs=pb.StructuredOutputs(grammar=f'start: r0\n{rules}\nr4000: "{i}"'))
 
 
 @attack
 def lark_that_looks_short(i: int) -> pb.GenerateRequest:
-    """As many rules as are allowed, each ambiguous: its masks take long."""
+    """The maximum number of rules, each ambiguous: its masks are slow."""
     choices = " | ".join(f"r{j}" for j in range(900))
     rules = "\n".join(f"r{j}: /[a-z]{{1,{j + 1}}}/ start | /[a-z]+/" for j in range(900))
     return request(structured_outputs=pb.StructuredOutputs(grammar=f"start: {choices}\n{rules}\nr{i}x: /x/"))
@@ -84,7 +86,7 @@ def lark_that_looks_short(i: int) -> pb.GenerateRequest:
 
 @attack
 def lark_that_explodes_later(i: int) -> pb.GenerateRequest:
-    """The first tokens are forced; then the masks take long."""
+    """The first tokens are forced; then the masks are slow."""
     choices = " | ".join(f"r{j}" for j in range(900))
     rules = "\n".join(f"r{j}: /[a-z]{{1,{j + 1}}}/ more | /[a-z]+/" for j in range(900))
     grammar = f'start: "{i} the quick brown fox jumps" more\nmore: {choices}\n{rules}'
@@ -93,7 +95,7 @@ def lark_that_explodes_later(i: int) -> pb.GenerateRequest:
 
 @attack
 def long_choice(i: int) -> pb.GenerateRequest:
-    """Was compiled in the event loop, once for each of the samples."""
+    """Used to be compiled in the event loop, once per sample."""
     choice = pb.Choice(texts=[f"{i} {j:08d}" for j in range(7000)])
     return request(n=64, temperature=1.0, structured_outputs=pb.StructuredOutputs(choice=choice))
 
@@ -107,7 +109,7 @@ def schema_of_products(i: int) -> pb.GenerateRequest:
 
 @attack
 def endless_template(i: int) -> pb.ChatRequest:
-    """S14: a template that counts for hours; the server has to take clients' templates."""
+    """S14: a template that runs for hours. Needs a server that accepts clients' templates."""
     template = "{% for a in range(99999) %}{% for b in range(99999) %}{% if b < 0 %}x{% endif %}{% endfor %}{% endfor %}" + str(i)
     options = pb.ChatOptions(chat_template=template)
     return pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="Hello")], options=options)
@@ -121,7 +123,7 @@ ATTACKS |= LARGE
 
 
 class Probe:
-    """Makes a call over and over, and keeps how long each took, in seconds."""
+    """Repeats a call, and records its durations in seconds."""
 
     def __init__(self, call: Callable[[], object], pause: float = 0.01) -> None:
         self.waits: list[float] = []
@@ -152,7 +154,7 @@ def watch(address: str, seconds: float, attacks: Attack | None, first: int) -> t
     """The probes' waits during an attack, or without one."""
     answers: Counter[str] = Counter()
     if attacks is not None:
-        attacks(first)  # what is made once takes the interpreter's lock, which the probes need
+        attacks(first)  # work that is done once holds the interpreter's lock, which the probes need
     with stub(address) as one, stub(address) as other, grpc.insecure_channel(address) as attacker:
         short = pb.GenerateRequest(text="def f(", sampling_params=pb.SamplingParams(max_tokens=8, ignore_eos=True))
         probes = {"GetLoad": Probe(lambda: one.GetLoad(pb.GetLoadRequest())), "Generate": Probe(lambda: other.Generate(short))}
@@ -174,8 +176,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each")
-    parser.add_argument("--mock", action="store_true", help="a mock engine, which fills no masks; nothing saved")
-    parser.add_argument("--list", action="store_true", help="the names of the attacks")
+    parser.add_argument("--mock", action="store_true", help="use a mock engine, without masks; save nothing")
+    parser.add_argument("--list", action="store_true", help="list the attacks")
     options = parser.parse_args()
     if options.list:
         print(*ATTACKS, sep="\n")

@@ -1,9 +1,9 @@
-"""What batch invariance costs: the same requests through an engine with it and one without, in turns.
+"""The cost of batch invariance: the same requests on an engine with it and one without, in turn.
 
     python -m benchmarks.batch_invariance [--requests 48] [--rounds 2] [--quick]
 
-Greedy requests that arrive together, and one alone. Programs come from the cache where it has them; `--starts` measures instead how long a
-start with none takes.
+Greedy requests that arrive together, and a single one. Programs come from the cache if possible; `--starts`
+instead measures how long a start without saved programs takes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def seconds(engine: Engine, work: list[Work]) -> float:
 
 
 def throughput(model: str, dtype: str, count: int, rounds: int) -> dict[str, Any]:
-    """Output tokens a second of each arm, in the round that was fastest; and of a request alone."""
+    """Output tokens a second of each arm in its fastest round, and of a single request."""
     engines = {arm: started(model, arm, dtype) for arm in ARMS}
     vocab = engines["default"][0].model.vocab_size
     work = [Work(item.prompt, min(item.output, 96), min(item.generated, 96)) for item in make_work(count, vocab)]
@@ -76,7 +76,7 @@ def throughput(model: str, dtype: str, count: int, rounds: int) -> dict[str, Any
 
 
 def starts(model: str, dtype: str) -> dict[str, float]:
-    """Seconds until an engine is ready that has no saved programs, all of the table."""
+    """Seconds until an engine without saved programs is ready with the whole table."""
     out = {}
     for arm in ARMS:
         with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def save_beside(name: str, facts: dict[str, Any]) -> None:
-    """Beside the results of other models, which are measured one at a time."""
+    """Saves results in addition to those of other models, which are measured one at a time."""
     file = RESULTS / "batch_invariance.json"
     known = json.loads(file.read_text())["models"] if file.exists() else {}
     save("batch_invariance", {"models": {**known, name: facts}})

@@ -1,10 +1,11 @@
-"""What several decode steps in one program save, and what a new request waits for them.
+"""Benefits of several decode steps in one program, and the additional waiting time of new requests.
 
     python -m benchmarks.bursts [--models demo 134m] [--rounds 3] [--quick]
 
-One engine with `num_scheduler_steps=8` and one set of programs; its scheduler takes single steps, bursts, and "auto" in turn, once in each
-round. Rows decode 129 tokens each, without stop tokens. Then a request arrives while 7 others decode, at a random moment of a step or
-burst: time to its first token, of a prompt of 64 tokens. With "auto" and one that waits already, no burst begins.
+One engine with `num_scheduler_steps=8` and one set of programs. Its scheduler uses single steps, bursts, and
+"auto" in turn, once in each round. Rows decode 129 tokens each, without stop tokens. Then a request with a
+prompt of 64 tokens arrives while 7 others decode, at a random moment of a step or burst; the time to its first
+token counts. With "auto", no burst begins while a request waits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Bench:
         self.rng, self.names = np.random.default_rng(0), iter(range(1_000_000))
 
     def use(self, way: int | str) -> None:
-        """Programs for bursts stay compiled; a table that has none leaves single steps."""
+        """Programs for bursts stay compiled; a table without bursts causes single steps."""
         scheduler = self.engine.scheduler
         scheduler.table = replace(scheduler.table, steps=1 if way == 1 else 8)
         scheduler.options = replace(scheduler.options, num_scheduler_steps=way)
@@ -49,7 +50,7 @@ class Bench:
         return name
 
     def throughput(self, rows: int) -> float:
-        """Output tokens a second, once all prompts are computed."""
+        """Output tokens a second, after all prompts have been computed."""
         for _ in range(rows):
             self.add(8, TOKENS)
         tokens, start = -rows, 0.0
@@ -60,7 +61,7 @@ class Bench:
         return tokens / (time.perf_counter() - start)
 
     def first_tokens(self) -> list[float]:
-        """Milliseconds from an arrival to its first token, beside rows that decode all the while."""
+        """Milliseconds from an arrival to its first token, while other rows decode."""
         times, moment = [], random.Random(0)
         beside = [self.add(8, 1000) for _ in range(BESIDE)]
         for _ in range(ARRIVALS):

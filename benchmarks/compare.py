@@ -1,4 +1,4 @@
-"""jengine against other engines on a CPU: the same model, the same requests, two threads, a process each, in turn.
+"""jengine and other engines on a CPU: the same model and requests, two threads, one process each, in turn.
 
     python -m benchmarks.compare [--peers openvino vllm:bfloat16 ...] [--precisions float32 ...] [--rounds 3] [--once PEER ...]
     python -m benchmarks.compare --before      saves as compare_before
@@ -8,14 +8,16 @@
 one stream      decode tokens/s of one sequence, prompt 128, 128 tokens beyond the first
 32 at once      output tokens/s of 32 requests, prompts of 16 to 512 tokens, outputs of 16 to 256
 prompt of 1024  prompt tokens/s until the first token
-start           from the start of the process to its first token, with what an earlier start has kept (jengine: its programs)
-first start     the same with nothing kept
+start           from the start of the process to its first token, using what earlier starts have saved (jengine:
+its programs) first start     the same with nothing saved
 
-The model is the 134M shape of tools/make_model.py: random weights in bfloat16, which every format holds exactly but for the eight-bit
-ones. Results are kept apart by the newest instruction set that the processor has. Greedy tokens are compared with those of jengine at
-float32: at float32 a peer's may first differ only at near-ties. Peers are installed and weights converted under .cache/peers; what cannot
-be is listed with its reason. Peers keep their recommended options; none shares prefixes between prompts. Engines without continuous
-batching run all 32 rows until the longest has ended.
+The model is the 134M shape of tools/make_model.py: random weights in bfloat16, which all formats except those
+of eight bits represent exactly. Results are saved separately for each newest instruction set of a processor.
+Greedy tokens are compared with jengine's at float32:
+a peer at float32 may first differ only at near-ties. Peers are installed and weights converted under
+.cache/peers; peers that are not available are listed with the reason. Peers use their recommended options,
+without prefix sharing between prompts. Engines without continuous batching run all 32 rows until the longest
+has ended.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ from benchmarks.peers.workload import MAX_MODEL_LEN, SEQUENCES, workload
 
 SHAPE, VOCABULARY = "134m", 32000
 THREADS = 2
-TIMEOUT = 600  # seconds of one process
+TIMEOUT = 600  # seconds for one process
 ORDER = ("float32", "bfloat16", "w8a8", "int8", "int8+bfloat16", "int4")
 REFERENCE = "jengine float32"
-QUICK = 0.06  # of the output tokens and requests
+QUICK = 0.06  # share of the output tokens and requests
 
 
 @dataclass
 class Arm:
-    """An engine at one precision, and what its processes gave."""
+    """An engine at one precision, and the results of its processes."""
 
     peer: str
     precision: str
@@ -57,7 +59,7 @@ class Arm:
     tokens: list[list[int]] | None = None
     gaps: list[list[float]] | None = None
     versions: dict[str, str] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)  # of its whole processes: the first start, then the rounds
+    seconds: list[float] = field(default_factory=list)  # of whole processes: the first start, then the rounds
     failed: dict[str, str] = field(default_factory=dict)  # measure -> reason
 
     @property
@@ -69,7 +71,8 @@ class Arm:
 
 
 def chosen(peers: list[str], precisions: list[str]) -> list[Arm]:
-    """jengine and the peers asked for, each `name` or `name:precision`, so that jengine's runs lie between the others'."""
+    """jengine and the requested peers, each `name` or `name:precision`, ordered so that jengine's runs are
+    between the others'."""
     wanted = [entry.partition(":") for entry in ["jengine", *peers]]
     arms = {
         (name, precision): Arm(name, precision)
@@ -81,7 +84,7 @@ def chosen(peers: list[str], precisions: list[str]) -> list[Arm]:
 
 
 def run(arm: Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict[str, Any]) -> dict[str, Any]:
-    """One process of an arm. Raises Unavailable with its last line where it has no first token."""
+    """Runs one process of an arm. Raises Unavailable with its last line if it produces no first token."""
     peer = PEERS[arm.peer]
     python = environment_python(peer.environment) if peer.environment else Path(sys.executable)
     cache.mkdir(parents=True, exist_ok=True)
@@ -115,7 +118,7 @@ def run(arm: Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # so that what it starts ends with it
+            start_new_session=True,  # its child processes end with it
         )
         try:
             process.communicate(json.dumps(task), timeout=TIMEOUT)
@@ -152,7 +155,7 @@ def later_start(arm: Arm, model: Path, cache: Path, work: dict[str, Any]) -> Non
 
 
 def summary(arms: list[Arm]) -> dict[str, dict[str, Any]]:
-    """By arm: what it measured with spread, and how its tokens agree with the reference's."""
+    """By arm: measurements with spread, and agreement of its tokens with the reference."""
     reference = next((arm for arm in arms if arm.name == REFERENCE and arm.tokens and arm.gaps), None)
     facts: dict[str, dict[str, Any]] = {}
     for arm in arms:
@@ -170,7 +173,7 @@ def result_name() -> str:
 
 
 def expected(arms: list[Arm]) -> dict[str, tuple[float, float]]:
-    """Seconds of an arm's first and later processes: from the last result where there is one, else about."""
+    """Expected seconds of an arm's first and later processes, from the last results if available."""
     file = RESULTS / f"{result_name()}.json"
     last = json.loads(file.read_text())["arms"] if file.exists() else {}
     seconds = {}
@@ -201,10 +204,8 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=peers, metavar="PEER[:PRECISION]", help=f"{', '.join(peers)}; or none")
     parser.add_argument("--precisions", nargs="+", choices=ORDER, default=list(ORDER))
     parser.add_argument("--rounds", type=int, default=3, help="processes of each, after the first start")
-    parser.add_argument(
-        "--once", nargs="+", choices=peers, default=[], metavar="PEER", help="peers that take part in the first round alone"
-    )
-    parser.add_argument("--minutes", type=float, default=60.0, help="no process is started that would end later")
+    parser.add_argument("--once", nargs="+", choices=peers, default=[], metavar="PEER", help="peers that take part only in the first round")
+    parser.add_argument("--minutes", type=float, default=60.0, help="do not start processes that would end later")
     parser.add_argument("--before", action="store_true", help="save as compare_before")
     parser.add_argument("--prepare", action="store_true", help="install and convert, measure nothing")
     parser.add_argument("--quick", action="store_true", help="a few tokens, one round, nothing saved")
@@ -213,8 +214,8 @@ def main() -> None:
     if unknown:
         parser.error(f"--peers: {', '.join(sorted(unknown))} is none of {', '.join(peers)}")
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a peer's processes end too
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # of all processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends a peer's processes too
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # for all processes
     model = made_model(SHAPE)
     work = workload(VOCABULARY, QUICK if options.quick else 1.0)
     rounds = 1 if options.quick else options.rounds

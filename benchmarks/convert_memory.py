@@ -1,10 +1,11 @@
-"""Memory that the host needs to convert a model and to load it, from safetensors and converted, each in a fresh process.
+"""Host memory needed to convert a model, and to load it from safetensors or converted, each in a new process.
 
     python -m benchmarks.convert_memory [--shape 1b] [--quick]
 
-On a CPU the device's memory is the host's: what a load leaves there is the model itself, and counts apart. A process's own
-(anonymous) memory is told from the pages of files that it has mapped, which the system takes back when it needs
-them. A thread notes both every millisecond. Needs Linux, and twice the model's size on the disk of temporary files.
+On a CPU, device memory is host memory: the part that a load leaves there is the model itself, and is listed
+separately. A process's own (anonymous) memory is distinguished from the pages of mapped files, which the system
+can reclaim. A thread samples both every millisecond. Needs Linux, and twice the model's size on the disk for
+temporary files.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LOADS = [("bfloat16", 1), ("float32", 1), ("bfloat16", 2)]  # dtype, devices
 
 
 class Watch:
-    """Peaks of this process's memory, in bytes above what it had before."""
+    """Peaks of this process's memory, in bytes above the initial value."""
 
     def __init__(self) -> None:
         self.before = self.peak = self.now()
@@ -78,7 +79,7 @@ def child_load(model: str, dtype: str, devices: int) -> None:
 
 
 def import_orbax() -> None:
-    """Its code is no weights: both readers have it in memory before they are watched."""
+    """Imports Orbax before memory is measured, for both ways of loading, since its code should not count."""
     from orbax.checkpoint import v1  # noqa: F401
 
 
@@ -114,7 +115,7 @@ def measure(shape: str) -> dict[str, Any]:
 
 
 def largest_parameter(shape: str) -> int:
-    """Numbers in it: gate and up are one parameter."""
+    """Elements of the largest parameter: gate and up are one parameter."""
     from tools.make_model import SHAPES
 
     config = SHAPES[shape]

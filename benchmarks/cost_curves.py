@@ -1,9 +1,10 @@
-"""What a decode step costs against context length and against rows: two plots and their data.
+"""The cost of a decode step by context length and by number of rows: two plots and their data.
 
     python -m benchmarks.cost_curves [--model 134m] [--formats bfloat16 float32 w8a8] [--seconds 20] [--quick]
 
-Contexts of 128 to 8k tokens with 1 and 8 rows, and 1 to 64 rows with 256 tokens each: trunk and greedy sampler, the least of runs in turn.
-Beside them the memory's share: weights, and the keys and values of all rows, over the measured bandwidth.
+Contexts of 128 to 8k tokens with 1 and 8 rows, and 1 to 64 rows with 256 tokens each: trunk and greedy sampler,
+the minimum over interleaved runs. Also shows the time to read memory: weights, and the keys and values of all
+rows, at the measured bandwidth.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FIXED_ROWS, FIXED_CONTEXT = (1, 8), 256
 
 
 def measure(folder: Path, name: str, contexts: tuple[int, ...], rows: tuple[int, ...], budget: float, speed: float) -> list[dict[str, Any]]:
-    """A point for each shape: rows, context, milliseconds, and the memory's share of them."""
+    """A point for each shape: rows, context, milliseconds, and the time to read memory."""
     model = Model(folder, **FORMATS[name])
     few = max(FIXED_ROWS)
     steps = {n: model.step(rows=n, context=max(contexts)) for n in FIXED_ROWS} | {
@@ -42,7 +43,7 @@ def measure(folder: Path, name: str, contexts: tuple[int, ...], rows: tuple[int,
     best = least({shape: partial(run, *shape) for shape in shapes}, budget)
     config = model.config
     table = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size * jnp.dtype(model.model.dtype).itemsize
-    weights = sum(x.nbytes for x in jax.tree.leaves(model.params)) - table  # of the embedding a few rows are read
+    weights = sum(x.nbytes for x in jax.tree.leaves(model.params)) - table  # only a few rows of the embedding are read
     token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(model.model.dtype).itemsize
     return [
         {"rows": n, "context": context, "ms": seconds * 1e3, "memory_ms": (weights + n * (context + 1) * token) / speed * 1e3}
@@ -51,7 +52,7 @@ def measure(folder: Path, name: str, contexts: tuple[int, ...], rows: tuple[int,
 
 
 def plot(points: dict[str, list[dict[str, Any]]], file: Path, x: str, fixed: str, values: tuple[int, ...]) -> None:
-    """One curve for each format and each value of what is fixed; the memory's share dashed."""
+    """One curve for each format and each value of the fixed quantity; the memory's part is dashed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,12 +1,12 @@
-"""Predicted against measured steps, beside the spread of identical repeated steps; and recovery after a slowed minute.
+"""Predicted and measured steps, with the spread of identical steps; and the recovery after a period of other load.
 
     python -m benchmarks.costs [--models demo 134m] [--seconds 30] [--slow 60] [--quick]
 
-The engine measures its programs, as at a first start, then serves a random load: 1 to 32 sequences at once, prompts of all lengths, greedy,
-sampled and truncated. Every step whose time the host can see is predicted before it is observed. Then steps of that load are repeated,
-identical and in a row: how far each of these is from the median of its like is what no prediction can better. Last, two
-processes that compute without end slow the machine for a while; the load goes on, and the steps are counted until the error's
-median over 15 of them is back within the goal.
+The engine measures its programs, as at a first start, then serves a random load: 1 to 32 sequences at once,
+prompts of all lengths, greedy, sampled and truncated. Every step whose time the host can see is predicted
+before it is observed. Then steps of that load are repeated: the deviation of identical steps from their median
+is a lower bound for any prediction's error. Finally, two busy processes slow the machine for a while. The load
+continues, and steps are counted until the median error of 15 steps is within the goal again.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import Work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
-GOAL = 1.5  # times the spread of identical steps
-WINDOW = 15  # steps, whose median error counts as "back within the goal"
+GOAL = 1.5  # multiple of the spread of identical steps
+WINDOW = 15  # number of steps whose median error counts
 KINDS = (
     SamplingParams(temperature=0.0, ignore_eos=True),
     SamplingParams(temperature=1.0, ignore_eos=True, seed=1),
     SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True, seed=2),
 )
-LONGEST = 2048  # tokens of a request
-FEWEST, SECONDS = 10, 3.0  # of a step's repetitions: so many at least, others for so long
+LONGEST = 2048  # maximum tokens of a request
+FEWEST, SECONDS = 10, 3.0  # repetitions of a step: a minimum number, and further ones for this time
 BUSY = "while True: pass"
 
 
@@ -63,7 +63,7 @@ class Step(NamedTuple):
 
 
 class Watched(StepCosts):
-    """Costs that note what they had predicted of each step they observe."""
+    """Costs that record their prediction for each observed step."""
 
     def __init__(self, table: ProgramTable) -> None:
         super().__init__(table)
@@ -75,13 +75,13 @@ class Watched(StepCosts):
 
 
 class Load:
-    """Requests without end; how many run at once changes every second or so."""
+    """Endless requests. The number of concurrent requests changes about every second."""
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
         self.engine, self.random, self._ids = engine, random.Random(seed), itertools.count()
 
     def run(self, costs: Watched, seconds: float) -> list[Step]:
-        """For so long; the steps that were observed."""
+        """Runs the load for this time. Returns the observed steps."""
         engine, rng, first, end = self.engine, self.random, len(costs.steps), time.monotonic() + seconds
         wanted, until = 1, 0.0
         while time.monotonic() < end:
@@ -107,7 +107,7 @@ class Load:
 
 
 def repeated(engine: Engine, plans: list[StepPlan], runs: int) -> list[float]:
-    """Relative deviations of identical steps from the median of their like, one dispatched before the one before it is read."""
+    """Relative deviations of identical steps from their median. Each is dispatched before the previous one is read."""
     runner, deviations = engine.runner, []
     for plan in plans:
         before, times, end = runner.dispatch(plan), [], time.monotonic() + SECONDS
@@ -125,7 +125,7 @@ def repeated(engine: Engine, plans: list[StepPlan], runs: int) -> list[float]:
 
 
 def sample_plans(engine: Engine, load: Load, costs: Watched, count: int) -> list[StepPlan]:
-    """Plans of the load, as they ran, without what they changed: dispatched again they compute the same."""
+    """Plans of steps that ran, without their changes, so that dispatching them again computes the same."""
     kept: list[StepPlan] = []
     dispatch = engine.runner.dispatch
 
@@ -135,7 +135,7 @@ def sample_plans(engine: Engine, load: Load, costs: Watched, count: int) -> list
         return dispatch(plan)
 
     engine.runner.dispatch = noted  # type: ignore[method-assign]
-    for wanted in range(1, count + 1):  # one from each time, since neighbours are alike
+    for wanted in range(1, count + 1):  # one from each period, since neighbours are similar
         while len(kept) < wanted:
             load.run(costs, 0.5)
     engine.runner.dispatch = dispatch  # type: ignore[method-assign]
@@ -144,7 +144,7 @@ def sample_plans(engine: Engine, load: Load, costs: Watched, count: int) -> list
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Others compute meanwhile."""
+    """Busy processes run in this context."""
     running = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
     try:
         yield
@@ -159,7 +159,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def recovered(steps: list[Step], limit: float) -> int | None:
-    """After how many steps the median error of WINDOW of them is within the limit; None: never."""
+    """Number of steps until the median error of WINDOW steps is within the limit; None: never."""
     errors = [step.error for step in steps]
     ends = range(WINDOW, len(errors) + 1)
     return next((end for end in ends if statistics.median(errors[end - WINDOW : end]) <= limit), None)
@@ -218,7 +218,7 @@ def measure(name: str, seconds: float, slow: float) -> dict[str, Any]:
 
 
 def _times(steps: list[Step], costs: StepCosts) -> float:
-    """How long steps took, in terms of what they usually take."""
+    """Duration of steps relative to their usual duration."""
     return statistics.median(step.measured / costs.seconds(step.trunk, step.sampler, step.work) for step in steps)
 
 

@@ -1,35 +1,39 @@
-"""What the kernels and the engine do on a real GPU: right first, then how near they come to what the device can do.
+"""Tests and benchmarks of the kernels and the engine on a real GPU: correctness first, then the achieved share
+of the hardware's limits.
 
     python -m benchmarks.gpu_suite [PART ...] [--programs DIR] [--out FILE]
 
-correctness   every kernel against float32; goes first, unless FILE has it of these kernels already
-decode        decode attention: bytes a second over the device's own copies; rows that are alike, padding, ragged batches
-prefill       prefill attention: operations a second over the device's own matrix products; beside other libraries
-experts       products of tokens with their experts' weights: right; then over the device's own copies and matrix products
-programs      programs compiled without a GPU (`--programs DIR`), and by another process on this one: loaded and run
-engine        a Llama of 8B parameters, random weights: decoding and prefilling over the roofline, and the host's time
-transformers  the same Llama in transformers
-tune          the kernels' tuning, as far as the time goes, into the table that they read; another run goes on from there
+correctness   every kernel against float32; runs first, unless FILE has results for these kernels decode
+decode attention: bytes a second relative to the device's own copies; equal rows, padding, ragged batches
+prefill       prefill attention: operations a second relative to the device's own matrix products; other
+libraries experts       products of tokens with their experts' weights: correctness; then relative to the
+device's copies and matrix products programs      programs compiled without a GPU (`--programs DIR`), and by
+another process on this one: loaded and run engine        a Llama with 8B parameters, random weights: decoding
+and prefilling relative to the roofline, and the host's time transformers  the same Llama in transformers
+tune          tunes the kernels within the time limit and updates their table; another run continues
 
-Each part is a process of its own and ends within 8 minutes; what it had found by then is kept. Results go to FILE, by part, beside those
-of earlier runs: FILE's own or, where it is new, the repository's. The exit status is 1 if anything failed. Without a GPU, XLA's forms take
-the kernels' place at the smallest sizes, and nothing is saved unless FILE is named: that shows that the suite runs, no more.
+Each part runs in a separate process for at most 8 minutes; results found by then are kept. Results go to FILE,
+by part, with those of earlier runs: FILE's own or, if it is new, the repository's. The exit status is 1 if
+anything failed. Without a GPU, XLA's implementations replace the kernels at the smallest sizes, and nothing is
+saved unless FILE is given: this only tests the suite itself.
 
-Only programs and engine need what jengine needs. Where nothing can be installed, `pip install --target DIR` elsewhere what they say is
-missing, and put DIR on PYTHONPATH. `--programs DIR` takes a folder compiled for this device (`jengine compile --target h100` or h200) under
-the same version of JAX.
+Only programs and engine need jengine's dependencies. On a machine without network access, `pip install --target
+DIR` the packages reported as missing elsewhere, and put DIR on PYTHONPATH. `--programs DIR` uses a folder
+compiled for this device (`jengine compile --target h100` or h200) with the same version of JAX.
 
-On a GPU that is new to the kernels, go part by part, in this order:
+On a GPU that is new to the kernels, run the parts separately, in this order:
 
-1. `nvidia-smi`, the version of JAX and its device, then `correctness`. If all cases fail alike, JAX may find no ptxas: set CUDA_ROOT
-   to /usr/local/cuda and put its bin on PATH. If all fail from one case on, the first of them broke the CUDA context; run that one alone:
+1. `nvidia-smi`, the version of JAX and its device, then `correctness`. If all cases fail in the same way, JAX
+may not find ptxas: set CUDA_ROOT to /usr/local/cuda and put its bin on PATH. If all cases after a certain one
+fail, that one broke the CUDA context; run it alone:
      compute-sanitizer python -c "from benchmarks.gpu.correctness import *; i = 25; print(check(cases(False)[i], 'mosaic', i))"
-   If prefill alone fails, look at CUDA's version: JAX's own attention refuses causal masks from CUDA 12.8.0 to 12.9.0, whose ptxas
-   miscompiles them; 12.9.1 and 13 do not.
+      If only prefill fails, check CUDA's version: JAX's own attention rejects causal masks with CUDA 12.8.0 to
+      12.9.0, whose ptxas miscompiles them; 12.9.1 and 13 do not.
 2. `decode`, `prefill` and `experts`.
-3. `programs`, then `engine`. XLA first tries out its matrix products, for minutes, and `engine` may end before its first row: keep what
-   XLA finds, and run it again, with XLA_FLAGS=--xla_gpu_per_fusion_autotune_cache_dir=DIR.
-4. `tune`, as often as it takes; then `correctness` and `decode` once more. Programs compiled before are not for the new table.
+3. `programs`, then `engine`. XLA first autotunes its matrix products for minutes, and `engine` may end before
+its first row: keep XLA's results with XLA_FLAGS=--xla_gpu_per_fusion_autotune_cache_dir=DIR, and run it again.
+4. `tune`, as often as needed; then `correctness` and `decode` again. Programs compiled earlier do not match the
+new table.
 """
 
 from __future__ import annotations
@@ -52,21 +56,21 @@ from benchmarks.gpu.rows import Row
 from benchmarks.machine import facts
 
 PARTS = ("correctness", "decode", "prefill", "experts", "programs", "engine", "transformers", "tune")
-SHARING = ("programs", "prefill", "transformers")  # parts in which JAX leaves the GPU's memory to others
-LIMIT, LAST_START = 480, 420  # seconds: a part is ended; no further case is begun
+SHARING = ("programs", "prefill", "transformers")  # parts in which JAX must leave GPU memory to others
+LIMIT, LAST_START = 480, 420  # seconds: maximum duration of a part; time after which no further case is started
 ENDED = "the part was ended from outside"
 PACKAGES = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "flax", "torch", "transformers", "tokamax")
 
 
 def measure(part: str, small: bool, programs: Path | None) -> Iterator[Row]:
-    """A part's rows as they are found. Modules are imported here: some need packages that others do not."""
+    """Yields a part's rows as they are found. Modules are imported here, since some need additional packages."""
     module: Any = importlib.import_module("benchmarks.gpu." + ("transformers_peer" if part == "transformers" else part))
     more: dict[str, tuple[Any, ...]] = {"programs": (programs,), "tune": ()}
     yield from module.measure(*more.get(part, (small,)))
 
 
 def run_part(part: str, file: Path, programs: Path | None) -> None:
-    """Measures in this process; the file is written after each row, so that what ends the process loses one at most."""
+    """Measures in this process. The file is written after each row, so a crash loses at most one."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     if part in SHARING:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -92,13 +96,13 @@ def run_part(part: str, file: Path, programs: Path | None) -> None:
                 return keep(f"its {LAST_START} s were over")
     except ImportError as error:
         found.append(rows.skipped(part, rows.reason(error)))
-    except Exception as error:  # whatever a device or a compiler raises: what was found is kept
+    except Exception as error:  # a device or a compiler may raise anything; earlier results are kept
         found.append(rows.failed(part, rows.reason(error)))
     keep(None)
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are here and that figures depend on."""
+    """Versions of installed packages on which results depend."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -107,7 +111,7 @@ def versions() -> dict[str, str]:
 
 
 def start_part(part: str, file: Path, programs: Path | None) -> int:
-    """Runs it in a process of its own, shows what it found, and says how many cases failed."""
+    """Runs a part in a separate process, prints its results, and returns the number of failed cases."""
     more = [] if programs is None else ["--programs", str(programs.absolute())]
     start = time.monotonic()
     before = rows.read(file).get(part)

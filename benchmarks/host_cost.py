@@ -1,11 +1,11 @@
-"""What a step costs the host: the real loop around programs that do nothing, 256 sequences decoding, one core.
+"""The host's cost of a step: the real loop with programs that do nothing, 256 decoding sequences, one core.
 
     python -m benchmarks.host_cost [--sequences 256] [--steps 1000] [--against DIR] [--quick]
 
-The goal applies to the host's work: schedule, pack, collect, and observing what each step cost. Recording a step has a separate goal
-(see records.py). Listed apart: the buffer's transfer with the calls of two empty programs, the wait for the tokens (here none), and
-text. Then what the scheduler takes for prompts' pages: see admission.py.
-With --against, this file measures another checkout as well, in turn, and prints ratios.
+The goal applies to the host's work: schedule, pack, collect, and observing the costs of steps. Recording steps
+has a separate goal (see records.py). Listed separately: the buffer's transfer with the calls of two empty
+programs, the wait for tokens (none here), and text. Then the scheduler's cost for prompts' pages; see
+admission.py. With --against, this file also measures another checkout, in turn, and prints ratios.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ except ImportError:
     StepRecorder = None  # type: ignore[assignment,misc]
 
 GOAL = 600.0  # microseconds a step
-RECORD_GOAL = 20.0  # of them for its record, and for what metrics make of it
-GOAL_RATIO = 1.25  # to the checkout before query spans and shared pages
-BLOCK, ROUNDS = 40, 60  # steps of a block, and blocks of each checkout
-TOTALLED = 50  # steps after which totals are asked for: they are each second
+RECORD_GOAL = 20.0  # part of them for the record, and for metrics based on it
+GOAL_RATIO = 1.25  # relative to the checkout before query spans and shared pages
+BLOCK, ROUNDS = 40, 60  # steps of a block, and blocks per checkout
+TOTALLED = 50  # steps between reads of the totals, which happen every second in practice
 PAGE_SIZE, TILE_SIZE, PROMPT = 16, 64, (16, 512)
 PARTS = ("schedule", "pack", "collect", "observe", "record")
 SUM = " + ".join(PARTS)
 
 
 class NoPrograms:
-    """In place of Programs: nothing is computed, and tokens come from a fixed supply."""
+    """Replaces Programs: computes nothing, and returns tokens from a fixed supply."""
 
     def __init__(self, spec: ExecutionSpec) -> None:
         self._spec = spec
-        # Many arrays, since one that was read keeps its copy on the host. Ids from 2 on: 0 and 1 would end a text.
+        # Many arrays, since reading one keeps a copy on the host. Ids start at 2, since 0 and 1 would end a text.
         rng = np.random.default_rng(0)
         vocab, rows = spec.model.config.vocab_size, spec.table.sample_buckets[-1]
         self._supply = [jax.device_put(rng.integers(2, vocab, rows, dtype=np.int32)) for _ in range(64)]
@@ -84,7 +84,7 @@ class NoPrograms:
             return self._trunk
         if isinstance(key, SamplerKey):
             return self._sampler
-        return lambda state, *_: state  # of slots, or of pages
+        return lambda state, *_: state  # slots or pages
 
     def _trunk(self, params: Any, cache: Any, slots: Any, packed: jax.Array) -> tuple[Any, Any, Any, Any]:
         return cache, slots, None, None
@@ -95,7 +95,7 @@ class NoPrograms:
 
 
 class WaitingRunner(Runner):
-    """Says that each step was waited for, so that its cost is observed."""
+    """Reports that each step was waited for, so that its cost is observed."""
 
     def read(self, step: InFlight) -> StepResult:
         result = super().read(step)
@@ -105,7 +105,7 @@ class WaitingRunner(Runner):
 
 
 class Clock(ExitStack):
-    """Seconds spent in each wrapped method since the last `take`. Methods are wrapped until it exits."""
+    """Seconds spent in each wrapped method since the last `take`. Methods stay wrapped until it exits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Clock(ExitStack):
         self.callback(setattr, owner, method, inner)
 
     def recorded(self) -> float:
-        """Of `record`, so far."""
+        """Seconds of `record` so far."""
         return self._spent["record"]
 
     def take(self) -> dict[str, float]:
@@ -134,7 +134,8 @@ class Clock(ExitStack):
 
 
 def make_engine(sequences: int, tokens: int, **more: Any) -> Engine:
-    """An engine of the demo model's shape, without weights, with room for `sequences` of `tokens` each; `more` is its scheduler's."""
+    """An engine with the demo model's shape, without weights, for `sequences` of `tokens` each; `more`: options
+    of its scheduler."""
     budget = sequences + 512
     model = replace(read_config(resolve("demo")), max_position=tokens)
     spec = ExecutionSpec(
@@ -168,7 +169,7 @@ def run(sequences: int, steps: int) -> Iterator[dict[str, float]]:
     """Microseconds of each part, for each of `steps` steps in which all sequences decode."""
     rng = np.random.default_rng(0)
     warm_up = 32
-    output = 4 * sequences + steps + warm_up  # none ends while others are still prefilled, or while the clock runs
+    output = 4 * sequences + steps + warm_up  # none ends during the prefill or the measurement
     engine = make_engine(sequences, PROMPT[1] + output)
     tokenizer = Tokenizer.load(resolve("demo"))
     plain, stopping = {}, {}
@@ -181,7 +182,7 @@ def run(sequences: int, steps: int) -> Iterator[dict[str, float]]:
         plain[str(i)] = CompletionBuilder(tokenizer, request, StopAutomaton(()))
         stopping[str(i)] = CompletionBuilder(tokenizer, request, StopAutomaton(stops))
     while len(engine.step()) < sequences:
-        pass  # until all have been prefilled
+        pass  # until all prompts are computed
     with Clock() as clock:
         clock.wrap(Scheduler, "schedule", "schedule")
         clock.wrap(BatchLayout, "pack", "pack")
@@ -220,7 +221,7 @@ def run(sequences: int, steps: int) -> Iterator[dict[str, float]]:
 
 
 def compare(other: Path, sequences: int, rounds: int) -> dict[str, Any]:
-    """Medians of each part here and in another checkout, by blocks of steps in turn, and the median of the blocks' ratios."""
+    """Medians of each part here and in another checkout, in interleaved blocks of steps, and the median ratio of blocks."""
     folders = {"here": Path(__file__).parent.parent, "there": other.resolve()}
     medians: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in folders}
     command = [sys.executable, "-P", __file__, "--sequences", str(sequences), "--steps", str(BLOCK * rounds), "--blocks"]
@@ -252,7 +253,7 @@ def compare(other: Path, sequences: int, rounds: int) -> dict[str, Any]:
 
 
 def answer(sequences: int, steps: int) -> None:
-    """For each line that is read, runs a block of steps, and prints its medians."""
+    """For each input line, runs a block of steps and prints its medians."""
     records = run(sequences, steps)
     for _ in sys.stdin:
         block = [*islice(records, BLOCK)]
@@ -279,13 +280,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="100 steps, nothing saved")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, for JAX's threads too
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core, also for JAX's threads
     steps = 100 if options.quick else options.steps
     if options.blocks:
         answer(options.sequences, steps)
         return
     parts = summary(measure(options.sequences, steps))
-    from benchmarks.admission import measure as measure_admission  # here: other checkouts lack what they measure
+    from benchmarks.admission import measure as measure_admission  # imported here, since other checkouts may lack it
     from benchmarks.machine import save
 
     head = "".join(f"{name:>8}" for name in parts[SUM])

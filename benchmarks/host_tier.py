@@ -1,12 +1,14 @@
-"""What the host's memory saves: a chat of more conversations than the device's cache holds, with the tier and without it.
+"""Benefits of host memory: a chat with more conversations than the device's cache holds, with and without the host tier.
 
     python -m benchmarks.host_tier [--rounds 2] [--dtype float32] [--quick]
 
-50 conversations take turns, in the same order each time, four at once: so each has been evicted when its next turn comes. Every
-turn brings the whole talk so far and a new question. One engine and one set of programs, the tier on and off in turn, both caches empty
-at the start of each. The 134M shape, random weights, answers of a fixed length; --quick takes the demo model and saves nothing.
+50 conversations take turns, always in the same order, four at once. So each has been evicted when its next turn
+begins. Every turn sends the whole conversation so far and a new question. One engine and one set of programs,
+with the tier on and off in turn, and both caches empty at the start of each. The 134M shape, random weights,
+answers of a fixed length; --quick uses the demo model and saves nothing.
 
-What is computed again are tokens of a talk that had been computed in an earlier turn. Times are from a turn's arrival to its first token.
+"Computed again" counts tokens of a conversation that an earlier turn had computed. Times are from a turn's
+arrival to its first token.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ PAGE_SIZE = 16
 
 @dataclass(slots=True)
 class Chat:
-    """One run: by turn."""
+    """One run, by turn."""
 
     first: list[list[float]] = field(default_factory=list)  # seconds to first tokens
     again: list[int] = field(default_factory=list)  # tokens computed again
@@ -59,7 +61,7 @@ class Bench:
         self.vocab = self.engine.model.vocab_size
 
     def use(self, on: bool) -> None:
-        """Empties both caches."""
+        """Switches the tier on or off, and empties both caches."""
         scheduler, spec = self.engine.scheduler, self.runner.spec
         while self.runner._spilling:
             self.runner.swapped()
@@ -69,7 +71,7 @@ class Bench:
         )
 
     def chat(self, on: bool) -> tuple[Chat, list[list[int]]]:
-        """The times, and all talks."""
+        """Runs the chat. Returns times, and all conversations."""
         self.use(on)
         rng = np.random.default_rng(0)
         talks = [rng.integers(2, self.vocab, OPENING).tolist() for _ in range(CONVERSATIONS)]
@@ -86,7 +88,8 @@ class Bench:
         return found, talks
 
     def _turn(self, talks: list[list[int]]) -> list[float]:
-        """Every conversation's turn, AT_ONCE of them at any time; appends the answers, and returns seconds to first tokens."""
+        """Runs a turn of every conversation, AT_ONCE at a time. Appends the answers, and returns seconds to
+        first tokens."""
         engine, waiting, arrivals, first = self.engine, iter(range(len(talks))), dict[str, float](), dict[str, float]()
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 
@@ -108,7 +111,7 @@ class Bench:
 
 
 def summary(found: Chat, tier: Any) -> dict[str, Any]:
-    later = [seconds for turn in found.first[1:] for seconds in turn]  # the first turn finds nothing
+    later = [seconds for turn in found.first[1:] for seconds in turn]  # in the first turn there are no hits
     median, p90 = np.percentile(later, [50, 90]).tolist()
     return {
         "tokens_computed_again": sum(found.again[1:]),

@@ -1,6 +1,6 @@
-"""Requests that are large, each in its own way: for benchmarks.attacks and the tests of the service.
+"""Requests that are large in various ways, for benchmarks.attacks and the service's tests.
 
-Each function takes a number and gives a request, below the 4 MiB that a server takes by default.
+Each function returns a request for a number, smaller than the 4 MiB that a server accepts by default.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def _tensor() -> kserve.ModelInferRequest:
 
 
 def repeated_allowed_ids(i: int) -> Asked:
-    """Crossed to the engine once a sample, in a frame too large for it, which ended the engine."""
+    """Used to be sent to the engine once per sample, in a frame that was too large for it and ended it."""
     return _repeated_ids()
 
 
 def many_allowed_ids(i: int) -> Asked:
-    """The most that a request may have; some ids are in no vocabulary."""
+    """The maximum for a request; some ids are not in any vocabulary."""
     return _generate(n=64, allowed_token_ids=range(i, i + 2**18))
 
 
@@ -80,7 +80,7 @@ def empty_stops(i: int) -> Asked:
 
 
 def many_stops(i: int) -> Asked:
-    """As many as are allowed; one automaton was built for every sample."""
+    """The maximum; an automaton used to be built for every sample."""
     return _generate(n=64, temperature=1.0, stop=[f"{i} {j} {j * j} never comes" for j in range(256)])
 
 
@@ -105,7 +105,7 @@ def many_messages(i: int) -> Asked:
 
 
 def long_tokenize(i: int) -> Asked:
-    """Allowed: it counts the tokens of a long document."""
+    """Allowed, for counting the tokens of a long document."""
     return pb.TokenizeRequest(text=f"{i} {_text()}")
 
 
@@ -144,7 +144,7 @@ METHODS: dict[type[Asked], tuple[str, Any]] = {
 
 
 def send(channel: grpc.Channel, request: Asked) -> Any:
-    """The response. Raises grpc.RpcError."""
+    """Returns the response. Raises grpc.RpcError."""
     method, response = METHODS[type(request)]
     call = channel.unary_unary(method, request_serializer=type(request).SerializeToString, response_deserializer=response.FromString)
     return call(request, timeout=60)

@@ -1,15 +1,16 @@
-"""A process that asks for completions and notes when their tokens come: the load of serve_load.py.
+"""A process that sends completion requests and records when their tokens arrive: the load generator of serve_load.py.
 
     python -m benchmarks.load_worker stub|client|http|library WHERE
 
 stub     bare gRPC stubs; WHERE is a server's address
-http     /v1/completions over bare sockets, which costs a client less than any HTTP library; WHERE is the URL before the path
+http     /v1/completions over plain sockets, cheaper for a client than any HTTP library; WHERE is the URL before the path
 client   jengine.client.AsyncClient
-library  an AsyncLLM of this process; WHERE is its EngineConfig, as JSON
+library  an AsyncLLM in this process; WHERE is its EngineConfig, as JSON
 
-Each line of stdin is a plan, `{"requests": [[prompt_token_ids, max_tokens, at], ...], "concurrency": n}`, and is answered by a line
-of stdout, `{"seconds": from first to last, "records": [{"due", "error", "times", "tokens"}, ...]}`. `at` is when a request is due, in
-seconds from the beginning, however the earlier ones fare; null is as soon as one of `concurrency` places is free.
+Each line of stdin is a plan, `{"requests": [[prompt_token_ids, max_tokens, at], ...], "concurrency": n}`, and
+is answered by a line of stdout, `{"seconds": from first to last, "records": [{"due", "error", "times",
+"tokens"}, ...]}`. `at` is the time at which a request is due, in seconds from the beginning, independent of
+earlier requests; null: as soon as fewer than `concurrency` requests run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 from jengine import AsyncLLM, JengineError, SamplingParams
 
 Request = tuple[list[int], int, float | None]
-Ask = Callable[[list[int], int], AsyncIterator[int]]  # prompt and max_tokens to the numbers of tokens that come
+Ask = Callable[[list[int], int], AsyncIterator[int]]  # (prompt, max_tokens) to the numbers of tokens as they arrive
 
 
 async def stub(address: str) -> Ask:
@@ -70,7 +71,7 @@ async def http(url: str) -> Ask:
     host, _, port = url.partition("://")[2].partition("/")[0].rpartition(":")
 
     async def ask(prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
-        """Counts tokens by their ids, as the other arms do."""
+        """Counts tokens by their ids, as in the other arms."""
         asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
         body = json.dumps(asked).encode()
         kind = "Content-Type: application/json\r\nConnection: close"
@@ -96,7 +97,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 async def fire(ask: Ask, requests: list[Request], concurrency: int | None) -> dict[str, Any]:
-    """Ask for all of this and wait for the last token."""
+    """Sends all requests and waits for the last token."""
     from grpc import RpcError
 
     records: list[dict[str, Any]] = []
@@ -137,7 +138,7 @@ async def main() -> None:
     ask = await {"stub": stub, "client": client, "http": http, "library": library}[kind](where)
     while line := await asyncio.to_thread(sys.stdin.readline):
         gc.collect()
-        gc.freeze()  # what earlier plans have left is looked at no more
+        gc.freeze()  # excludes objects of earlier plans from garbage collection
         print(json.dumps(await fire(ask, **json.loads(line))), flush=True)
 
 

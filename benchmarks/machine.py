@@ -1,4 +1,4 @@
-"""What a figure was measured on, saved beside it."""
+"""The machine of a measurement, saved with the result."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ROOT / ".cache" / "models"
-FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")  # those that decide how fast products are
+# Features that determine the speed of products.
+FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 
 
 def facts() -> dict[str, Any]:
-    """The processor, the devices, the versions, the time, and how busy others have kept the machine meanwhile."""
-    import jax  # here, so that a process whose start is timed imports it when its model does
+    """The processor, devices, versions, time, and the load by other processes during the measurement."""
+    import jax  # imported here, so that a process whose start is timed imports it together with its model
 
     from pallas_kernels.devices import visible_devices
 
@@ -38,18 +39,18 @@ def facts() -> dict[str, Any]:
 
 
 def instruction_set() -> str:
-    """The last of FLAGS that the processor has: results of processors with others are kept apart."""
+    """The last of FLAGS that the processor has. Results of different instruction sets are saved separately."""
     return ([flag for flag in FLAGS if flag in _cpuinfo().get("flags", "").split()] or [platform.machine()])[-1]
 
 
 def _busy() -> tuple[float, float]:
-    """Seconds of processor time that the whole machine has spent, and that this process and its ended children have."""
+    """CPU seconds of the whole machine, and of this process with its ended children."""
     ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
 
 
 def _used_by_others() -> float | None:
-    """Share of all processor time that other processes took since this module was imported; None where it is not known."""
+    """Share of CPU time used by other processes since this module was imported; None if unknown."""
     if _START is None:
         return None
     (machine, own), since, (machine_then, own_then) = _busy(), time.monotonic() - _START[0], _START[1]
@@ -60,7 +61,7 @@ _START = (time.monotonic(), _busy()) if Path("/proc/stat").exists() else None
 
 
 def save(name: str, result: dict[str, Any]) -> None:
-    """Writes benchmarks/results/NAME.json, in place of an earlier one."""
+    """Writes benchmarks/results/NAME.json, replacing an earlier one."""
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{name}.json"
     file.write_text(json.dumps({"machine": facts(), **result}, indent=1) + "\n")
@@ -68,7 +69,7 @@ def save(name: str, result: dict[str, Any]) -> None:
 
 
 def made_model(shape: str) -> Path:
-    """The folder of a model of random weights, made by tools/make_model.py where it is not there yet."""
+    """The folder of a model with random weights, created by tools/make_model.py if missing."""
     from tools.make_model import make_model
 
     folder = MODELS / shape
@@ -78,7 +79,7 @@ def made_model(shape: str) -> Path:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's entry in /proc/cpuinfo; empty where there is none."""
+    """The first processor's entry in /proc/cpuinfo; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Pages of the cache, without a model: bytes a sequence takes, and slots that are reserved and unused. Parts of sharing.py."""
+"""Use of the cache's pages, without a model: bytes per sequence, and reserved but unused slots. Parts of sharing.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH = 8192  # tokens of the sequence whose cache is counted
 
 
 def _shape(name: str, layers: int, kv_heads: int, head_dim: int, window: int, every: int) -> tuple[str, ModelConfig]:
-    """Each `every`-th layer reads all tokens, the others a window."""
+    """Each `every`-th layer attends to all tokens, the others have a window."""
     windows = tuple(None if (i + 1) % every == 0 else window for i in range(layers))
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "max_position": LENGTH}
     return name, ModelConfig(
@@ -39,9 +39,10 @@ SHAPES = [
 
 
 def bytes_at_8k(page_size: int) -> dict[str, Any]:
-    """Megabytes of cache that a sequence of 8,192 tokens takes: if every layer keeps all, and as it is, prefilled in tiles and by rows.
+    """Megabytes of cache for a sequence of 8,192 tokens: if every layer keeps all tokens, and actually,
+    prefilled in tiles and by rows.
 
-    The most that it holds at any time counts, and what it holds at its end.
+    Reports the maximum over time, and the value at its end.
     """
     found = {}
     for name, model in SHAPES:
@@ -63,7 +64,7 @@ def bytes_at_8k(page_size: int) -> dict[str, Any]:
 
 
 def _stepped(groups: Sequence[GroupPages], page_size: int, step: int) -> tuple[int, int]:
-    """Pages that one sequence holds, at most and at its end, as it computes `step` tokens at a time."""
+    """Pages of one sequence, maximum and at its end, if it computes `step` tokens at a time."""
     blocks = BlockManager(page_size, [1 + len(groups) * -(-LENGTH // page_size)], groups)
     blocks.admit(0, NO_HIT, step, None)
     most = 0
@@ -75,7 +76,7 @@ def _stepped(groups: Sequence[GroupPages], page_size: int, step: int) -> tuple[i
     return most, blocks.owned
 
 
-LENGTHS = {  # tokens of prompt and output, drawn evenly
+LENGTHS = {  # tokens of prompt and output, uniform
     "short: 16-64 in, 16-64 out": ((16, 64), (16, 64)),
     "chat: 16-512 in, 16-256 out": ((16, 512), (16, 256)),
     "documents: 1k-8k in, 64-512 out": ((1024, 8192), (64, 512)),
@@ -83,10 +84,11 @@ LENGTHS = {  # tokens of prompt and output, drawn evenly
 
 
 def unused_slots(requests: int, max_num_seqs: int) -> dict[str, Any]:
-    """Share of the slots in pages that sequences own which hold no token: of the mean over all steps. Every page's owner is one sequence.
+    """Share of slots in owned pages that hold no token, averaged over all steps. Every page has one owner.
 
-    `waiting for prefill`: those of prompts that are admitted, and are about to be computed. `last pages`: the others, in the last
-    page of each sequence. `whole length`: all of them, if each sequence had room for the longest from its beginning.
+    `waiting for prefill`: slots of admitted prompts that are about to be computed. `last pages`: others, in the
+    last page of each sequence. `whole length`: all of them, if each sequence reserved the maximum length from
+    its start.
     """
     return {
         f"{name}, pages of {page_size}": _unused(prompts, outputs, page_size, requests, max_num_seqs)

@@ -1,4 +1,4 @@
-"""The picture in README, of what `compare` measured: python -m benchmarks.plots (needs matplotlib, which the extra bench brings)."""
+"""The plot in README of `compare`'s results: python -m benchmarks.plots (needs matplotlib, which is in the extra bench)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PANELS = {
     "batch": "tokens/s, 32 at once",
     "prefill": "tokens/s, prompt of 1,024",
 }
-OURS, OTHERS, TEXT = "#3f51b5", "#a9aebd", "#6b7280"  # the last is readable on light and on dark pages
+OURS, OTHERS, TEXT = "#3f51b5", "#a9aebd", "#6b7280"  # the last one is readable on light and dark pages
 
 
 def draw(axes: Axes, title: str, values: list[float]) -> None:
@@ -44,8 +44,8 @@ def main() -> None:
     for axes, (measured, title) in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS.items(), strict=True):
         draw(axes, title, [result["arms"][arm]["measured"][measured]["median"] for arm in ARMS.values()])
         axes.set_yticks(range(len(ARMS)), [*ARMS])
-    axes.invert_yaxis()  # all of them: they share it
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    axes.invert_yaxis()  # all of them, since they share the axis
+    matplotlib.rcParams["svg.fonttype"] = "none"  # keeps text as text
     figure.savefig(TARGET, transparent=True, metadata={"Date": None})
     print(f"saved {TARGET.relative_to(ROOT)}")
 

@@ -1,9 +1,10 @@
-"""Decode steps of the 134M shape by form of weights, at 1, 8 and 32 rows, beside the time that reading the weights takes.
+"""Decode steps of the 134M shape by format of weights, with 1, 8 and 32 rows, and the time to read the weights.
 
     python -m benchmarks.quantized_steps [--rows 1 8 32] [--context 128] [--budget 20] [--quick]
 
-Forms take turns within one process. The floor is a step's bytes of weights over the measured bandwidth. "int4, calibrated" also transforms
-the inputs of its products; its weights are rounded to nearest here, which changes no time.
+Formats take turns within one process. The floor is a step's bytes of weights over the measured bandwidth.
+"int4, calibrated" also transforms the inputs of its products; here its weights are rounded to nearest, which
+does not affect the time.
 """
 
 from __future__ import annotations

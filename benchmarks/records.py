@@ -1,8 +1,9 @@
-"""What records of steps, and metrics of them, cost: on against off, in alternating pairs.
+"""The cost of recording steps, and of metrics based on the records: on and off, in alternating pairs.
 
     python -m benchmarks.records [--pairs 10] [--steps 200] [--quick]
 
-steps       microseconds a step of the loop around programs that do nothing, 256 sequences decoding, one core: see host_cost.py
+steps       microseconds a step of the loop with programs that do nothing, 256 decoding sequences, one core; see
+host_cost.py
 throughput  tokens a second of the demo model, 32 requests at once, all cores
 """
 
@@ -31,7 +32,7 @@ GOAL = 20.0  # microseconds a step
 
 
 class NoRecords:
-    """In place of a StepRecorder: nothing is noted."""
+    """Replaces a StepRecorder: records nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return self._nothing
@@ -41,13 +42,13 @@ class NoRecords:
 
 
 class Switch:
-    """Records on, or off."""
+    """Switches recording on or off."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._records = engine, engine.records
 
     def turn(self, on: bool) -> None:
-        self._engine._read_all_but(0)  # a step that was dispatched without a record has none when it is read
+        self._engine._read_all_but(0)  # a step dispatched without a record has none when it is read
         pauses: Any = garbage_pauses()
         self._engine.records = self._records if on else NoRecords()  # type: ignore[assignment]
         if not on:
@@ -55,7 +56,7 @@ class Switch:
 
 
 def steps_cost(sequences: int, steps: int, pairs: int) -> dict[str, Any]:
-    """Mean microseconds of a step, in blocks of steps in turn."""
+    """Mean microseconds of a step, in alternating blocks of steps."""
     rng, output = np.random.default_rng(0), 4 * sequences + (2 * pairs + 2) * steps
     engine = make_engine(sequences, PROMPT[1] + output)
     for i in range(sequences):
@@ -80,7 +81,8 @@ def steps_cost(sequences: int, steps: int, pairs: int) -> dict[str, Any]:
 
 
 def calls_alone(engine: Engine) -> float:
-    """Microseconds of all calls of a step's records, and its share of totals; the least of several rounds, which is the steadiest."""
+    """Microseconds of all calls that record a step, and its share of totals; the minimum of several rounds, the
+    most stable figure."""
     records, (_, _, step) = StepRecorder(engine.scheduler, overlap=True), engine._in_flight[0]
     number = 2 * TOTALLED
 
@@ -106,7 +108,7 @@ def throughput(pairs: int, quick: bool) -> dict[str, Any]:
     """Tokens a second."""
     prompts = [[100 + i] * 32 for i in range(32)]
     params = SamplingParams(temperature=0.0, max_tokens=16 if quick else 64, ignore_eos=True)
-    rounds = 1 if quick else 6  # of a block, which others' work then disturbs less
+    rounds = 1 if quick else 6  # of a block, so that other load affects it less
     with LLM("demo", dtype="float32", max_model_len=512, warm_up="all", progress=False) as llm:
         switch = Switch(llm.engine)
 
@@ -124,8 +126,8 @@ def throughput(pairs: int, quick: bool) -> dict[str, Any]:
 
 
 def compared(block: Callable[[bool], float], pairs: int, unit: str) -> dict[str, Any]:
-    """Of alternating blocks: medians, and the pairs' differences."""
-    block(True), block(False)  # the first are slower
+    """Medians of alternating blocks, and the differences of pairs."""
+    block(True), block(False)  # the first ones are slower
     on, off = [], []
     for pair in range(pairs):
         for state in (True, False) if pair % 2 else (False, True):

@@ -1,8 +1,8 @@
-"""What each sampler takes beyond the product with the vocabulary, for requests that use none of its features.
+"""The time of each sampler beyond the product with the vocabulary, for requests that use none of its features.
 
     python -m benchmarks.samplers [--rows 8 32] [--vocab 32000 128256] [--quick]
 
-Programs run in turns; times are the least of all rounds, which others on the machine disturb least.
+Programs run in turns. Times are the minimum over all rounds, which other load affects least.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ARMS: dict[str, Variant | None] = {"product": None, **{variant: variant for vari
 
 
 def program(variant: Variant | None) -> Callable[..., Any]:
-    """(hidden, weight, sampling words, positions, counts, mask) -> logits, or tokens, with log probabilities where the variant has them."""
+    """(hidden, weight, sampling words, positions, counts, mask) -> logits, or tokens, with log probabilities if
+    the variant has them."""
 
     def run(hidden: jax.Array, weight: jax.Array, words: jax.Array, positions: jax.Array, counts: jax.Array, mask: jax.Array) -> Any:
         logits = product(hidden, weight, jnp.float32)
@@ -46,7 +47,7 @@ def program(variant: Variant | None) -> Callable[..., Any]:
 
 
 def measure(rows: int, vocab: int, rounds: int) -> dict[str, float]:
-    """Milliseconds of the product alone, and of each variant beyond it."""
+    """Milliseconds of the product alone, and of each variant in addition to it."""
     rng = np.random.default_rng(0)
     words = [pack_sampling(SlotReset(1, SamplingParams(temperature=1.0), row, 0, 5, ()))[1:] for row in range(rows)]
     args = (

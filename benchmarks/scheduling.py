@@ -2,14 +2,14 @@
 
     python -m benchmarks.scheduling [--real [batching] [latency] [memory]] [--host] [--costs FILE] [--quick]
 
-On the virtual clock steps take what the cost model of the 134M shape on this machine says, so that thousands of requests and a sweep of
-fixed settings take seconds; FILE has costs that were saved before. `--real` runs parts, with fewer requests, on the engine; `--host`
-measures what strategies cost the host.
+On the virtual clock, steps take the time that the cost model of the 134M shape on this machine predicts, so
+that thousands of requests and a sweep of fixed settings take seconds. FILE has saved costs. `--real` runs parts
+on the engine, with fewer requests; `--host` measures the host's cost of strategies.
 
-batching  output tokens/s of a backlog, and latency at 70 % of continuous batching's rate; beside the least time in which any
-          schedule could do the same work by these costs
-latency   share of requests within targets at three Poisson rates, against fixed settings: tiles a step, and sequences at once
-memory    preemptions and tokens/s with pages for a third of what could run
+batching  output tokens/s of a backlog, and latency at 70 % of continuous batching's rate; compared with the
+minimum time of any schedule for the same work at these costs
+latency   share of requests within targets at three Poisson rates, compared with fixed settings: tiles a step,
+and sequences at once memory    preemptions and tokens/s with pages for a third of the sequences that could run
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.work import Work, pairs
 
-PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens, drawn evenly
+PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens, uniform
 SEQS, TILE, PAGE, TILES = 32, 64, 16, 8
 BUDGET, MODEL_LEN = SEQS + TILES * TILE, PROMPT[1] + OUTPUT[1]
 FULL_POOL = 1 + SEQS * MODEL_LEN // PAGE
-TPOT = {"tight": 1.2, "loose": 1.5}  # targets, in times of a full step of rows
-LOADS = (0.5, 0.8, 1.1)  # of the rate that continuous batching can serve
+TPOT = {"tight": 1.2, "loose": 1.5}  # targets, as multiples of a full step of rows
+LOADS = (0.5, 0.8, 1.1)  # share of the rate that continuous batching can serve
 GOAL = 0.95  # of the bound
 ARMS: dict[str, dict[str, Any]] = {
     "throughput": {},
@@ -66,11 +66,11 @@ class Asked(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a workload went."""
+    """The outcome of a workload."""
 
     seconds: float
     tokens: int
-    latencies: list[float]  # of requests that were answered, from their arrival to their end
+    latencies: list[float]  # of answered requests, from arrival to end
     in_target: float  # share of all requests
     preemptions: int
     rejected: int
@@ -79,7 +79,7 @@ class Outcome(NamedTuple):
 
 
 def workload(count: int, rate: float | None = None, seed: int = 0) -> list[Asked]:
-    """Requests at once, or by a Poisson process with this many a second."""
+    """Requests that arrive together, or as a Poisson process with this rate a second."""
     rng = np.random.default_rng(seed)
     gaps = np.zeros(count) if rate is None else rng.exponential(1.0 / rate, count)
     lengths = rng.integers(*PROMPT, count, endpoint=True), rng.integers(*OUTPUT, count, endpoint=True)
@@ -90,7 +90,7 @@ def workload(count: int, rate: float | None = None, seed: int = 0) -> list[Asked
 
 
 def requests_of(work: list[Asked], known: bool) -> list[Request]:
-    """known: their max_tokens are what they generate; else they may generate as much as any, and end before."""
+    """known: whether max_tokens are the actual lengths; otherwise it is the maximum, and requests end earlier."""
     made = []
     for i, asked in enumerate(work):
         params = SamplingParams(temperature=0.0, max_tokens=asked.output if known else OUTPUT[1], ignore_eos=known)
@@ -111,7 +111,7 @@ def replay(
     known: bool = True,
     **options: Any,
 ) -> Outcome:
-    """A workload on the virtual clock."""
+    """Runs a workload on the virtual clock."""
     engine = VirtualEngine(costs, lengths={str(i): asked.output for i, asked in enumerate(work)})
     scheduler = Scheduler(
         costs.table,
@@ -144,10 +144,10 @@ def outcome(sequences: list[Sequence], ended: dict[Sequence, float], scheduler: 
 
 
 def least_seconds(costs: StepCosts, work: list[Asked]) -> float:
-    """The least time in which steps of this table can compute these prompts and outputs, in whatever order.
+    """The minimum time in which steps of this table can compute these prompts and outputs, in any order.
 
-    A linear program over programs: as many tiles and rows as the work needs, at their costs. Attention comes on top: it is the same for
-    every order.
+    A linear program over programs: as many tiles and rows as the work needs, at their costs. Attention is
+    added: it does not depend on the order.
     """
     table = costs.table
     tiles = sum(-(-len(asked.prompt) // TILE) for asked in work)
@@ -208,14 +208,15 @@ def _at_load(costs: StepCosts, count: int, rate: float, load: float, targets: di
 
 
 def targets_of(costs: StepCosts, slower: float) -> dict[str, float]:
-    """A token in so many times what a full step of rows takes, the first in three times what the longest prompt takes alone."""
+    """Each token within `slower` times the duration of a full step of rows; the first within three times the
+    longest prompt's duration."""
     rows = costs.seconds(costs.table.trunk(SEQS, 0), work=Work(SEQS * MODEL_LEN // 2, MODEL_LEN))
     prompt = costs.seconds(costs.table.trunk(SEQS, TILES), work=Work(attended=pairs(0, PROMPT[1])))
     return {"ttft_ms": round(3e3 * prompt, 1), "tpot_ms": round(1e3 * slower * rows, 1)}
 
 
 def memory(costs: StepCosts, count: int) -> dict[str, Any]:
-    """Requests may generate as much as any, and most end before."""
+    """Requests with the maximum max_tokens, most of which end earlier."""
     pool, work, results = 1 + FULL_POOL // 3, workload(count), {}
     for known in (True, False):
         for strategy in ("throughput", "memory", "auto"):
@@ -239,7 +240,7 @@ def percentiles(got: Outcome) -> dict[str, float]:
 
 
 def run_engine(engine: Engine, work: list[Asked], **options: Any) -> Outcome:
-    """The same on the engine, by the wall clock."""
+    """Runs the same on the engine, by the wall clock."""
     old = engine.scheduler
     engine.scheduler = scheduler = Scheduler(
         old.table,
@@ -318,7 +319,8 @@ def real_memory(engine: Engine, count: int) -> dict[str, Any]:
 
 
 def host(sequences: int = 256, rounds: int = 12, block: int = 40) -> dict[str, Any]:
-    """Microseconds of schedule, pack and collect with each strategy, all sequences decoding towards targets: blocks of steps in turn."""
+    """Microseconds of schedule, pack and collect with each strategy, if all sequences have targets: interleaved
+    blocks of steps."""
     targets = {"ttft_ms": 1e6, "tpot_ms": 1e6}
     options = {"throughput": {}, **{name: {"strategy": name, **targets} for name in ("latency", "memory", "auto")}}
     length = 4 * sequences + block * rounds + 100
@@ -358,9 +360,9 @@ REAL: dict[str, tuple[Callable[[Engine, int], dict[str, Any]], int]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--real", nargs="*", choices=REAL, help="these parts on the engine; by default all")
-    parser.add_argument("--host", action="store_true", help="what strategies cost the host")
+    parser.add_argument("--host", action="store_true", help="measure the host's cost of strategies")
     parser.add_argument("--requests", type=int)
-    parser.add_argument("--costs", type=Path, help="costs that were saved, instead of this machine's")
+    parser.add_argument("--costs", type=Path, help="saved costs to use instead of this machine's")
     parser.add_argument("--quick", action="store_true", help="the demo model, few requests, nothing saved")
     options = parser.parse_args()
     if options.host:
@@ -382,7 +384,7 @@ def main() -> None:
 
 
 def note(result: dict[str, Any], quick: bool) -> None:
-    """Shows a part's result, and saves it beside those of other parts."""
+    """Prints a part's result, and saves it with those of other parts."""
     json.dump(result, sys.stdout, indent=1)
     if not quick:
         file = RESULTS / "scheduling.json"

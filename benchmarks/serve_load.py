@@ -1,14 +1,15 @@
-"""What the gRPC service carries, and what it costs: on loopback, the load in a process of its own on the same cores.
+"""Capacity and cost of the gRPC service, on loopback, with the load generator in a separate process on the same cores.
 
     python -m benchmarks.serve_load [--parts open ceiling grpc metrics] [--seconds 20] [--repeat 7] [--quick]
 
-open     Poisson arrivals at shares of what a closed loop of 32 gets from the demo model: latencies, throughput and goodput by rate
-ceiling  a mock engine that costs nothing: tokens/s by the number of streams, and as fast as the engine gives them, how many messages
-         they go out in, and where the server's event loop spends its time
-grpc     the demo model, 32 requests at once: AsyncLLM in one process against a server with bare stubs, with AsyncClient and over HTTP
+open     Poisson arrivals at shares of the rate of a closed loop of 32 with the demo model: latencies,
+throughput and goodput by rate ceiling  a mock engine without cost: tokens/s by the number of streams; and at
+maximum speed, the number of messages, and where the server's event loop spends its time
+grpc     the demo model, 32 requests at once: AsyncLLM in one process against a server with plain stubs, with
+AsyncClient and over HTTP
 metrics  a server of the demo model with Prometheus metrics against one without
 
-Arms that are compared take turns, and the medians of their runs are compared: what others run on the machine comes and goes.
+Compared arms take turns, and the medians of their runs are compared, since other load on the machine varies.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from jengine import CompletionOutput, RequestOutput
 from jengine.serving.metrics import PrometheusMetrics
 
 MODEL = {"model": "demo", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 512}
-PROMPT, OUTPUT = (16, 128), (16, 128)  # tokens, drawn evenly
+PROMPT, OUTPUT = (16, 128), (16, 128)  # tokens, uniform
 CONCURRENCY = 32
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.1)  # of the closed loop's requests a second
-LIMITS = {"first_token_ms": 250.0, "inter_token_ms": 50.0}  # which a good request keeps: its first token, and the mean of the others
+LIMITS = {"first_token_ms": 250.0, "inter_token_ms": 50.0}  # limits for goodput: the first token, and the mean of the others
 STEP_SECONDS = 0.02
 STREAMS = (8, 32, 128, 512)
-GOALS = {"grpc": 0.10, "metrics": 0.02}  # share of throughput lost, at most
+GOALS = {"grpc": 0.10, "metrics": 0.02}  # maximum share of throughput lost
 
 
 def make_requests(count: int, rate: float | None = None, seed: int = 0) -> list[Any]:
-    """(prompt, max_tokens, when) of requests that arrive at this rate a second, by a Poisson process, or at once."""
+    """(prompt, max_tokens, time) of requests that arrive as a Poisson process with this rate a second, or together."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(*PROMPT, count, endpoint=True), rng.integers(*OUTPUT, count, endpoint=True)
     due = [None] * count if rate is None else np.cumsum(rng.exponential(1 / rate, count)).tolist()
@@ -77,8 +78,8 @@ def open_loop(seconds: float) -> dict[str, Any]:
 
 
 def summary(told: dict[str, Any], share: float, rate: float) -> dict[str, Any]:
-    """Latencies from when a request was due, whether or not it could be sent then. Tokens that come together after a pause have
-    each waited an equal part of it."""
+    """Latencies since a request was due, even if it was sent later. If several tokens arrive together, they
+    share the time since the previous ones equally."""
     first, inter, whole, good, failed = [], [], [], 0, 0
     for record in told["records"]:
         times, tokens = record["times"], record["tokens"]
@@ -141,7 +142,7 @@ def ceiling(quick: bool) -> dict[str, Any]:
 
 
 def busy(server: Process, client: Process, requests: list[Any], concurrency: int) -> dict[str, Any]:
-    """What passes, and what of a core it takes the server's process (the engine has its own) and the client's."""
+    """Throughput, and the shares of a core used by the server's process (without the engine's) and by the client's."""
     before, start = (server.cpu_seconds(), client.cpu_seconds()), time.perf_counter()
     told = load(client, requests, concurrency)
     elapsed = time.perf_counter() - start
@@ -169,7 +170,7 @@ def told_of(facts: dict[str, Any]) -> str:
 
 
 def grpc_cost(repeat: int, quick: bool) -> dict[str, Any]:
-    """Throughput, and the processor time of all processes together for a token: with all cores busy the one follows the other."""
+    """Throughput, and the CPU time of all processes per token: with all cores busy, one follows from the other."""
     requests = make_requests((2 if quick else 4) * CONCURRENCY)
     with ExitStack() as stack:
         server, addresses = stack.enter_context(model_server(MODEL, more={"http_port": 0}))
@@ -177,10 +178,10 @@ def grpc_cost(repeat: int, quick: bool) -> dict[str, Any]:
         places = {"library": json.dumps(MODEL), "stub": address, "client": address, "http": url}
         arms = {kind: stack.enter_context(worker(kind, where)) for kind, where in places.items()}
         cpu: dict[str, list[float]] = {name: [] for name in arms}
-        messages: dict[str, float] = {}  # a token
+        messages: dict[str, float] = {}  # messages per token
 
         def taken() -> float:
-            return sum(process.cpu_seconds(children=True) for process in (server, *arms.values()))  # who has no turn takes none
+            return sum(process.cpu_seconds(children=True) for process in (server, *arms.values()))  # processes without a turn use none
 
         def run(name: str) -> float:
             before = taken()
@@ -192,13 +193,14 @@ def grpc_cost(repeat: int, quick: bool) -> dict[str, Any]:
 
         result = compared({name: partial(run, name) for name in arms}, repeat, "grpc")
     medians = {name: round(statistics.median(took[1:])) for name, took in cpu.items()}  # without the first
-    print("processor time for a token, in us: " + ", ".join(f"{name} {took}" for name, took in medians.items()))
-    print("messages for a token: " + ", ".join(f"{name} {count}" for name, count in messages.items()))
+    print("CPU time per token, in us: " + ", ".join(f"{name} {took}" for name, took in medians.items()))
+    print("messages per token: " + ", ".join(f"{name} {count}" for name, count in messages.items()))
     return {**result, "cpu_microseconds_per_token": medians, "messages_per_token": messages}
 
 
 def metrics_cost(repeat: int, quick: bool) -> dict[str, Any]:
-    """Throughput, the processor time of the server's process, and what of that the calls take alone, which is the steadiest."""
+    """Throughput, the CPU time of the server's process, and the part of the metrics calls alone, which is the
+    most stable figure."""
     requests = make_requests((2 if quick else 4) * CONCURRENCY)
     cpu: dict[str, list[float]] = {"off": [], "on": []}
     with ExitStack() as stack:
@@ -223,16 +225,16 @@ def metrics_cost(repeat: int, quick: bool) -> dict[str, Any]:
 
 
 def calls_alone() -> float:
-    """Microseconds that metrics take for a message with one token."""
+    """Microseconds of the metrics calls for a message with one token."""
     watch = PrometheusMetrics("demo", lambda: None, lambda: 0).request_started()  # type: ignore[arg-type,return-value]
     output = RequestOutput(request_id="", prompt=None, prompt_token_ids=[1], outputs=[CompletionOutput(token_ids=[1])])
     return min(timeit.repeat(lambda: watch.tokens(output), number=10_000, repeat=5)) * 100
 
 
 def compared(arms: dict[str, Callable[[], float]], repeat: int, goal: str) -> dict[str, Any]:
-    """Tokens/s of each arm, and what each loses against the first."""
+    """Tokens/s of each arm, and its loss relative to the first."""
     for run in arms.values():
-        run()  # the first of a process is slower
+        run()  # the first run of a process is slower
     runs: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(repeat):
         for name, run in arms.items():

@@ -1,4 +1,4 @@
-"""Servers and their clients as processes, for serve_load.py."""
+"""Server and client processes for serve_load.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.machine import ROOT
 
-# What `jengine serve` does, around any engine. With a fourth argument, cProfile looks on.
+# Like `jengine serve`, with any engine. The fourth argument enables cProfile.
 SERVER = """
 import cProfile, json, sys
 from jengine.serving import app
@@ -32,13 +32,14 @@ if profile:
 else:
     run()
 """
-WIDE = {"port": 0, "max_waiting": 2000, "max_streams_per_client": 4000, "log_level": "error"}  # nothing that is measured is refused
+WIDE = {"port": 0, "max_waiting": 2000, "max_streams_per_client": 4000, "log_level": "error"}  # limits that reject nothing in measurements
 MOCK_SEQS = 1024
-WAITING = ("epoll", "'recv' of", "SimpleQueue", "'acquire' of")  # for events, and in the threads that talk with the engine's process
+# Functions that wait for events, also in the threads that communicate with the engine's process.
+WAITING = ("epoll", "'recv' of", "SimpleQueue", "'acquire' of")
 
 
 class Process:
-    """One that reads lines, if it is asked to, and writes them."""
+    """A process that writes lines, and may read them."""
 
     def __init__(self, *command: str) -> None:
         self._process = subprocess.Popen(
@@ -47,7 +48,7 @@ class Process:
         self.pid = self._process.pid
 
     def line(self, said: str | None = None) -> str:
-        """The next that it writes, after what it is told."""
+        """Sends a line, if given, and returns the next line that it writes."""
         assert self._process.stdin is not None and self._process.stdout is not None
         if said is not None:
             self._process.stdin.write(said + "\n")
@@ -56,7 +57,7 @@ class Process:
         return line
 
     def cpu_seconds(self, children: bool = False) -> float:
-        """Of processor time that it has taken; with those of its children that live."""
+        """CPU seconds that it has used, optionally with its running children."""
         lists = Path(f"/proc/{self.pid}/task").glob("*/children") if children else ()
         pids = [str(self.pid), *(pid for file in lists for pid in file.read_text().split())]
         fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
@@ -71,8 +72,10 @@ class Process:
 def server(
     engine: str, options: dict[str, Any], *, metrics: bool = False, profile: str = "", more: dict[str, Any] | None = None
 ) -> Iterator[tuple[Process, str]]:
-    """One that is ready, over an engine process (see serving/engines.py), and its address; with {"http_port": 0} in `more`, which are
-    ServerConfig's options, that and the URL of HTTP, with a space between."""
+    """A ready server over an engine process (see serving/engines.py), and its address.
+
+    `more`: options of ServerConfig. With {"http_port": 0}, the address is followed by a space and the HTTP URL.
+    """
     config = {**WIDE, **({"metrics_port": 0} if metrics else {}), **(more or {})}
     process = Process("-c", SERVER, json.dumps([config, engine, options, profile]))
     try:
@@ -89,7 +92,7 @@ def model_server(config: dict[str, Any], **options: Any) -> AbstractContextManag
 
 
 def mock_server(step_seconds: float, **options: Any) -> AbstractContextManager[tuple[Process, str]]:
-    """Over a mock engine, whose texts are the demo model's."""
+    """A server with a mock engine, whose texts are the demo model's."""
     engine = {"tokenizer_folder": str(ROOT / "jengine" / "demo"), "max_num_seqs": MOCK_SEQS, "pages": 10**6, "seconds": step_seconds}
     return server("jengine.serving.engines:mock_engine", engine, **options)
 
@@ -105,7 +108,7 @@ def worker(kind: str, where: str) -> Iterator[Process]:
 
 
 def load(worker: Process, requests: list[Any], concurrency: int | None = None) -> dict[str, Any]:
-    """What the worker tells of these requests."""
+    """The worker's results for these requests."""
     told: dict[str, Any] = json.loads(worker.line(json.dumps({"requests": requests, "concurrency": concurrency})))
     return told
 
@@ -117,7 +120,7 @@ def profile_file() -> Iterator[Path]:
 
 
 def top_functions(profile: Path, count: int = 15) -> list[dict[str, Any]]:
-    """Those in which most time was spent, what they call not counted; shares of all time but that of waiting."""
+    """The functions with the most time, without their callees; shares of all time except waiting."""
     functions = pstats.Stats(str(profile)).stats  # type: ignore[attr-defined]
     spent = {where: (calls, own) for where, (_, calls, own, _, _) in functions.items() if not any(w in where[2] for w in WAITING)}
     whole = sum(own for _, own in spent.values())

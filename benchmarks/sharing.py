@@ -1,15 +1,16 @@
-"""What shared pages save: a prefix that many requests have, samples of one prompt, a chat, and windows.
+"""Benefits of shared pages: a common prefix of many requests, samples of one prompt, a chat, and windows.
 
     python -m benchmarks.sharing [--parts arrivals samples chat windows reserved] [--rounds 3] [--quick]
 
-arrivals  64 requests arrive together: a common prefix of 1,024 tokens, suffixes of 64, 32 tokens of output each
-samples   n=8 of a prompt of 512 tokens, against eight requests with that prompt: prompt tokens computed
-chat      10 turns, each with the whole talk before it: time to the tenth's first token
-windows   bytes of cache of a sequence of 8,192 tokens, models with windows; no model runs
-reserved  slots in sequences' pages that hold no token; no model runs
+arrivals  64 requests arrive together: a common prefix of 1,024 tokens, suffixes of 64, and 32 tokens of output
+each samples   n=8 for a prompt of 512 tokens, and eight requests with that prompt: number of computed prompt
+tokens chat      10 turns, each with the whole conversation before it: time to the first token of the tenth
+windows   bytes of cache for a sequence of 8,192 tokens, for models with windows; no model runs reserved  slots
+in sequences' pages without a token; no model runs
 
-The first three: the 134M shape, random weights, one engine and one set of programs, the prefix cache on and off in turn, and empty
-at the start of each. A round's ratio is of two runs side by side; the median of the rounds counts.
+The first three use the 134M shape, random weights, one engine and one set of programs, with the prefix cache on
+and off in turn, and empty at the start of each. A round's ratio compares two consecutive runs; the median over
+rounds counts.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ GOALS = {"first_token": 5.0, "tokens_per_second": 2.0, "prompt_tokens": SAMPLED_
 
 
 class CountingRunner(Runner):
-    """Counts prompt tokens that steps compute."""
+    """Counts the prompt tokens that steps compute."""
 
     prompt_tokens = 0
 
@@ -52,7 +53,8 @@ class CountingRunner(Runner):
 
 @dataclass(slots=True)
 class Ran:
-    """Seconds from the arrival of all requests to each one's first token, and to the last token of all; prompt tokens computed."""
+    """Seconds from the arrival of all requests to each one's first token, and to the last token; number of
+    computed prompt tokens."""
 
     first: list[float]
     whole: float
@@ -75,12 +77,12 @@ class Bench:
         return ids
 
     def cache(self, on: bool) -> None:
-        """Turns the prefix cache on or off, and empties it."""
+        """Switches the prefix cache on or off, and empties it."""
         self.engine.reset_prefix_cache()
         self.engine.scheduler.blocks.prefix_caching = on
 
     def run(self, prompts: list[list[int]], output: int, samples: int = 1) -> Ran:
-        """`samples` of each prompt, all of which arrive together."""
+        """Runs `samples` completions of each prompt, all of which arrive together."""
         engine, first, before = self.engine, dict[str, float](), self.runner.prompt_tokens
         tokens: dict[str, list[int]] = {}
         params = SamplingParams(temperature=float(samples > 1), max_tokens=output, ignore_eos=True, seed=1)
@@ -96,7 +98,7 @@ class Bench:
 
 
 def in_turn(rounds: int, run: Callable[[bool], Any]) -> dict[bool, list[Any]]:
-    """`run(on)` for each round: off, then on."""
+    """Runs `run(on)` in each round: off, then on."""
     results: dict[bool, list[Any]] = {False: [], True: []}
     for _ in range(rounds):
         for on in results:
@@ -137,7 +139,7 @@ def arrivals(bench: Bench, requests: int, shared: int, rounds: int) -> dict[str,
 def samples(bench: Bench, rounds: int) -> dict[str, Any]:
     def run(on: bool) -> dict[str, Any]:
         prompt = bench.prompt(SAMPLED_PROMPT)
-        bench.cache(False)  # samples share without it
+        bench.cache(False)  # samples share pages without it
         ran = bench.run([prompt], OUTPUT, SAMPLES) if on else bench.run([prompt] * SAMPLES, OUTPUT)
         return {"prompt_tokens_computed": ran.computed, "last_first_token_s": round(max(ran.first), 3), "whole_s": round(ran.whole, 3)}
 
@@ -174,7 +176,7 @@ def chat(bench: Bench, turns: int, rounds: int) -> dict[str, Any]:
 
 
 def _ratio(found: dict[bool, list[Any]], of: Callable[[Any], float]) -> float:
-    """Off / on, the median of the rounds."""
+    """Off / on, the median over rounds."""
     return round(statistics.median(of(off) / of(on) for off, on in zip(found[False], found[True], strict=True)), 2)
 
 
@@ -205,7 +207,7 @@ def main() -> None:
     requests, shared, rounds, turns = (16, PREFIX // 2, 1, 4) if options.quick else (REQUESTS, PREFIX, options.rounds, TURNS)
     result: dict[str, Any] = {}
     if {"arrivals", "samples", "chat"} & {*options.parts}:
-        pages = 1 + requests * -(-(shared + SUFFIX + OUTPUT) // PAGE_SIZE)  # for all requests, with the cache or without
+        pages = 1 + requests * -(-(shared + SUFFIX + OUTPUT) // PAGE_SIZE)  # for all requests, with or without the cache
         bench = Bench("demo" if options.quick else str(made_model("134m")), requests, 2 * PREFIX // (1 + options.quick), pages)
         result = {"model": "134m", "dtype": bench.dtype, "max_num_seqs": requests, "num_pages": pages}
         bench.run([bench.prompt(100)] * 2, 8)  # the first steps of a process are slower

@@ -1,13 +1,13 @@
-"""Simulation against the engine: latencies at three loads, a million requests, and what `tune` promises.
+"""Simulation and engine compared: latencies at three loads, a million requests, and the predictions of `tune`.
 
     python -m benchmarks.simulation fidelity
     python -m benchmarks.simulation million
     python -m benchmarks.simulation search    # then
     python -m benchmarks.simulation run
 
-On two cores they take two minutes, six, half a minute and four, beside the compilation of programs that are new.
-Each part adds its figures to results/simulation.json. Engines run in this process, single-threaded, and requests come at times drawn
-beforehand, the same in the simulation.
+On two cores they take two minutes, six, half a minute and four, in addition to the compilation of new programs.
+Each part adds its figures to results/simulation.json. Engines run in this process, single-threaded. Arrival
+times are drawn in advance, and are the same in the simulation.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.updates import TokenUpdate
 
 OPTIONS: dict[str, Any] = {"max_model_len": 1024, "dtype": "bfloat16", "warm_up": "all"}
-LOADS = 0.4, 0.7, 0.9  # of what it can serve at most
+LOADS = 0.4, 0.7, 0.9  # shares of the maximum rate
 LEARN, MEASURE = 5.0, 25.0  # seconds
 GOAL = 0.15
-TRACES = {"chat": ((4.0, 0.8), (4.4, 0.6)), "code": ((5.7, 0.5), (2.7, 0.6))}  # prompts and outputs: mean and deviation of the logarithm
+# Prompts and outputs: mean and standard deviation of the logarithm.
+TRACES = {"chat": ((4.0, 0.8), (4.4, 0.6)), "code": ((5.7, 0.5), (2.7, 0.6))}
 TUNED_SECONDS, OVERLOAD = 14.0, 1.3
 
 
 def made_trace(rng: np.random.Generator, rate: float, seconds: float, prompt: tuple[float, float], output: tuple[float, float]) -> Trace:
-    """Poisson arrivals, and lengths of which the logarithm is normal, that fit into 1,024 tokens."""
+    """Poisson arrivals, and log-normal lengths that fit into 1,024 tokens."""
     count = max(int(rate * seconds), 1)
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
     prompts, outputs = (np.clip(rng.lognormal(*law, count), 4, 500).astype(int) for law in (prompt, output))
@@ -88,13 +89,13 @@ def drive(engine: Engine, trace: Trace, rng: np.random.Generator) -> tuple[np.nd
 
 
 def frozen(costs: StepCosts) -> StepCosts:
-    """A copy that learns nothing more."""
+    """A copy that does not change."""
     return StepCosts.from_json(costs.to_json())
 
 
 @contextmanager
 def watched(costs: StepCosts, predictions: StepCosts) -> Iterator[dict[str, list[float]]]:
-    """Seconds of steps that are observed meanwhile, and those that were predicted, of steps with prompts and without."""
+    """In this context, seconds of observed steps and their predictions, for steps with and without prompts."""
     sums: dict[str, list[float]] = {"decode": [0.0, 1e-9], "prompts": [0.0, 1e-9]}
     inner = costs.observe
 
@@ -110,7 +111,7 @@ def watched(costs: StepCosts, predictions: StepCosts) -> Iterator[dict[str, list
 
 
 def shape_of(engine: Engine) -> EngineShape:
-    """What a replay needs of a running engine."""
+    """The inputs of a replay, from a running engine."""
     scheduler = engine.scheduler
     return EngineShape(
         table=scheduler.table,
@@ -127,13 +128,13 @@ def shape_of(engine: Engine) -> EngineShape:
 
 
 def seconds_of(trace: Trace, shape: EngineShape) -> tuple[np.ndarray, np.ndarray]:
-    """What a replay says that `drive` gives."""
+    """The replay's prediction of `drive`."""
     outcome = replay(shape, trace)
     return outcome.first - trace.arrivals, outcome.last - trace.arrivals
 
 
 def capacity(shape: EngineShape, trace: Trace) -> float:
-    """Requests a second, where they all wait from the beginning."""
+    """Requests a second if all of them wait from the beginning."""
     return len(trace) / replay(shape, trace.scaled(1e9)).end
 
 
@@ -142,14 +143,15 @@ def percentiles(seconds: np.ndarray) -> dict[str, float]:
 
 
 def fidelity(model: str, loads: Sequence[float] = LOADS) -> dict[str, Any]:
-    """At each load what was predicted, then what was measured."""
+    """At each load, predictions and measurements."""
     config, spec = describe_engine(EngineConfig.of(model, OPTIONS))
-    costs_file(cache_root(config.cache_dir), spec.fingerprint()).unlink(missing_ok=True)  # of a busier machine, perhaps
+    costs_file(cache_root(config.cache_dir), spec.fingerprint()).unlink(missing_ok=True)  # perhaps of a busier machine
     engine, _ = start_engine(config, progress=False)
     laws, results = TRACES["chat"], {}
     rng = np.random.default_rng(0)
     some = made_trace(rng, 10.0, 30.0, *laws)
-    drive(engine, made_trace(rng, 0.5 * capacity(shape_of(engine), some), LEARN, *laws), rng)  # only requests show what the host takes
+    # The host's costs can only be learned from requests.
+    drive(engine, made_trace(rng, 0.5 * capacity(shape_of(engine), some), LEARN, *laws), rng)
     for share in loads:
         rate = share * capacity(shape_of(engine), some)
         trace = made_trace(rng, rate, MEASURE, *laws)
@@ -163,7 +165,7 @@ def fidelity(model: str, loads: Sequence[float] = LOADS) -> dict[str, Any]:
             "requests_per_second": round(rate, 2),
             "steps_measured_to_predicted": {kind: round(got / want, 3) for kind, (got, want) in steps.items()},
         }
-        then = seconds_of(trace, shape_of(engine))  # with costs as they were found to be in this run
+        then = seconds_of(trace, shape_of(engine))  # with the costs learned in this run
         for name, want, late, got in zip(("first_token", "total"), predicted, then, measured, strict=True):
             want, late, got = percentiles(want), percentiles(late), percentiles(got)
             errors, left = ({rank: round(told[rank] / got[rank] - 1, 3) for rank in got} for told in (want, late))
@@ -176,7 +178,8 @@ def fidelity(model: str, loads: Sequence[float] = LOADS) -> dict[str, Any]:
 
 
 def million(requests: int) -> dict[str, Any]:
-    """Lengths as in Azure's trace of conversations, costs as of 8 billion parameters on a large GPU, at 70 % of its capacity."""
+    """Lengths as in Azure's conversation trace, costs as for 8 billion parameters on a large GPU, at 70 % of
+    its capacity."""
     rng = np.random.default_rng(0)
     prompts = np.clip(rng.lognormal(6.6, 0.95, requests), 2, 7000).astype(int)
     outputs = np.clip(rng.lognormal(4.95, 0.95, requests), 2, 1000).astype(int)
@@ -208,16 +211,16 @@ def million(requests: int) -> dict[str, Any]:
 
 
 def tuned_trace(name: str, setup: Setup) -> Trace:
-    """More than an engine with its first options can serve."""
+    """A load that an engine with its initial options cannot serve."""
     rng = np.random.default_rng(7)
     rate = OVERLOAD * capacity(setup.shape(), made_trace(rng, 10.0, 30.0, *TRACES[name]))
     return made_trace(rng, rate, TUNED_SECONDS, *TRACES[name])
 
 
 def search(name: str, model: str) -> dict[str, Any]:
-    """The options that are found for a trace, and what they promise."""
+    """The options found for a trace, and their predicted effect."""
     config = EngineConfig.of(model, OPTIONS)
-    engine, _ = start_engine(config, progress=False)  # measures what is not known yet
+    engine, _ = start_engine(config, progress=False)  # measures what is missing
     engine.close()
     setup = Setup.of(config)
     trace = tuned_trace(name, setup)
@@ -251,7 +254,7 @@ def run(found: dict[str, Any], which: str, model: str) -> float:
 
 
 def add(section: str, result: dict[str, Any]) -> None:
-    """Into results/simulation.json, beside what is there."""
+    """Adds results to results/simulation.json."""
     file = RESULTS / "simulation.json"
     results = json.loads(file.read_text()) if file.exists() else {}
     results["machine"] = facts()
@@ -262,10 +265,10 @@ def add(section: str, result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("part", choices=("fidelity", "million", "search", "run"))
-    parser.add_argument("--trace", choices=TRACES, help="only this one, of `search` and `run`")
-    parser.add_argument("--load", type=float, action="append", help="only this one, of `fidelity`")
+    parser.add_argument("--trace", choices=TRACES, help="only this trace, for `search` and `run`")
+    parser.add_argument("--load", type=float, action="append", help="only this load, for `fidelity`")
     parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--model", help="another model than the 134M shape, which is made when it is missing")
+    parser.add_argument("--model", help="model to use instead of the 134M shape, which is created if missing")
     options = parser.parse_args()
     model = options.model or (str(made_model("134m")) if options.part != "million" else "")
     names = [options.trace] if options.trace else [*TRACES]

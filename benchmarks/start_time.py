@@ -1,10 +1,10 @@
-"""From process start to first token, in a fresh process: first starts, which compile, and later ones, which load.
+"""From process start to first token, in a new process: first starts, which compile, and later ones, which load programs.
 
     python -m benchmarks.start_time [--models demo 134m] [--repeat 5] [--warm-up progressive] [--quick]
 
-A first start has an empty cache, a later one finds the whole table there. Medians of `--repeat`.
-With a table that widens, the process between them goes on with 16 streams at once until every program is ready, and for as many rounds
-afterwards: tokens/s of both.
+A first start has an empty cache; a later one finds the whole table. Results are medians of `--repeat`. With
+progressive warm-up, the process between them continues with 16 concurrent streams until every program is ready,
+and for the same number of rounds afterwards: tokens/s of both.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 
 from benchmarks.machine import ROOT, made_model, save
 
-GOALS = {"demo": (6.0, 4.0), "134m": (12.0, 4.0)}  # seconds, of a first start and a later one
+GOALS = {"demo": (6.0, 4.0), "134m": (12.0, 4.0)}  # seconds of a first and a later start
 PROMPT = "def fibonacci(n):"
 STREAMS, TOKENS = 16, 32
 
 
 def child(model: str, cache_dir: str, warm_up: str, widen: bool) -> None:
-    """What a user's process does: import, load, ask for a token. Prints its marks on the clock that all processes share."""
+    """A typical user's process: import, load, request a token. Prints its times on the clock that all processes share."""
     marks = {"python": time.monotonic()}
     from jengine import LLM, SamplingParams
 

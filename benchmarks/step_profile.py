@@ -1,13 +1,14 @@
-"""Where a step's time goes, operation by operation, against what the machine's memory and matrix units allow.
+"""The time of a step by operation, compared with the limits of the machine's memory and matrix units.
 
     python -m benchmarks.step_profile [--model 134m] [--context 256] [--tokens 512] [--seconds 12] [--quick]
 
-Steps of 1, 8 and 32 decode rows and one of a prompt's tiles, in each number format. An operation's time is that of its XLA operations in a
-profiler's trace, less what is nested in them: the union of their intervals on all threads, the least of several runs. Which
-operation they belong to is read from the Python functions that XLA's text names for each. What is in no operation is `gaps`: starting
-operations, loops, waiting. Profiling slows steps of many small operations, so the step's own time is taken without. The floor of an
-operation is the larger of its bytes over the measured bandwidth and its sums over the rate of the best large product in the
-format, both with all cores; a step's is that of all of its operations.
+Steps of 1, 8 and 32 decode rows, and one of a prompt's tiles, in each number format. An operation's time is
+that of its XLA operations in a profiler's trace, without nested ones: the union of their intervals on all
+threads, the minimum of several runs. The operation of each instruction is derived from the Python functions
+that XLA's text names. Time outside all operations is `gaps`: starting operations, loops, waiting. Since
+profiling slows steps with many small operations, the step's total time is measured without it. The floor of an
+operation is the larger of its bytes over the measured bandwidth and its operations over the rate of the best
+large product in the format, both with all cores. A step's floor is the sum over its operations.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "w8a8": {"dtype": "bfloat16", "quantization": "w8a8"},
 }
 RUNS = 12
-READ = 1 << 28  # bytes a core, beyond any cache
-LARGE = 512, 4096, 4096  # rows, in, out of the product that gives the rate
-# The first that fits: functions, all of which are in an operation's call chain.
+READ = 1 << 28  # bytes per core, larger than any cache
+LARGE = 512, 4096, 4096  # rows, in, out of the product that determines the rate
+# The first match counts: functions that must all be in an operation's call chain.
 OPERATIONS = {
     "qkv product": ("Attention.__call__", "product"),
     "gate-up product": ("GatedMlp.__call__", "product"),
@@ -52,13 +53,13 @@ OPERATIONS = {
     "embedding": ("embed",),
     "logits product": ("product",),
 }
-JOINED = {"qkv product": "o product", "gate-up product": "down product"}  # where `row_parallel_dense` is in the chain too
+JOINED = {"qkv product": "o product", "gate-up product": "down product"}  # if `row_parallel_dense` is in the chain too
 Intervals = list[tuple[float, float]]
 Event = tuple[str, float, float]  # name, begin and end in nanoseconds
 
 
 def bandwidth() -> float:
-    """Bytes a second that all cores read together."""
+    """Bytes a second read by all cores together."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     arrays = [np.ones(READ // 4, np.float32) for _ in range(cores)]
     with ThreadPoolExecutor(cores) as pool:
@@ -66,7 +67,7 @@ def bandwidth() -> float:
 
 
 def matrix_rate(name: str) -> float:
-    """Multiplications and additions a second in the best large product."""
+    """Multiply-adds a second of the best large product."""
     rows, size, out = LARGE
     dtype = FORMATS[name]["dtype"]
     x, weight = jnp.ones((rows, size), dtype), jnp.ones((out, size), dtype)
@@ -82,7 +83,8 @@ def _seconds(run: Any) -> float:
 
 
 def operations(text: str) -> dict[str, str]:
-    """The operation that each instruction of a compiled program belongs to. Loops are left out: what is in them counts."""
+    """The operation to which each instruction of a compiled program belongs. Loops are left out, since their
+    contents count."""
     tables = {name: dict(re.findall(r"^(\d+) (.+)$", part, re.M)) for name, part in re.findall(r"^(\w+)\n((?:\d+ .+\n)+)", text, re.M)}
 
     def number(line: str, field: str) -> str:
@@ -104,7 +106,7 @@ def operations(text: str) -> dict[str, str]:
         instruction = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = .*? ([a-z\-]+)\(", line)
         if instruction and instruction[2] not in ("while", "call", "conditional", "parameter"):
             called = re.search(r"calls=%([\w.\-]+)", line)
-            frame = number(line, "stack_frame_id")  # a fusion may have none, and what is in it one
+            frame = number(line, "stack_frame_id")  # a fusion may have none, but its contents do
             functions = chain(first.get(called[1], "0") if called and frame == "0" else frame)
             named = next((name for name, needed in OPERATIONS.items() if set(needed) <= set(functions)), "other")
             out[instruction[1]] = JOINED.get(named, named) if "row_parallel_dense" in functions else named
@@ -112,7 +114,7 @@ def operations(text: str) -> dict[str, str]:
 
 
 def traced(step: Step) -> dict[str, float]:
-    """Seconds of each operation, and of the gaps between them; profiled."""
+    """Seconds of each operation, and of the gaps between them, from a profile."""
     trunk, sampler = (operations(program.as_text()) for program in step.programs)
     sampler = {name: "sampler" if operation == "other" else operation for name, operation in sampler.items()}
     with tempfile.TemporaryDirectory() as folder:
@@ -144,9 +146,9 @@ def traced(step: Step) -> dict[str, float]:
 
 
 def innermost(events: Iterable[Event]) -> list[Event]:
-    """A thread's events less those inside them: XLA goes on with what follows an operation before that one's event ends."""
+    """A thread's events without nested ones: XLA starts an operation's successors before that operation's event ends."""
     out: list[Event] = []
-    open_: list[list[Any]] = []  # name, from when it is the innermost, end
+    open_: list[list[Any]] = []  # name, time since it is the innermost, end
 
     def close(until: float) -> None:
         while open_ and open_[-1][2] <= until:
@@ -165,7 +167,7 @@ def innermost(events: Iterable[Event]) -> list[Event]:
 
 
 def union(intervals: Intervals) -> float:
-    """Seconds that nanosecond intervals cover together."""
+    """Total seconds covered by nanosecond intervals."""
     total, reached = 0.0, 0.0
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -174,7 +176,7 @@ def union(intervals: Intervals) -> float:
 
 
 def floors(model: Model, step: Step, *, rows: int, read: int, sums: int, speed: float, rate: float) -> dict[str, float]:
-    """Seconds at the least: the weights of each product, and attention. What moves activations alone counts as nothing.
+    """Minimum seconds: the weights of each product, and attention. Operations that only move activations count as zero.
 
     Args:
         read: tokens whose keys and values attention reads in each layer.

@@ -1,4 +1,4 @@
-"""Steps of the engine's own programs, without requests: any number of rows or tiles at any context length."""
+"""Steps of the engine's own programs, without requests: any number of rows or tiles, at any context length."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Model:
     """A model's weights on the device, for steps of several shapes.
 
     Args:
-        quantization: as the engine's option.
-        calibrated: four-bit weights have that form; they are rounded to nearest.
+        quantization: as in the engine's option.
+        calibrated: whether four-bit weights have the form of calibrated ones; they are rounded to nearest.
     """
 
     def __init__(self, folder: Path, dtype: str, quantization: str | None = None, *, calibrated: bool = False) -> None:
@@ -35,12 +35,13 @@ class Model:
         self.params = load(folder, self.model, self.mesh, progress=False)
 
     def step(self, *, rows: int = 0, context: int = 0, tiles: int = 0, tile_size: int = 256, past: int = 0) -> Step:
-        """Rows that read one token each after `context` others, or tiles of one prompt, the first after `past` tokens of it."""
+        """Rows that read one token each after `context` others, or tiles of one prompt, the first after `past`
+        of its tokens."""
         return Step(self, rows, context, tiles, tile_size, past)
 
 
 class Step:
-    """A trunk with its greedy sampler, compiled, and what they run on.
+    """A compiled trunk with its greedy sampler, and their inputs.
 
     Attributes:
         programs: (trunk, sampler), jax.stages.Compiled.
@@ -72,7 +73,7 @@ class Step:
         self._send(rows, context, [Span(1, 1, past, tiles * tile_size, [*range(tile_size)] * tiles)] if tiles else [])
 
     def decode(self, rows: int, context: int) -> None:
-        """From now on, fewer rows after fewer tokens than it was made for."""
+        """Decodes fewer rows, after fewer tokens, from now on."""
         self._send(rows, context, [])
 
     def _send(self, rows: int, context: int, prompts: list[Span]) -> None:
@@ -81,12 +82,12 @@ class Step:
         self._packed = jax.device_put(self._spec.layout(plan.trunk).pack(plan), self._spec.replicated)
 
     def trunk(self) -> Any:
-        """Start the trunk; what the sampler takes."""
+        """Starts the trunk. Returns the sampler's input."""
         self._cache, self._slots, to_sample, _ = self.programs[0](self._params, self._cache, self._slots, self._packed)
         return to_sample
 
     def sample(self, to_sample: Any) -> None:
-        """Run the sampler to its end."""
+        """Runs the sampler and waits for it."""
         last, sampled = self.programs[1](self._params, self._slots.last_token, self._slots.sampling, to_sample)
         self._slots = self._slots._replace(last_token=last)
         sampled.tokens.block_until_ready()
@@ -98,7 +99,7 @@ class Step:
 
 
 def least(runs: dict[Any, Callable[[], float]], budget: float) -> dict[Any, float]:
-    """The least of each run's seconds; they take turns, for `budget` seconds in all and at least three times each."""
+    """The minimum of each run's seconds. Runs take turns, for `budget` seconds in total and at least three times each."""
     best = {name: run() for name, run in runs.items()}
     end, taken = time.monotonic() + budget, 1
     while taken < 3 or time.monotonic() < end:
@@ -108,7 +109,7 @@ def least(runs: dict[Any, Callable[[], float]], budget: float) -> dict[Any, floa
 
 
 def _state(spec: ExecutionSpec) -> tuple[Any, Any]:
-    """A cache of random numbers, each sequence's pages scattered over it, and slots that own all pages."""
+    """A cache of random numbers with each sequence's pages scattered, and slots that own all pages."""
     rng = np.random.default_rng(0)
     filler = rng.standard_normal(1 << 16, np.float32)
 

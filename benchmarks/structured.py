@@ -1,13 +1,14 @@
-"""What structured output costs: the same engine and token counts, with a JSON schema and without; runs interleaved.
+"""The cost of structured output: the same engine and token counts, with and without a JSON schema, interleaved.
 
     python -m benchmarks.structured [--repeat 15] [--quick]
 
-The demo model, 32 requests at once, each of the same number of tokens: the schema is a list too long to end before. Arms:
+The demo model, 32 requests at once with the same number of tokens: the schema is a list too long to end before
+that. Arms:
 
 greedy    the cheapest sampler
 sample    temperature 1
 full      the sampler that masks need, without a mask
-allowed   a mask that costs nothing to work out and allows everything: what waiting for the tokens before it costs
+allowed   a mask without cost that allows everything: the cost of waiting for the previous tokens
 json      the schema's mask
 """
 
@@ -52,7 +53,7 @@ SCHEMA = {
 
 
 def arms(vocab: int) -> dict[str, Callable[..., SamplingParams]]:
-    """Sampling parameters, but for the seed."""
+    """Sampling parameters, except the seed."""
     base = partial(SamplingParams, temperature=1.0, max_tokens=TOKENS, ignore_eos=True)
     return {
         "greedy": partial(base, temperature=0.0),
@@ -64,7 +65,7 @@ def arms(vocab: int) -> dict[str, Callable[..., SamplingParams]]:
 
 
 class Clock:
-    """Seconds in each wrapped method, and calls of it."""
+    """Seconds in each wrapped method, and number of calls."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -84,12 +85,12 @@ class Clock:
         setattr(owner, method, timed)
 
     def microseconds(self) -> dict[str, float]:
-        """Of one call of each."""
+        """Microseconds per call of each method."""
         return {name: round(1e6 * self.seconds[name] / self.calls[name], 1) for name in self.seconds}
 
 
 def measure(engine: Engine, tokenizer: Tokenizer, params: Callable[..., SamplingParams]) -> tuple[list[float], float]:
-    """Seconds of each step, while all requests are running, and of making a request's mask."""
+    """Seconds of each step while all requests are running, and of creating a request's mask."""
     each = [params(seed=i) for i in range(ROWS)]
     begin = time.perf_counter()
     masks = [make_mask(one, tokenizer) for one in each]
@@ -131,7 +132,7 @@ def main() -> None:
             if arm == "json":
                 made.append(mask)
 
-    # Others on the machine make steps longer, never shorter: the lowest tenth is what they disturb least.
+    # Other load only makes steps longer: the lowest tenth is affected least.
     ms = {arm: 1e3 * np.percentile(each, [10, 50]) for arm, each in steps.items()}
     rate = {arm: 1e3 * ROWS / each for arm, each in ms.items()}
     share = {arm: each / rate["sample"] for arm, each in rate.items()}

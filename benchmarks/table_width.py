@@ -1,4 +1,5 @@
-"""What a wider block table costs a decode step: the same cache and weights, max_model_len doubled; steps interleaved.
+"""The cost of a wider block table for a decode step: the same cache and weights, max_model_len doubled; steps
+interleaved.
 
 python -m benchmarks.table_width [--models demo 134m] [--steps 200] [--quick]
 """
@@ -25,7 +26,7 @@ from jengine.scheduling.step_plan import Sample, Span, StepPlan
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
 ROWS, CONTEXT, PAGE_SIZE = 32, 256, 16
-GOAL = 0.05  # share of a step's time
+GOAL = 0.05  # maximum share of a step's time
 
 
 class StepPrograms(dict[Key, Any]):
@@ -37,7 +38,8 @@ class StepPrograms(dict[Key, Any]):
 
 
 def make_runner(folder: Path, max_model_len: int, params: Params | None) -> Runner:
-    """A runner of `ROWS` sequences whose tables hold CONTEXT tokens; the number of pages does not depend on max_model_len."""
+    """A runner for `ROWS` sequences whose tables hold CONTEXT tokens. The number of pages does not depend on
+    max_model_len."""
     mesh, pages = make_mesh(1), CONTEXT // PAGE_SIZE
     model = build(replace(read_config(folder), max_position=max_model_len), "float32", max_model_len)
     spec = ExecutionSpec(
@@ -83,7 +85,7 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     ms = 1e3 * np.array(pairs[10:])
     low, middle, high = np.percentile(ms, [10, 50, 90], axis=0)
     by_pair = np.percentile(ms[:, 1] / ms[:, 0] - 1, [25, 50, 75])
-    # Others on the machine make steps longer, never shorter: the lowest tenth is what they disturb least.
+    # Other load only makes steps longer: the lowest tenth is affected least.
     change, change_of_p10 = float(middle[1] / middle[0] - 1), float(low[1] / low[0] - 1)
     widths = [single.spec.table_width, double.spec.table_width]
     print(f"\n{name}: {ROWS} rows at context {CONTEXT}, {steps} steps of each, ms\n\n{'table width':>12}{'p10':>9}{'median':>9}{'p90':>9}")

@@ -1,4 +1,4 @@
-"""The real scheduler on a virtual clock: each step takes what a cost model says, and no model runs."""
+"""The real scheduler on a virtual clock: a cost model determines the time of each step, and no model runs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.sequence import Sequence
 from jengine.scheduling.step_plan import StepPlan
 
-TOKEN, END = 1, 0  # what is generated; the second ends a request
+TOKEN, END = 1, 0  # generated tokens; the second one ends a request
 
 
 class VirtualEngine:
     """The engine's loop around a scheduler, whose clock must be `clock`.
 
     Args:
-        costs: what steps really take; the scheduler's own may differ.
-        ahead: steps planned before the tokens of one are there, as with overlap.
-        lengths: tokens at which a request ends by itself, by its id.
+        costs: actual durations of steps; the scheduler's own costs may differ.
+        ahead: number of steps planned before one's tokens are available, as with overlap.
+        lengths: by request id, the number of tokens at which a request stops.
 
     Attributes:
         now: seconds.
-        steps: how many ran, and `busy`: their seconds.
-        sequences: in the order of their arrival; those that have ended, too, with the times of their first and last token.
+        steps: number of steps, and `busy`: their total seconds.
+        sequences: in order of arrival, including ended ones, with the times of their first and last token.
     """
 
     def __init__(self, costs: StepCosts, ahead: int = 1, lengths: Mapping[str, int] | None = None) -> None:
@@ -45,7 +45,7 @@ class VirtualEngine:
         return sequence
 
     def run(self, scheduler: Scheduler, requests: Iterable[Request]) -> None:
-        """All requests, each at its arrival, until they have ended."""
+        """Runs all requests, each from its arrival, until they have ended."""
         coming = [(request.arrival, i, request) for i, request in enumerate(requests)]
         heapq.heapify(coming)
         while coming or scheduler.has_work or self._flying:
@@ -55,7 +55,7 @@ class VirtualEngine:
                 self.now = min(coming[0][0] if coming else scheduler.wakes_at, scheduler.wakes_at)
 
     def step(self, scheduler: Scheduler) -> bool:
-        """Plans a step, then waits for the one `ahead` of it. False: nothing runs."""
+        """Plans a step, then waits for the one `ahead` of it. Returns False if nothing runs."""
         plan = scheduler.schedule() if scheduler.has_work else None
         self.note_rejected(scheduler)
         if plan is not None:

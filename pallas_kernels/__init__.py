@@ -1,7 +1,7 @@
 """Paged attention for JAX: plain functions on arrays, usable without jengine.
 
-A cache is a pair of arrays `[num_pages, kv_heads, page_size, head_dim]`; a sequence's tokens lie in the pages that
-its row of the block table names, in order. Page 0 is the null page: padding is written there and nothing reads it.
-`reference.py` is the truth in float32; `xla.py` is the form that runs on any device; `cpu` has a CPU's kernels, the others are for GPUs;
-`dispatch.py` chooses.
+A cache is a pair of arrays `[num_pages, kv_heads, page_size, head_dim]`. The tokens of a sequence are in the
+pages listed in its row of the block table, in order. Page 0 is the null page: padding is written to it, and it
+is never read. `reference.py` has float32 references for tests, `xla.py` implementations for all devices, `cpu`
+kernels for CPUs, and the other files kernels for GPUs. `dispatch.py` chooses between them.
 """

@@ -1,4 +1,4 @@
-"""Activations by Hugging Face's names, and the gates of gated multi-layer perceptrons."""
+"""Activations by their names in Hugging Face, and gated activations for MLPs."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pallas_kernels.products import cpu_refused, traced_for_cpu
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_fast": jax.nn.gelu,
-    "gelu_new": jax.nn.gelu,  # the one with tanh, under the name it had first
+    "gelu_new": jax.nn.gelu,  # the tanh approximation, under its first name
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
 }
-KERNELS = {"gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}  # a CPU's
+KERNELS = {"gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}  # names of a CPU's kernels
 
 
 def gated(gate_up: jax.Array, activation: str) -> jax.Array:
     """activation(gate) * up in float32, rounded once.
 
     Args:
-        gate_up: [rows, size, 2], each gate beside what it is multiplied with.
+        gate_up: [rows, size, 2]; each gate is next to its factor.
         activation: one of ACTIVATIONS.
 
     Returns:
-        [rows, size], of gate_up's dtype.
+        [rows, size], in gate_up's dtype.
     """
     xla = partial(_by_xla, activation=activation)
     kernel = KERNELS.get(activation)
@@ -45,5 +45,5 @@ def gated(gate_up: jax.Array, activation: str) -> jax.Array:
 
 
 def _by_xla(gate_up: jax.Array, activation: str) -> jax.Array:
-    wide = gate_up.astype(jnp.float32)  # of every second number; a CPU takes those of float32 alone several at a time
+    wide = gate_up.astype(jnp.float32)  # of every second number; a CPU vectorizes this only for float32
     return (ACTIVATIONS[activation](wide[..., 0]) * wide[..., 1]).astype(gate_up.dtype)

@@ -1,7 +1,8 @@
-"""Programs compiled for a GPU that is not there, and what the compiler says of the kernels in them.
+"""Compiles programs for an absent GPU, and extracts the compiler's facts about their kernels.
 
-This needs the extra `aot` (CUDA's plugin for JAX and NVIDIA's compiler) and JAX_PLATFORMS=cpu in the environment, without which the
-plugin looks for all of CUDA; no GPU and no driver. A process compiles Mosaic kernels for one compute capability: its first (jax 0.12).
+This needs the extra `aot` (JAX's CUDA plugin and NVIDIA's compiler), but no GPU and no driver.
+JAX_PLATFORMS=cpu must be set in the environment, or the plugin looks for all of CUDA. A process compiles Mosaic
+kernels for one compute capability, its first (jax 0.12).
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels.ptx import bulk_copies
 
 TARGETS = Path(__file__).parent / "targets"
-REGISTERS = 65536  # of a multiprocessor, of every compute capability that is served
-RESERVED = 1024  # bytes of shared memory that a block takes besides its own: a multiprocessor has as many more than a block may have
+REGISTERS = 65536  # of a multiprocessor, for all supported compute capabilities
+RESERVED = 1024  # bytes of shared memory reserved per block; a multiprocessor has this much more than the maximum of a block
 
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What became of a kernel.
+    """Facts about a compiled kernel.
 
     Attributes:
-        name: of the kernel.
-        registers: of a thread.
-        spilled: bytes a thread spills from registers to memory, stores and loads.
-        shared: bytes of shared memory of a block, barriers left out.
-        products: matrix instructions in its machine code.
-        copies: asynchronous copies to shared memory in its machine code that are not TMA's.
-        most_shared: bytes of shared memory that a block may have on the device that it was compiled for.
-        bulk_copies: TMA's copies to and from shared memory in its PTX.
-        misaligned: those of them that are not known to begin there where they must, see `ptx`.
+        name: the kernel's name.
+        registers: registers per thread.
+        spilled: bytes that a thread spills from registers to memory, stores and loads.
+        shared: bytes of shared memory per block, without barriers.
+        products: number of matrix instructions in its machine code.
+        copies: number of asynchronous copies to shared memory in its machine code, without TMA.
+        most_shared: maximum bytes of shared memory per block on the device.
+        bulk_copies: number of TMA copies to and from shared memory in its PTX.
+        misaligned: those whose address is not provably aligned, see `ptx`.
     """
 
     name: str
@@ -53,24 +54,24 @@ class KernelFacts:
     misaligned: tuple[str, ...]
 
     def blocks(self, threads: int) -> int:
-        """Blocks of so many threads that a multiprocessor of the device holds at a time; none if one asks for too much."""
+        """Number of blocks of this many threads that fit on a multiprocessor; 0 if a block is too large."""
         registers = -(-self.registers // 8) * 8 * threads
         return min(REGISTERS // registers, (self.most_shared + RESERVED) // (self.shared + RESERVED))
 
 
 def targets() -> list[str]:
-    """Names of the devices that there are files for."""
+    """Names of the devices for which there are files."""
     return sorted(file.stem for file in TARGETS.glob("*.txtpb"))
 
 
 def description(target: str) -> str:
-    """What XLA asks of a device, such as 'h200': a GpuTargetConfigProto as text.
+    """XLA's description of a device, such as 'h200': a GpuTargetConfigProto as text.
 
     Raises:
         ValueError: there is no file for it in `targets`.
     """
     if target not in targets():
-        raise ValueError(f"target={target!r}: one of {', '.join(targets())}")
+        raise ValueError(f"target={target!r}: must be one of {', '.join(targets())}")
     return (TARGETS / f"{target}.txtpb").read_text()
 
 
@@ -85,28 +86,28 @@ def devices(target: str, count: int) -> list[jax.Device]:
 
 
 def device(target: str) -> jax.Device:
-    """One of them."""
+    """A device of the target."""
     return devices(target, 1)[0]
 
 
 def compile_for(device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
-    """function compiled for the device.
+    """Compiles a function for the device.
 
     Args:
-        args: trees of arrays, or of what has their shapes and dtypes.
-        donate: positions of those that results may take the place of.
+        args: trees of arrays or abstract arrays.
+        donate: positions of donated arguments.
     """
     whole = NamedSharding(jax.sharding.Mesh([device], ("x",)), PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
-    with jax.default_device(device):  # whose compute capability is what Mosaic takes for the target's
+    with jax.default_device(device):  # Mosaic uses this device's compute capability for the target
         return jax.jit(function, donate_argnums=donate).lower(*placed).compile()
 
 
 def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -> tuple[list[KernelFacts], jax.stages.Compiled]:
-    """Compiles as `compile_for` does; not for use by several threads, since the compiler is asked through the environment.
+    """Compiles as `compile_for`. Not thread-safe, since it configures the compiler through the environment.
 
     Returns:
-        Facts of each Mosaic kernel that was compiled, and the program.
+        Facts about each compiled Mosaic kernel, and the program.
     """
     with tempfile.TemporaryDirectory() as folder, _dumped(folder):
         compiled = compile_for(device, function, *args)
@@ -117,7 +118,7 @@ def _read(report: Path, device: jax.Device) -> KernelFacts:
     text, resources = report.read_text(), report.with_suffix(".resources.txt").read_text()
     capability = "sm_" + device.compute_capability.replace(".", "")
     if not re.search(rf"for '{capability}a?'", text):
-        raise RuntimeError(f"{device.device_kind}: compiled for another compute capability, which this process compiled for before")
+        raise RuntimeError(f"{device.device_kind}: compiled for another compute capability, the first of this process")
     [registers] = re.findall(r"Used (\d+) registers", text)
     [shared] = re.findall(r"smem_scratch_bytes=(\d+)", resources)
     [spills] = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
@@ -133,7 +134,7 @@ def _read(report: Path, device: jax.Device) -> KernelFacts:
 
 @contextmanager
 def _dumped(folder: str) -> Iterator[None]:
-    """Has Mosaic write what it compiles into the folder."""
+    """Makes Mosaic dump its compilations to the folder."""
     wanted = {"MOSAIC_GPU_DUMP_TO": folder} | dict.fromkeys(("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_SASS"), "1")
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

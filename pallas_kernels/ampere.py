@@ -1,15 +1,17 @@
 """Paged attention as a Pallas Mosaic GPU kernel for Ampere and Ada (sm_80, sm_89).
 
-One block of threads, a warpgroup, takes some queries of one kv head and a share of the tokens that they see. It copies tiles of
-tokens with cp.async, one tile ahead of the one it works on, page by page as the block table names them, and folds each into an
-online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022).
+A block, one warpgroup, processes some queries of a kv head and a share of the tokens that they attend to. It
+copies tiles of tokens with cp.async, page by page according to the block table, one tile ahead of the
+computation. Each tile is folded into an online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022).
 
-The tensor cores' products have 16 rows and 8 columns. The queries are their columns: scores are keys @ queries^T, [tokens, queries],
-and the result is values^T @ weights, [head_dim, queries]. So the few query heads of a kv head that decoding has waste little,
-every warp reads its own part of the keys and values, and a tile of a prompt is the same thing with more columns.
+Products of the tensor cores have 16 rows and 8 columns. The queries are the columns: scores are keys @
+queries^T, [tokens, queries], and the result is values^T @ weights, [head_dim, queries]. So decoding, with few
+query heads per kv head, wastes little, every warp reads a separate part of the keys and values, and a prompt
+tile only has more columns.
 
-A sequence's tiles of tokens are shared among the splits, so that few long sequences still fill the chip. Each split gives its own
-softmax's result and the logarithm of its sum, and XLA joins them (Flash-Decoding; Dao et al., 2023).
+A sequence's tiles are divided among splits, so that few long sequences also fill the chip. Each split returns
+the result of its own softmax and the logarithm of its sum, and XLA joins them (Flash-Decoding; Dao et al.,
+2023).
 """
 
 from __future__ import annotations
@@ -27,19 +29,19 @@ from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, join, scores
 from pallas_kernels.versions import store
 
 BLOCKS_TO_FILL = 216  # two for each of an A100's 108 multiprocessors
-SPLIT_TOKENS = 256  # a split should have as many
+SPLIT_TOKENS = 256  # minimum tokens of a split
 STAGES = 2  # tiles of tokens in shared memory
-DEPTH = 16  # tokens that are multiplied at a time: more take too many registers
-KV_TILING, Q_TILING = 64, 32  # bytes of a row of a tile of shared memory: what lets four warps share the smallest copies
+DEPTH = 16  # tokens multiplied at a time: more would need too many registers
+KV_TILING, Q_TILING = 64, 32  # bytes of a row of a shared memory tile: four warps can then share the smallest copies
 
 
 def default_splits(items: int, kv_heads: int, tokens: int) -> int:
-    """Splits that fill the chip, where the tokens that an item may have to read suffice."""
+    """Number of splits that fill the chip, if there are enough tokens."""
     return max(1, min(BLOCKS_TO_FILL // (items * kv_heads), tokens // SPLIT_TOKENS))
 
 
 def shape_of_block(queries: int, head_dim: int) -> tuple[int, int]:
-    """Tokens of a tile, and queries that a block of threads takes of so many: what registers and an L4's shared memory hold."""
+    """Tokens of a tile, and queries of a block, that fit into registers and an L4's shared memory."""
     if queries <= 16 and head_dim <= 128:
         return 64, -(-queries // 8) * 8
     return 32, min(-(-queries // 16) * 16, 64 if head_dim <= 128 else 32)
@@ -82,13 +84,13 @@ def paged_attention_prefill(
 
     Args:
         q: bfloat16 or float16 [tiles, tile, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
-        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype. What they hold for tokens that no
-            query sees, NaN included, never reaches a result.
-        block_tables: int32 [tiles, width], page ids in order; read where a tile's queries see tokens.
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype. Contents for tokens that no
+            query attends to, NaN included, never affect a result.
+        block_tables: int32 [tiles, width], page ids in order; read for tokens that a tile's queries attend to.
         positions: int32 [tiles], of each tile's first query.
         lengths: int32 [tiles], real queries in each tile; the rest give undefined, finite values.
         scale, window, soft_cap, sinks: as in `xla.paged_attention_decode`.
-        splits: parts of a sequence that blocks of threads work on side by side; None chooses by the shapes.
+        splits: number of parts of a sequence that blocks process in parallel; None: chosen by the shapes.
 
     Returns:
         [tiles, tile, heads, head_dim], in q's dtype.
@@ -130,7 +132,8 @@ def paged_attention_prefill(
 
 
 def _tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], size: int) -> Any:
-    """Shared memory in tiles of 8 rows by so many bytes, swizzled: what the tensor cores' loads find without conflicts."""
+    """Shared memory in tiles of 8 rows by `size` bytes, swizzled, so that loads of the tensor cores have no
+    bank conflicts."""
     tiles = plgpu.TilingTransform((8, size // dtype.itemsize))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(size)))  # type: ignore[abstract]
 
@@ -147,10 +150,10 @@ def _kernel(
     item, block = lax.div(index, blocks), lax.rem(index, blocks)
     position, length = position_ref[item], length_ref[item]
 
-    def query(column: Any) -> Any:  # of the item's that is in a column
+    def query(column: Any) -> Any:  # index in the item of the query in this column
         return lax.div(block * columns + column, group)
 
-    # Tokens in [first, end) are seen by some query of the block, and no others are.
+    # Only tokens in [first, end) are attended to by some query of the block.
     last = position + jnp.minimum(query(columns - 1), length - 1)
     end = jnp.where(query(0) < length, last + 1, 0)
     first = jnp.int32(0) if window is None else jnp.clip(position + query(0) - window + 1, 0, end)
@@ -173,7 +176,7 @@ def _kernel(
     def iota(shape: tuple[int, ...], axis: int) -> Any:
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=acc_layout)
 
-    piece = min(page_size, tile)  # of a page that one copy takes
+    piece = min(page_size, tile)  # part of a page in one copy
     first_page, last_page = lax.div(first, page_size), lax.div(end - 1, page_size)
 
     def fetch(i: Any) -> None:
@@ -184,7 +187,7 @@ def _kernel(
                 source = ref.at[page, kv_head, pl.ds(lax.rem(token + at, page_size), piece)]
                 _copy(source, smem.at[slot, pl.ds(at, piece)])
 
-    last_seen = position + jnp.minimum(query(iota((tile, columns), 1)), length - 1)  # by each query
+    last_seen = position + jnp.minimum(query(iota((tile, columns), 1)), length - 1)  # last token that each query attends to
 
     def fold(i: Any, carry: Any) -> Any:
         m, total, acc = carry
@@ -193,7 +196,7 @@ def _kernel(
         pl.when(i + 1 < count)(partial(fetch, i + 1))
 
         @pl.when((token < first) | (token + tile > end))
-        def clear() -> None:  # values of tokens that are not seen: their weights are zeros, and 0 * NaN is NaN
+        def clear() -> None:  # values of other tokens: their weights are zeros, but 0 * NaN is NaN
             v = v_smem.at[slot]
             values = plgpu.load(v, layout=acc_layout)
             tokens = iota(values.shape, 0) + token
@@ -227,5 +230,5 @@ def _kernel(
 
 
 def _copy(source: Any, target: Any) -> None:
-    """Begins a copy to shared memory; nothing outside of the source is read."""
+    """Starts a copy to shared memory; reads nothing outside the source."""
     plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)

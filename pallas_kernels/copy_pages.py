@@ -1,6 +1,6 @@
-"""Whole pages of a cache copied to other pages, in place, as a Pallas Mosaic GPU kernel for Hopper.
+"""Copies whole pages of a cache to other pages, in place: a Pallas Mosaic GPU kernel for Hopper.
 
-One block of threads takes up to 64 tokens of one head: TMA brings them to shared memory and takes them from there.
+A block copies up to 64 tokens of one head through shared memory with TMA.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.quantized import Pages
 
-TOKENS = 64  # of a block, at most
+TOKENS = 64  # maximum per block
 
 
 def copy_pages(
@@ -26,13 +26,14 @@ def copy_pages(
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Pages, Pages]:
-    """Copy whole pages, keys and values with their scales; `dispatch.why_copy_pages_unsupported` says of what.
+    """Copies whole pages, keys and values with their scales. See `dispatch.why_copy_pages_unsupported` for
+    supported arrays.
 
-    The cache is updated in place where the caller donates it. Under `shard_map` this needs check_vma=False.
+    The cache is updated in place if the caller donates it. Under `shard_map` this needs check_vma=False.
 
     Args:
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], or Quantized, both of one dtype.
-        sources, destinations: as in `xla.copy_pages`; what goes to the null page is not copied.
+        sources, destinations: as in `xla.copy_pages`; copies to the null page are skipped.
         interpret: as in `plgpu.kernel`.
     """
     kv_heads, page_size = k_pages.shape[1:3]

@@ -4,7 +4,7 @@ A token with key k, value v, log decay g and rate b turns the state S [key_dim, 
 
     S' = exp(g) S + k (b (v - exp(g) S^T k))^T
 
-and reads S'^T q. All arrays are float32: the state sums over a whole sequence.
+and reads S'^T q. All arrays are float32, since the state accumulates over a whole sequence.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-CHUNK = 64  # tokens, at most, that are computed together
-FEW = 16  # tokens of a chunk, at least, where a tile has more
+CHUNK = 64  # maximum tokens computed together
+FEW = 16  # minimum tokens of a chunk, if a tile has more
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 class Chunk(NamedTuple):
-    """What a chunk's tokens give without the state before them; see `prepare`. Leading axes are free, then heads."""
+    """The parts of a chunk that do not depend on the previous state; see `prepare`. Leading axes are arbitrary,
+    then heads."""
 
-    inputs: jax.Array  # [..., tokens, value_dim]: what each token would add to the state, if that were zero before the chunk
-    reads: jax.Array  # [..., tokens, key_dim]: how what it adds depends on the state before the chunk
+    inputs: jax.Array  # [..., tokens, value_dim]: each token's addition to the state, for a zero state before the chunk
+    reads: jax.Array  # [..., tokens, key_dim]: how the additions depend on the state before the chunk
     queries: jax.Array  # [..., tokens, key_dim], decayed
-    keys: jax.Array  # [..., tokens, key_dim], as they have decayed at the end of the chunk
-    scores: jax.Array  # [..., tokens, tokens], of queries with keys, decayed; lower triangle
+    keys: jax.Array  # [..., tokens, key_dim], decayed to the end of the chunk
+    scores: jax.Array  # [..., tokens, tokens], queries times keys, decayed; lower triangle
     decay: jax.Array  # [...], of the whole chunk
 
 
 def step(state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One token: the state after it, and what it reads.
+    """One token: the state after it, and its output.
 
     Args:
         state: [..., key_dim, value_dim].
@@ -52,15 +53,18 @@ def step(state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.
 
 
 def chunk_size(tokens: int) -> int:
-    """Into which a tile of so many tokens is cut: the largest divisor that is at most CHUNK; all of it, where that is small."""
+    """Size of the chunks of a tile: the largest divisor that is at most CHUNK, or the whole tile if that
+    divisor is small."""
     size = next(size for size in range(min(CHUNK, tokens), 0, -1) if tokens % size == 0)
     return size if size >= FEW else tokens
 
 
 def prepare(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> Chunk:
-    """All of a chunk that does not depend on the state before it (the WY representation): for any number of chunks at once.
+    """Computes everything that does not depend on the previous state (the WY representation), for any number of
+    chunks at once.
 
-    Args: as `step`, with an axis of tokens before the last one of q, k and v, and as the last one of decay and rate.
+    Args: as `step`, with an additional axis of tokens: before the last one of q, k and v, and the last one of
+    decay and rate.
     """
     total = jnp.cumsum(decay, axis=-1)
     tokens = decay.shape[-1]
@@ -81,9 +85,9 @@ def prepare(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: ja
 
 
 def inverse(lower: jax.Array) -> jax.Array:
-    """(1 + lower)^-1 of strictly lower triangular matrices [..., n, n]: blocks on the diagonal are joined by twos.
+    """(1 + lower)^-1 of strictly lower triangular matrices [..., n, n]: diagonal blocks are merged pairwise.
 
-    Not by lax.linalg.triangular_solve: on a CPU it calls LAPACK, which a saved program does not find.
+    Avoids lax.linalg.triangular_solve: on a CPU it calls LAPACK, which a saved program cannot find.
     """
     given, size = lower.shape[-1], 1
     laid = 1 << (given - 1).bit_length()
@@ -101,7 +105,7 @@ def inverse(lower: jax.Array) -> jax.Array:
 
 
 def advance(state: jax.Array, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
-    """The state [..., key_dim, value_dim] after a chunk, and what its tokens read [..., tokens, value_dim]."""
+    """The state [..., key_dim, value_dim] after a chunk, and the outputs of its tokens [..., tokens, value_dim]."""
     change = chunk.inputs - einsum("...tk,...kv->...tv", chunk.reads, state)
     out = einsum("...tk,...kv->...tv", chunk.queries, state) + einsum("...ts,...sv->...tv", chunk.scores, change)
     return state * chunk.decay[..., None, None] + einsum("...tk,...tv->...kv", chunk.keys, change), out

@@ -1,4 +1,4 @@
-"""The devices at hand, without noise where CUDA's plugin is installed and no GPU is there."""
+"""Lists local devices, without log noise if CUDA's plugin is installed but there is no GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import jax
 
-DRIVER_NODES = "/dev/nvidiactl", "/dev/dxg"  # of NVIDIA's driver; the second under WSL
+DRIVER_NODES = "/dev/nvidiactl", "/dev/dxg"  # of NVIDIA's driver; the second one is for WSL
 
 
 def visible_devices() -> list[jax.Device]:
@@ -16,10 +16,10 @@ def visible_devices() -> list[jax.Device]:
 
 
 def skip_cuda_check() -> None:
-    """Without NVIDIA's driver, keep JAX from checking CUDA's libraries when it starts.
+    """Without NVIDIA's driver, prevents JAX from checking CUDA's libraries at its start.
 
-    The extra `aot` installs CUDA's plugin without cuDNN, and the check would log a traceback. With a driver JAX does check, and reports
-    what is missing.
+    The extra `aot` installs CUDA's plugin without cuDNN, and the check would log a traceback. With a driver,
+    JAX does check, and reports missing libraries.
     """
     if not any(os.path.exists(node) for node in DRIVER_NODES):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

@@ -1,6 +1,7 @@
-"""GPTQ (arXiv:2210.17323): four-bit weights whose errors cancel on inputs like those that were seen.
+"""GPTQ (arXiv:2210.17323): four-bit weights whose errors cancel on inputs similar to given ones.
 
-Columns are rounded one after the other. Each one's error is made up for by the columns to come, as far as these see like inputs.
+Columns are rounded one after the other. Later columns compensate for the error of each, as far as their inputs
+are correlated.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.int4 import HIGHEST, LOWEST, fit
 
-DAMPING = 0.01, 0.1, 1.0  # of the mean of the moments' diagonal, until the inverse is finite
+DAMPING = 0.01, 0.1, 1.0  # share of the mean of the moments' diagonal, increased until the inverse is finite
 Numbers = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -38,11 +39,11 @@ def gptq(weight: jax.Array, moments: jax.Array, group: int) -> Numbers:
 
 @jax.jit
 def _inverse_root(moments: jax.Array, damping: float) -> jax.Array:
-    """The upper triangular U with U^T U the inverse of the damped moments."""
+    """The upper triangular U such that U^T U is the inverse of the damped moments."""
     size = moments.shape[0]
     scale = jnp.maximum(jnp.diagonal(moments).mean(), 1e-30)
     damped = moments / scale + damping * jnp.eye(size)
-    # The inverse's factor from that of the damped moments, read from the end: no inverse is taken, which would lose half of the digits.
+    # Derived from the factor of the damped moments in reverse order: computing an inverse would lose half of the digits.
     reversed_lower = jnp.linalg.cholesky(damped[::-1, ::-1])
     root = lax.linalg.triangular_solve(reversed_lower, jnp.eye(size), left_side=True, lower=True)
     return root[::-1, ::-1]
@@ -70,7 +71,7 @@ def _rounded(weight: jax.Array, upper: jax.Array, group: int) -> Numbers:
 
         empty = jnp.zeros_like(block)
         _, found, errors = lax.fori_loop(0, group, column, (block, empty, empty))
-        weight = weight - jnp.matmul(errors, root, precision=lax.Precision.HIGHEST)  # of columns that are done, nothing is read again
+        weight = weight - jnp.matmul(errors, root, precision=lax.Precision.HIGHEST)  # the columns that are done are not read again
         put = lax.dynamic_update_slice
         return weight, put(numbers, found, (0, start)), put(scales, scale, (0, index)), put(offsets, offset, (0, index))
 

@@ -1,4 +1,4 @@
-"""Rows put in the order of the groups that they belong to, and cut into blocks that share a group: without sorting, and without loops."""
+"""Orders rows by group, and divides them into blocks of the same group, without sorting and without loops."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-GRID = 8  # rows: where a group may begin
-BLOCK = 8, 128  # least and most rows of a block
+GRID = 8  # rows; groups start at multiples of it
+BLOCK = 8, 128  # minimum and maximum rows of a block
 
 
 class Groups(NamedTuple):
-    """Where rows lie so that those of a group follow each other, each group from a multiple of GRID.
+    """Places for rows such that the rows of a group are consecutive, and each group starts at a multiple of GRID.
 
     Attributes:
-        place: int32 [rows], of each row.
-        row: int32 [places], the row at each place; arbitrary for empty places. A whole block can be read from any place where one begins.
+        place: int32 [rows], the place of each row.
+        row: int32 [places], the row at each place; arbitrary for empty places. A whole block can be read from
+            every start of a block.
         owner: int32 [places], the group at each place; arbitrary for empty places.
-        size: int32 [groups], places of each.
-        group: int32 [blocks], of each block of `block_rows` places or fewer.
-        start, length: int32 [blocks], its places, in units of GRID; blocks beyond the last have none.
+        size: int32 [groups], number of places of each group.
+        group: int32 [blocks], the group of each block of at most `block_rows` places.
+        start, length: int32 [blocks], first place and number of places, in units of GRID; length 0 after the last block.
     """
 
     place: jax.Array
@@ -33,29 +34,29 @@ class Groups(NamedTuple):
 
 
 def counted(chosen: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
-    """How many rows chose each group, int32 [groups], and each row's rank among those of its group, int32 [rows]."""
+    """The number of rows in each group, int32 [groups], and each row's rank in its group, int32 [rows]."""
     hits = jax.nn.one_hot(chosen, groups, dtype=jnp.int32)  # [rows, groups]
     return hits.sum(0), ((jnp.cumsum(hits, axis=0) - 1) * hits).sum(-1)
 
 
 def block_rows(rows: int, groups: int) -> int:
-    """Rows of a block: twice a group's mean, so that most groups are one block, whose weights are read once."""
+    """Rows of a block: twice the mean size of a group, so that most groups are one block, whose weights are read once."""
     least, most = BLOCK
     return min(most, max(least, 1 << (-(-2 * rows // groups) - 1).bit_length()))
 
 
 def grouped(chosen: jax.Array, groups: int) -> Groups:
-    """Rows that belong to groups `chosen`, int32 [rows]."""
+    """Groups rows that belong to groups `chosen`, int32 [rows]."""
     rows, block = len(chosen), block_rows(len(chosen), groups)
     sizes, rank = counted(chosen, groups)
     taken, per_block = -(-sizes // GRID), block // GRID
     ends, blocks = jnp.cumsum(taken), -(-taken // per_block)
     place = (ends - taken)[chosen] * GRID + rank
-    most = rows + (GRID - 1) * min(groups, rows)  # places up to the last row
+    most = rows + (GRID - 1) * min(groups, rows)  # maximum number of places
     nothing = jnp.zeros(-(-most // GRID) * GRID + block, jnp.int32)
     row, owner = nothing.at[place].set(jnp.arange(rows, dtype=jnp.int32)), nothing.at[place].set(chosen)
     last = jnp.cumsum(blocks)
-    index = jnp.arange(min(groups, rows) + rows // block, dtype=jnp.int32)  # as many blocks as there can be
+    index = jnp.arange(min(groups, rows) + rows // block, dtype=jnp.int32)  # maximum number of blocks
     group = jnp.minimum((last <= index[:, None]).sum(1, dtype=jnp.int32), groups - 1)  # a search would be a loop
     start = (ends - taken)[group] + (index - (last - blocks)[group]) * per_block
     return Groups(place, row, owner, taken * GRID, group, start, jnp.clip(ends[group] - start, 0, per_block))

@@ -1,10 +1,10 @@
-"""An orthogonal transform of a product's inputs, block by block: it spreads an outlier over its block, so that few bits represent the rest
-better.
+"""An orthogonal transform of a product's inputs, block by block. It spreads an outlier over its block, so that
+the other numbers are represented better with few bits.
 
-For a matrix T with T T^T = g, (x T) (W T)^T / g = x W^T: weights are transformed once, x in every product, and only the
-rounding of numbers approximates (QuaRot, arXiv:2404.00456). T is a Hadamard matrix of g rows for blocks of a power of two.
-Blocks of three or nine times that combine it with reflections of three, so that all inputs are mixed where hidden sizes
-are such numbers.
+For a matrix T with T T^T = g, (x T) (W T)^T / g = x W^T. Weights are transformed once, and x in every product;
+only rounding is inexact (QuaRot, arXiv:2404.00456). For blocks of a power of two, T is a Hadamard matrix of g
+rows. For blocks of three or nine times a power of two, it is combined with reflections of three values, so that
+all inputs are mixed for hidden sizes with such factors.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import jax.numpy as jnp
 from jax import lax
 
 LARGEST = 512  # power of two, and
-THREES = 9, 3, 1  # what it is multiplied by
+THREES = 9, 3, 1  # its factors
 
 
 def block_of(size: int) -> int:
-    """How many inputs are transformed together, of so many; 1: none are."""
+    """Number of inputs that are transformed together, given the total number; 1: none."""
     return min(size & -size, LARGEST) * next(n for n in THREES if size % n == 0)
 
 
 def gain(block: int) -> int:
-    """Transformed twice, numbers are themselves times this."""
+    """Transforming numbers twice multiplies them by this."""
     return block & -block
 
 
 def transform(x: jax.Array, block: int) -> jax.Array:
-    """x [..., in], transformed block by block of the last axis; float32 unless block is 1."""
+    """Transforms x [..., in] block by block along the last axis; float32 unless block is 1."""
     if block == 1:
         return x
     two, three = gain(block), block // gain(block)
@@ -42,7 +42,8 @@ def transform(x: jax.Array, block: int) -> jax.Array:
 
 
 def hadamard(size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Sylvester's [size, size], of ones and minus ones: entry (i, j) has the sign of the number of bits that i and j share."""
+    """Sylvester's matrix [size, size] of ones and minus ones: the sign of (i, j) is the parity of the bits that
+    i and j share."""
     index = jnp.arange(size)
     odd = lax.population_count(index[:, None] & index) & 1
     return (1 - 2 * odd).astype(dtype)

@@ -1,4 +1,4 @@
-"""What the attention kernels for Hopper (sm_90a) share: shared memory's layout, and products of a warpgroup."""
+"""Common parts of the attention kernels for Hopper (sm_90a): layouts of shared memory, and products of a warpgroup."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ COLUMNS = 64  # of a tile of shared memory
 
 
 def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any]) -> Any:
-    """Shared memory as TMA and the tensor cores want it: tiles of 8 rows by 64 numbers, swizzled."""
+    """Shared memory in the layout of TMA and the tensor cores: tiles of 8 rows by 64 numbers, swizzled."""
     tiles = plgpu.TilingTransform((8, COLUMNS))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(COLUMNS * dtype.itemsize)))  # type: ignore[abstract]
 
 
 def per_row(value: float) -> jax.Array:
-    """float32 [ROWS], each of them the value."""
+    """float32 [ROWS] filled with the value."""
     filled: jax.Array = plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
     return filled
 
 
 def product(left: Any, right: Any, then: Callable[[], None] = lambda: None) -> jax.Array:
-    """left [ROWS, n] @ right [n, columns] in float32, from shared memory; `then` is done while the tensor cores work."""
+    """left [ROWS, n] @ right [n, columns] in float32, from shared memory; `then` runs while the tensor cores work."""
 
     def multiply(out: Any) -> Any:
         plgpu.wgmma(out, left, right)

@@ -1,7 +1,8 @@
-"""Whether the bulk copies of a kernel's PTX begin where CUDA wants them to in shared memory.
+"""Checks whether the bulk copies in a kernel's PTX are aligned in shared memory as CUDA requires.
 
-A copy by a tensor map (`cp.async.bulk.tensor`) needs 128 bytes, a plain one (`cp.async.bulk`) 16. Neither Mosaic, nor ptxas, nor
-Pallas's interpreter checks that; on a GPU such a copy faults, and nothing runs in that process any more.
+A copy with a tensor map (`cp.async.bulk.tensor`) needs 128 bytes, a plain one (`cp.async.bulk`) 16. Mosaic,
+ptxas and Pallas's interpreter do not check this. On a GPU a misaligned copy faults, and the process cannot use
+the GPU any more.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import re
 from collections import defaultdict
 
 TENSOR, PLAIN = 128, 16  # bytes
-BASE = 1024  # bytes that dynamic shared memory is aligned to on Hopper, as Mosaic's layouts assume
+BASE = 1024  # alignment of dynamic shared memory on Hopper in bytes, as assumed by Mosaic's layouts
 ANY = 1 << 63  # the alignment of 0
 COPY = re.compile(r"cp\.async\.bulk(\.tensor)?\S*shared\S*\s+([^;]*);")
 DEFINITION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\S*)\s+(%\w+)(?:\|%\w+)?\s*,\s*([^;]+);", re.MULTILINE)
 
 
 def bulk_copies(ptx: str) -> list[tuple[str, bool]]:
-    """Every bulk copy to or from shared memory, and whether its address there is provably aligned as it must be."""
+    """All bulk copies to or from shared memory, and whether the alignment of each address is proven."""
     known = _alignments(ptx)
     copies = []
     for copy in COPY.finditer(ptx):
@@ -29,11 +30,11 @@ def bulk_copies(ptx: str) -> list[tuple[str, bool]]:
 
 
 def _alignments(ptx: str) -> dict[str, int]:
-    """For each register, the largest power of two that is known to divide all its values."""
+    """For each register, the largest power of two that is known to divide all of its values."""
     definitions: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
     for operation, register, operands in DEFINITION.findall(ptx):
         definitions[register].append((operation, [operand.strip() for operand in operands.split(",")]))
-    known, before = dict.fromkeys(definitions, ANY), dict[str, int]()  # loops define registers by themselves
+    known, before = dict.fromkeys(definitions, ANY), dict[str, int]()  # in loops, registers are defined by themselves
     while known != before:
         before = dict(known)
         for register, values in definitions.items():

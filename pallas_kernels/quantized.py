@@ -1,7 +1,7 @@
 """Eight-bit arrays with a scale for each row of their last axis.
 
-A row is what is written and read together: an output channel's weights, an activation, a token's key of one head. So
-nothing that is already stored is ever scaled again, and no row's error depends on another row.
+A row is what is written and read together: the weights of an output channel, an activation, a token's key of
+one head. So stored numbers are never rescaled, and no row's error depends on another row.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from jax import lax
 from pallas_kernels.hadamard import gain, transform
 from pallas_kernels.int4 import Int4, dequantize_int4
 
-SMALLEST = 1e-30  # of what counts as a row's largest magnitude: rows of zeros stay zeros
+SMALLEST = 1e-30  # minimum for a row's largest magnitude: rows of zeros stay zero
 LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0}
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("dtype", "inputs", "kind", "hadamard"))
 @dataclass(frozen=True)
 class Quantized:
-    """Stands for values * scale[..., None], transformed back.
+    """Represents values * scale[..., None], transformed back.
 
     Attributes:
-        values: int8 or float8_e4m3fn [..., size]; of a cache uint8, the bits of float8_e4m3fn: XLA on a CPU moves no fp8, a gather or a
-            scatter would convert all of it there and back.
+        values: int8 or float8_e4m3fn [..., size]; for a cache uint8, the bits of float8_e4m3fn: on a CPU, XLA's
+            gather and scatter would convert all of an fp8 array there and back.
         scale: float32 [...].
-        dtype: of what it stands for.
-        inputs: products quantize their other side too, row by row, and multiply eight-bit numbers.
+        dtype: dtype of the represented numbers.
+        inputs: whether products quantize their other side too, row by row, and multiply eight-bit numbers.
         kind: int8 or float8_e4m3fn.
-        hadamard: numbers of a row that were transformed together before they were quantized; 1: none were.
+        hadamard: numbers of a row that were transformed together before quantization; 1: not transformed.
     """
 
     values: jax.Array
@@ -49,13 +49,13 @@ class Quantized:
 
     def __getitem__(self, index: Any) -> Quantized:
         """Indices of leading axes."""
-        if index is Ellipsis:  # how nnx asks for a parameter's value
+        if index is Ellipsis:  # nnx reads a parameter's value this way
             return self
         return replace(self, values=self.values[index], scale=self.scale[index])
 
 
 def is_quantized(node: object) -> bool:
-    """For functions on trees in which a Quantized or an Int4 is a leaf."""
+    """A leaf predicate for functions on trees with Quantized and Int4."""
     return isinstance(node, Quantized | Int4)
 
 
@@ -63,10 +63,11 @@ Pages = jax.Array | Quantized  # of a cache: [num_pages, kv_heads, page_size, he
 
 
 def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, *, inputs: bool = False, hadamard: int = 1) -> Quantized:
-    """x [..., size], a float, to int8 or float8_e4m3fn: the largest magnitude of a row becomes the dtype's largest number.
+    """Quantizes floats x [..., size] to int8 or float8_e4m3fn. A row's largest magnitude becomes the dtype's
+    largest number.
 
     Args:
-        inputs, hadamard: as in Quantized; products transform the other side of a weight alike.
+        inputs, hadamard: as in Quantized; products apply the same transform to the other side.
     """
     largest = LARGEST[jnp.dtype(dtype)]
     wide = transform(x.astype(jnp.float32), hadamard) / gain(hadamard)
@@ -78,12 +79,12 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, *, inputs: bool = False,
 
 
 def numbers(x: Quantized) -> jax.Array:
-    """The values, of x.kind."""
+    """The values as x.kind."""
     return lax.bitcast_convert_type(x.values, jnp.dtype(x.kind)) if x.values.dtype == jnp.uint8 else x.values
 
 
 def movable(x: Quantized) -> Quantized:
-    """With fp8 values as bits."""
+    """The same with fp8 values as bits."""
     return x if x.kind == "int8" or x.values.dtype == jnp.uint8 else replace(x, values=lax.bitcast_convert_type(x.values, jnp.uint8))
 
 

@@ -1,6 +1,6 @@
-"""Naive float32 forms of every function: the truth that the others are tested against.
+"""Naive float32 implementations of every function, as references for tests.
 
-They gather each sequence's whole block table, so they are for tests only.
+They gather each sequence's whole block table, so they are only suitable for tests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def kv_write(
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """See `xla.rotate`; here as a product of complex numbers."""
+    """See `xla.rotate`. Implemented as a product of complex numbers."""
     cos, sin = (part[:, None] for part in rotation)
     pairs = cos.shape[-1]
     wide = x.astype(jnp.float32)
@@ -102,7 +102,7 @@ def paged_attention_prefill(
     k, v = tokens(k_pages), tokens(v_pages)
     at = positions[:, None] + jnp.arange(tile)
     token, window = jnp.arange(width), window or width + tile
-    used = (token < (positions + lengths)[:, None]) & (token > positions[:, None] - window)  # by any query
+    used = (token < (positions + lengths)[:, None]) & (token > positions[:, None] - window)  # attended to by any query
     v = jnp.where(used[:, None, :, None], v, 0.0)
     distance = at[..., None] - token
     seen = (distance >= 0) & (distance < window) & used[:, None]

@@ -1,4 +1,4 @@
-"""What the host launches of a program that XLA compiled for a GPU: thunks, and command buffers, each a CUDA graph of several."""
+"""The launches of a program that XLA compiled for a GPU: thunks, and command buffers (CUDA graphs) of several thunks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ BUFFER, WHILE, COPY = "kCommandBuffer", "kWhile", "kCopy"
 
 @dataclass(frozen=True, slots=True)
 class Thunk:
-    """One of them.
+    """A thunk.
 
     Attributes:
         kind: XLA's name, such as kCustomKernel, kGemm, kCommandBuffer, kWhile.
-        name: of the operation in the compiled text.
-        blocks, threads: of a kernel, and of each block; 0 where XLA does not say.
-        nested: of a command buffer, or of a loop's condition and body.
+        name: name of the operation in the compiled text.
+        blocks, threads: number of blocks of a kernel, and of threads per block; 0 if XLA does not report them.
+        nested: thunks of a command buffer, or of a loop's condition and body.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Thunk:
     nested: tuple[Thunk, ...]
 
     def leaves(self) -> Iterator[Thunk]:
-        """Itself, or all that is nested in it and nests nothing."""
+        """This thunk, or the innermost thunks nested in it."""
         if self.kind not in (BUFFER, WHILE):
             yield self
         for thunk in self.nested:
@@ -40,15 +40,15 @@ class Thunk:
 
 
 def dumping(folder: Path) -> dict[str, str | bool]:
-    """XLA's options with which what is compiled leaves its thunks in a folder, for `dumped`."""
+    """XLA options that dump the thunks of compiled programs to a folder, for `dumped`."""
     return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
 
 
 def dumped(folder: Path) -> dict[str, tuple[Thunk, ...]]:
-    """What the host launches for each program, in order; by the name that XLA's text of a program begins with."""
+    """The launches of each program in order, by the name at the beginning of XLA's text of the program."""
     found = {}
     for first in folder.glob("*.thunk_sequence.txt"):
-        last = Path(str(first).replace(".thunk_sequence.", ".thunk_sequence_after_thunk_passes."))  # not there if they changed nothing
+        last = Path(str(first).replace(".thunk_sequence.", ".thunk_sequence_after_thunk_passes."))  # missing if the passes changed nothing
         found[first.name.split(".")[1]] = parsed((last if last.exists() else first).read_text())
     return found
 
@@ -56,11 +56,11 @@ def dumped(folder: Path) -> dict[str, tuple[Thunk, ...]]:
 def compiled_with_thunks(
     lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
 ) -> tuple[jax.stages.Compiled, tuple[Thunk, ...]]:
-    """The program, and what the host launches for it.
+    """Compiles a program. Returns it and its launches.
 
     Args:
-        lowered: for a GPU.
-        options: XLA's.
+        lowered: a program lowered for a GPU.
+        options: XLA's options.
     """
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile(compiler_options={**(options or {}), **dumping(Path(folder))})
@@ -69,13 +69,13 @@ def compiled_with_thunks(
 
 
 def parsed(text: str) -> tuple[Thunk, ...]:
-    """Of XLA's dump."""
+    """Parses XLA's dump."""
     lines = [(len(match[1]), match) for match in map(LINE.match, text.splitlines()) if match]
     return tuple(_nested(lines))
 
 
 def leaves(thunks: Iterable[Thunk]) -> list[Thunk]:
-    """What runs on the device, each thunk of a loop once."""
+    """The thunks that run on the device; those of a loop once."""
     return [leaf for thunk in thunks for leaf in thunk.leaves()]
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a call on a device, in the median, over pages in more memory than its cache holds."""
+"""Median seconds of a call on a device, with pages spread over more memory than its cache holds."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ import numpy as np
 
 from pallas_kernels.quantized import Pages, movable, quantize
 
-SAMPLE = 0.05  # seconds that a sample takes at least
+SAMPLE = 0.05  # minimum seconds of a sample
 SAMPLES = 7
-IN_FLIGHT = 16  # calls at most: each holds memory for its result
-CHAIN = 8  # calls in one program, each of which takes what the one before it gave
-REPEATED = 512  # pages of a pool that differ; the rest are like them, elsewhere in memory
+IN_FLIGHT = 16  # maximum concurrent calls: each holds memory for its result
+CHAIN = 8  # calls in one program, each of which uses the result of the previous one
+REPEATED = 512  # distinct pages of a pool; the others are copies of them
 
 
 def median(call: Callable[[], Any], wait: Callable[[Any], object] = jax.block_until_ready, samples: int = SAMPLES) -> float:
-    """Seconds of a call, in the median of samples.
+    """Median seconds of a call over several samples.
 
-    A sample is many calls, dispatched while earlier ones run: a device does what it is given in order, so the host only has to be faster
-    than the device. Nothing is subtracted. The first calls, which compile, are not counted.
+    A sample consists of many calls, dispatched while earlier ones run. A device executes in order, so the host
+    only has to be faster than the device. Nothing is subtracted. The first calls, which compile, are not
+    counted.
 
     Args:
-        wait: until what a call gave is there.
+        wait: waits for the result of a call.
     """
     wait(call())
     calls, took = 1, _sample(call, wait, 1)
@@ -51,17 +52,17 @@ def _sample(call: Callable[[], Any], wait: Callable[[Any], object], calls: int) 
 
 
 def chained(function: Callable[..., jax.Array], first: jax.Array, each: Any, *fixed: Any) -> float:
-    """Seconds of function(x, one, *fixed), whose result is like x: CHAIN of them in one program, in the median.
+    """Median seconds of function(x, one, *fixed), whose result is like x, in a program with CHAIN calls.
 
     Args:
-        each: a tree of arrays of CHAIN entries, one for each call, so that what is read lies elsewhere each time.
+        each: a tree of arrays with CHAIN entries, one for each call, so that each call reads different memory.
     """
     return seconds(chain(function), first, each, *fixed)
 
 
 def chain(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The program of `chained`, to time with several arguments of the same shapes."""
-    call = jax.jit(function)  # so that it is lowered once
+    """The program of `chained`, for timing with several arguments of the same shapes."""
+    call = jax.jit(function)  # lowered only once
 
     @jax.jit
     def run(x: jax.Array, each: Any, *fixed: Any) -> jax.Array:
@@ -73,15 +74,15 @@ def chain(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def seconds(program: Callable[..., jax.Array], *args: Any) -> float:
-    """Of one of the calls in what `chain` gave."""
+    """Seconds of one of the calls in a program returned by `chain`."""
     return median(partial(program, *args)) / CHAIN
 
 
 def page_pool(shape: Sequence[int], dtype: str, kind: str | None) -> tuple[Pages, Pages]:
-    """Random keys and values, made on the device.
+    """Random keys and values, generated on the device.
 
     Args:
-        shape: num_pages at least, kv_heads, page_size, head_dim.
+        shape: at least num_pages, kv_heads, page_size, head_dim.
         kind: int8 or float8_e4m3fn; None stores dtype.
     """
 
@@ -96,10 +97,10 @@ def page_pool(shape: Sequence[int], dtype: str, kind: str | None) -> tuple[Pages
 
 
 def block_tables(num_pages: int, pages: Sequence[int], calls: int = CHAIN, width: int = 0) -> np.ndarray:
-    """Block tables int32 [calls, rows, width] in random order; a page comes again when all have come.
+    """Block tables int32 [calls, rows, width] in random order. A page is repeated only after all have been used.
 
     Args:
-        pages: of each row; what follows them is the null page.
+        pages: number of pages in each row; the null page follows.
         width: at least the largest of `pages`, which is the default.
     """
     here = np.arange(width or max(pages)) < np.array(pages)[:, None]
@@ -110,5 +111,5 @@ def block_tables(num_pages: int, pages: Sequence[int], calls: int = CHAIN, width
 
 
 def one_long(rows: int, longest: int, shortest: int, longest_of_others: int) -> list[int]:
-    """Lengths of a ragged batch: one long row, and short ones of evenly spread lengths."""
+    """Lengths of a ragged batch: one long row, and short ones with evenly spaced lengths."""
     return [longest, *np.linspace(shortest, longest_of_others, rows - 1, dtype=int).tolist()]

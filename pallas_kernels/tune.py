@@ -1,11 +1,13 @@
-"""Measure how decode attention is best cut up on this machine's GPU, and write it to the table that `tuning` reads.
+"""Measures the best parameters of decode attention on this machine's GPU, and writes them to the table that
+`tuning` reads.
 
     python -m pallas_kernels.tune [--heads 32 --kv-heads 8 --head-dim 128] [--page-size 64] [--dtype bfloat16] [--out FILE]
 
-For one shape of attention (the heads that one device holds) or, without --heads, for those of Llama's 8B and 70B: each
-of the engine's row buckets and each kind of cache is timed with sequences of 8k tokens and with one of 32k among short
-ones, from a cache of 1 GiB. First the number of splits is chosen, then that of stages. FILE is written after each case,
-and cases that it lacks for this device come first, so that a run which was ended can be taken up again.
+For one shape of attention (the heads on one device) or, without --heads, for those of Llama 8B and 70B: each of
+the engine's row buckets and each kind of cache is timed with sequences of 8k tokens, and with one of 32k among
+short ones, with a cache of 1 GiB. First the number of splits is chosen, then the number of stages. FILE is
+written after each case, and cases that it lacks for this device come first, so an interrupted run can be
+continued.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ from pallas_kernels.quantized import Pages
 from pallas_kernels.timing import block_tables, chain, one_long, page_pool, seconds
 from pallas_kernels.tuning import DecodeCase, DecodeChoice
 
-KINDS = {None: None, "int8": "int8", "uint8": "float8_e4m3fn"}  # by the dtype that is stored; None is the queries' own
+KINDS = {None: None, "int8": "int8", "uint8": "float8_e4m3fn"}  # by stored dtype; None is the queries' dtype
 ROWS = (8, 16, 32, 64, 128, 256)  # row buckets of an engine on a GPU
 EVEN, LONGEST, SHORT = 8192, 32768, (256, 1024)  # tokens of a sequence
-POOL = 1 << 30  # bytes of the cache: many times what a GPU's L2 cache holds
-QUARTERS = (1, 2, 3, 4, 6, 8, 16)  # of the default number of splits
+POOL = 1 << 30  # bytes of the cache, many times the size of a GPU's L2 cache
+QUARTERS = (1, 2, 3, 4, 6, 8, 16)  # multiples of a quarter of the default number of splits
 STAGES = (2, 3, 4, 6)
-WORTH = 0.98  # of the default's time, at most, for another choice to be taken
+WORTH = 0.98  # required share of the default's time for another choice
 
 Timer = Callable[[DecodeCase, DecodeChoice], float]
 
@@ -58,7 +60,7 @@ class Load(NamedTuple):
 
 
 def cases(heads: int, kv_heads: int, head_dim: int, page_size: int = 64, dtype: str = "bfloat16") -> list[DecodeCase]:
-    """All that an engine may ask for with attention of this shape, whatever its max_model_len."""
+    """All cases that an engine may need with attention of this shape, for any max_model_len."""
     return [
         DecodeCase(cache or dtype, dtype, heads, kv_heads, head_dim, page_size, rows, LONGEST)
         for cache, rows in itertools.product(KINDS, ROWS)
@@ -69,7 +71,8 @@ SHAPES = [(32, 8, 128), (64, 8, 128)]  # heads, kv_heads, head_dim
 
 
 def search(cases: Iterable[DecodeCase], cores: int, timer: Timer) -> Iterator[Measured]:
-    """The best number of splits with the default's stages, then the best number of stages with as many splits."""
+    """The best number of splits with the default number of stages, then the best number of stages with that
+    number of splits."""
     for case in cases:
         default = tuning.default_decode(case, cores)
         times = {default: timer(case, default)}
@@ -83,7 +86,7 @@ def search(cases: Iterable[DecodeCase], cores: int, timer: Timer) -> Iterator[Me
 
 
 def tune(cases: Iterable[DecodeCase], device: jax.Device, file: Path) -> Iterator[Measured]:
-    """What `search` finds, in the file at once, beside what was there; the cases that the file lacks come first."""
+    """Runs `search`, writing results to the file immediately, in addition to its contents. Missing cases come first."""
     known = _read(file).get(device.device_kind, {})
     for measured in search(sorted(cases, key=lambda case: case.key() in known), tuning.cores(device), total_seconds):
         if math.isfinite(measured.best):
@@ -97,20 +100,20 @@ def _read(file: Path) -> tuning.Table:
 
 
 def total_seconds(case: DecodeCase, choice: DecodeChoice) -> float:
-    """Of a call with each of the case's loads, on the default device; infinity where the choice does not fit."""
+    """Total seconds of a call with each of the case's loads, on the default device; infinity if the choice does not fit."""
     q, k, v, loads = arrays(case)
     attend = partial(paged_attention_decode, scale=case.head_dim**-0.5, splits=choice.splits, stages=choice.stages)
     program = chain(lambda q, tables, k, v, lengths: attend(q, k, v, tables, lengths))
     try:
         return sum(seconds(program, q, load.tables, k, v, load.lengths) for load in loads)
-    except Exception as error:  # shared memory that there is not, as a ValueError or as the driver's own error
+    except Exception as error:  # too little shared memory: a ValueError, or the driver's own error
         print(f"left out: {choice}: {str(error).splitlines()[0]}")
         return math.inf
 
 
-@functools.lru_cache(maxsize=1)  # all choices of a case take the same
+@functools.lru_cache(maxsize=1)  # all choices of a case use the same
 def arrays(case: DecodeCase) -> tuple[jax.Array, Pages, Pages, list[Load]]:
-    """Queries, keys and values, and what is read of them: rows that are alike, and one long row among short ones."""
+    """Queries, keys and values, and the loads: equal rows, and one long row among short ones."""
     kind = KINDS.get(case.cache)
     page = 2 * case.kv_heads * case.page_size * case.head_dim * jnp.dtype(case.cache).itemsize
     num_pages = max(2, POOL // page)
@@ -139,8 +142,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kv-heads", type=int, help="kv heads on one device")
     parser.add_argument("--head-dim", type=int)
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page; default: %(default)s")
-    parser.add_argument("--dtype", choices=dispatch.DTYPES, default="bfloat16", help="of the queries; default: %(default)s")
-    parser.add_argument("--out", type=Path, default=tuning.FILE, help="file to write, beside its entries of other devices and shapes")
+    parser.add_argument("--dtype", choices=dispatch.DTYPES, default="bfloat16", help="dtype of the queries; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=tuning.FILE, help="file to write; entries of other devices and shapes are kept")
     options = parser.parse_args(arguments)
     shape = (options.heads, options.kv_heads, options.head_dim)
     if None in shape and any(shape):

@@ -1,6 +1,6 @@
-"""How a kernel's work is cut up: by rules from shapes and the device, or as a table of what was measured says.
+"""How a kernel's work is divided: by rules from shapes and the device, or by a table of measurements.
 
-`tuned.json` is the table, by device kind and by case; `python -m pallas_kernels.tune` fills it on a GPU.
+The table is `tuned.json`, by device kind and case; `python -m pallas_kernels.tune` fills it on a GPU.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 import jax
 
 FILE = Path(__file__).parent / "tuned.json"
-CORES = 132  # multiprocessors of an H100 or H200, for a device that does not say
-BLOCKS = 2  # of threads that should be there for each multiprocessor
-SPLIT_TOKENS = 256  # a split of a sequence should have as many
+CORES = 132  # multiprocessors of an H100 or H200, for devices that do not report it
+BLOCKS = 2  # desired blocks per multiprocessor
+SPLIT_TOKENS = 256  # minimum tokens of a split
 Table = dict[str, dict[str, dict[str, int]]]
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """What decides how decode attention is cut up.
+    """The parameters on which the division of decode attention depends.
 
     Attributes:
-        cache: dtype that is stored; the queries' own, int8 or uint8.
-        dtype: of the queries.
-        rows: of a step, padding included; cases differ by its next power of two.
-        tokens: that a row may have to read. It bounds the splits, no more: all widths of a table share what was measured.
+        cache: stored dtype; the queries' dtype, int8 or uint8.
+        dtype: dtype of the queries.
+        rows: rows of a step, padding included; rounded up to a power of two for the lookup.
+        tokens: maximum tokens that a row may read. It only limits the splits: table entries are shared by all values.
     """
 
     cache: str
@@ -51,11 +51,11 @@ class DecodeCase:
 
 @dataclass(frozen=True)
 class DecodeChoice:
-    """How decode attention is cut up.
+    """How decode attention is divided.
 
     Attributes:
-        splits: of a sequence.
-        stages: tiles on their way to a block at a time; None: as many as its shared memory is meant for.
+        splits: number of parts of a sequence.
+        stages: number of tiles in transfer to a block at a time; None: as many as fit into its intended shared memory.
     """
 
     splits: int
@@ -63,17 +63,17 @@ class DecodeChoice:
 
 
 def cores(device: jax.Device | None) -> int:
-    """Multiprocessors of the device."""
+    """Number of multiprocessors of the device."""
     return getattr(device, "core_count", None) or CORES
 
 
 def default_decode(case: DecodeCase, cores: int) -> DecodeChoice:
-    """Splits that fill the chip, where the tokens that a row may have to read suffice."""
+    """Splits that fill the chip, if there are enough tokens."""
     return DecodeChoice(max(1, min(BLOCKS * cores // (case.rows * case.kv_heads), case.most_splits)))
 
 
 def decode(case: DecodeCase, device: jax.Device | None) -> DecodeChoice:
-    """What was measured on such a device, else what the rules say."""
+    """The measured choice for such a device, otherwise the one by rules."""
     measured = table().get(getattr(device, "device_kind", ""), {}).get(case.key())
     if not measured:
         return default_decode(case, cores(device))
@@ -87,6 +87,6 @@ def table() -> Table:
 
 
 def updated(table: Table, device_kind: str, measured: dict[DecodeCase, DecodeChoice]) -> Table:
-    """The table with new cases of a device, which replace those of the same key."""
+    """The table with new cases of a device, which replace those with the same key."""
     entries: dict[str, Any] = {case.key(): {k: v for k, v in asdict(choice).items() if v is not None} for case, choice in measured.items()}
     return table | {device_kind: table.get(device_kind, {}) | entries}

@@ -1,4 +1,4 @@
-"""What the versions of JAX that are supported do under different names."""
+"""Differences between supported versions of JAX."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def store(target: Any, values: Any) -> None:
-    """Writes an array to a Mosaic GPU reference, in pieces as small as its layout asks for."""
+    """Writes an array to a Mosaic GPU reference, in pieces of the size that its layout needs."""
     if hasattr(plgpu, "store"):
         plgpu.store(target, values, optimized=False)
-    else:  # jax 0.11, which does not ask
+    else:  # jax 0.11 does this itself
         target[...] = values

@@ -1,7 +1,7 @@
-"""XLA forms of every function: a CPU's, and those of GPUs that no kernel here serves.
+"""XLA implementations of every function, for CPUs and for GPUs without a suitable kernel.
 
-Attention is an online softmax over blocks of pages (Milakov and Gimelshein, 2018; Dao et al., 2022). How many
-blocks a loop takes is either a device value, on a CPU, or static (`pages`), on a GPU, where XLA would wait for the
+Attention is an online softmax over blocks of pages (Milakov and Gimelshein, 2018; Dao et al., 2022). The number
+of blocks in a loop is a device value on a CPU. On a GPU it is static (`pages`), since XLA would wait for the
 host at a loop of unknown length.
 """
 
@@ -24,8 +24,8 @@ GROUPED = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [groups, out,
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
 MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
-ROW_GROUP = 8  # decode rows that loop together, each as far as the longest of them
-FEW_GROUP = 2  # the same where there are no more rows than ROW_GROUP: many of them may be padding, which should not loop
+ROW_GROUP = 8  # decode rows that share a loop, whose length is that of the longest
+FEW_GROUP = 2  # the same if there are at most ROW_GROUP rows: many of them may be padding, which should not loop
 DECODE_BLOCK = PREFILL_BLOCK = 128  # tokens read at a time
 
 
@@ -39,22 +39,22 @@ def kv_write(
     *,
     rotation: Rotation | None = None,
 ) -> tuple[Pages, Pages]:
-    """Write tokens' keys and values into their pages; in place where the caller donates the cache.
+    """Writes tokens' keys and values to their pages, in place if the caller donates the cache.
 
     Args:
-        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim]; if Quantized, each token of each head is quantized by
-            itself, so that a page takes tokens one by one and what it holds never changes.
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim]; if Quantized, each token of each head is
+            quantized separately, so that tokens can be added to a page without changing its contents.
         k, v: [tokens, kv_heads, head_dim].
-        page_ids: int32 [tokens]; padding names the null page, 0, whose contents are undefined.
-        offsets: int32 [tokens], in [0, page_size). No two tokens have the same place but in the null page.
-        rotation: turns the keys first, as `rotate` does; None where they are turned already, or never.
+        page_ids: int32 [tokens]; padding uses the null page, 0, whose contents are undefined.
+        offsets: int32 [tokens], in [0, page_size). No two tokens have the same place, except in the null page.
+        rotation: rotates the keys first, as `rotate` does; None: no rotation.
     """
     k = k if rotation is None else rotate(k, rotation)
     return page_write(k_pages, k, page_ids, offsets), page_write(v_pages, v, page_ids, offsets)
 
 
 def page_write(pages: Any, new: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> Any:
-    """`kv_write` of keys or values alone."""
+    """`kv_write` for keys or values alone."""
     if isinstance(pages, Quantized):
         added = movable(quantize(new, pages.kind))
         values, scale = page_write(pages.values, added.values, page_ids, offsets), page_write(pages.scale, added.scale, page_ids, offsets)
@@ -66,8 +66,8 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotary embedding (Su et al., 2021) of x [tokens, heads, head_dim], in float32.
 
     Args:
-        rotation: cos and sin, float32 [tokens, pairs]. Channels i and i + pairs of each head are a pair that turns together
-            (the halves' convention); channels from 2 * pairs on stay as they are.
+        rotation: cos and sin, float32 [tokens, pairs]. Channels i and i + pairs of each head rotate together
+            (the convention with halves). Channels from 2 * pairs on are unchanged.
     """
     cos, sin = (part[:, None] for part in rotation)
     pairs = cos.shape[-1]
@@ -77,12 +77,12 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def copy_pages(k_pages: Pages, v_pages: Pages, sources: jax.Array, destinations: jax.Array) -> tuple[Pages, Pages]:
-    """Copy whole pages, keys and values with their scales; in place where the caller donates the cache.
+    """Copies whole pages, keys and values with their scales, in place if the caller donates the cache.
 
     Args:
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], or Quantized.
-        sources, destinations: int32 [copies], page ids. No page is written twice, nor both written and read; padding copies
-            the null page, 0, to itself.
+        sources, destinations: int32 [copies], page ids. No page is written twice, or both written and read.
+            Padding copies the null page, 0, to itself.
     """
     return copied(k_pages, sources, destinations), copied(v_pages, sources, destinations)
 
@@ -106,19 +106,21 @@ def paged_attention_decode(
     sinks: jax.Array | None = None,
     pages: int = 0,
 ) -> jax.Array:
-    """One query a sequence, over all of the sequence's tokens.
+    """One query per sequence, over all of the sequence's tokens.
 
     Args:
         q: [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
-        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], or Quantized. What they hold for tokens that no query
-            sees, NaN included, never reaches a result.
-        block_tables: int32 [rows, width], page ids in order; pages behind the window may be another sequence's, or the null page.
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], or Quantized. Contents for tokens that no
+            query attends to, NaN included, never affect a result.
+        block_tables: int32 [rows, width], page ids in order; pages behind the window may be another sequence's,
+            or the null page.
         lengths: int32 [rows], tokens of each sequence, the query's own included; 0 gives zeros.
         scale: multiplies the scores.
-        window: a query at position p sees keys in (p - window, p]; None sees all up to p.
+        window: a query at position p attends to keys in (p - window, p]; None: all up to p.
         soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap).
-        sinks: float32 [heads]; each is one more score of its head's softmax, without a value, so that weights may sum to less than 1.
-        pages: pages read of every sequence; 0 reads as many as the longest of each few rows has.
+        sinks: float32 [heads]; one additional score without a value in the softmax of each head, so weights may
+            sum to less than 1.
+        pages: number of pages read of every sequence; 0: as many as the longest of each group of rows has.
 
     Returns:
         [rows, heads, head_dim], in q's dtype.
@@ -169,14 +171,15 @@ def paged_attention_prefill(
         out = _attend(tile, k_pages, v_pages, table, position, position + length, *how)
         return lax.dynamic_update_slice_in_dim(tiles, out, i, 0)
 
-    out: jax.Array = lax.fori_loop(0, q.shape[0], one, q)  # results take the queries' places: nothing is copied
+    out: jax.Array = lax.fori_loop(0, q.shape[0], one, q)  # results replace the queries: nothing is copied
     return out
 
 
 def _read(pages: Pages, ids: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-    """Pages ids [n, step] as [n, kv_heads, tokens, head_dim]; scales [n, kv_heads, tokens] multiply scores and weights instead.
+    """Reads pages ids [n, step] as [n, kv_heads, tokens, head_dim]. Scales [n, kv_heads, tokens] are applied to
+    scores and weights.
 
-    Heads come first as they are read, so that products take them as they lie.
+    Heads come first, in the layout that products use.
     """
     some = pages[ids[:, None], jnp.arange(pages.shape[1])[:, None]]  # [n, kv_heads, step, page_size, head_dim]
     shape = (*some.shape[:2], -1)
@@ -200,22 +203,22 @@ def _attend(
     block: int,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """q [n, queries, heads, head_dim] at positions[n] + arange(queries), over tokens [0, ends[n]); multiplied as dtype."""
+    """q [n, queries, heads, head_dim] at positions[n] + arange(queries), over tokens [0, ends[n]); products in dtype."""
     n, queries, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     width = tables.shape[1]
-    step = min(max(block // page_size, 1), pages or width)  # pages a block
+    step = min(max(block // page_size, 1), pages or width)  # pages in a block
     span = step * page_size
     grouped = q.reshape(n, queries, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4).astype(dtype)
     at = positions[:, None] + jnp.arange(queries)
-    oldest = None if window is None else positions - window + 1  # tokens before it may be another sequence's, or NaN
+    oldest = None if window is None else positions - window + 1  # earlier tokens may be another sequence's, or NaN
 
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         m, total, acc = carry
         index = i * step + jnp.arange(step)
         ids = jnp.where(index < width, tables[:, jnp.minimum(index, width - 1)], 0)
         token = i * span + jnp.arange(span)
-        used = token < ends[:, None]  # [n, span], by any query
+        used = token < ends[:, None]  # [n, span], attended to by any query
         if oldest is not None:
             used &= token >= oldest[:, None]
         k, k_scale = _read(k_pages, ids, dtype)
@@ -242,7 +245,7 @@ def _attend(
     start = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, head_dim), jnp.float32)
     blocks = -(-pages // step) if pages else (jnp.max(ends) + span - 1) // span
     first: int | jax.Array = 0
-    if oldest is not None and not pages:  # the first block that any row can see
+    if oldest is not None and not pages:  # the first block that any row attends to
         first = jnp.maximum(jnp.min(jnp.where(ends > 0, oldest, 2**31 - 1)), 0) // span
     m, total, acc = lax.fori_loop(first, blocks, body, start)
     if sinks is not None:
@@ -252,7 +255,7 @@ def _attend(
 
 
 def grouped_product(x: jax.Array, weight: jax.Array, scale: jax.Array | None, groups: Groups) -> jax.Array:
-    """See `grouped_product.grouped_product`; of any dtype. Eight-bit weights are converted, all of them."""
+    """See `grouped_product.grouped_product`; for any dtype. Eight-bit weights are all converted."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = lax.ragged_dot_general(x, weight.astype(x.dtype), groups.size, GROUPED, precision=precision, preferred_element_type=x.dtype)
     return y if scale is None else (y * scale[groups.owner]).astype(x.dtype)

@@ -56,7 +56,7 @@ LINES: list[tuple[Any, tuple[int, str] | str | None]] = [  # a line, and how it 
     (asked("text", prompt="again"), "custom_id='text': an earlier line has this custom_id"),
     ({**asked("get", prompt="x"), "method": "GET"}, "method='GET': must be POST"),
     ({**asked("url", prompt="x"), "url": "http://x/"}, "url='http://x/': must be a path"),
-    ({**asked("more", prompt="x"), "priority": 1}, "priority=1: a batch file's lines may only have custom_id, method, url, body only"),
+    ({**asked("more", prompt="x"), "priority": 1}, "priority=1: a batch file's lines may only have custom_id, method, url, body"),
     ({"method": "POST", "url": TEXT, "body": {"prompt": "x"}}, "custom_id=None: must be text"),
     ({"custom_id": "b", "method": "POST", "url": TEXT}, "body=None: must be an object"),
     ("[1]", "must be a JSON object: [1]"),

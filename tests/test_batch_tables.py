@@ -129,7 +129,7 @@ def test_prompts_by_another_name(model: Path, tmp_path: Path, monkeypatch: pytes
         ([{"prompt": "x"}], ("--prompt-column=text",), "prompt_column='text': there is no such column, only prompt"),
         ([{"prompt": "x", "error": "y"}], (), "must not have columns of the answers: error"),
         ([{"prompt": "x"}], ("--n=2",), "n=2: is not supported in tables"),
-        ([{"prompt": "x"}], ("--logprobs=2",), "logprobs=2: a table"),
+        ([{"prompt": "x"}], ("--logprobs=2",), "logprobs=2: is not supported in tables"),
         ([{"prompt": "x"}], ("--served-model-name=m",), "served_model_name='m': needs --input of the format openai"),
         ([{"prompt": "x"}], ("--output=-",), "a table's answers need --output FILE"),
         ([{"prompt": "x"}], ("--input-format=jsonl", "--prompt-column=x"), "needs --input of the format parquet or csv"),

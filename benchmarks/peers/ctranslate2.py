@@ -20,7 +20,7 @@ class Engine:
         answers = self.generator.generate_batch(
             [[self.words[i] for i in prompt] for prompt in prompts],
             max_length=tokens,
-            min_length=tokens,  # as many tokens whatever they are
+            min_length=tokens,  # generates this number of tokens in any case
             sampling_topk=1,
             include_prompt_in_result=False,
         )

@@ -1,4 +1,4 @@
-"""Makes what the peers need, once, under .cache/peers: their Pythons and their weights."""
+"""Prepares the peers' Python environments and weights, once, under .cache/peers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ print(*(r for r in requires({name!r}) if not r.startswith({without!r}) and "extr
 
 
 class Unavailable(Exception):
-    """An environment or weights that could not be made; says why."""
+    """An environment or weights could not be prepared; gives the reason."""
 
 
 def environment_python(name: str) -> Path:
-    """The Python of an environment, which is made where it is not there, or was made from other packages."""
+    """The Python of an environment, which is created if it is missing or was created from other packages."""
     folder, wanted = PEERS_FOLDER / "environments" / name, ENVIRONMENTS[name]
     ready, python = folder / ".ready", folder / "bin" / "python"
     if not (ready.exists() and ready.read_text() == repr(wanted)):
@@ -48,7 +48,8 @@ def _install(python: Path, name: str, wanted: Environment) -> None:
 
 
 def weights_folder(name: str, model: Path) -> Path:
-    """The folder of weights in a peer's format, converted from the model where they are not there; an empty name is the model's own."""
+    """The folder of weights in a peer's format, converted from the model if missing. An empty name is the
+    model's own format."""
     if not name:
         return model
     folder = PEERS_FOLDER / "weights" / model.name / name
@@ -65,7 +66,7 @@ def weights_folder(name: str, model: Path) -> Path:
 
 
 def _run(command: list[str], name: str) -> str:
-    """What the command prints; its whole output is kept in logs/. Raises Unavailable with its last line where it fails."""
+    """The command's output; the complete log is kept in logs/. Raises Unavailable with its last line if it fails."""
     log = PEERS_FOLDER / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     variables = {**os.environ, "HF_HUB_OFFLINE": "1"}

@@ -1,4 +1,4 @@
-"""jengine as a library. w8a8: eight bits in the products, bfloat16 beside them."""
+"""jengine as a library. w8a8: products in eight bits, the rest in bfloat16."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Engine:
         return [list(answer.outputs[0].token_ids) for answer in self.llm.generate(prompts, params, use_tqdm=False)]
 
     def gaps(self, prompts: list[list[int]], outputs: list[int]) -> list[list[float]]:
-        """At each token of the greedy answers, its log probability less the next best one's."""
+        """For each token of the greedy answers, its log probability minus the next best one's."""
         params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=2) for tokens in outputs]
         answers = [answer.outputs[0] for answer in self.llm.generate(prompts, params, use_tqdm=False)]
         return [[lead(position) for position in answer.logprobs or []] for answer in answers]
 
 
 def lead(position: dict[int, Logprob]) -> float:
-    """The best log probability less the next."""
+    """The best log probability minus the next one."""
     first, second, *_ = sorted((entry.logprob for entry in position.values()), reverse=True)
     return first - second

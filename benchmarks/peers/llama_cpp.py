@@ -1,4 +1,4 @@
-"""llama.cpp's decode calls, with continuous batching as its server does it: all rows, and beside them what fits of a prompt."""
+"""llama.cpp's decode calls, with continuous batching like its server: all rows, and as many prompt tokens as fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.peers.worker import Limits
 
-BATCH = 2048  # tokens of a call, its own default
+BATCH = 2048  # tokens of a call; its default
 
 
 class Engine:
@@ -20,7 +20,7 @@ class Engine:
         params = c.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.n_batch = limits.sequences * limits.tokens, limits.sequences, BATCH
         params.n_threads = params.n_threads_batch = limits.threads
-        if precision == "float32":  # else float16, its default
+        if precision == "float32":  # otherwise float16, its default
             params.type_k = params.type_v = c.GGML_TYPE_F32
         self.context = c.llama_init_from_model(self.model, params)
         self.batch = c.llama_batch_init(BATCH, 0, 1)
@@ -32,7 +32,7 @@ class Engine:
         while any(len(answer) < wanted for answer, wanted in zip(answers, outputs, strict=True)):
             self.batch.n_tokens = 0
             sampled: list[tuple[int, int]] = []  # row of the batch, sequence
-            for i, answer in enumerate(answers):  # rows that decode come first
+            for i, answer in enumerate(answers):  # decoding rows come first
                 if answer and len(answer) < outputs[i]:
                     sampled.append((self._push(answer[-1], done[i], i, True), i))
                     done[i] += 1

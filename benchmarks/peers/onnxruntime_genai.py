@@ -24,7 +24,7 @@ class Engine:
         length = longest + tokens
         params.set_search_options(batch_size=len(prompts), do_sample=False, max_length=length, min_length=length)
         generator = og.Generator(self.model, params)
-        padded = [prompt + [self.padding] * (longest - len(prompt)) for prompt in prompts]  # on the right, where its attention skips it
+        padded = [prompt + [self.padding] * (longest - len(prompt)) for prompt in prompts]  # on the right, where attention skips it
         generator.append_tokens(np.array(padded, np.int32))
         for _ in range(tokens):
             generator.generate_next_token()

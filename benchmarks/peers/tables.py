@@ -1,4 +1,4 @@
-"""From what the processes measured to what is told: medians with their spread, agreement of tokens, the table."""
+"""Summarizes the processes' measurements: medians with their spread, agreement of tokens, the table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-NEAR_TIE = 1e-3  # log probability between the best two tokens, below which rounding may choose
+NEAR_TIE = 1e-3  # maximum difference in log probability of the best two tokens at which rounding may decide
 COLUMNS = {
     "stream": ("one stream", "tokens/s", 0),
     "batch": ("32 at once", "tokens/s", 0),
@@ -17,21 +17,21 @@ COLUMNS = {
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, least and most."""
+    """Median, minimum and maximum."""
     return {"median": round(statistics.median(values), 2), "min": round(min(values), 2), "max": round(max(values), 2), "runs": len(values)}
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The place of the first token that differs; None where there is none."""
+    """The index of the first token that differs; None if there is none."""
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
 
 
 def agreement(ours: list[list[int]], gaps: list[list[float]], theirs: list[list[int]]) -> dict[str, int]:
-    """How many sequences are the same, and how many first differ where the best two tokens are near-ties.
+    """Number of equal sequences, and of those that first differ where the best two tokens are near-ties.
 
     Args:
         ours: the reference's tokens of each sequence.
-        gaps: at each of these tokens, its log probability less the next best one's.
+        gaps: for each of these tokens, its log probability minus the next best one's.
         theirs: a peer's tokens.
     """
     places = [first_difference(a, b) for a, b in zip(ours, theirs, strict=True)]
@@ -49,7 +49,7 @@ def agreement(ours: list[list[int]], gaps: list[list[float]], theirs: list[list[
 
 
 def cell(values: dict[str, Any] | None, digits: int) -> str:
-    """`median (min..max)`; a dash where nothing was measured."""
+    """`median (min..max)`; a dash if nothing was measured."""
     if values is None:
         return "-"
     median, least, most = (f"{values[name]:.{digits}f}" for name in ("median", "min", "max"))
@@ -57,7 +57,7 @@ def cell(values: dict[str, Any] | None, digits: int) -> str:
 
 
 def table(arms: dict[str, dict[str, Any]]) -> str:
-    """Markdown: a row for each arm, named `peer precision`, with what it measured; best of a column in bold."""
+    """Markdown: a row for each arm, named `peer precision`, with its measurements; the best of each column in bold."""
     best = {}
     for name, (_, unit, _) in COLUMNS.items():
         medians = [arm["measured"][name]["median"] for arm in arms.values() if name in arm["measured"]]
@@ -80,8 +80,9 @@ def table(arms: dict[str, dict[str, Any]]) -> str:
 
 
 def goals(arms: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What jengine wants to reach, each as a ratio that is at least `wanted`, larger being better for jengine; those that were measured.
-    Each precision is compared with its like. Of the peers' eight-bit forms the better one counts.
+    """jengine's goals that were measured, as ratios of at least `wanted`; larger is better for jengine.
+
+    Each precision is compared with the peers' same precision; of the peers' eight-bit formats, the better one counts.
     """
 
     def best(measure: str, among: tuple[str, ...]) -> tuple[float, str] | None:

@@ -1,4 +1,4 @@
-"""transformers with a static batch: prompts padded on the left, every row running until the longest has ended."""
+"""transformers with a static batch: prompts are padded on the left, and every row runs until the longest has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers with continuous batching, without sharing of prefixes."""
+"""transformers with continuous batching, without prefix sharing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM for CPUs as a library, with its defaults but for the cache of prefixes."""
+"""vLLM for CPUs as a library, with its defaults except for prefix caching."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""One peer at one precision, in a process of its own: from its start to its first token, then what it is asked to measure.
+"""One peer at one precision, in a separate process: from its start to its first token, then the requested measurements.
 
 Run by compare.py under the peer's own Python, with a task in JSON on standard input. A peer's module has a class Engine:
 
     Engine(folder: Path, precision: str, limits: Limits)
     engine.generate(prompts: list[list[int]], outputs: list[int]) -> list[list[int]]
 
-which answers prompts of token ids greedily with exactly that many tokens each, whatever they are, and does so for all of them at once.
-Engines share no prefixes between prompts. One that must be told to end has close(), one that
-goes on with its start after its first token settle().
+`generate` answers prompts of token ids greedily with exactly these numbers of tokens, all prompts at once.
+Engines do not share prefixes between prompts. An engine that must be closed has close(). One whose start
+continues after its first token has settle().
 """
 
 from __future__ import annotations
 
 import time
 
-STARTED = time.monotonic()  # the clock that all processes of a machine share
+STARTED = time.monotonic()  # the common clock of all processes of a machine
 
 import importlib  # noqa: E402
 import json  # noqa: E402
@@ -29,7 +29,7 @@ from typing import Any, Protocol  # noqa: E402
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine may be asked for, so that it can make room: sequences at once, tokens of each; and where it may keep files."""
+    """Limits of the requests, for sizing the engine: concurrent sequences and tokens of each; and a folder for files."""
 
     sequences: int
     tokens: int
@@ -42,7 +42,7 @@ class Engine(Protocol):
 
 
 def timed(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> float:
-    """Seconds that these take together."""
+    """Seconds for these requests."""
     before = time.perf_counter()
     answers = engine.generate(prompts, outputs)
     seconds = time.perf_counter() - before
@@ -52,13 +52,13 @@ def timed(engine: Engine, prompts: list[list[int]], outputs: list[int]) -> float
 
 
 def stream(engine: Engine, task: dict[str, Any]) -> list[float]:
-    """Decode tokens a second of one sequence: what it takes beyond its first token."""
+    """Decode tokens a second of one sequence, without the first token."""
     tokens = task["tokens"]
     return [(tokens - 1) / (timed(engine, [prompt], [tokens]) - timed(engine, [prompt], [1])) for prompt in task["prompts"]]
 
 
 def batch(engine: Engine, task: dict[str, Any]) -> list[float]:
-    """Output tokens a second of requests that are all there at the start."""
+    """Output tokens a second of requests that are all present at the start."""
     return [sum(task["outputs"]) / timed(engine, task["prompts"], task["outputs"])]
 
 
@@ -68,17 +68,17 @@ def prefill(engine: Engine, task: dict[str, Any]) -> list[float]:
 
 
 def check(engine: Engine, task: dict[str, Any]) -> list[list[int]]:
-    """Tokens, to be compared."""
+    """Tokens for comparison."""
     return engine.generate(task["prompts"], task["outputs"])
 
 
 def warm_up(engine: Engine, task: dict[str, Any]) -> list[float]:
-    """What the others ask for, shorter: the first steps of a process are slower."""
+    """A shorter version of the other measurements, since the first steps of a process are slower."""
     return [timed(engine, prompts, [task["tokens"]] * len(prompts)) for prompts in task["batches"]]
 
 
 def gaps(engine: Any, task: dict[str, Any]) -> list[list[float]]:
-    """Of the reference alone: how far each of the tokens is ahead of the next best."""
+    """Only for the reference: the lead of each token over the next best one."""
     return engine.gaps(task["prompts"], task["outputs"])
 
 
@@ -111,7 +111,7 @@ def main() -> None:
     for name, work in task["measures"].items():
         try:
             result["measured"][name] = MEASURES[name](engine, work)
-        except Exception as error:  # one measure that a peer cannot do leaves the others
+        except Exception as error:  # if a peer fails at one measurement, the others continue
             traceback.print_exc()
             result["failed"][name] = f"{type(error).__name__}: {error}"
         note()

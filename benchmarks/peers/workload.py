@@ -1,4 +1,4 @@
-"""What every engine is asked for: the same token ids, drawn from a seed."""
+"""The workload of every engine: the same token ids, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 
 SEQUENCES = 32
-PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens of the batch's requests, drawn evenly
-STREAM = (128, 129)  # prompt and output tokens of the single stream; the first is its prefill's
+PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens of the batch's requests, uniform
+STREAM = (128, 129)  # prompt and output tokens of the single stream; the first output token belongs to the prefill
 PREFILL = 1024
-CHECK = (32, 8)  # prompts whose tokens are compared, and tokens of each: random weights soon repeat themselves
+CHECK = (32, 8)  # prompts whose tokens are compared, and tokens of each: with random weights, outputs soon repeat
 MAX_MODEL_LEN = PREFILL + 64
 FIRST_ID = 2  # 0 and 1 begin and end sequences
 
 
 def workload(vocabulary: int, scale: float = 1.0) -> dict[str, Any]:
-    """The first prompt, and the measures' prompts and outputs. `scale` shortens outputs and thins the batch, to try things out."""
+    """The first prompt, and the measurements' prompts and outputs. `scale` shortens outputs and reduces the
+    batch, for trials."""
     rng = np.random.default_rng(6)
 
     def prompt(tokens: int) -> list[int]:

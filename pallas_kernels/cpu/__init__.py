@@ -1,5 +1,5 @@
-"""Kernels for a CPU: compiled for the processor at hand, called from XLA's programs as foreign functions (`calls.py`).
+"""Kernels for CPUs, compiled for the local processor and called from XLA's programs as foreign functions (`calls.py`).
 
-XLA's own forms of these read a CPU's memory at a fraction of its speed. Each call is computed by several of XLA's threads (`team.py`).
-Compilers are imported when the first kernel is wanted.
+XLA's own implementations achieve only a fraction of a CPU's memory bandwidth. Each call runs on several of
+XLA's threads (`team.py`). Compilers are imported when the first kernel is needed.
 """

@@ -1,4 +1,4 @@
-"""Attention over pages on a CPU, one call for all rows or tiles: see `attention_kernel`."""
+"""Paged attention on a CPU, one call for all rows or tiles; see `attention_kernel`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ def paged_attention_decode(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """One query a sequence, over all of the sequence's tokens: as `xla.paged_attention_decode`; weights and sums are float32.
+    """One query per sequence, over all of the sequence's tokens, as `xla.paged_attention_decode`. Weights and
+    sums are float32.
 
     Args:
         q: bfloat16, float16 or float32 [rows, heads, head_dim].
-        k_pages, v_pages: bfloat16 or float32 [num_pages, kv_heads, page_size, head_dim], or Quantized; read where the query sees tokens.
+        k_pages, v_pages: bfloat16 or float32 [num_pages, kv_heads, page_size, head_dim], or Quantized. Only
+            tokens that the query attends to are read.
         block_tables: int32 [rows, width].
         lengths: int32 [rows].
         scale: above 0.
@@ -52,8 +54,9 @@ def paged_attention_prefill(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Tiles of consecutive queries: as `xla.paged_attention_prefill`; padding gives zeros. Sums are float32, and weights too but where the
-    processor multiplies pairs of bfloat16 and the queries have that dtype.
+    """Tiles of consecutive queries, as `xla.paged_attention_prefill`. Padding gives zeros.
+
+    Sums are float32. So are weights, unless the queries are bfloat16 and the processor multiplies bfloat16 pairs.
 
     Args:
         q: bfloat16, float16 or float32 [tiles, tile, heads, head_dim].
@@ -64,13 +67,14 @@ def paged_attention_prefill(
 
 
 def prepare(q: Any, k_pages: Pages) -> None:
-    """Register what both call for queries [..., heads, head_dim] and such a cache, which may be whatever has their shapes and dtypes."""
+    """Registers the kernels of both functions for queries [..., heads, head_dim] and such a cache; abstract
+    arrays suffice."""
     for decode in True, False:
         _registered(q, k_pages, decode)
 
 
 def _registered(q: Any, k_pages: Pages, decode: bool) -> str:
-    """The kernel's name."""
+    """Registers a kernel and returns its name."""
     stored = str(k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype)
     _, kv_heads, page_size, head_dim = k_pages.shape
     made = form(native.host(), stored, str(_inputs(q.dtype)), head_dim, page_size, q.shape[-2] // kv_heads, decode=decode)

@@ -1,8 +1,9 @@
-"""The inner parts of attention on a CPU: numbers brought to the form that products take, products, and a softmax's weights.
+"""Building blocks of attention on a CPU: conversion of numbers to the form for products, products, and softmax weights.
 
-Products multiply numbers of 32 bits: a float32, or a pair of bfloat16 where the processor multiplies pairs. A product's left
-side lies row by row, and one number at a time goes to all lanes; its right side lies so that a vector holds that number's
-counterparts for 16 columns. For scores that is the keys' transpose; for results pairs are two tokens' values.
+Products multiply 32-bit numbers: a float32, or a pair of bfloat16 if the processor multiplies pairs. A
+product's left side is stored row by row, and one number at a time is broadcast to all lanes. Its right side is
+stored so that a vector has that number's counterparts for 16 columns. For scores this is the transpose of the
+keys; for results, pairs are the values of two tokens.
 """
 
 from __future__ import annotations
@@ -18,23 +19,25 @@ from pallas_kernels.cpu.formats import SIZES
 
 SPAN = 64  # tokens of a block
 BYTES = 64  # of a vector
-LEAST, MASKED = -1e29, -1e30  # a row that has seen nothing yet: 2 ** (MASKED - LEAST) is 0, not NaN
+LEAST, MASKED = -1e29, -1e30  # for rows that have seen no token yet: 2 ** (MASKED - LEAST) is 0, not NaN
 LOG2_E = float(np.log2(np.e))
 LARGEST_POWER = 126.0  # of two
 
 
 def _powers(degree: int) -> list[float]:
-    """(2 ** f - 1) / f for f in (-1/2, 1/2), a polynomial of one degree less."""
+    """(2 ** f - 1) / f for f in (-1/2, 1/2), as a polynomial of one degree less."""
     nodes = np.polynomial.chebyshev.chebpts1(degree) / 2
     return [float(c) for c in np.polynomial.polynomial.polyfit(nodes, np.expm1(nodes * np.log(2)) / nodes, degree - 1)[::-1]]
 
 
-# 2 ** f for f in (-1/2, 1/2), by degree, highest power first: 1 + f * (a polynomial fitted at Chebyshev nodes), so that 2 ** 0 is 1
+# 2 ** f for f in (-1/2, 1/2), by degree, highest power first: 1 + f * (a polynomial fitted at Chebyshev nodes),
+# so 2 ** 0 is 1
 POWERS = {degree: (*_powers(degree), 1.0) for degree in (4, 6)}  # relative errors of 7e-6 and 1e-8
 
 
 def numbers(code: Kernel, address: Value, stored: str, pairs: bool, count: int) -> Value:
-    """16 float32 or 32 bfloat16 from where numbers are stored, as 16 int32; 0 from the count-th on. uint8 are the bits of e4m3."""
+    """Loads 16 float32 or 32 bfloat16 from stored numbers, as 16 int32; 0 from the count-th on. uint8 is the
+    bits of e4m3."""
     total = 2 * LANES if pairs else LANES
     kind = {"bfloat16": I16, "float32": F32, "int8": I8, "uint8": I8}[stored]
     read = code.load_some(vector(kind, total), address, count)
@@ -50,23 +53,23 @@ def _of_e4m3(bits: Value, total: int) -> Value:
     kind, real = vector(I32, total), vector(F32, total)
     whole = bits.unsigned_to(kind)
     size = (whole & 0x7F) << 20
-    small = (size | (121 << 23)).bits(real) - 2.0**-6  # the smallest normal number: what the next exponent adds to a subnormal one
+    small = (size | (121 << 23)).bits(real) - 2.0**-6  # the smallest normal number, which the next exponent adds to a subnormal one
     magnitude = ((whole & 0x78).equals(0)).choose(small, (size + (120 << 23)).bits(real))
     return (magnitude.bits(kind) | ((whole & 0x80) << 24)).bits(real)
 
 
 def rounded(code: Kernel, real: Value, pairs: bool) -> Value:
-    """16 float32 as bfloat16, to nearest even, in int16."""
-    if pairs:  # a processor that multiplies them has the conversion too
+    """Rounds 16 float32 to bfloat16, to nearest even, as int16."""
+    if pairs:  # a processor with products of pairs has the conversion too
         return real.to(vector(BF16)).bits(vector(I16))
     bits = real.bits(vector(I32))
     return ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).to(vector(I16))
 
 
 def power_of_two(code: Kernel, x: Value, degree: int = 6) -> Value:
-    """2 ** x for x up to LARGEST_POWER, 0 from -127 down; float32."""
-    x = x.most(-127.0)  # whose exponent's bits are those of 0
-    shifted = x + ROUNDING  # whose last bits are x, rounded
+    """2 ** x for x up to LARGEST_POWER, 0 for x <= -127; float32."""
+    x = x.most(-127.0)  # the bits of its exponent are those of 0
+    shifted = x + ROUNDING  # the last bits are x, rounded
     f = x - (shifted - ROUNDING)
     first, *others = POWERS[degree]
     y = code.constant(x.kind, first)
@@ -77,7 +80,7 @@ def power_of_two(code: Kernel, x: Value, degree: int = 6) -> Value:
 
 
 def transposed(lines: list[Value]) -> list[Value]:
-    """A matrix of 16 vectors by 16 lanes, turned."""
+    """Transposes a matrix of 16 vectors with 16 lanes."""
     step = 1
     while step < LANES:
         even = [lane + (LANES - step if lane & step else 0) for lane in range(LANES)]
@@ -93,12 +96,12 @@ def transposed(lines: list[Value]) -> list[Value]:
 
 @dataclass(frozen=True)
 class Product:
-    """A block of rows by vectors of columns, held in registers.
+    """A product of a block of rows and vectors of columns, held in registers.
 
     Attributes:
-        rows, columns: of the block; columns in vectors.
-        depth: numbers of 32 bits of each row.
-        pairs: they are two bfloat16 each, else float32.
+        rows, columns: size of the block; columns in vectors.
+        depth: number of 32-bit numbers in each row.
+        pairs: whether these are pairs of bfloat16, or float32.
         left, right, out: bytes from one row to the next.
     """
 
@@ -116,7 +119,7 @@ class Product:
         """out = left @ right, or out = factors * out + left @ right, with a float32 factor for each row.
 
         Args:
-            right: its address, or what gives the n-th vector of row k.
+            right: its address, or a function that returns the n-th vector of row k.
             left, out, factors: addresses.
         """
 
@@ -147,11 +150,11 @@ class Product:
 
 
 def pack_keys(code: Kernel, places: Value, later: Value, base: Value, to: Value, stored: str, head_dim: int, pairs: bool) -> None:
-    """Keys of SPAN tokens turned: to[depth][SPAN].
+    """Transposes keys of SPAN tokens: to[depth][SPAN].
 
     Args:
-        places: address of each token's number, int64 [SPAN], in an array of keys that begins at base.
-        later: the same of the tokens that are wanted next, which are on their way from memory from now on.
+        places: addresses of the tokens' keys, int64 [SPAN], in an array of keys that begins at base.
+        later: addresses of the next block's keys, which are prefetched.
     """
     total, row = 2 * LANES if pairs else LANES, head_dim * SIZES[stored]
     whole, rest = divmod(head_dim, total)
@@ -175,7 +178,8 @@ def pack_keys(code: Kernel, places: Value, later: Value, base: Value, to: Value,
 def pack_values(
     code: Kernel, places: Value, later: Value, base: Value, to: Value, stored: str, head_dim: int, pairs: bool, vectors: int
 ) -> None:
-    """Values of SPAN tokens: to[SPAN][vectors], or pairs of two tokens' to[SPAN / 2][vectors]; lanes from head_dim on are 0."""
+    """Arranges values of SPAN tokens: to[SPAN][vectors], or pairs of two tokens to[SPAN / 2][vectors]. Lanes
+    after head_dim are 0."""
     at_once, row = 2 if pairs else 1, head_dim * SIZES[stored]
     total = 2 * LANES if pairs else LANES
 
@@ -202,16 +206,16 @@ def pack_values(
 
 @dataclass(frozen=True)
 class Softmax:
-    """Addresses and options of an online softmax's rows (Milakov and Gimelshein, 2018), in powers of two.
+    """Addresses and options for the rows of an online softmax (Milakov and Gimelshein, 2018), in powers of two.
 
     Attributes:
         position: int32 [rows], of each row's query.
-        largest, factor: float32 [rows]: largest score so far; what former sums are multiplied by.
-        total: float32 [rows, 16]: sums of weights, lane by lane.
-        k_scale, v_scale: float32 [SPAN] of a quantized cache, or None.
-        window: int32 vector, tokens that a query sees.
-        scale: float32, above 0; what scores are multiplied by times log2(e), after the cap if there is one.
-        cap: float32; 0 is none.
+        largest, factor: float32 [rows]: largest score so far; factor for the previous sums.
+        total: float32 [rows, 16]: sums of weights, by lane.
+        k_scale, v_scale: float32 [SPAN] for a quantized cache, or None.
+        window: int32 vector, number of tokens that a query attends to.
+        scale: float32, above 0; scores are multiplied by scale times log2(e), after the cap if there is one.
+        cap: float32; 0: none.
         twice: float32, 2 log2(e) scale / cap.
     """
 
@@ -227,7 +231,7 @@ class Softmax:
     twice: Value
 
     def write(self, code: Kernel, row: Value, start: Value, scores: Value, weights: Value, pairs: bool) -> None:
-        """Scores of a row, float32 [SPAN] from the token start on, become weights, bfloat16 if pairs, else float32."""
+        """Converts a row's scores, float32 [SPAN] from token start on, to weights, bfloat16 if pairs, otherwise float32."""
         vectors = range(SPAN // LANES)
         kept = [code.variable(code.load(vector(F32), scores + n * BYTES)) for n in vectors]
         if self.k_scale is not None:
@@ -237,7 +241,7 @@ class Softmax:
             for n in vectors:
                 double = power_of_two(code, (kept[n].get() * self.twice.splat()).least(LARGEST_POWER))
                 kept[n].set(self.cap.splat() * (1.0 - 2.0 / (double + 1.0)))
-        ahead = (code.load(I32, self.position + row * 4) - start.to(I32)).splat()  # of the block's first token
+        ahead = (code.load(I32, self.position + row * 4) - start.to(I32)).splat()  # offset of the query from the block's first token
         for n in vectors:
             distance = ahead - code.constant(vector(I32), [n * LANES + lane for lane in range(LANES)])
             kept[n].set(distance.below(self.window).choose(kept[n].get(), MASKED))
@@ -258,7 +262,7 @@ class Softmax:
                 code.store(weight, weights + n * BYTES)
 
     def weight_of(self, code: Kernel, row: Value, sink: Value) -> Value:
-        """What a sink adds to a row's sum of weights: float32."""
+        """Weight of a sink in a row's sum of weights: float32."""
         exponent = sink * LOG2_E - code.load(F32, self.largest + row * 4) * self.scale
         return power_of_two(code, exponent.least(LARGEST_POWER))
 

@@ -1,4 +1,4 @@
-"""What a kernel of attention on a CPU is compiled for, and how it cuts its work there."""
+"""Compile-time options of an attention kernel on a CPU."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from pallas_kernels.cpu.expressions import LANES
 from pallas_kernels.cpu.formats import processor
 from pallas_kernels.cpu.native import Target
 
-ROWS = 96  # of an item, unless a query has more
+ROWS = 96  # maximum rows of an item, unless a query has more
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for.
+    """Compile-time options of a kernel.
 
     Attributes:
-        stored: dtype of the pages; uint8 are the bits of float8_e4m3fn. The latter and int8 have scales.
+        stored: dtype of the pages; uint8 is the bits of float8_e4m3fn. uint8 and int8 have scales.
         inputs: dtype of queries and results, bfloat16 or float32.
         head_dim, page_size: of the cache.
         group: query heads that share a kv head.
-        rows: of an item, at most.
-        strip: rows that are multiplied at a time.
-        columns: vectors of columns that are multiplied at a time, 1, 2 or 4.
-        decode: each sequence has one query, its last token.
-        pair_keys, pair_values: keys, and weights and values, are multiplied as pairs of bfloat16, else as float32.
+        rows: maximum rows of an item.
+        strip: rows multiplied at a time.
+        columns: vectors of columns multiplied at a time, 1, 2 or 4.
+        decode: whether each sequence has one query, its last token.
+        pair_keys, pair_values: whether keys, and weights and values, are multiplied as pairs of bfloat16 rather
+            than as float32.
     """
 
     stored: str
@@ -50,31 +51,31 @@ class Form:
 
     @property
     def depth(self) -> int:
-        """Numbers of 32 bits of a query and a key."""
+        """32-bit numbers in a query and a key."""
         return -(-self.head_dim // (2 * LANES if self.pair_keys else LANES)) * LANES
 
     @property
     def vectors(self) -> int:
-        """Of a value, a multiple of `block`."""
+        """Vectors in a value, a multiple of `block`."""
         least = -(-self.head_dim // LANES)
         return least + least % 2 if self.columns > 1 or self.pair_values else least
 
     @property
     def in_place(self) -> bool:
-        """Whether values are multiplied where they lie: by a single query's weights, which meet each of them once."""
+        """Whether values are multiplied in place: for a single query, each of them is used only once."""
         return self.decode and self.vectors * LANES == self.head_dim
 
     @property
     def block(self) -> int:
-        """Vectors of values that are multiplied at a time."""
+        """Vectors of values multiplied at a time."""
         return max(n for n in range(1, self.columns + 1) if self.vectors % n == 0)
 
 
 def form(target: Target, stored: str, inputs: str, head_dim: int, page_size: int, group: int, *, decode: bool) -> Form:
-    """What serves such a cache, and group query heads a kv head, on this processor."""
+    """The options for such a cache, with `group` query heads per kv head, on this processor."""
     at = processor(target)
     columns = 4 if at.lanes == LANES else 1
-    most = {16: 6, 8: 6}.get(at.lanes, 4 if target.architecture == "aarch64" else 2)  # sums stay in registers
+    most = {16: 6, 8: 6}.get(at.lanes, 4 if target.architecture == "aarch64" else 2)  # limits such that sums stay in registers
     strip = -(-group // -(-group // most)) if decode else most
     pairs = at.pairs and target.architecture == "x86" and inputs == "bfloat16" and stored != "float32"
     rows = group if decode else max(group, ROWS)

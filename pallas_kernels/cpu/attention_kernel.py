@@ -1,8 +1,10 @@
-"""Attention on a CPU over pages, for tiles of queries and for single ones: blocks of rows by blocks of tokens, an online softmax.
+"""Paged attention on a CPU, for tiles of queries and single queries: blocks of rows times blocks of tokens,
+with an online softmax.
 
-A row is one query head of one query; the rows of a kv head share what is read. An item is a block of rows: it visits blocks
-of tokens, brings their keys and values into the form that products take, once, and multiplies all of its rows, a strip at a time. Blocks
-of tokens begin at multiples of SPAN, so a row's sums do not depend on its tile, on other rows, or on how items are shared out.
+A row is one query head of one query. The rows of a kv head share loads. An item is a block of rows. It visits
+blocks of tokens, converts their keys and values once to the form for products, and multiplies all of its rows,
+a strip at a time. Blocks of tokens begin at multiples of SPAN, so a row's sums do not depend on its tile, on
+other rows, or on the distribution of items.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from pallas_kernels.cpu.emit import F32, I32, I64
 from pallas_kernels.cpu.expressions import LANES, Kernel, Value, vector
 from pallas_kernels.cpu.formats import SIZES
 
-NO_SINK = -1e30  # adds exactly nothing to a sum of weights
+NO_SINK = -1e30  # adds exactly zero to a sum of weights
 
 
 def source(form: Form) -> str:
-    """A module with the kernel, a function of (frame, part, parts).
+    """The source of a module with the kernel, a function of (frame, part, parts).
 
-    Its arguments are the queries [tiles, tile, heads, head_dim] (decode: [rows, heads, head_dim]), block tables, lengths, positions
-    (not in decode), options float32 [scale, cap or 0, window or 0, a sink for each head or NO_SINK],
-    keys and their scales if any, values and their scales if any. Its result is as the queries.
+    Arguments: queries [tiles, tile, heads, head_dim] (decode: [rows, heads, head_dim]); block tables; lengths;
+    positions (not for decode); options float32 [scale, cap or 0, window or 0, a sink for each head or NO_SINK];
+    keys and their scales if any; values and their scales if any. The result has the shape of the queries.
     """
     code = Kernel(form.name, 3)
     frame, part, parts = code.arguments
@@ -58,15 +60,15 @@ def source(form: Form) -> str:
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries of a tile, and what they see.
+    """Queries of a tile, and the tokens that they attend to.
 
     Attributes:
-        tile: its index.
-        first, count: of the queries in the tile.
-        real: how many are no padding, the first ones.
-        position: of the first.
-        oldest, end: tokens that some query sees.
-        cost: of an item, about in blocks of tokens.
+        tile: index of the tile.
+        first, count: range of the queries in the tile.
+        real: number of queries without padding, which come first.
+        position: position of the first query.
+        oldest, end: range of tokens that some query attends to.
+        cost: approximate cost of an item in blocks of tokens.
     """
 
     tile: Value
@@ -80,7 +82,7 @@ class _Block:
 
 
 class _Arguments:
-    """Places and sizes of the arguments in XLA's call frame, and of the result."""
+    """Addresses and sizes of the arguments and the result in XLA's call frame."""
 
     def __init__(self, code: Kernel, frame: Value, form: Form) -> None:
         self.code, self.form = code, form
@@ -110,7 +112,7 @@ class _Arguments:
         self.window = self.windowed.choose(window.to(I64), 2**31 - 1)
 
     def blocks(self) -> Iterator[_Block]:
-        """Once: what the caller writes meanwhile is done for each block of queries."""
+        """A loop over the blocks of queries. May be used once; code written in its body runs for each block."""
         code, together = self.code, self.form.rows // self.form.group
         count = (self.tile + (together - 1)) // together
         size = (self.tile + count - 1) // count
@@ -130,14 +132,14 @@ class _Arguments:
 
 
 class _Item:
-    """A block of queries for one kv head, and the memory that it takes."""
+    """A block of queries for one kv head, and its memory."""
 
     def __init__(self, code: Kernel, form: Form, given: _Arguments) -> None:
         self.code, self.form, self.given = code, form, given
         self.row = form.head_dim * SIZES[form.inputs]  # bytes of a row of queries
         self.depth, self.wide = SPAN // 2 if form.pair_values else SPAN, form.vectors * BYTES
         rows = form.strip * -(-form.rows // form.strip)
-        self.places = code.memory(2 * SPAN * 8)  # of a block's tokens, and of the next's
+        self.places = code.memory(2 * SPAN * 8)  # for the tokens of this block and the next
         self.q, self.sums = code.memory(rows * form.depth * 4), code.memory(rows * self.wide)
         self.keys, self.values = code.memory(form.depth * SPAN * 4), code.memory(self.depth * self.wide)
         self.scores, self.weights = (code.memory(form.strip * SPAN * 4) for _ in range(2))
@@ -173,7 +175,7 @@ class _Item:
                 self._put(given.out + base + (row // group * given.heads + row % group) * self.row, row, sink)
 
     def _begin(self, block: _Block, q: Value, rows: Value) -> None:
-        """Rows have seen nothing yet; those from the last real one on repeat the last query's."""
+        """Initializes rows. Rows after the last real one repeat the last query."""
         code, form, soft = self.code, self.form, self.softmax
         size, at_once = SIZES[form.inputs], 2 * LANES if form.pair_keys else LANES
         nothing = code.constant(vector(F32), 0.0)
@@ -193,13 +195,13 @@ class _Item:
                 code.store(nothing, self.sums + row * self.wide + n * BYTES)
 
     def _visit(self, block: _Block, head: Value, rows: Value) -> None:
-        """Each block of tokens."""
+        """Visits each block of tokens."""
         code, form, given, soft = self.code, self.form, self.given, self.softmax
         start = block.oldest // SPAN * SPAN
         self._find(block, head, start, self._places(start))
         with code.loop(start, block.end, SPAN) as first:
             following, places, later = first + SPAN, self._places(first), self._places(first + SPAN)
-            more = following < block.end  # else the next head's first tokens are fetched
+            more = following < block.end  # otherwise the next head's first tokens are prefetched
             self._find(block, more.choose(head, (head + 1).least(given.kv_heads - 1)), more.choose(following, start), later)
             pack_keys(code, places, later, given.keys, self.keys, form.stored, form.head_dim, form.pair_keys)
             if not form.in_place:
@@ -209,15 +211,16 @@ class _Item:
                     with code.loop(0, SPAN, LANES) as lane:
                         place = code.load(vector(I64), places + lane * 8)
                         code.store(code.gather(vector(F32), scales, place), to + lane * 4)
-            seeing = (first - block.position).most(0) * form.group // form.strip * form.strip  # rows before it are of earlier queries
+            # The rows before it belong to earlier queries.
+            seeing = (first - block.position).most(0) * form.group // form.strip * form.strip
             with code.loop(seeing, rows, form.strip) as row:
                 self._strip(row, first, partial(self._values, places, later) if form.in_place else None)
 
     def _strip(self, row: Value, first: Value, values: Callable[[Value], Callable[[Value, int], Value]] | None) -> None:
-        """Some rows of queries over the block of tokens from the first on.
+        """Processes some rows of queries with the block of tokens that starts at `first`.
 
         Args:
-            values: gives, from a column on, what `Product.write` takes; None: they are packed.
+            values: returns, for a column, the `right` argument of `Product.write`; None: values are packed.
         """
         code, form = self.code, self.form
         with code.loop(0, SPAN * 4, form.columns * BYTES) as column:
@@ -230,7 +233,7 @@ class _Item:
             self.of_values.write(code, self.weights, values(column) if values else self.values + column, to, self.softmax.factor + row * 4)
 
     def _values(self, places: Value, later: Value, column: Value) -> Callable[[Value, int], Value]:
-        """Values where they lie."""
+        """Values read in place."""
         code, form, size = self.code, self.form, SIZES[self.form.stored]
         base = self.given.values + column // 4 * size
 
@@ -245,11 +248,11 @@ class _Item:
         return read
 
     def _places(self, first: Value) -> Value:
-        """Of the block of tokens from the first on."""
+        """Addresses for the block of tokens that starts at `first`."""
         return self.places + first // SPAN % 2 * (SPAN * 8)
 
     def _find(self, block: _Block, head: Value, first: Value, to: Value) -> None:
-        """Where each token from the first on is; instead of one that no query sees, one that some query does."""
+        """Finds the address of each token from `first` on. For a token that no query attends to, uses another's address."""
         code, size = self.code, self.form.page_size
         table = self.given.tables + block.tile * self.given.width * 4
         oldest, newest = block.oldest, block.end - 1
@@ -264,7 +267,7 @@ class _Item:
             code.store(place, to + lane * 8)
 
     def _put(self, to: Value, row: Value | None = None, sink: Value | None = None) -> None:
-        """A row's result, or zeros."""
+        """Stores a row's result, or zeros."""
         code, form = self.code, self.form
         if row is not None and sink is not None:
             total = code.sum(code.load(vector(F32), self.softmax.total + row * BYTES))

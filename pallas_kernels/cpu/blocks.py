@@ -1,4 +1,4 @@
-"""The innermost loop of a product: a block of a few rows by a few outputs, whose sums are held in registers."""
+"""The innermost loop of a product: a block of a few rows and outputs, with sums in registers."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from pallas_kernels.cpu.emit import F32, I8, I16, I32, I64, PTR, Code, constant,
 from pallas_kernels.cpu.formats import SIZES, Format
 
 LINE = 64  # bytes of a cache line
-AHEAD = 8192  # bytes by which weights are fetched before they are needed
+AHEAD = 8192  # prefetch distance for weights in bytes
 
 
 @dataclass(frozen=True)
 class Out:
-    """What becomes of sums before they are stored as bfloat16, rounded to nearest even, or float32.
+    """Post-processing of sums before they are stored as bfloat16, rounded to nearest even, or as float32.
 
     Attributes:
-        scaled: sums are multiplied by a number for each output.
-        bytes: sums are of bytes, and multiplied by a number for each row.
+        scaled: whether sums are multiplied by a number for each output.
+        bytes: whether sums are of eight-bit numbers, and multiplied by a number for each row.
     """
 
     scaled: bool = False
     bytes: bool = False
 
 
-# x, bytes of a row; weight, bytes of a row; numbers in a row; out, bytes of a row; scales of rows; by how much the sums of rows are too
-# large, where weights have an offset; scales of outputs; bytes of a number of out
+# x, bytes of a row; weight, bytes of a row; numbers in a row; out, bytes of a row; scales of rows; excess of
+# the rows' sums, if weights
+# have an offset; scales of outputs; bytes of a number of out
 ARGUMENTS = (PTR, I64, PTR, I64, I64, PTR, I64, PTR, PTR, PTR, I64)
 
 
 def block(code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *, fetched: range = range(0)) -> None:
-    """Write the function of this name, which takes ARGUMENTS, for a block of this size.
+    """Writes a function with this name and ARGUMENTS for a block of this size.
 
     Args:
-        fetched: outputs whose weights are fetched AHEAD.
+        fetched: outputs whose weights are prefetched.
     """
     x, x_row, weight, weight_row, size, result, result_row, row_scale, row_sum, out_scale, out_size = code.function(name, ARGUMENTS)
     xs = [code.at(x, code.mul(x_row, row)) for row in range(rows)]
@@ -58,7 +59,7 @@ def block(code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *,
         dots.next(multiplied(dots.values, [code.at(place, code.mul(dots.index, x_size)) for place in xs], here))
 
     rest = code.b.sub(size, whole)
-    with code.loop(0, code.b.zext(code.b.icmp_signed("!=", rest, I64(0)), I64), 1, dots.results) as tail:  # what fills no vector
+    with code.loop(0, code.b.zext(code.b.icmp_signed("!=", rest, I64(0)), I64), 1, dots.results) as tail:  # the rest, smaller than a vector
         left = [padded(code, code.at(place, code.mul(whole, x_size)), code.mul(rest, x_size), how.step * x_size) for place in xs]
         right = [
             padded(code, code.at(p, code.mul(whole, weight_size)), code.mul(rest, weight_size), how.step * weight_size) for p in weights
@@ -74,7 +75,7 @@ def block(code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *,
 
 
 def padded(code: Code, place: Any, count: Any, size: int) -> Any:
-    """A place with so many bytes from there, and zeros up to this size."""
+    """An address of `count` bytes, followed by zeros up to `size` bytes."""
     buffer = code.buffer(vector(I8, size))
     code.store(constant(vector(I8, size), 0), buffer)
     code.call("memcpy", PTR, buffer, place, count)
@@ -82,7 +83,7 @@ def padded(code: Code, place: Any, count: Any, size: int) -> Any:
 
 
 def totals(code: Code, sums: Sequence[Any]) -> Any:
-    """A vector of the totals of these vectors, at most as many as each has lanes: halves of lanes are added, over and over."""
+    """A vector with the sum of each of these vectors, at most one per lane: halves are added repeatedly."""
     left, groups, lanes = list(sums), 1, sums[0].type.count
     count = len(left)
     add = code.b.fadd if left[0].type.element == F32 else code.b.add
@@ -115,7 +116,7 @@ def _finish(
     out_scale: Any,
     out_size: Any,
 ) -> None:
-    """Write rows [first, end) of a block, from their sums."""
+    """Stores rows [first, end) of a block, computed from their sums."""
     b, rows = code.b, end - first
 
     def of_rows(place: Any, kind: Any) -> Any:
@@ -135,7 +136,7 @@ def _finish(
 
 
 def store_rows(code: Code, values: Any, first: int, end: int, outs: int, result: Any, result_row: Any, out_size: Any) -> None:
-    """Write rows [first, end) of a block, as bfloat16 or float32."""
+    """Stores rows [first, end) of a block as bfloat16 or float32."""
     b = code.b
 
     def stored(values: Any, size: int) -> None:
@@ -151,7 +152,7 @@ def store_rows(code: Code, values: Any, first: int, end: int, outs: int, result:
 
 
 def rounded(code: Code, values: Any) -> Any:
-    """float32 to the bits of bfloat16, to nearest even."""
+    """Rounds float32 to the bits of bfloat16, to nearest even."""
     b, count = code.b, values.type.count
     bits = b.bitcast(values, vector(I32, count))
     odd = b.and_(b.lshr(bits, constant(bits.type, 16)), constant(bits.type, 1))

@@ -1,8 +1,9 @@
-"""Foreign functions of XLA (its typed FFI, xla/ffi/api/c_api.h, whose structures are words of eight bytes), computed by several threads.
+"""Foreign functions for XLA (typed FFI, xla/ffi/api/c_api.h, whose structures consist of eight-byte words), run
+by several threads.
 
-A kernel is a function of (frame, part, parts), written in LLVM's terms: it reads its arguments from XLA's call frame and
-writes its part of the results to where they belong. No part may need what another writes; what does is a second function, which is called
-for its parts when all of the first are done.
+A kernel is a function of (frame, part, parts) in LLVM's terms. It reads its arguments from XLA's call frame,
+and writes its part of the results in place. Parts must not depend on each other's output. Work that does is a
+second function, whose parts are run after all parts of the first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax
 
 from pallas_kernels.cpu import native, team
 
-# XLA asks once which version of the interface this is, by an extension of the frame: 0.3. Otherwise it calls.
+# XLA first asks for the version of this interface, by an extension of the frame; the answer is 0.3. Other calls compute.
 HANDLER = """
 define i64 @handler(i64 %frame) {{
   %base = inttoptr i64 %frame to ptr
@@ -35,27 +36,28 @@ compute:
 {calls}  ret i64 0
 }}
 """
-# Into how many parts the next call is cut: as its kernel says, if it does.
+# The number of parts of the next call, if its kernel has a function for this.
 PARTS = """  %f{n} = inttoptr i64 {parts} to ptr
   %p{n} = call i64 %f{n}(i64 %frame, i64 {most})
 """
 
 _registered: set[str] = set()
-_lock = threading.RLock()  # programs are traced by several threads
+_lock = threading.RLock()  # several threads trace programs
 
 
 def call(name: str, out: Any, *args: jax.Array) -> Any:
-    """The results of a registered function, of these shapes and dtypes. Arrays come row-major."""
+    """Calls a registered function. Results have these shapes and dtypes; arrays are row-major."""
     function: Callable[..., Any] = jax.ffi.ffi_call(name, out)
     return function(*args)
 
 
 def register(name: str, make: Callable[[], Sequence[int | tuple[int, int]]]) -> str:
-    """Make a kernel known to XLA under this name, once in a process: before a program that calls it is loaded or run.
+    """Registers a kernel with XLA under this name, once per process. Must precede loading or running a program
+    that calls it.
 
     Args:
-        make: gives the addresses of functions, each called for all of its parts before the next. One may be a pair; the second
-            function, int64 of (frame, most), says then into how many parts this call is cut.
+        make: returns the addresses of functions; all parts of one are called before the next. An item may be a
+            pair; its second function, int64 of (frame, most), returns the number of parts for this call.
     """
     with _lock:
         if name not in _registered:

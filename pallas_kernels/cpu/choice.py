@@ -1,4 +1,5 @@
-"""Which form of a product this processor should take: by rule, or by a few milliseconds of measurement where the rule does not know."""
+"""Chooses the form of a product on this processor: by rule or, if the rule does not decide, by a few
+milliseconds of measurement."""
 
 from __future__ import annotations
 
@@ -19,16 +20,17 @@ from pallas_kernels.hadamard import block_of
 from pallas_kernels.products import ROW_CLASSES, form_key, product, using
 from pallas_kernels.quantized import quantize
 
-MANY = 256  # rows that stand for a prompt
+MANY = 256  # number of rows representing a prompt
 REPEATS = 5
-CLEARLY = 0.9  # of the time of the form that comes first: a choice that noise turns would compile everything again
+CLEARLY = 0.9  # required share of the first form's time, so that noise does not change the choice and cause compilations
 
 
 def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
-    """Forms among which this processor's measurement decides; the first counts where they are alike.
+    """Forms between which a measurement decides. The first one wins if they are similar.
 
-    XLA is no candidate for eight-bit weights, which it converts in a separate pass, nor for one row, where it takes ten times as long as
-    the kernel. On a processor with AMX it may be faster from two rows on; on another, only in prompts.
+    XLA is not a candidate for eight-bit weights, which it converts in a separate pass, nor for one row, where
+    it takes ten times as long as the kernel. With AMX it may be faster from two rows on; otherwise only for
+    prompts.
     """
     if rows == 1 or kind not in (*INPUTS, "w8a8"):
         return ("kernel",)
@@ -39,13 +41,13 @@ def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
 
 
 def forms(x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[str, str], *, by_place: bool = True) -> dict[str, str]:
-    """By `form_key`, for every number of rows.
+    """Forms for every number of rows, by `form_key`.
 
     Args:
-        x: dtype of activations; kinds: of weights, as `products.kind_of` says.
-        shape: [out, in] of the weight that is measured.
-        known: of an earlier measurement.
-        by_place: forms may sum a row by its place among others, as XLA's may.
+        x: dtype of activations; kinds: of weights, see `products.kind_of`.
+        shape: [out, in] of the measured weight.
+        known: results of an earlier measurement.
+        by_place: whether a form may sum a row depending on its place, as XLA's may.
     """
     if x not in INPUTS:
         return {}
@@ -65,7 +67,7 @@ def forms(x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[s
 
 
 def _fastest(able: Sequence[str], rows: int, x: str, kind: str, shape: tuple[int, int]) -> str:
-    """Alternately measured, each at its best."""
+    """The fastest form, by the minimum of alternating measurements."""
     inputs, weight = jnp.ones((rows, shape[1]), x), jnp.ones(shape, x if kind == "w8a8" else kind)
     args: tuple[Any, Any] = (inputs, quantize(weight, "int8", inputs=True, hadamard=block_of(shape[1])) if kind == "w8a8" else weight)
     programs = {}

@@ -1,4 +1,4 @@
-"""What a CPU does to each number of an activation: rotary embedding and gates. XLA's loops over bfloat16 are two to five times as slow."""
+"""Elementwise operations on a CPU: rotary embedding and gates. XLA's loops for bfloat16 are two to five times as slow."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pallas_kernels.cpu.formats import SIZES, processor
 from pallas_kernels.cpu.kinds import INPUTS
 
 GATES = "silu", "gelu_tanh"
-SHARED = 1 << 14  # numbers from which several threads share the work
+SHARED = 1 << 14  # minimum numbers for several threads
 ALONE = "define i64 @one(i64 %frame, i64 %most) { ret i64 1 }"
 GELU = 2 * (2 / 3.141592653589793) ** 0.5, 0.044715  # gelu(x) is about x * sigmoid(a * (x + b * x ** 3))
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """As `xla.rotate`, of what `why_no_rotation` refuses nothing.
+    """As `xla.rotate`, for arguments that `why_no_rotation` accepts.
 
     Args:
         x: bfloat16 or float32 [tokens, heads, head_dim].
@@ -30,20 +30,20 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def why_no_rotation(dtype: str, head_dim: int, pairs: int) -> str | None:
-    """Why `rotate` cannot take these, or None."""
+    """The reason why `rotate` does not support these, or None."""
     if dtype not in INPUTS:
         return f"dtype={dtype}: the kernel takes {' and '.join(INPUTS)}"
     if pairs < LANES:
         return f"pairs={pairs}: the kernel takes at least {LANES}"
     rest = head_dim - 2 * pairs
-    return f"head_dim={head_dim}: of channels that stay, the kernel takes none or at least {LANES}" if 0 < rest < LANES else None
+    return f"head_dim={head_dim}: the kernel takes 0 or at least {LANES} channels that do not rotate" if 0 < rest < LANES else None
 
 
 def gated(gate_up: jax.Array, activation: str) -> jax.Array:
     """activation(gate) * up in float32, rounded once.
 
     Args:
-        gate_up: [rows, size, 2], what `why_not_gated` does not refuse; each gate beside what it is multiplied with.
+        gate_up: [rows, size, 2], accepted by `why_not_gated`; each gate is next to its factor.
         activation: one of GATES.
     """
     out = jax.ShapeDtypeStruct(gate_up.shape[:-1], gate_up.dtype)
@@ -52,14 +52,14 @@ def gated(gate_up: jax.Array, activation: str) -> jax.Array:
 
 
 def why_not_gated(gate_up: jax.Array) -> str | None:
-    """Why `gated` cannot take this, or None."""
+    """The reason why `gated` does not support this, or None."""
     if str(gate_up.dtype) not in INPUTS:
         return f"gate_up={gate_up.dtype}: the kernel takes {' and '.join(INPUTS)}"
     return f"gate_up={gate_up.size // 2} gates: the kernel takes at least {LANES}" if gate_up.size < 2 * LANES else None
 
 
 def prepare(dtype: str) -> None:
-    """Register what activations of this dtype call."""
+    """Registers the kernels for activations of this dtype."""
     if dtype in INPUTS:
         for what in ("rotate", *GATES):
             for size in 0, SHARED:
@@ -67,7 +67,7 @@ def prepare(dtype: str) -> None:
 
 
 def source(target: native.Target, what: str, dtype: str) -> str:
-    """A module with the function `compute` of (frame, part, parts), and `one`, which says that there is one part."""
+    """The source of a module with the function `compute` of (frame, part, parts), and `one`, which returns one part."""
     code = Kernel("compute", 3)
     arrays = _Arrays(code, dtype, processor(target).pairs and target.architecture == "x86")
     (_rotate if what == "rotate" else _gate)(arrays, what)
@@ -83,7 +83,7 @@ def _register(what: str, dtype: str, size: int) -> str:
 
 
 class _Arrays:
-    """Arguments and result in XLA's call frame, and how their numbers are read and written: 16 at a time, as float32."""
+    """Arguments and result in XLA's call frame. Numbers are read and written 16 at a time, as float32."""
 
     def __init__(self, code: Kernel, dtype: str, converts: bool) -> None:
         self.code, self.dtype, self.size, self._converts = code, dtype, SIZES[dtype], converts
@@ -91,18 +91,18 @@ class _Arrays:
         self.out, _ = code.result(self._frame, 0)
 
     def argument(self, index: int) -> tuple[Value, Value]:
-        """Places of its numbers and of its shape."""
+        """Addresses of its numbers and its shape."""
         return self.code.argument(self._frame, index)
 
     def extent(self, shape: Value, axis: int) -> Value:
         return self.code.load(I64, shape + axis * 8)
 
     def share(self, count: Value) -> tuple[Value, Value]:
-        """First and end of this part's, of so many."""
+        """First and end of this part's share of `count`."""
         return count * self.part // self.parts, count * (self.part + 1) // self.parts
 
     def raw(self, place: Value) -> Value:
-        """Numbers as they lie."""
+        """Loads numbers without conversion."""
         return self.code.load(vector(I16 if self.size == 2 else I32), place)
 
     def read(self, place: Value) -> Value:
@@ -121,7 +121,7 @@ def _rotate(arrays: _Arrays, _: str) -> None:
     with code.loop(*arrays.share(tokens)) as token, code.loop(0, heads) as head:
         base = (token * heads + head) * dim * size
         with code.loop(0, pairs, LANES) as lane:
-            at = lane.least(pairs - LANES)  # the last vector begins early rather than end late
+            at = lane.least(pairs - LANES)  # the last vector starts earlier instead of ending later
             c, s = (code.load(vector(F32), angle + (token * pairs + at) * 4) for angle in (cos, sin))
             low, high = base + at * size, base + (pairs + at) * size
             first, second = arrays.read(x + low), arrays.read(x + high)

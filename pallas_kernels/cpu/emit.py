@@ -1,4 +1,4 @@
-"""Functions written in LLVM's terms from Python: what kernels need beyond llvmlite's builder."""
+"""Writes functions in LLVM's terms from Python: additions to llvmlite's builder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from llvmlite import ir
 I8, I16, I32, I64, F32, VOID = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType()
 HALF = ir.HalfType()
 PTR = ir.PointerType()
-BFLOAT16 = 16  # XLA's number of the dtype
+BFLOAT16 = 16  # XLA's number for the dtype
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """llvmlite has none."""
+    """LLVM's bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -33,7 +33,8 @@ BF16 = _BFloat()
 
 @dataclass
 class Loop:
-    """Attributes: index, which counts; values, what the last round left; results, of the last round, once the loop is closed."""
+    """Attributes: index: the counter; values: results of the previous iteration; results: of the last
+    iteration, after the loop."""
 
     index: Any
     values: list[Any]
@@ -44,14 +45,15 @@ class Loop:
 
 
 class Code:
-    """A module that is being written: `b` builds at the end of the function last begun. Integers in arguments become i64."""
+    """A module under construction. `b` builds at the end of the last function begun. Python integers in
+    arguments become i64."""
 
     def __init__(self) -> None:
         self.module = ir.Module(context=ir.Context())
         self.b = ir.IRBuilder()
 
     def function(self, name: str, kinds: Sequence[Any], *, internal: bool = True, result: Any = VOID) -> list[Any]:
-        """Begin a function; its arguments."""
+        """Begins a function. Returns its arguments."""
         made = ir.Function(self.module, ir.FunctionType(result, kinds), name)
         if internal:
             made.linkage = "internal"
@@ -60,14 +62,14 @@ class Code:
         return list(made.args)
 
     def call(self, name: str, kind: Any, *args: Any) -> Any:
-        """An intrinsic, or a function of this module or of libc."""
+        """Calls an intrinsic, or a function of this module or of libc."""
         known = self.module.globals.get(name)
         known = known or ir.Function(self.module, ir.FunctionType(kind, [arg.type for arg in args]), name)
         return self.b.call(known, args)
 
     @contextmanager
     def loop(self, start: Any, end: Any, step: Any, values: Sequence[Any] = ()) -> Iterator[Loop]:
-        """For index in range(start, end, step), with values that each round takes from the last; start >= end does nothing."""
+        """A loop like range(start, end, step), with values carried between iterations; does nothing if start >= end."""
         b, start, end, step = self.b, number(start), number(end), number(step)
         before = b.block
         head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
@@ -88,11 +90,11 @@ class Code:
         loop.results = phis
 
     def at(self, base: Any, offset: Any) -> Any:
-        """The place so many bytes on."""
+        """The address `offset` bytes after `base`."""
         return self.b.gep(base, [number(offset)], source_etype=I8)
 
     def buffer(self, kind: Any, count: Any = None, align: int = 64) -> Any:
-        """Memory of the function: of a fixed size unless there is a count."""
+        """Stack memory, of fixed size unless `count` is given."""
         with self.b.goto_entry_block() if count is None else nullcontext():
             return self._untyped(self.b.alloca(kind, count), align)
 
@@ -111,18 +113,18 @@ class Code:
         self.b.store(value, place).align = align
 
     def word(self, place: Any, index: int, kind: Any = I64) -> Any:
-        """Of a structure of words."""
+        """Loads a word of a structure."""
         return self.load(self.at(place, 8 * index), kind, 8)
 
     def argument(self, frame: Any, index: int) -> tuple[Any, Any]:
-        """Places of an argument's data and of its shape, in XLA's call frame."""
+        """Addresses of an argument's data and of its shape in XLA's call frame."""
         return self._buffer(self.word(frame, 9, PTR), index)
 
     def result(self, frame: Any, index: int) -> tuple[Any, Any]:
         return self._buffer(self.word(frame, 14, PTR), index)
 
     def result_size(self, frame: Any, index: int) -> Any:
-        """Bytes of a result's numbers: 2 of bfloat16, else 4."""
+        """Bytes of a result's numbers: 2 for bfloat16, otherwise 4."""
         buffer = self.word(self.word(frame, 14, PTR), index, PTR)
         half = self.b.icmp_signed("==", self.load(self.at(buffer, 16), I32, 4), I32(BFLOAT16))
         return self.b.select(half, I64(2), I64(4))
@@ -142,8 +144,8 @@ class Code:
         return self.b.add(number(left), number(right))
 
     def fetch(self, place: Any) -> None:
-        """Begin to read the cache line of a place."""
-        self.call("llvm.prefetch.p0", VOID, place, I32(0), I32(3), I32(1))  # to read, into every cache, data
+        """Prefetches the cache line of an address."""
+        self.call("llvm.prefetch.p0", VOID, place, I32(0), I32(3), I32(1))  # read, all cache levels, data
 
     def splat(self, value: Any, count: int) -> Any:
         kind = ir.VectorType(value.type, count)
@@ -159,7 +161,7 @@ def number(value: Any) -> Any:
 
 
 def constant(kind: Any, value: Any) -> Any:
-    """In every lane."""
+    """A vector with this value in every lane."""
     return ir.Constant(kind, [value] * kind.count)
 
 

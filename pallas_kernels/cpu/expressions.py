@@ -1,4 +1,5 @@
-"""LLVM's intermediate representation written with Python's operators: numbers, vectors, loops and variables of one function."""
+"""LLVM's intermediate representation written with Python's operators: numbers, vectors, loops and variables of
+one function."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from llvmlite import ir
 
 from pallas_kernels.cpu.emit import BF16, F32, I8, I32, I64, PTR, VOID
 
-LANES = 16  # numbers of 32 bits in a vector; LLVM splits it where registers are shorter
+LANES = 16  # 32-bit numbers in a vector; LLVM splits it if registers are shorter
 I1 = ir.IntType(1)
-ROUNDING = 1.5 * 2.0**23  # a float32 of about this size has no digits behind the point
+ROUNDING = 1.5 * 2.0**23  # float32 numbers of about this size have no fractional digits
 
 
 def vector(kind: Any, count: int = LANES) -> Any:
@@ -20,7 +21,7 @@ def vector(kind: Any, count: int = LANES) -> Any:
 
 
 class Value:
-    """A number, an address (an int64) or a vector. Operators take Python's numbers as well; integers are signed."""
+    """A number, an address (an int64) or a vector. Operators also accept Python numbers; integers are signed."""
 
     __array_priority__ = 1
 
@@ -98,11 +99,11 @@ class Value:
         return self._compare("==", other)
 
     def below(self, other: Any) -> Value:
-        """Compared without signs."""
+        """Unsigned comparison."""
         return Value(self.code, self.code.builder.icmp_unsigned("<", self.raw, self._other(other)))
 
     def least(self, other: Any) -> Value:
-        """The smaller of both."""
+        """The minimum of both."""
         smaller: Value = (self < other).choose(self, other)
         return smaller
 
@@ -111,14 +112,14 @@ class Value:
         return larger
 
     def choose(self, yes: Value, no: Any) -> Value:
-        """Where this holds, yes, else no."""
+        """`yes` where this is true, otherwise `no`."""
         return Value(self.code, self.code.builder.select(self.raw, yes.raw, yes._other(no)))
 
     def bits(self, kind: Any) -> Value:
         return Value(self.code, self.code.builder.bitcast(self.raw, kind))
 
     def to(self, kind: Any) -> Value:
-        """The same number of another kind: integers keep their sign."""
+        """Converts the number to another kind; integers keep their sign."""
         mine, other, b = _element(self.kind), _element(kind), self.code.builder
         if mine == other:
             return self
@@ -132,7 +133,7 @@ class Value:
         return Value(self.code, self.code.builder.zext(self.raw, kind))
 
     def shuffled(self, other: Value, lanes: Sequence[int]) -> Value:
-        """These lanes of both, one after the other."""
+        """These lanes of both, concatenated."""
         return Value(self.code, self.code.builder.shuffle_vector(self.raw, other.raw, ir.Constant(vector(I32, len(lanes)), list(lanes))))
 
     def splat(self, count: int = LANES) -> Value:
@@ -142,7 +143,7 @@ class Value:
 
 
 class Variable:
-    """What changes from one pass of a loop to the next."""
+    """A value that may change between iterations of a loop."""
 
     def __init__(self, code: Kernel, first: Value) -> None:
         self.code = code
@@ -159,7 +160,7 @@ class Variable:
 
 
 class Kernel:
-    """A module of one function, void of int64 arguments, at whose end code is written."""
+    """A module with one void function of int64 arguments. Code is appended at its end."""
 
     def __init__(self, name: str, arguments: int) -> None:
         self.module = ir.Module(name, context=ir.Context())
@@ -171,7 +172,7 @@ class Kernel:
         self.arguments = [Value(self, argument) for argument in self.function.args]
 
     def text(self) -> str:
-        """The module, ended."""
+        """The text of the finished module."""
         self.builder.ret_void()
         return str(self.module)
 
@@ -187,7 +188,7 @@ class Kernel:
         return Variable(self, first)
 
     def memory(self, size: int) -> Value:
-        """The address of so many bytes of the stack, at a cache line's start."""
+        """The address of this many bytes on the stack, aligned to a cache line."""
         with self.builder.goto_entry_block():
             place = self.builder.alloca(ir.ArrayType(I8, size))
             place.align = 64
@@ -200,7 +201,7 @@ class Kernel:
         self.builder.store(value.raw, self._place(address), align=align)
 
     def argument(self, frame: Value, index: int) -> tuple[Value, Value]:
-        """Places of an argument's data and of its shape, in XLA's call frame."""
+        """Addresses of an argument's data and of its shape in XLA's call frame."""
         return self._buffer(self.load(I64, frame + 9 * 8), index)
 
     def result(self, frame: Value, index: int) -> tuple[Value, Value]:
@@ -211,14 +212,14 @@ class Kernel:
         return self.load(I64, buffer + 3 * 8), self.load(I64, buffer + 5 * 8)
 
     def load_some(self, kind: Any, address: Value, count: int) -> Value:
-        """A vector whose first lanes are read, the others 0."""
+        """Loads the first lanes of a vector; the others are 0."""
         if count >= kind.count:
             return self.load(kind, address)
         mask, zeros = self._mask(kind, count), ir.Constant(kind, [0] * kind.count)
         return self.call(f"llvm.masked.load.{_suffix(kind)}.p0", kind, [self._place(address), I32(1), mask, zeros])
 
     def store_some(self, value: Value, address: Value, count: int) -> None:
-        """The first lanes of a vector."""
+        """Stores the first lanes of a vector."""
         if count >= value.kind.count:
             self.store(value, address)
             return
@@ -226,7 +227,7 @@ class Kernel:
         self.call(f"llvm.masked.store.{_suffix(value.kind)}.p0", VOID, arguments)
 
     def gather(self, kind: Any, base: Value, indices: Value) -> Value:
-        """The numbers at base + indices[lane] of their size."""
+        """Loads the numbers with these indices relative to base."""
         kinds, b = vector(PTR, kind.count), self.builder
         offsets = indices.to(vector(I64, kind.count)) * (_width(kind.element) // 8) + base.splat(kind.count)
         pointers = b.inttoptr(offsets.raw, kinds)
@@ -235,7 +236,7 @@ class Kernel:
         return self.call(name, kind, [pointers, I32(_width(kind.element) // 8), all_lanes, nothing])
 
     def prefetch(self, address: Value) -> None:
-        """Begin to read a cache line."""
+        """Prefetches a cache line."""
         self.call("llvm.prefetch.p0", VOID, [self._place(address), I32(0), I32(3), I32(1)])
 
     def call(self, name: str, result: Any, arguments: Sequence[Any], flags: tuple[str, ...] = ()) -> Value:
@@ -246,11 +247,11 @@ class Kernel:
         return Value(self, self.builder.call(function, raw, fastmath=flags))
 
     def fma(self, left: Value, right: Value, to: Value) -> Value:
-        """left * right + to, rounded once where the processor can."""
+        """left * right + to, fused if the processor supports it."""
         return self.call(f"llvm.fmuladd.{_suffix(to.kind)}", to.kind, [left, right, to])
 
     def pairs(self, left: Value, right: Value, to: Value) -> Value:
-        """to + the products of each lane's two bfloat16; vectors of 32 bits."""
+        """to + the sum of products of each lane's two bfloat16; vectors of 32 bits."""
         kind = vector(BF16, 2 * LANES)
         return self.call("llvm.x86.avx512bf16.dpbf16ps.512", to.kind, [to, left.bits(kind), right.bits(kind)])
 
@@ -263,7 +264,7 @@ class Kernel:
 
     @contextmanager
     def loop(self, first: Value | int, end: Value | int, step: int = 1) -> Iterator[Value]:
-        """For each int64 from the first, as long as it is less than the end."""
+        """A loop over int64 values from first, while less than end."""
         b = self.builder
         start, stop = (x.raw if isinstance(x, Value) else I64(x) for x in (first, end))
         body, after, before = b.append_basic_block("loop"), b.append_basic_block("looped"), b.block

@@ -1,7 +1,7 @@
-"""How a processor multiplies two rows of numbers, piece by piece: which instructions, and what they take.
+"""How a processor multiplies two rows of numbers, vector by vector: the instructions and their operands.
 
-A pair of rows is summed in the lanes of one vector, in the order in which the numbers lie, whatever block the pair is part of: so a sum
-does not depend, to the last bit, on how many rows are multiplied at once.
+A pair of rows is summed in the lanes of one vector in storage order, whatever block the pair belongs to. So a
+sum is bit-identical for any number of rows.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ SIZES = {"bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 
 @dataclass(frozen=True)
 class Processor:
-    """What a target's features allow.
+    """Capabilities of a target.
 
     Attributes:
         lanes: float32 numbers in a vector.
         pairs: products of bfloat16 pairs into float32.
-        bytes: instructions for eight-bit numbers, vnni (unsigned times signed), sdot or widened ("madd": x86's for 16 bits).
-        halves: float16 becomes float32 in one instruction.
-        tiles: AMX's, of bfloat16 pairs and of bytes.
-        rows, outs: of a block whose sums stay in registers.
+        bytes: instructions for eight-bit numbers: vnni (unsigned times signed), sdot, or widening ("madd":
+            x86's for 16 bits).
+        halves: conversion from float16 to float32 in one instruction.
+        tiles: AMX, for bfloat16 pairs and bytes.
+        rows, outs: size of a block whose sums stay in registers.
     """
 
     lanes: int
@@ -65,13 +66,13 @@ class Format:
     """How rows of x are multiplied by rows of weights.
 
     Attributes:
-        x, weight: in which dtype these lie.
+        x, weight: dtypes of the stored numbers.
         step: numbers in a vector.
-        sums: kind of the vector of sums, all zero at first.
-        load_x, load_weight: (code, place) -> operand.
+        sums: type of the vector of sums, initially zero.
+        load_x, load_weight: (code, address) -> operand.
         dot: (code, sums, x, weight) -> sums.
-        factor: by which sums are too small.
-        offset: what is added to weights as they are loaded, so that sums are too large by this times the sum of x.
+        factor: the factor by which sums are too small.
+        offset: added to weights when they are loaded; sums are thus too large by this times the sum of x.
     """
 
     x: str
@@ -86,7 +87,7 @@ class Format:
 
 
 def plain_format(at: Processor, x: str, weight: str) -> Format:
-    """Float x, bfloat16 or float32, by weights of any dtype."""
+    """Float x, bfloat16 or float32, times weights of any dtype."""
     factor = 256.0 if weight == "float8_e4m3fn" else 1.0
     if x == "bfloat16" and at.pairs and weight != "float32":
         step = 2 * at.lanes
@@ -103,7 +104,7 @@ def plain_format(at: Processor, x: str, weight: str) -> Format:
 
 
 def byte_format(at: Processor) -> Format:
-    """Bytes by bytes."""
+    """Bytes times bytes."""
     sums = vector(I32, at.lanes)
     step = {"madd": at.lanes * 2, "widened": at.lanes}.get(at.bytes, at.lanes * 4)
 
@@ -125,7 +126,7 @@ def byte_format(at: Processor) -> Format:
 
 
 def as_floats(code: Code, at: Processor, place: Any, dtype: str, count: int) -> Any:
-    """float32, of stored numbers; those of e4m3 divided by 256."""
+    """Converts stored numbers to float32; those of e4m3 are divided by 256."""
     b = code.b
     if dtype == "float32":
         return code.load(place, vector(F32, count))
@@ -136,13 +137,13 @@ def as_floats(code: Code, at: Processor, place: Any, dtype: str, count: int) -> 
     if dtype == "int8":
         return b.sitofp(stored, vector(F32, count))
     short = b.sext(stored, vector(I16, count))
-    if at.halves:  # the bits of a float16 whose exponent counts from another number
+    if at.halves:  # the bits of a float16 with a different exponent bias
         bits = b.and_(b.shl(short, constant(short.type, 7)), constant(short.type, 0xBFFF - 0x10000))
         return b.fpext(b.bitcast(bits, vector(HALF, count)), vector(F32, count))
     wide = b.sext(stored, vector(I32, count))
     size = b.shl(b.and_(wide, constant(wide.type, 0x7F)), constant(wide.type, 20))
     usual = b.add(size, constant(wide.type, 112 << 23))
-    one = constant(vector(F32, count), 2.0**-14)  # the smallest normal number: what the next exponent adds to a subnormal one
+    one = constant(vector(F32, count), 2.0**-14)  # the smallest normal number, which the next exponent adds to a subnormal one
     small = b.fsub(b.bitcast(b.or_(size, constant(wide.type, 113 << 23)), one.type), one)
     subnormal = b.icmp_unsigned("<", size, constant(wide.type, 1 << 23))
     bits = b.select(subnormal, b.bitcast(small, wide.type), usual)
@@ -150,7 +151,7 @@ def as_floats(code: Code, at: Processor, place: Any, dtype: str, count: int) -> 
 
 
 def _pairs(code: Code, at: Processor, place: Any, dtype: str, step: int) -> Any:
-    """bfloat16."""
+    """Loads bfloat16."""
     if dtype == "bfloat16":
         return code.load(place, vector(BF16, step))
     low, high = (as_floats(code, at, code.at(place, part * SIZES[dtype] * step // 2), dtype, step // 2) for part in (0, 1))
@@ -158,10 +159,10 @@ def _pairs(code: Code, at: Processor, place: Any, dtype: str, step: int) -> Any:
 
 
 def as_pairs(code: Code, low: Any, high: Any) -> Any:
-    """Two vectors of float32, which are bfloat16 numbers, as one of these."""
+    """Combines two vectors of float32 that are bfloat16 numbers into one of bfloat16."""
     count = 2 * low.type.count
     low, high = (code.b.bitcast(part, vector(I16, count)) for part in (low, high))
-    upper = [2 * n + 1 for n in range(count)]  # of each number
+    upper = [2 * n + 1 for n in range(count)]  # upper half of each number
     return code.b.bitcast(code.shuffle(low, high, upper), vector(BF16, count))
 
 
@@ -176,7 +177,7 @@ def _dot_floats(code: Code, sums: Any, x: Any, weight: Any) -> Any:
 
 def _dot_vnni(code: Code, sums: Any, x: Any, weight: Any) -> Any:
     name = f"llvm.x86.avx512.vpdpbusd.{32 * sums.type.count}"
-    if llvm.llvm_version_info[0] < 22:  # which took words of four numbers
+    if llvm.llvm_version_info[0] < 22:  # older versions take words of four numbers
         x, weight = (code.b.bitcast(side, sums.type) for side in (x, weight))
     return code.call(name, sums.type, sums, weight, x)
 

@@ -1,4 +1,4 @@
-"""The transform of `pallas_kernels/hadamard.py` on a CPU: sums and differences, in registers as far as these reach."""
+"""The transform of `pallas_kernels/hadamard.py` on a CPU: sums and differences, in registers as far as possible."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pallas_kernels.cpu.emit import F32, I64, PTR, VOID, Code, constant, vector
 from pallas_kernels.cpu.formats import SIZES, Processor, as_floats, processor
 from pallas_kernels.hadamard import gain
 
-ALONE = 1 << 15  # numbers up to which a thread alone takes less time than two
-HELD = {16: 8, 8: 4, 4: 4}  # vectors that are summed at once, by their lanes
+ALONE = 1 << 15  # numbers up to which one thread is faster than two
+HELD = {16: 8, 8: 4, 4: 4}  # vectors summed at once, by their number of lanes
 
 
 def transform_module(target: native.Target, x: str, block: int) -> str:
-    """The functions `transform` and `transform_parts` of x [rows, in]; results are of x's dtype, and float32, where sums are kept."""
+    """The functions `transform` and `transform_parts` of x [rows, in]. Results: x's dtype, and float32 for storing sums."""
     at, code = processor(target), Code()
     transform_row(code, at, x, block)
     write_parts(code, "transform_parts")
@@ -41,7 +41,7 @@ def transform_module(target: native.Target, x: str, block: int) -> str:
 
 
 def write_parts(code: Code, name: str) -> None:
-    """The function of this name: into how many parts it is worth cutting what is done to rows of a call's first argument."""
+    """Writes a function with this name: the number of parts for work on the rows of a call's first argument."""
     frame, most = code.function(name, [I64] * 2, internal=False, result=I64)
     _, shape = code.argument(code.b.inttoptr(frame, PTR), 0)
     few = code.b.icmp_signed("<=", code.mul(code.word(shape, 0), code.word(shape, 1)), I64(ALONE))
@@ -49,7 +49,7 @@ def write_parts(code: Code, name: str) -> None:
 
 
 def transform_row(code: Code, at: Processor, x: str, block: int) -> None:
-    """Write the function `transform_row` of a row of x, float32 [in] to fill and in, a multiple of block."""
+    """Writes the function `transform_row`: a row of x, float32 [in] for the output, and in, a multiple of block."""
     source, target, size = code.function("transform_row", (PTR, PTR, I64))
     two = gain(block)
     lanes = min(at.lanes, two)
@@ -71,7 +71,7 @@ def transform_row(code: Code, at: Processor, x: str, block: int) -> None:
             values = [code.load(code.at(place, 4 * n * stride), vector(F32, lanes), 4) for n in range(held)]
             _store(code, _between(code, values), place, 4 * stride)
         stride *= held
-    while stride < block:  # threes
+    while stride < block:  # factors of three
         with code.loop(0, size, 3 * stride) as chunk, code.loop(0, stride, lanes) as part:
             place = code.at(target, code.mul(code.add(chunk.index, part.index), 4))
             values = [code.load(code.at(place, 4 * n * stride), vector(F32, lanes), 4) for n in range(3)]
@@ -81,7 +81,8 @@ def transform_row(code: Code, at: Processor, x: str, block: int) -> None:
 
 
 def _within(code: Code, value: Any, stride: int) -> Any:
-    """Each lane with the one whose index differs in one bit: the sum where the bit is 0, the difference where it is 1."""
+    """Combines each lane with the one whose index differs in one bit: the sum where the bit is 0, the
+    difference where it is 1."""
     lanes = range(value.type.count)
     other = code.shuffle(value, value, [lane ^ stride for lane in lanes])
     signs = ir.Constant(value.type, [-1.0 if lane & stride else 1.0 for lane in lanes])
@@ -99,7 +100,7 @@ def _between(code: Code, values: Sequence[Any]) -> list[Any]:
 
 
 def _reflected(code: Code, values: Sequence[Any]) -> list[Any]:
-    """Three, less two thirds of their sum."""
+    """Three values, minus two thirds of their sum."""
     b = code.b
     part = b.fmul(b.fadd(b.fadd(values[0], values[1]), values[2]), constant(values[0].type, 2 / 3))
     return [b.fsub(value, part) for value in values]

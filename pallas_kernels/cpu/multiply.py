@@ -1,7 +1,9 @@
-"""Products x [rows, in] @ weight [out, in].T as functions of (frame, part, parts), block by block, for any number of rows.
+"""Products x [rows, in] @ weight [out, in].T as functions of (frame, part, parts), block by block, for any
+number of rows.
 
-For a few rows each block of outputs is multiplied by all rows before the next, so that weights come from memory once, in the order in which
-they lie, and are asked for ahead. For many rows a panel of outputs stays in the second cache while rows pass by.
+For a few rows, each block of outputs is multiplied by all rows before the next, so that weights are read from
+memory once, in storage order, and are prefetched. For many rows, a panel of outputs stays in the L2 cache while
+it is multiplied by all rows.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from pallas_kernels.cpu.emit import F32, I8, I32, I64, PTR, VOID, Code, constant
 from pallas_kernels.cpu.formats import SIZES, Format, Processor, as_floats, byte_format, plain_format, processor
 from pallas_kernels.cpu.hadamard import transform_row, write_parts
 
-FEW = 48  # rows, up to which weights are what memory is read for
-CONVERTED_FEW = 16  # and where each block's weights are converted first
-PANEL, SCRATCH = 64, 1 << 17  # outputs at most; bytes of the converted, which lie on the stack
-NONE, ALL, LOWER, UPPER = range(4)  # of a block's outputs, whose weights a strip of rows fetches
-STRIP = 8  # rows, which no strip has
+FEW = 48  # maximum rows for which reading weights dominates
+CONVERTED_FEW = 16  # the same if each block's weights are converted first
+PANEL, SCRATCH = 64, 1 << 17  # maximum outputs; bytes of converted weights on the stack
+NONE, ALL, LOWER, UPPER = range(4)  # the outputs of a block whose weights a strip of rows prefetches
+STRIP = 8  # larger than any strip
 LONGEST = 64  # numbers in the longest vector
 SMALLEST, RECIPROCAL = 1e-30, 1 / 127  # as in `quantized`
 
 
 def product_module(target: native.Target, x: str, weight: str) -> str:
-    """The function `multiply` of arguments x, weight and, of eight bits, the weight's scale [out]."""
+    """The function `multiply` of x, weight and, for eight bits, the weight's scale [out]."""
     at, code = processor(target), Code()
     how, out = plain_format(at, x, weight), Out(scaled=SIZES[weight] == 1)
     computed = "bfloat16" if at.pairs and x == "bfloat16" and weight != "float32" else "float32"
@@ -38,7 +40,8 @@ def product_module(target: native.Target, x: str, weight: str) -> str:
 def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
     """The functions `quantize`, `quantize_parts` and `multiply` of x, int8 weight and its scale.
 
-    Results are out, bytes of x, their scales and their sums [rows]; with a hadamard block above 1, also x transformed, float32.
+    Results: out, bytes of x, their scales and their sums [rows]; with a hadamard block above 1, also x
+    transformed, float32.
     """
     at, code = processor(target), Code()
     how = byte_format(at)
@@ -48,7 +51,8 @@ def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
 
 
 def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str | None) -> None:
-    """Args: converted: the dtype that weights become, once, where they are multiplied by more than a block's rows."""
+    """Args: converted: the dtype to which weights are converted once, if they are multiplied by more rows than
+    a block has."""
     _dispatch(code, "strip", at, how, out, (NONE, ALL) if converted else (NONE, ALL, LOWER, UPPER))
     if converted:
         inner = replace(plain_format(at, how.x, converted), factor=how.factor)
@@ -70,7 +74,7 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
     first = code.mul(b.sdiv(code.mul(units, part), parts), at.outs)
     end = code.least(count, code.mul(b.sdiv(code.mul(units, code.add(part, 1)), parts), at.outs))
     many = b.icmp_signed(">", rows, I64(at.rows))
-    last = b.select(b.icmp_signed(">", count, I64(at.outs)), b.sub(count, I64(at.outs)), I64(0))  # where the last block begins
+    last = b.select(b.icmp_signed(">", count, I64(at.outs)), b.sub(count, I64(at.outs)), I64(0))  # start of the last block
     most, full = I64(PANEL), b.icmp_signed(">=", count, I64(at.outs))
     paired = b.and_(full, b.or_(b.icmp_signed("==", rows, I64(8)), b.icmp_signed(">=", rows, I64(2 * at.rows))))
     inner_row, scratch = weight_row, weight
@@ -84,7 +88,7 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
 
     with code.loop(first, end, panel) as panels:
         over = code.least(code.add(panels.index, panel), end)
-        begin = code.least(panels.index, last)  # the last blocks may overlap: what is computed twice is the same
+        begin = code.least(panels.index, last)  # the last blocks may overlap: both compute equal results
         if converted:
             with b.if_then(many):
                 args = code.at(weight, code.mul(begin, weight_row)), weight_row, size, b.sub(over, begin), scratch, inner_row
@@ -106,7 +110,7 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
                 height,
                 code.least(b.sub(over, o), at.outs),
             ]
-            # Two strips of rows fetch half of the weights each, so that memory has work while the second is multiplied.
+            # Two strips prefetch half of the weights each, so that memory is busy while the second is multiplied.
             second = b.and_(paired, b.icmp_signed("<=", row, I64(at.rows)))
             first = b.icmp_signed("==", row, I64(0))
             fetch = b.select(first, b.select(paired, I64(LOWER), I64(ALL)), b.select(second, I64(UPPER), I64(NONE)))
@@ -125,7 +129,7 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
 
 @contextmanager
 def strips(code: Code, at: Processor, rows: Any) -> Iterator[tuple[Any, Any]]:
-    """For each strip of rows: its first, and how many it has, one of `heights`."""
+    """A loop over strips of rows: the first row, and the number of rows, one of `heights`."""
     b, before = code.b, code.b.block
     head, body, done = (b.append_basic_block(name) for name in ("strip", "rows", "done"))
     b.branch(head)
@@ -149,7 +153,8 @@ def heights(at: Processor) -> list[int]:
 
 
 def _dispatch(code: Code, name: str, at: Processor, how: Format, out: Out, fetches: Sequence[int]) -> None:
-    """A function of ARGUMENTS, how many rows there are, one of `heights`, how many outputs, at most a block's, and what is fetched."""
+    """A function of ARGUMENTS, the number of rows (one of `heights`), the number of outputs (at most a
+    block's), and the prefetch mode."""
     half, made = at.outs // 2, {}
     fetched = {NONE: range(0), ALL: range(at.outs), LOWER: range(half), UPPER: range(half, at.outs)}
     for fetch in fetches:
@@ -161,7 +166,7 @@ def _dispatch(code: Code, name: str, at: Processor, how: Format, out: Out, fetch
     *args, rows, outs, fetch = code.function(name, (*ARGUMENTS, I64, I64, I64))
     b = code.b
     x, x_row, weight, weight_row, _, result, result_row, row_scale, row_sum, out_scale, out_size = args
-    with b.if_then(b.icmp_signed("<", outs, I64(at.outs))):  # of a weight that has no more
+    with b.if_then(b.icmp_signed("<", outs, I64(at.outs))):  # a weight with fewer outputs
         with code.loop(0, rows, 1) as row, code.loop(0, outs, 1) as each:
             own = list(args)
             own[0], own[2] = code.at(x, code.mul(row.index, x_row)), code.at(weight, code.mul(each.index, weight_row))
@@ -183,7 +188,7 @@ def _dispatch(code: Code, name: str, at: Processor, how: Format, out: Out, fetch
 
 
 def _convert(code: Code, at: Processor, stored: str, converted: str) -> None:
-    """Rows of weights to rows of another dtype, each filled up to LONGEST."""
+    """Converts rows of weights to another dtype, each padded to LONGEST."""
     weight, row, size, count, into, into_row = code.function("convert", (PTR, I64, I64, I64, PTR, I64))
     b, step = code.b, 2 * at.lanes
 
@@ -216,13 +221,14 @@ def quantize(
     sums: tuple[int, int] | None = None,
     transformed: tuple[int, int] = (1, 0),
 ) -> None:
-    """Rows of x to bytes and their scales: `quantized.quantize` to the last bit as XLA compiles it, which multiplies by reciprocals.
+    """Quantizes rows of x to bytes: bit-identical to `quantized.quantize` as compiled by XLA, which multiplies
+    by reciprocals.
 
-    The functions `quantize`, and `quantize_parts`, into how many parts it is worth cutting.
+    Writes the functions `quantize`, and `quantize_parts`, which returns the number of parts.
 
     Args:
-        sums: (factor, result): also each row's bytes summed, times this.
-        transformed: (block, result): rows are transformed first, where the block is more than 1.
+        sums: (factor, result): also stores each row's sum of bytes, times the factor.
+        transformed: (block, result): transforms rows first, if block is more than 1.
     """
     hadamard, own = transformed
     stored, x = x, "float32" if hadamard > 1 else x

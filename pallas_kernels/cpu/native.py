@@ -1,4 +1,4 @@
-"""Code written as LLVM's intermediate representation, compiled in milliseconds, for any processor."""
+"""Compiles LLVM's intermediate representation in milliseconds, for any processor."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-SOURCE = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")))).hexdigest()  # of all kernels
-LEVEL = 2  # of optimization: kernels are written as the loops that they should become
+# Hash of all kernels' sources.
+SOURCE = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")))).hexdigest()
+LEVEL = 2  # optimization level: kernels already have the intended loops
 
 
 @dataclass(frozen=True)
 class Target:
-    """What code is compiled for.
+    """A compilation target.
 
     Attributes:
         triple: architecture, vendor, system.
-        cpu: LLVM's name of a processor. It decides how instructions are scheduled and, with `features`, which there are.
-        features: LLVM's names, "+avx2,-avx512f".
+        cpu: LLVM's name of the processor. It determines instruction scheduling and, with `features`, the
+            available instructions.
+        features: LLVM's names, such as "+avx2,-avx512f".
     """
 
     triple: str
@@ -41,18 +43,18 @@ class Target:
 
 
 def host() -> Target:
-    """The processor at hand."""
+    """The local processor."""
     return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
 
 
 def assembly(text: str, target: Target) -> str:
-    """What a module becomes on a processor that need not be here."""
+    """The assembly code of a module for a target that need not be the local one."""
     machine = target.machine()
     return str(machine.emit_assembly(_optimized(text, machine)))
 
 
 def compiled(text: str, *names: str, target: Target | None = None) -> list[int]:
-    """The addresses of a module's functions, which live as long as the process: other threads may be in them until its very end."""
+    """Addresses of a module's functions. They are never freed, since other threads may run them until the process ends."""
     machine = (target or host()).machine(jit=True)
     module = _optimized(text, machine)
     engine = llvm.create_mcjit_compiler(module, machine)
@@ -63,7 +65,7 @@ def compiled(text: str, *names: str, target: Target | None = None) -> list[int]:
 
 
 def _optimized(text: str, machine: Any) -> Any:
-    """In a context of the module alone, so that several threads may compile at once."""
+    """Optimizes a module in a separate context, so that several threads may compile at once."""
     context = llvm.create_context()
     module = llvm.parse_assembly(text, context)
     context.detach()

@@ -1,9 +1,10 @@
-"""One call from XLA, computed by all cores: the caller and threads of XLA's own pool take its parts.
+"""Runs one call from XLA on all cores: the caller and threads of XLA's pool share its parts.
 
-XLA runs operations on several threads only where more than eight of them wait. So a caller publishes a job, a function of (frame,
-part, parts), asks XLA's pool for helpers, and takes parts like them until none is left. It waits only for helpers that have
-started. A caller that finds the team busy with another job computes alone. Threads of our own were slower: they compete with
-XLA's, which keep looking for work after each operation, and a step took up to half as long again.
+XLA uses several threads for operations only if more than eight of them wait. So a caller publishes a job, a
+function of (frame, part, parts), asks XLA's pool for helpers, and processes parts like them until none is left.
+It waits only for helpers that have started. A caller that finds the team busy with another job computes alone.
+Separate threads were slower: they compete with XLA's, which poll for work after each operation, and steps took
+up to 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -17,40 +18,40 @@ from pathlib import Path
 
 from pallas_kernels.cpu import native
 
-PAUSE = {"x86": "@llvm.x86.sse2.pause()", "aarch64": "@llvm.aarch64.isb(i32 15)"}  # of a thread that waits for another
-PARTS = 8  # a thread: one that lost its core for a while leaves the rest to others
+PAUSE = {"x86": "@llvm.x86.sse2.pause()", "aarch64": "@llvm.aarch64.isb(i32 15)"}  # instruction for a thread that waits for another
+PARTS = 8  # per thread; if one loses its core for a while, others take the remaining parts
 
 _lock = threading.Lock()
 _limit: int | None = None
 
 
 def threads() -> int:
-    """How many compute: a caller and its helpers, of which XLA's pool has as many as there are cores or NPROC says."""
+    """Number of computing threads: a caller and its helpers. XLA's pool has one per core, or as many as NPROC says."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = os.environ.get("NPROC", "")
     return min(cores, _limit or cores, int(pool) if pool.isdecimal() and int(pool) else cores)
 
 
 def parts() -> int:
-    """Into how many parts kernels cut their work."""
+    """Number of parts into which kernels divide their work."""
     return 1 if threads() == 1 else PARTS * threads()
 
 
 def limit(count: int | None) -> None:
-    """Let at most this many threads compute a call, in all of the process; None: one a core.
+    """Limits the number of threads that compute a call, for the whole process; None: one per core.
 
     Raises:
         ValueError: count is not positive.
     """
     global _limit
     if count is not None and count < 1:
-        raise ValueError(f"count={count}: at least 1")
+        raise ValueError(f"count={count}: must be at least 1")
     _limit = count
     runner()
 
 
 def runner() -> int:
-    """The address of void run(function, frame, parts), words of eight bytes; frame is XLA's."""
+    """Address of void run(function, frame, parts), with eight-byte words; frame is XLA's."""
     with _lock:
         code = _code()
         ctypes.CFUNCTYPE(None, ctypes.c_int64)(code["limit"])(threads() - 1)
@@ -58,7 +59,7 @@ def runner() -> int:
 
 
 def source(target: native.Target) -> str:
-    """The module's text."""
+    """The module's source."""
     text = Path(__file__).with_suffix(".ll").read_text()
     pause = PAUSE.get(target.architecture)
     declared = f"declare void {re.sub(r'i32 [0-9]+', 'i32', pause)}\n" if pause else ""

@@ -1,6 +1,8 @@
-"""Products by AMX: tiles of 16 outputs, as weights lie, by tiles of 16 rows of x, packed first. Sums come out output-major and are turned.
+"""Products with AMX: tiles of 16 outputs, in the layout of weights, times packed tiles of 16 rows of x.
 
-Linux gives a process the tiles when it asks (`permitted`); each part loads their configuration and releases them.
+Sums are output-major and are transposed at the end.
+
+Linux allows a process to use tiles on request (`permitted`). Each part loads their configuration and releases them.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from pallas_kernels.cpu.emit import F32, I8, I32, I64, PTR, VOID, Code, constant
 from pallas_kernels.cpu.formats import SIZES, processor
 from pallas_kernels.cpu.multiply import quantize
 
-SIDE, LINE = 16, 64  # a tile's rows; bytes of one
-OUTS = 2 * SIDE  # of a block, and the least that a weight may have
-REQUEST, TILE_DATA = 0x1023, 18  # arch_prctl's: permission to use a part of the registers
+SIDE, LINE = 16, 64  # rows of a tile, and bytes of a row
+OUTS = 2 * SIDE  # outputs of a block, and the minimum for a weight
+REQUEST, TILE_DATA = 0x1023, 18  # of arch_prctl: permission to use part of the registers
 CONFIG = bytes([1, *[0] * 15, *[LINE, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8])  # palette; bytes of a row and rows of each tile
 WEIGHTS, PACKED = (4, 5), (6, 7)  # registers; sums are in the first four
 
 
 @cache
 def permitted() -> bool:
-    """Whether this process may use the tiles, which it asks for."""
+    """Requests permission to use the tiles. Returns whether this process has it."""
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64" or not processor(native.host()).tiles:
         return False
     return int(ctypes.CDLL(None).syscall(158, REQUEST, TILE_DATA)) == 0
@@ -39,10 +41,10 @@ def packed_bytes(rows: int, size: int, x: str) -> int:
 
 
 def tiles_module(target: native.Target, x: str, *, of_bytes: bool, hadamard: int = 1) -> str:
-    """Functions `quantize`, if of bytes, `pack` and `multiply`.
+    """Functions `quantize` (for bytes), `pack` and `multiply`.
 
-    Arguments are x, weight and, of bytes, the weight's scale; results are out, packed rows and, of bytes, their bytes and scales; with a
-    hadamard block above 1, also x transformed, float32.
+    Arguments: x, weight and, for bytes, the weight's scale. Results: out, packed rows and, for bytes, their
+    bytes and scales; with a hadamard block above 1, also x transformed, float32.
     """
     code = Code()
     if of_bytes:
@@ -53,7 +55,7 @@ def tiles_module(target: native.Target, x: str, *, of_bytes: bool, hadamard: int
 
 
 def _pack(code: Code, item: int, of_bytes: bool) -> None:
-    """Rows [rows, in] to [blocks, chunks, 16 words of four bytes, 16 rows]; zeros where there are no numbers."""
+    """Packs rows [rows, in] into [blocks, chunks, 16 four-byte words, 16 rows], padded with zeros."""
     frame, part, parts = code.function("pack", [I64] * 3, internal=False)
     b, frame = code.b, code.b.inttoptr(frame, PTR)
     source, shape = code.argument(frame, 0)
@@ -105,7 +107,7 @@ def _multiply(code: Code, of_bytes: bool) -> None:
     first, end = (b.sdiv(code.mul(units, n), parts) for n in (part, code.add(part, 1)))
     code.call("llvm.x86.ldtilecfg", VOID, config.bitcast(PTR))
     with code.loop(first, end, 1) as unit, code.loop(0, rows, 2 * SIDE) as pair:
-        o = code.least(code.mul(unit.index, OUTS), b.sub(count, I64(OUTS)))  # the last may overlap: what is computed twice is the same
+        o = code.least(code.mul(unit.index, OUTS), b.sub(count, I64(OUTS)))  # the last may overlap: both compute equal results
         ahead = b.select(b.icmp_signed("==", pair.index, I64(0)), code.mul(row_bytes, OUTS), I64(0))
         args = [
             code.at(packed, code.mul(b.sdiv(pair.index, I64(SIDE)), strip)),
@@ -130,7 +132,7 @@ def _multiply(code: Code, of_bytes: bool) -> None:
 
 
 def _block(code: Code, name: str, blocks: int, of_bytes: bool) -> None:
-    """32 outputs by one or two blocks of rows."""
+    """Multiplies 32 outputs by one or two blocks of rows."""
     kinds = (PTR, I64, PTR, I64, PTR, I64, I64, PTR, PTR, I64, I64)
     packed, strip, weight, row_bytes, result, result_row, rows, row_scale, out_scale, out_size, ahead = code.function(name, kinds)
     b, whole = code.b, code.b.and_(row_bytes, I64(-LINE))
@@ -185,7 +187,7 @@ def _block(code: Code, name: str, blocks: int, of_bytes: bool) -> None:
 
 
 def transposed(code: Code, lines: list[Any]) -> list[Any]:
-    """As many vectors as each has lanes, a power of two."""
+    """Transposes vectors, as many as each has lanes, a power of two."""
     count, half = len(lines), 1
     while half < count:
         low = [n % (2 * half) // half * count + n // (2 * half) * 2 * half + n % half for n in range(count)]

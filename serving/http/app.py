@@ -1,4 +1,4 @@
-"""The ASGI application: OpenAI's paths, and vLLM's beside them."""
+"""The ASGI application: paths of OpenAI's API, and vLLM's additional ones."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from jengine.serving.service import Shared
 
 
 class Parts(NamedTuple):
-    """What the application shares with gRPC's services.
+    """Parts shared with the gRPC services.
 
     Attributes:
-        why_not_ready: None where the model answers.
+        why_not_ready: returns None if the model answers.
     """
 
     config: ServerConfig
@@ -50,7 +50,7 @@ def endpoint(parts: Parts, method: str, path: str, handle: Handler, open: bool =
 
 
 def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
-    """All endpoints, and more."""
+    """All endpoints, and further routes."""
     config, shared = parts.config, parts.shared
     most = config.max_message_bytes
     chat = ChatService(shared, most, (config.tool_call_parser, config.reasoning_parser))
@@ -66,7 +66,7 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
         return endpoint(parts, method, path, handle, open)
 
     async def wrong(request: Request, error: Exception) -> Response:
-        """A path or method that there is not: what there is, is no secret."""
+        """The answer for an unknown path or method. The existing ones are no secret."""
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase}"
         parts.metrics.http_ended("unknown", "unknown", error.status_code)

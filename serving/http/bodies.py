@@ -1,4 +1,4 @@
-"""Requests' bodies: OpenAI's types, with vLLM's fields beside them. Everything in a body works, or is rejected by its name."""
+"""Request bodies: OpenAI's types with vLLM's fields. Every field has its effect or is rejected by name."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from openai.types.chat import (
     completion_create_params as chat_create_params,
 )
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict  # as OpenAI's: typing's has another metaclass before Python 3.13
+from typing_extensions import TypedDict  # OpenAI's; typing's has another metaclass before Python 3.13
 
 from jengine import InvalidArgument, SamplingParams
 
 STRICT = ConfigDict(extra="forbid", strict=True)
-# What clients send to all servers, and what changes no answer here.
+# Fields that clients send to all servers, and that do not affect answers.
 IGNORED = frozenset(
     ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
 )
-NEUTRAL: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix": "", "verbosity": "medium"}  # what there is without them
+# Values equivalent to leaving the field out.
+NEUTRAL: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix": "", "verbosity": "medium"}
 
 
 @with_config(STRICT)
 class StreamOptions(ChatCompletionStreamOptionsParam, total=False):
-    """`continuous_usage_stats`: usage in every event."""
+    """`continuous_usage_stats`: include usage in every event."""
 
     continuous_usage_stats: bool
 
 
 class Extras(TypedDict, total=False):
-    """vLLM's fields, beside those of SamplingParams, and jengine's targets; `timeout` is in seconds."""
+    """vLLM's fields other than those of SamplingParams, and jengine's targets. `timeout` is in seconds."""
 
     stream: bool
     request_id: str
@@ -109,11 +110,11 @@ class DetokenizeBody(TypedDict, total=False):
 
 
 class Body(NamedTuple):
-    """A body that has been checked.
+    """A validated body.
 
     Attributes:
-        fields: those that were given, but for the sampling parameters.
-        sampling: SamplingParams' fields.
+        fields: the given fields, except sampling parameters.
+        sampling: fields of SamplingParams.
     """
 
     fields: dict[str, Any]
@@ -124,12 +125,12 @@ class Body(NamedTuple):
 
 
 class Form:
-    """What an endpoint's body may have.
+    """The fields that an endpoint's body may have.
 
     Args:
         type: a TypedDict.
-        supported: its fields that work here; the others are OpenAI's, and rejected.
-        own: fields that are not SamplingParams', though they have the name of one.
+        supported: the fields of it that work here; others are OpenAI's, and rejected.
+        own: fields that are not sampling parameters, although SamplingParams has a field of that name.
     """
 
     def __init__(self, type: Any, supported: Iterable[str] = (), own: Iterable[str] = (), sampling: bool = True) -> None:
@@ -139,7 +140,7 @@ class Form:
         self._sampling = frozenset(SamplingParams.__dataclass_fields__).difference(own) if sampling else frozenset()
 
     def read(self, body: Mapping[str, Any]) -> Body:
-        """A field that is null is as one that is not there.
+        """Validates a body. Fields with null count as missing.
 
         Raises:
             InvalidArgument: naming the field.
@@ -170,15 +171,16 @@ class Form:
 
 
 def checked(adapter: TypeAdapter[Any], value: Any, root: str = "") -> Any:
-    """
+    """Validates a value.
+
     Raises:
-        InvalidArgument: naming the part that is wrong, below `root`.
+        InvalidArgument: naming the invalid part, below `root`.
     """
     try:
         return adapter.validate_python(value)
     except ValidationError as wrong:
         errors = wrong.errors(include_url=False)
-        error = max(errors, key=lambda error: len(error["loc"]))  # of a union, the kind that fits best
+        error = max(errors, key=lambda error: len(error["loc"]))  # for a union, the error of the type that fits best
         reasons = dict.fromkeys(other["msg"] for other in errors if len(other["loc"]) == len(error["loc"]))
         path = root + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"] if _shown(part))
         raise InvalidArgument(path.lstrip(".") or "body", error["input"], "; ".join(reasons)) from None
@@ -187,13 +189,13 @@ def checked(adapter: TypeAdapter[Any], value: Any, root: str = "") -> Any:
 
 
 def _shown(part: int | str) -> bool:
-    """Names of types are no parts of a path."""
+    """Whether a part of a path is shown; names of types are not."""
     return isinstance(part, int) or not (part[:1].isupper() or "[" in part or part == "str")
 
 
 def _unknown(name: str, value: Any) -> None:
     if name.isidentifier() and name not in SamplingParams.__dataclass_fields__:
-        SamplingParams(**{name: value})  # says what to use instead
+        SamplingParams(**{name: value})  # raises an error with the alternative
     raise InvalidArgument(name[:100], value, "there is no such field")
 
 

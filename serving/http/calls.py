@@ -1,4 +1,4 @@
-"""One HTTP request and its answer."""
+"""One HTTP request and its response."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-BODY_SECONDS = 60.0  # in which a request's body must have come
-DISCARD_SECONDS = 1.0  # for a body that is not wanted
-MOST_CONTAINERS = 2**17  # arrays and objects of a body; each takes a hundred bytes and more
+BODY_SECONDS = 60.0  # maximum time for a request's body to arrive
+DISCARD_SECONDS = 1.0  # maximum time to read an unwanted body
+MOST_CONTAINERS = 2**17  # maximum arrays and objects in a body; each takes at least a hundred bytes
 
 JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 
 
 class BadBody(Exception):
-    """A request's body that cannot be used. `status`: HTTP's."""
+    """A request body that cannot be used. `status`: of HTTP."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -31,10 +31,10 @@ class HttpCall:
     """A jengine.serving.call.Call.
 
     Attributes:
-        status: that was answered; 0 is none yet.
-        unread: whether some of its body has not been read.
-        names: where a field of jengine's errors is in this request's body, if elsewhere.
-        gone: whether the client has left before the answer's end.
+        status: status of the response; 0 before it.
+        unread: whether part of the body has not been read.
+        names: for fields that have other names in this request's body, a map from jengine's names.
+        gone: whether the client disconnected before the end of the response.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,7 +44,7 @@ class HttpCall:
         self.names: dict[str, str] = {}
         self._callbacks: list[Callable[[Any], None]] = []
 
-    # --- as a Call --------------------------------------------------------------------------------
+    # --- interface Call-----------------------------------------------------------------------------
 
     def peer(self) -> str:
         host, port = self.scope.get("client") or ("unknown", 0)
@@ -56,7 +56,7 @@ class HttpCall:
         return None
 
     def invocation_metadata(self) -> list[tuple[str, str | bytes]]:
-        """Of a trace, that the request belongs to."""
+        """Headers of the trace to which the request belongs."""
         found = ((name, self.header(name.encode())) for name in ("traceparent", "tracestate"))
         return [(name, value) for name, value in found if value is not None]
 
@@ -64,21 +64,21 @@ class HttpCall:
         self._callbacks.append(callback)
 
     def done(self) -> None:
-        """The call is over."""
+        """Called when the call has ended."""
         for callback in self._callbacks:
             callback(self)
 
     # --- the request ------------------------------------------------------------------------------
 
     def header(self, name: bytes) -> str | None:
-        """By its name in lower case."""
+        """A header by its name in lower case."""
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
 
     async def body(self, most: int) -> bytes:
-        """All of it.
+        """Reads the whole body.
 
         Raises:
-            BadBody: it has more than `most` bytes, or did not come in time.
+            BadBody: it has more than `most` bytes, or did not arrive in time.
         """
         too_large = BadBody(413, f"the body is too large: at most {most} bytes (max_message_bytes)")
         told = self.header(b"content-length") or ""
@@ -97,7 +97,8 @@ class HttpCall:
         return b"".join(parts)
 
     async def discard(self) -> None:
-        """Read what comes of the body within a moment: a connection that is closed before takes the answer away with it."""
+        """Reads and drops the rest of the body for a moment, since closing the connection too early would lose
+        the response."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_SECONDS):
                 while self.unread:
@@ -112,7 +113,7 @@ class HttpCall:
         return bytes(message.get("body", b""))
 
     async def watch(self, task: asyncio.Task[Any]) -> None:
-        """After the body has come: cancel the task when the client goes before it has its answer."""
+        """After the body: cancels the task if the client disconnects before it has its response."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if not self._complete:
@@ -122,16 +123,16 @@ class HttpCall:
     # --- the answer -------------------------------------------------------------------------------
 
     async def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None, kind: bytes = JSON) -> None:
-        """The whole answer."""
+        """Sends a whole response."""
         await self._start(status, {"content-length": str(len(body)), **(headers or {})}, kind)
         await self._write(body, more=False)
 
     async def start_events(self, headers: dict[str, str]) -> None:
-        """An answer of server-sent events begins."""
+        """Begins a response of server-sent events."""
         await self._start(200, {"cache-control": "no-store", **headers}, EVENTS)
 
     async def event(self, data: str) -> None:
-        """Send one; waits while the client does not read."""
+        """Sends an event; waits while the client does not read."""
         await self._write(b"data: " + data.encode("utf-8", "replace") + b"\n\n", more=True)
 
     async def end_events(self) -> None:
@@ -149,22 +150,22 @@ class HttpCall:
 
 
 def id_headers(request_id: str) -> dict[str, str]:
-    """The request's id, where a header can hold it."""
+    """A header with the request's id, if headers can represent it."""
     return {"x-request-id": request_id} if re.fullmatch(r"[!-~]{1,200}", request_id) else {}
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """A body's JSON.
+    """Parses a body's JSON.
 
     Raises:
-        BadBody: it is no JSON object, or has too many parts.
+        BadBody: it is not a JSON object, or has too many parts.
     """
     if (containers := raw.count(b"[") + raw.count(b"{")) > MOST_CONTAINERS:
         raise BadBody(400, f"the body has {containers} arrays and objects; at most {MOST_CONTAINERS}")
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as wrong:
-        raise BadBody(400, f"the body is no JSON: {wrong}") from None
+        raise BadBody(400, f"the body is not valid JSON: {wrong}") from None
     if not isinstance(value, dict):
         raise BadBody(400, "the body must be a JSON object")
     return value

@@ -1,4 +1,4 @@
-"""A conversation's request, checked, and how its completions are read."""
+"""A validated chat request, and the reader of its completions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jengine.serving.parsers.thoughts import after_reasoning
 
 
 class Chat(NamedTuple):
-    """A request that has been checked.
+    """A validated request.
 
     Attributes:
-        prompt: its text, once it has been rendered.
-        thinks: whether the model may reason before it answers; not where a grammar holds from the first token on.
+        prompt: the prompt's text, once it has been rendered.
+        thinks: whether the model may reason before it answers; False if a grammar applies from the first token on.
     """
 
     body: Body
@@ -35,9 +35,10 @@ class Chat(NamedTuple):
     thinks: bool = True
 
     def rendered(self, prompt: TokensPrompt) -> Chat:
-        """With its prompt, which tells whether the model reasons first; what constrains the answer holds after that."""
+        """Sets the prompt, which shows whether the model reasons first. Constraints on the answer apply after
+        the reasoning."""
         text = prompt.get("prompt")
-        if text is None:  # by the client's own template; the end is enough
+        if text is None:  # rendered with the client's own template; the end of the text is enough
             text = self.llm.tokenizer.decode(prompt["prompt_token_ids"][-64:], skip_special_tokens=False)
         structure, inside = self.params.structured_outputs, self.form.reasoning(text)
         if not isinstance(structure, StructuredOutputs):
@@ -48,32 +49,32 @@ class Chat(NamedTuple):
         return self._replace(prompt=text, params=self.params.clone(structured_outputs=after))
 
     def parser(self) -> Parser:
-        """For one completion."""
+        """A parser for one completion."""
         return self.form.parser(self.prompt, self.tools.callable, self.thinks, self.tools.forced_parser())
 
     def read(self, text: str) -> list[Event]:
-        """A whole completion."""
+        """Parses a whole completion."""
         return self.form.read(text, self.prompt, self.tools.callable, self.thinks, self.tools.forced_parser())
 
     def shown(self, events: list[Event]) -> list[Event]:
-        """Without what the client does not want."""
+        """The events that the client wants."""
         if self.body.get("include_reasoning", True):
             return events
         return [event for event in events if not isinstance(event, Reasoning)]
 
     def logprobs(self, completion: CompletionOutput) -> dict[str, Any]:
-        """For a choice's fields."""
+        """Log probabilities for a choice's fields."""
         if completion.logprobs is None or not completion.logprobs:
             return {}
         texts = TokenTexts(self.llm.tokenizer, self.body.get("return_tokens_as_token_ids", False))
         return {"logprobs": chat_logprobs(completion.logprobs, self.body.get("top_logprobs", 0), texts)}
 
     def ids(self, completion: CompletionOutput) -> dict[str, Any]:
-        """For a choice's fields."""
+        """Token ids for a choice's fields."""
         return {"token_ids": completion.token_ids} if self.body.get("return_token_ids") else {}
 
     def prompt_facts(self, output: RequestOutput) -> dict[str, Any]:
-        """For an answer's fields."""
+        """Facts about the prompt for a response's fields."""
         facts: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if self.body.get("return_token_ids") else {}
         if output.prompt_logprobs is not None:
             facts["prompt_logprobs"] = replies.prompt_logprobs(output.prompt_logprobs)

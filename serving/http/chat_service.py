@@ -51,7 +51,7 @@ class ChatService(CreateService):
         return Chat(body, params, tools, form, llm, int(time.time()), self._models.info.name)
 
     async def _queue(self, call: HttpCall, chat: Chat, size: int, kind: OutputKind, tracked: TrackedRequest) -> tuple[RequestHandle, Chat]:
-        """With its prompt."""
+        """Renders the prompt and queues the request."""
         body = chat.body
         options = {name: body.get(name) for name in OPTIONS if body.get(name) is not None}
         if (effort := body.get("reasoning_effort")) is not None:
@@ -70,7 +70,7 @@ class ChatService(CreateService):
         asked = Asked(chat.params, lambda: prompt, size, **level_of(body))
         return await self._submit(chat.llm, asked, kind, call, tracked.request_id), chat
 
-    # --- whole ------------------------------------------------------------------------------------
+    # --- complete ---------------------------------------------------------------------------------
 
     async def _whole(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest) -> None:
         handle, chat = await self._queue(call, chat, size, "final", tracked)
@@ -114,7 +114,7 @@ class ChatService(CreateService):
             **chat.ids(completion),
         )
 
-    # --- as it comes ------------------------------------------------------------------------------
+    # --- streamed ---------------------------------------------------------------------------------
 
     async def _stream(self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest) -> None:
         handle, chat = await self._queue(call, chat, size, "delta", tracked)

@@ -1,4 +1,4 @@
-"""A conversation's answer in events, as it comes."""
+"""A streamed answer to a conversation, as events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reas
 
 
 class ChatStream:
-    """A conversation's answer in events."""
+    """A streamed answer to a conversation."""
 
     def __init__(self, call: HttpCall, chat: Chat, reply_id: str, output: RequestOutput) -> None:
         self._call, self._chat, self._id, self._usage = call, chat, reply_id, StreamUsage(chat.body)
@@ -25,12 +25,12 @@ class ChatStream:
         self._last, self._tokens, self.finished = output, 0, False
 
     async def start(self) -> None:
-        """The role of each completion, as OpenAI does."""
+        """Sends the role for each completion, as OpenAI does."""
         for index in range(self._chat.params.n):
             await self._send([replies.ChunkChoice(index=index, delta=replies.Delta(role="assistant", content=""), finish_reason=None)])
 
     async def show(self, output: RequestOutput) -> None:
-        """What is new."""
+        """Sends new output."""
         facts = self._chat.prompt_facts(output) if not self._tokens else {}
         self._last, self.finished = output, output.finished
         self._tokens += tokens_of(output.outputs)

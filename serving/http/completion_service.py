@@ -28,10 +28,10 @@ Prompt = str | list[int]
 
 
 class Task(NamedTuple):
-    """A request that has been checked.
+    """A validated request.
 
     Attributes:
-        hides_output: only the prompt is shown: echo with max_tokens=0.
+        hides_output: whether only the prompt is shown (echo with max_tokens=0).
     """
 
     body: Body
@@ -84,7 +84,7 @@ class CompletionService(CreateService):
     async def _answers(
         self, call: HttpCall, task: Task, size: int, kind: OutputKind, tracked: list[TrackedRequest], stack: ExitStack
     ) -> list[tuple[Answer, _Pieces]]:
-        """Of all prompts, queued."""
+        """Queues all prompts."""
         out = []
         for index, (prompt, one) in enumerate(zip(task.prompts, tracked, strict=True)):
             read: Callable[[], Prompt] = partial(_ids, task, prompt)
@@ -129,7 +129,7 @@ class CompletionService(CreateService):
 
 
 class _Pieces:
-    """One prompt's completions as choices, whole or piece by piece.
+    """One prompt's completions as choices, complete or streamed.
 
     Args:
         first: the index of the first choice.
@@ -146,7 +146,7 @@ class _Pieces:
         return replies.usage(output, 0 if self._task.hides_output else self._tokens)
 
     def choices(self, output: RequestOutput) -> list[replies.CompletionChoice]:
-        """What is new in this output."""
+        """The new parts of this output."""
         self._tokens += tokens_of(output.outputs)
         begins, self._begun = not self._begun, True
         found = (self._choice(output, completion, begins) for completion in output.outputs)
@@ -204,7 +204,7 @@ def listed(name: str, given: Any) -> list[Prompt]:
 
 
 async def _together[T](work: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """The first error ends all."""
+    """Runs all of these; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -214,7 +214,7 @@ async def _together[T](work: list[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _ids(task: Task, prompt: Prompt) -> Prompt:
-    """In any thread."""
+    """Tokenizes a prompt. Thread-safe."""
     if isinstance(prompt, str) and not task.body.get("add_special_tokens", True):
         return task.llm.tokenizer.encode(prompt, add_special_tokens=False)
     return prompt

@@ -1,4 +1,4 @@
-"""HTTP connections with bounds: a head that does not come, and an answer that is not read, end theirs."""
+"""HTTP connections with time limits for headers that do not arrive and for responses that are not read."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_SECONDS = 10.0  # for a request's head to come, from its connection's or its own first byte
+HEAD_SECONDS = 10.0  # maximum time for a request's headers, from the first byte of the connection or the request
 
 log = logging.getLogger("jengine.serving")
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with timers. h11 bounds a head to 16 KiB.
+    """uvicorn's connection with timers. h11 limits headers to 16 KiB.
 
     Attributes:
-        write_timeout: seconds in which a client must read something of what waits for it.
+        write_timeout: seconds in which a client must read some of the waiting response.
     """
 
     write_timeout: ClassVar[float] = 10.0
@@ -57,7 +57,7 @@ class Connection(H11Protocol):
             self._stall = None
 
     def timeout_keep_alive_handler(self) -> None:
-        """A connection is closed because no request has come: what its client has not read by now, it never will."""
+        """Closes a connection because no request has arrived. Data that the client has not read by now is dropped."""
         self._end() if self.transport.get_write_buffer_size() else super().timeout_keep_alive_handler()
 
     def _stalled(self) -> None:
@@ -67,7 +67,7 @@ class Connection(H11Protocol):
             self._stall = self.loop.call_later(self.write_timeout, self._stalled)
             return
         client = "{}:{}".format(*self.client) if self.client else "unknown"
-        log.warning("slow reader: %s left an answer unread for %g s; what it had asked for is aborted", client, self.write_timeout)
+        log.warning("slow reader: %s left an answer unread for %g s; its request is aborted", client, self.write_timeout)
         self._end()
 
     def _end(self) -> None:

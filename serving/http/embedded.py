@@ -1,4 +1,4 @@
-"""OpenAI's API within another program: an ASGI application over an AsyncLLM, without a port."""
+"""OpenAI's API inside another program: an ASGI application over an AsyncLLM, without a port."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jengine.serving.service import Shared
 
 
 class Reply(NamedTuple):
-    """A whole answer. `headers`: by their names in lower case."""
+    """A complete response. `headers`: by name in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -29,9 +29,9 @@ class EmbeddedApi:
     """An ASGI application. Belongs to the event loop of its AsyncLLM, which it does not close.
 
     Args:
-        name: of the model, unless config has another.
-        config: limits, parsers and the like; what concerns ports, TLS and keys has no effect.
-        why_not_ready: for /health; None where the model answers.
+        name: the model's name, unless config sets another.
+        config: limits, parsers and similar options; those for ports, TLS and keys have no effect.
+        why_not_ready: for /health; returns None if the model answers.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class EmbeddedApi:
         await self._app(scope, receive, send)
 
     async def post(self, path: str, body: bytes) -> Reply:
-        """Ask, and wait for the whole answer."""
+        """Sends a request, and waits for the complete response."""
         waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Message] = []
 
         async def receive() -> Message:
-            return waiting.pop() if waiting else await asyncio.get_running_loop().create_future()  # the client stays
+            return waiting.pop() if waiting else await asyncio.get_running_loop().create_future()  # the client does not disconnect
 
         async def send(message: Message) -> None:
             sent.append(message)
@@ -68,16 +68,16 @@ class EmbeddedApi:
 
     @property
     def unfinished_tokens(self) -> int:
-        """Tokens of all requests that are being answered: prompts, and what was generated so far."""
+        """Tokens of all unfinished requests: prompts, and tokens generated so far."""
         return self._shared.tracker.unfinished_tokens
 
     def close(self) -> None:
-        """End its worker processes."""
+        """Ends its worker processes."""
         self._shared.sandbox.close()
 
 
 def http_scope(method: str, path: str, headers: dict[str, str], client: tuple[str, int] = ("127.0.0.1", 0)) -> Scope:
-    """ASGI's description of a request."""
+    """ASGI's scope of a request."""
     return {
         "type": "http",
         "asgi": {"version": "3.0"},

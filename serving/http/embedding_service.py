@@ -23,11 +23,11 @@ from jengine.serving.http.service import CreateService, level_of
 from jengine.serving.service import Asked
 
 PATH = "/v1/embeddings"
-STATUS = {"timeout": grpc.StatusCode.DEADLINE_EXCEEDED, "shutdown": grpc.StatusCode.UNAVAILABLE}  # by why a request was aborted
+STATUS = {"timeout": grpc.StatusCode.DEADLINE_EXCEEDED, "shutdown": grpc.StatusCode.UNAVAILABLE}  # keyed by the reason for an abort
 
 
 class Embedding(OpenAIEmbedding):
-    """As text it is base64 of little-endian float32 numbers."""
+    """An embedding as numbers, or as text in base64 of little-endian float32."""
 
     embedding: list[float] | str  # type: ignore[assignment]
 
@@ -81,7 +81,8 @@ def _asked(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> Asked:
 
 
 def _numbers(output: RequestOutput, as_text: bool) -> list[float] | str:
-    """
+    """The numbers of a finished request.
+
     Raises:
         Refusal: the request was aborted.
     """

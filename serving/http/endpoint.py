@@ -1,4 +1,4 @@
-"""Every HTTP request's way: key, limits, body, handler, errors, metrics."""
+"""The steps of every HTTP request: key, limits, body, handler, errors, metrics."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Handler = Callable[[HttpCall], Awaitable[None]]
 
 
 class Gate:
-    """What every request passes before it is handled.
+    """Checks for every request before it is handled.
 
     Args:
-        authenticator: None lets all pass.
+        authenticator: None accepts all requests.
     """
 
     def __init__(self, models: ModelProvider, calls: ClientCalls, authenticator: Authenticator | None, metrics: Metrics) -> None:
@@ -36,7 +36,7 @@ class Gate:
 
     def check_key(self, call: HttpCall) -> None:
         """Raises Refusal without a known key."""
-        current_key.set(None)  # a connection's next request may come in the context of the one before
+        current_key.set(None)  # a connection's next request may run in the same context
         if self.authenticator is None:
             return
         key = self.authenticator.key_of(call.header(b"authorization"))
@@ -47,11 +47,11 @@ class Gate:
 
 
 class Endpoint:
-    """An ASGI application that answers one path's requests.
+    """An ASGI application for the requests of one path.
 
     Args:
         path: for metrics.
-        open: whether no key is asked for.
+        open: whether no key is needed.
     """
 
     def __init__(self, gate: Gate, path: str, handle: Handler, open: bool = False) -> None:
@@ -87,7 +87,7 @@ class Endpoint:
 
 
 async def report(call: HttpCall, shown: HttpError) -> None:
-    """As the answer, or as the last event of one that has begun."""
+    """Sends an error as the response, or as the last event of a response that has begun."""
     if not call.status:
         await call.discard()
         close = {"connection": "close"} if call.unread else {}
@@ -98,7 +98,7 @@ async def report(call: HttpCall, shown: HttpError) -> None:
 
 
 async def while_connected(call: HttpCall, work: Awaitable[None]) -> None:
-    """Do it, unless the client goes; then it is cancelled. From when the body has been read."""
+    """Runs the work, but cancels it if the client disconnects. The body must have been read."""
     task = asyncio.current_task()
     assert task is not None
     watcher = asyncio.get_running_loop().create_task(call.watch(task))

@@ -24,12 +24,12 @@ STATUSES = {
     StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
     StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
 }
-PLACES = {"prompt_token_ids": "prompt"}  # where a field of jengine's errors is in every body; the others are at the same place
+PLACES = {"prompt_token_ids": "prompt"}  # places of jengine's error fields in every body; others have the same place
 QUOTE = ("prompt", "prompt_token_ids", "messages")  # never repeated in a message, which may be logged
 
 
 class HttpError(NamedTuple):
-    """An answer's parts."""
+    """The parts of an error response."""
 
     status: int
     error: ErrorObject
@@ -40,7 +40,8 @@ class HttpError(NamedTuple):
 
 
 def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] | None = None) -> HttpError:
-    """The client's answer for an error. Unexpected errors reveal nothing. retry_seconds: see ModelProvider; names: see HttpCall."""
+    """The response for an error. Unexpected errors reveal nothing. retry_seconds: see ModelProvider; names: see
+    HttpCall."""
     if isinstance(error, BadBody):
         return _error(error.status, "invalid_request_error", str(error))
     refused = refusal(error, retry_seconds)
@@ -55,7 +56,7 @@ def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] 
 
 
 def _named(error: InvalidArgument, names: Mapping[str, str]) -> tuple[str, str]:
-    """The message, and the field as the request has it."""
+    """The message, with the field's name in the request, and that name."""
     root = error.field.partition(".")[0].partition("[")[0]
     param = names.get(root, PLACES.get(error.field, error.field))
     return (f"{param}: {error.limit}" if root in QUOTE else str(error).replace(error.field, param, 1)), param

@@ -1,4 +1,4 @@
-"""The HTTP port, from its start to its end: uvicorn within the server's event loop."""
+"""The HTTP port from start to end: uvicorn in the server's event loop."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from jengine.serving.config import ServerConfig
 from jengine.serving.http.connections import Connection
 from jengine.serving.listening import listen, reason
 
-KEEP_ALIVE = 60  # seconds that a connection may wait for its next request
+KEEP_ALIVE = 60  # seconds that an idle connection is kept
 POLL_SECONDS = 0.01
 
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # signals are the application's
+        yield  # the application handles signals
 
 
 class HttpFront:
     """Serves an ASGI application. Belongs to one event loop.
 
     Args:
-        option: of config, that has the port.
+        option: the option of config with the port.
 
     Attributes:
-        port: where it listens.
+        port: the port on which it listens.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, option: Literal["http_port", "metrics_port"] = "http_port") -> None:
@@ -45,7 +45,7 @@ class HttpFront:
         self.port = 0
 
     async def start(self, tls: ssl.SSLContext | None) -> None:
-        """Raises InvalidArgument where the port is taken, or the address is not this machine's."""
+        """Raises InvalidArgument if the port is in use, or the address does not belong to this machine."""
         host, port = self._config.host, getattr(self._config, self._option)
         try:
             self._socket = listen(host.strip("[]"), port)
@@ -55,14 +55,14 @@ class HttpFront:
         await self._serve(tls)
 
     async def reload(self, tls: ssl.SSLContext | None) -> None:
-        """New connections get this; those that are open end with the answers that they wait for."""
+        """Uses this context for new connections. Open ones are closed after the responses that they wait for."""
         if self._socket is not None:
             old = self._servers[-1][0]
             await self._serve(tls)
             old.should_exit = True
 
     def drain(self) -> None:
-        """Accept nothing new; answers that have begun go on."""
+        """Stops accepting connections; responses in progress continue."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -70,7 +70,7 @@ class HttpFront:
             server.should_exit = True
 
     async def close(self, seconds: float = 0.0) -> None:
-        """After this time for what is still written, end all connections."""
+        """Closes all connections, after at most this time for responses in progress."""
         self.drain()
         tasks = [task for _, task in self._servers]
         if tasks and seconds:
@@ -89,9 +89,9 @@ class HttpFront:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # what goes wrong is logged by the endpoints
+            log_level="critical",  # endpoints log errors themselves
             access_log=False,
-            proxy_headers=False,  # a client must not choose the address that its limits are counted by
+            proxy_headers=False,  # clients must not choose the address that their limits are based on
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE,
             ssl_context_factory=None if tls is None else lambda *_: tls,

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two forms."""
+"""Log probabilities in the two formats of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from openai.types.completion_choice import Logprobs
 
 from jengine import Logprob, Tokenizer
 
-LOWEST = -9999.0  # JSON has no infinity; as vLLM
+LOWEST = -9999.0  # in place of -inf, which JSON cannot represent; as in vLLM
 Position = dict[int, Logprob] | None  # by token id, the token itself first; None for a prompt's first token
 
 
 class TextLogprobs(Logprobs):
-    """A prompt's first token has none."""
+    """Log probabilities with None for a prompt's first token."""
 
     token_logprobs: list[float | None] | None = None  # type: ignore[assignment]
     top_logprobs: list[dict[str, float] | None] | None = None  # type: ignore[assignment]
 
 
 class TokenTexts:
-    """How tokens are shown: by their text, or as "token_id:5"."""
+    """Represents tokens by their text, or as "token_id:5"."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         self._tokenizer, self._as_ids = tokenizer, as_ids
@@ -34,7 +34,7 @@ class TokenTexts:
 
 
 def chat_logprobs(positions: Iterable[Position], top: int, texts: TokenTexts) -> ChoiceLogprobs:
-    """`top`: how many of the likeliest are listed."""
+    """`top`: number of most likely tokens to list."""
     content = []
     for position in positions:
         (token, chosen), *_ = (position or {}).items()
@@ -47,17 +47,17 @@ def chat_logprobs(positions: Iterable[Position], top: int, texts: TokenTexts) ->
 
 
 class CompletionLogprobs:
-    """Of one completion, piece by piece.
+    """Log probabilities of one completion, built in pieces.
 
     Args:
-        top: how many of the likeliest are listed; the token itself comes in addition.
+        top: number of most likely tokens to list, in addition to the token itself.
     """
 
     def __init__(self, top: int, texts: TokenTexts) -> None:
         self._top, self._texts, self._offset = top, texts, 0
 
     def add(self, token_ids: Sequence[int], positions: Sequence[Position]) -> TextLogprobs:
-        """Of the next tokens."""
+        """Adds the next tokens. Returns their log probabilities."""
         tokens: list[str] = []
         values: list[float | None] = []
         likeliest: list[dict[str, float] | None] = []

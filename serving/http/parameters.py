@@ -1,4 +1,4 @@
-"""Bodies to sampling parameters."""
+"""Converts bodies to sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from jengine import GenerationParams, InvalidArgument, SamplingParams, Structure
 from jengine.serving.conversions import with_beams
 from jengine.serving.http.bodies import Body
 
-EXCLUSIVE = "only one thing may constrain the output: tool_choice, response_format, structured_outputs, guided_..."
+EXCLUSIVE = "only one of these may constrain the output: tool_choice, response_format, structured_outputs, guided_..."
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  # vLLM's older names
 
 
 def completion_params(body: Body, default: SamplingParams) -> GenerationParams:
-    """
+    """Sampling parameters of a completion request.
+
     Raises:
         InvalidArgument: naming the field.
     """
     given = dict(body.sampling)
     if body.get("echo") and given.get("max_tokens") == 0:
-        given["max_tokens"] = 1  # which is not shown
+        given["max_tokens"] = 1  # the token is not shown
     logprobs = body.get("logprobs")
     if logprobs is not None:
         given["logprobs"] = logprobs
@@ -32,7 +33,8 @@ def completion_params(body: Body, default: SamplingParams) -> GenerationParams:
 
 
 def chat_params(body: Body, default: SamplingParams) -> SamplingParams:
-    """
+    """Sampling parameters of a chat request.
+
     Raises:
         InvalidArgument: naming the field.
     """
@@ -43,7 +45,7 @@ def chat_params(body: Body, default: SamplingParams) -> SamplingParams:
             raise InvalidArgument("max_completion_tokens", most, f"differs from max_tokens={given['max_tokens']}")
         given["max_tokens"] = most
     if default.max_tokens == SamplingParams().max_tokens:
-        given.setdefault("max_tokens", None)  # a conversation's answer is as long as it wants to be
+        given.setdefault("max_tokens", None)  # the default for chats: no limit
     top = body.get("top_logprobs")
     if body.get("logprobs"):
         given["logprobs"] = top or 0
@@ -53,7 +55,7 @@ def chat_params(body: Body, default: SamplingParams) -> SamplingParams:
 
 
 def names_of(body: Body) -> dict[str, str]:
-    """Where this body has what jengine's errors name otherwise; see HttpCall."""
+    """This body's names of fields that jengine's errors call differently; see HttpCall."""
     names = {}
     for name in (*GUIDED, "response_format"):
         if body.get(name) is not None:
@@ -68,10 +70,10 @@ def names_of(body: Body) -> dict[str, str]:
 
 
 def with_structure(params: SamplingParams, field: str, structure: StructuredOutputs) -> SamplingParams:
-    """The parameters with what `field` asks for.
+    """The parameters with the constraint that `field` requests.
 
     Raises:
-        InvalidArgument: there is such a constraint already.
+        InvalidArgument: there is already a constraint.
     """
     if params.structured_outputs is not None:
         raise InvalidArgument(field, structure, EXCLUSIVE)
@@ -85,7 +87,7 @@ def _params(given: dict[str, Any], structure: StructuredOutputs | None, default:
 
 
 def _structure(body: Body, given: dict[str, Any]) -> StructuredOutputs | None:
-    """What constrains the output; at most one thing does."""
+    """The constraint on the output, of which there may be only one."""
     found: dict[str, StructuredOutputs] = {}
     for name in GUIDED:
         if (value := body.get(name)) is not None:

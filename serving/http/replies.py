@@ -41,7 +41,7 @@ class Message(OpenAIMessage):
 
 
 class ChatChoice(OpenAIChoice):
-    """As CompletionChoice."""
+    """See CompletionChoice."""
 
     finish_reason: str | None = None  # type: ignore[assignment]
     message: Message
@@ -60,7 +60,7 @@ class Delta(OpenAIDelta):
 
 
 class ChunkChoice(OpenAIChunkChoice):
-    """As CompletionChoice."""
+    """See CompletionChoice."""
 
     finish_reason: str | None = None  # type: ignore[assignment]
     delta: Delta
@@ -90,7 +90,7 @@ def usage(output: RequestOutput, completion_tokens: int) -> CompletionUsage:
 
 
 def usage_sum(parts: list[CompletionUsage]) -> CompletionUsage:
-    """Of several prompts."""
+    """The sum over several prompts."""
     prompt, completion = sum(part.prompt_tokens for part in parts), sum(part.completion_tokens for part in parts)
     cached = sum((part.prompt_tokens_details and part.prompt_tokens_details.cached_tokens) or 0 for part in parts)
     return CompletionUsage(
@@ -102,7 +102,7 @@ def usage_sum(parts: list[CompletionUsage]) -> CompletionUsage:
 
 
 def prompt_logprobs(positions: list[dict[int, Logprob] | None] | None) -> PromptLogprobs | None:
-    """In vLLM's form."""
+    """Log probabilities of the prompt in vLLM's format."""
     if positions is None:
         return None
     return [
@@ -116,5 +116,5 @@ def prompt_logprobs(positions: list[dict[int, Logprob] | None] | None) -> Prompt
 
 
 def text_of(reply: BaseModel) -> str:
-    """As JSON, with what was set."""
+    """JSON with the fields that are set."""
     return reply.model_dump_json(exclude_unset=True)

@@ -1,4 +1,4 @@
-"""What the services of OpenAI's API have in common."""
+"""Common parts of the services of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LEVEL = ("cache_salt", "priority", "timeout", "ttft_ms", "tpot_ms")
 
 
 class HttpService(Service):
-    """A service's base.
+    """Base class of services.
 
     Args:
-        most_bytes: of a body.
+        most_bytes: maximum size of a body.
         parsers: the options tool_call_parser and reasoning_parser.
     """
 
@@ -39,8 +39,11 @@ class HttpService(Service):
         self._format: AnswerFormat | None = None
 
     async def _json(self, call: HttpCall) -> tuple[dict[str, Any], int]:
-        """A request's body, and its bytes. Its type must be said: a web page can make a browser send anything else, without asking, to a
-        server on its user's machine."""
+        """A request's body, and its size in bytes.
+
+        Requires the content type: a web page could make a browser send other types to a server on its user's
+        machine without asking.
+        """
         kind = (call.header(b"content-type") or "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise BadBody(415, f"content-type must be application/json, not {kind[:100] or 'missing'}")
@@ -57,14 +60,15 @@ class HttpService(Service):
         return body
 
     async def _answer_format(self, llm: AsyncLLM) -> AnswerFormat:
-        """The model's: it stays the same, whichever engine runs it. The first call may import transformers, in a thread."""
+        """The model's answer format, which does not depend on the engine. The first call may import
+        transformers, in a thread."""
         if self._format is None:
             self._format = await asyncio.to_thread(AnswerFormat, llm.tokenizer, *self._parsers)
         return self._format
 
 
 class CreateService(HttpService):
-    """The base of services whose requests the engine answers."""
+    """Base class of services whose requests the engine answers."""
 
     async def create(self, call: HttpCall) -> None:
         given, size = await self._json(call)
@@ -73,17 +77,17 @@ class CreateService(HttpService):
         await while_connected(call, self._create(call, given, size, request_id))
 
     async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
-        """Answer a request, whose body has `size` bytes."""
+        """Answers a request, whose body has `size` bytes."""
         raise NotImplementedError
 
 
 def level_of(body: Body) -> dict[str, Any]:
-    """Of a request, for Asked: how it is scheduled."""
+    """Scheduling parameters of a request, for Asked."""
     return {name: body.fields[name] for name in LEVEL if name in body.fields}
 
 
 def check_conversation(body: Body) -> None:
-    """Before it is looked at: what takes a template long.
+    """Limits the parts of a conversation that make templates slow, before it is processed.
 
     Raises:
         InvalidArgument: more than MAX_MESSAGES messages, or MAX_TOOLS_BYTES of tools or of a template's variables.
@@ -97,7 +101,7 @@ def check_conversation(body: Body) -> None:
 
 
 class StreamUsage:
-    """What a stream tells of its tokens: nothing, at its end, or in every event."""
+    """The usage reported in a stream: none, at its end, or in every event."""
 
     def __init__(self, body: Body) -> None:
         options = body.get("stream_options") or {}
@@ -105,7 +109,7 @@ class StreamUsage:
         self.always = bool(options.get("continuous_usage_stats"))
 
     def now(self, usage: CompletionUsage) -> dict[str, Any]:
-        """For an event's fields."""
+        """Usage for an event's fields."""
         return {"usage": usage} if self.always else {}
 
 
@@ -114,10 +118,10 @@ def tokens_of(outputs: Sequence[CompletionOutput]) -> int:
 
 
 def stop_reason(completion: CompletionOutput) -> dict[str, Any]:
-    """For a choice's fields: the stop token or string, or why it was aborted."""
+    """The stop token or string, or the reason for an abort, for a choice's fields."""
     return {} if completion.stop_reason is None else {"stop_reason": completion.stop_reason}
 
 
 def present(**fields: Any) -> dict[str, Any]:
-    """Those that are not empty."""
+    """The fields that are not empty."""
     return {name: value for name, value in fields.items() if value}

@@ -22,7 +22,7 @@ STARTED = int(time.time())
 
 
 class TextService(HttpService):
-    """What needs no engine's time."""
+    """Requests that do not need the engine."""
 
     async def tokenize(self, call: HttpCall) -> None:
         given, size = await self._json(call)
@@ -36,7 +36,7 @@ class TextService(HttpService):
         wrong = ("add_special_tokens",) if "messages" in body.fields else OPTIONS
         for name in wrong:
             if name in body.fields:
-                raise InvalidArgument(name, body.get(name), "is for prompt" if "messages" in body.fields else "is for messages")
+                raise InvalidArgument(name, body.get(name), "is only for prompt" if "messages" in body.fields else "is only for messages")
         llm = self._models.llm
         tokenizer: Tokenizer = llm.tokenizer
         if "messages" in body.fields:

@@ -1,4 +1,4 @@
-"""Which tools a request lets the model call, and how."""
+"""The tools that the model may call in a request, and how."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jengine.serving.parsers.formats import AnswerFormat
 
 
 class ToolChoice(NamedTuple):
-    """A request's.
+    """The tool choice of a request.
 
     Attributes:
         shown: the tools that the chat template shows.
-        callable: those that the answer is searched for; with "none" there are none.
+        callable: the tools that may be called in the answer; empty with "none".
         forced: "required", a tool's name, or nothing.
         parallel: whether there may be several calls.
     """
@@ -28,10 +28,10 @@ class ToolChoice(NamedTuple):
     parallel: bool
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
-        """The parameters under which the model writes nothing else than calls, where that is asked for.
+        """If calls are forced, the parameters with a constraint that allows only calls.
 
         Raises:
-            InvalidArgument: something else constrains the output as well.
+            InvalidArgument: there is another constraint on the output.
         """
         if self.forced is None:
             return params
@@ -51,14 +51,15 @@ class ToolChoice(NamedTuple):
         return with_structure(params, "tool_choice", StructuredOutputs(json=array))
 
     def forced_parser(self) -> Parser | None:
-        """For what `constrain` lets the model write."""
+        """A parser for output under this constraint."""
         if self.forced is None:
             return None
         return CallArray() if self.forced == "required" else NamedCall(self.forced)
 
 
 def read_tools(body: Body, form: AnswerFormat) -> ToolChoice:
-    """
+    """Reads the tools and the tool choice of a body.
+
     Raises:
         InvalidArgument: naming the field.
     """
@@ -70,13 +71,13 @@ def read_tools(body: Body, form: AnswerFormat) -> ToolChoice:
     checked(TOOLS, tools, "tools")
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
-        raise InvalidArgument("tools", names, "two tools have the same name")
+        raise InvalidArgument("tools", names, "must have different names")
     parallel = body.get("parallel_tool_calls", True)
     if choice == "none":
         return ToolChoice(tools, [], None, parallel)
     if choice in (None, "auto"):
         if not form.tools:
-            limit = "the format of this model's tool calls is not known; use required, none or a tool's name (or --tool-call-parser)"
+            limit = "the format of this model's tool calls is unknown; use required, none or a tool's name (or --tool-call-parser)"
             raise InvalidArgument("tool_choice", choice, limit)
         return ToolChoice(tools, tools, None, parallel)
     if choice == "required":
@@ -85,7 +86,7 @@ def read_tools(body: Body, form: AnswerFormat) -> ToolChoice:
         raise InvalidArgument("tool_choice.type", choice.get("type"), "must be function")
     name = choice["function"]["name"]
     if name not in names:
-        raise InvalidArgument("tool_choice.function.name", name, f"is none of tools: {', '.join(names)[:200]}")
+        raise InvalidArgument("tool_choice.function.name", name, f"must be one of the tools: {', '.join(names)[:200]}")
     return ToolChoice(tools, tools, name, parallel)
 
 

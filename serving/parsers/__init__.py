@@ -1,1 +1,1 @@
-"""Models' texts made into answers: tool calls and reasoning, as they come."""
+"""Parsers for tool calls and reasoning in a model's text, incremental."""

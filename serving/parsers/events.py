@@ -1,7 +1,8 @@
-"""What a parser finds in a model's text, and parsers in general.
+"""Events that parsers find in a model's text, and base classes of parsers.
 
-A parser is a small state machine: text goes in, cut anywhere, and events come out as early as they are certain. Joined, they do not
-depend on the cuts: `push` of a whole text and `finish` is how whole answers are read.
+A parser is a small state machine. It reads text in arbitrary pieces, and emits events as soon as they are
+certain. The joined events do not depend on the pieces, so complete answers are parsed with one `push` and
+`finish`.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """More of the answer's text."""
+    """A piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of what comes before the answer."""
+    """A piece of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call begins; calls are numbered from 0."""
+    """The start of a tool call. Calls are numbered from 0."""
 
     index: int
     name: str
@@ -34,7 +35,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of a call's arguments: JSON text."""
+    """A piece of a call's arguments: JSON text."""
 
     index: int
     text: str
@@ -44,17 +45,17 @@ Event = Content | Reasoning | Call | Arguments
 
 
 class Parser(Protocol):
-    """Reads one completion."""
+    """Parses one completion."""
 
     def push(self, text: str) -> list[Event]:
-        """More text has come."""
+        """Adds text."""
 
     def finish(self) -> list[Event]:
-        """The text has ended: what was held back."""
+        """The text has ended: returns events for text that was held back."""
 
 
 class Stepwise:
-    """Collects text, and reads as much of it as is certain, step by step."""
+    """Base class that buffers text and reads it step by step, as far as it is certain."""
 
     def __init__(self) -> None:
         self._buffer = ""
@@ -72,7 +73,7 @@ class Stepwise:
 
 
 class PlainText:
-    """Everything is content."""
+    """Treats everything as content."""
 
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
@@ -82,7 +83,7 @@ class PlainText:
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """With neighbours of a kind as one."""
+    """Joins neighbouring events of the same kind."""
     out: list[Event] = []
     for event in events:
         last = out[-1] if out else None
@@ -98,12 +99,13 @@ def joined(events: list[Event]) -> list[Event]:
 
 
 def clean(text: str) -> str:
-    """Without lone surrogates, which JSON and Python can write and UTF-8 cannot."""
+    """Removes lone surrogates, which JSON and Python can represent but UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode()
 
 
 def split(text: str, marker: str) -> tuple[str, bool, str]:
-    """What comes before the marker, whether it is there, and what comes after; without it, the rest is what may be its beginning."""
+    """The text before the marker, whether it was found, and the rest. Without it, the rest is a possible
+    beginning of the marker."""
     at = text.find(marker)
     if at >= 0:
         return text[:at], True, text[at + len(marker) :]
@@ -112,7 +114,7 @@ def split(text: str, marker: str) -> tuple[str, bool, str]:
 
 
 class Held:
-    """Content without the whitespace around tool calls: what may come before one is held back."""
+    """Content without the whitespace around tool calls. Whitespace that may precede a call is held back."""
 
     def __init__(self) -> None:
         self._space = ""
@@ -128,7 +130,7 @@ class Held:
         return [Content(shown)] if shown else []
 
     def call(self) -> None:
-        """A call begins here."""
+        """A call begins."""
         self._space, self._called, self._skips = "", True, True
 
     def finish(self) -> list[Event]:

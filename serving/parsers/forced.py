@@ -1,4 +1,4 @@
-"""Calls that a grammar has forced: the answer is JSON, whatever the model's own format."""
+"""Parsers for calls forced by a grammar: the answer is JSON, independent of the model's own format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jengine.serving.parsers.json_calls import CallList
 
 
 class NamedCall:
-    """The whole text is the arguments of one tool."""
+    """The whole text is one tool's arguments."""
 
     def __init__(self, name: str) -> None:
         self._name, self._begun = name, False

@@ -1,4 +1,4 @@
-"""How a model writes tool calls and reasoning: by options, by the tokenizer's response_template, or by its chat template."""
+"""Detects the format of tool calls and reasoning: by options, the tokenizer's response_template, or the chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOOL_PARSERS: dict[str, Callable[[Container[str]], Parser]] = {
     "mistral": lambda names: Mistral(),
     "pythonic": Pythonic,
 }
-MARKS = (  # of chat templates; the first that is found decides
+MARKS = (  # markers in chat templates; the first one found decides
     ("<|channel|>analysis", "harmony"),
     ("[TOOL_CALLS]", "mistral"),
     ("[func_name1(", "pythonic"),
@@ -31,19 +31,19 @@ MARKS = (  # of chat templates; the first that is found decides
     ('"parameters": dictionary', "llama3_json"),
     ("<tool_call>", "hermes"),
 )
-OTHER_MARKS = ("<function=",)  # of formats that no parser here reads, though they have one of the marks
+OTHER_MARKS = ("<function=",)  # markers of unsupported formats that also have one of MARKS
 
 
 class AnswerFormat:
-    """A model's.
+    """A model's format.
 
     Args:
-        tool_parser, reasoning_parser: as ServerConfig has them.
+        tool_parser, reasoning_parser: as in ServerConfig.
 
     Attributes:
-        tools: whether tool calls can be found in what the model writes.
-        shows_special_tokens: whether they are special tokens, which are left out of texts otherwise.
-        channels: whether every answer is in channels, which are special tokens too.
+        tools: whether tool calls can be parsed.
+        shows_special_tokens: whether their markers are special tokens, which texts normally omit.
+        channels: whether answers consist of channels, whose markers are special tokens too.
     """
 
     def __init__(self, tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
@@ -57,20 +57,20 @@ class AnswerFormat:
         self.channels = self._template is None and found == "harmony"
 
     def reasoning(self, prompt: str) -> bool | None:
-        """Whether the answer to this prompt begins within reasoning; None where there is none, or where it is not known."""
+        """Whether the answer to this prompt begins within reasoning; None if there is no reasoning, or it is unknown."""
         end = prompt.rstrip()
         if self._template is not None or self._reasoning == "none" or end.endswith(END):
             return None
         return self._reasoning == "deepseek_r1" or end.endswith(START)
 
     def parser(self, prompt: str, tools: list[dict[str, Any]], thinks: bool = True, forced: Parser | None = None) -> Parser:
-        """For one completion.
+        """A parser for one completion.
 
         Args:
-            prompt: its text.
-            tools: those that may be called; empty is none.
-            thinks: whether the model may reason; not where a grammar holds from the first token on.
-            forced: for what comes after the reasoning, where a grammar forces calls.
+            prompt: the prompt's text.
+            tools: tools that may be called; empty: none.
+            thinks: whether the model may reason; False if a grammar applies from the first token on.
+            forced: the parser for text after the reasoning, if a grammar forces calls.
         """
         if self._template is not None and thinks and forced is None:
             return ResponseTemplate(self._template, prompt, tools)
@@ -83,7 +83,7 @@ class AnswerFormat:
         return rest if inside is None else Reasons(rest, inside)
 
     def read(self, text: str, prompt: str, tools: list[dict[str, Any]], thinks: bool = True, forced: Parser | None = None) -> list[Event]:
-        """A whole answer; as `parser`."""
+        """Parses a whole answer; see `parser`."""
         if self._template is not None and thinks and forced is None:
             return read_whole(self._template, text, prompt, tools)
         parser = self.parser(prompt, tools, thinks, forced)
@@ -112,6 +112,6 @@ def _response_template(tokenizer: Tokenizer) -> dict[str, Any] | None:
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         load_response_template(template)
-    except (ImportError, ValueError) as wrong:  # a version of transformers without it, or a template that is none
+    except (ImportError, ValueError) as wrong:  # transformers without support for it, or an invalid template
         raise ModelError(f"response_template cannot be used: {wrong}; name the parsers (--tool-call-parser)", file=file) from None
     return template

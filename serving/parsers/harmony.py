@@ -1,6 +1,7 @@
 """gpt-oss's format, harmony: messages in channels, such as `<|channel|>final<|message|>text<|return|>`.
 
-The channel `analysis` is reasoning. A message to a function, `to=functions.f`, is a call of it, and its text the arguments.
+The channel `analysis` is reasoning. A message to a function, `to=functions.f`, is a call, with the arguments as
+its text.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from collections.abc import Container
 from jengine.serving.parsers.events import Arguments, Call, Content, Event, Reasoning, Stepwise
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-ENDS = ("<|end|>", "<|return|>", "<|call|>", START)  # of a message's text
-OPENINGS = (CHANNEL, START, "to=")  # of an answer, after whitespace
+ENDS = ("<|end|>", "<|return|>", "<|call|>", START)  # that end a message's text
+OPENINGS = (CHANNEL, START, "to=")  # possible beginnings of an answer, after whitespace
 TO, NAMED = re.compile(r"\bto=([^\s<]+)"), re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 class Harmony(Stepwise):
-    """An answer that does not begin with a channel is content, as where a grammar forces its text.
+    """An answer that does not begin with a channel is content; this occurs if a grammar forces its text.
 
     Args:
-        names: functions that may be called; a message to any other recipient is reasoning.
+        names: functions that may be called; messages to other recipients are reasoning.
     """
 
     def __init__(self, names: Container[str]) -> None:
@@ -28,7 +29,7 @@ class Harmony(Stepwise):
         self._names = names
         self._state, self._kind = "opening", "content"
         self._calls = 0
-        self._empty = True  # nothing of a message's text has been emitted
+        self._empty = True  # nothing of the message's text has been emitted
 
     def _step(self, events: list[Event]) -> bool:
         if self._state == "opening":
@@ -84,7 +85,7 @@ class Harmony(Stepwise):
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
-        if self._state != "header":  # of which nothing is shown
+        if self._state != "header":  # headers are not shown
             self._emit(self._buffer, events)
         self._buffer = ""
         return events

@@ -1,4 +1,4 @@
-"""Hermes's format, and Qwen's: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, beside text."""
+"""The format of Hermes and Qwen: text with any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ START, END = "<tool_call>", "</tool_call>"
 
 
 class Hermes(Stepwise):
-    """What is no call between the markers is content, markers included."""
+    """Text between the markers that is not a valid call is content, including the markers."""
 
     def __init__(self) -> None:
         super().__init__()

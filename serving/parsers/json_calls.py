@@ -1,4 +1,4 @@
-"""Tool calls written as JSON objects, read character by character, so that arguments go out as they come."""
+"""Reads tool calls written as JSON objects character by character, so that arguments can be streamed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Container
 
 from jengine.serving.parsers.events import Arguments, Call, Event, clean
 
-MORE, LAST, BEFORE = "more", "last", "before"  # a character is part of a value, its last, or comes after it
-PLAIN = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # of JSON, outside strings
+MORE, LAST, BEFORE = "more", "last", "before"  # whether a character continues a value, ends it, or follows it
+PLAIN = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # characters of JSON outside strings
 SCALAR = PLAIN - frozenset(" \t\r\n,:")
 NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
-OTHERS = ("id", "type")  # that a call may have
+OTHERS = ("id", "type")  # further keys that a call may have
 
 
 class Value:
@@ -49,32 +49,32 @@ class JsonCall:
     """Reads `{"name": "f", "arguments": {...}}`.
 
     Args:
-        index: of the call.
-        names: that are known; a call of another is none. None is any.
+        index: the call's index.
+        names: known names; an object with another name is not a call. None: all names.
 
     Attributes:
-        begun: its name is known, and has been emitted.
-        done: its end has been read, or it has been cut off by what no JSON object has.
-        failed: it is no call; nothing was emitted then.
+        begun: whether its name is known and has been emitted.
+        done: whether its end has been read, or it was cut off by invalid characters.
+        failed: whether it is not a call; nothing has been emitted then.
     """
 
     def __init__(self, index: int, names: Container[str] | None = None) -> None:
         self.begun = self.done = self.failed = False
         self._index, self._names = index, names
         self._state, self._key, self._value = "open", "", Value()
-        self._raw: list[str] = []  # what has been read, until the call begins
-        self._text: list[str] = []  # of a key or value
+        self._raw: list[str] = []  # text read before the call began
+        self._text: list[str] = []  # of the current key or value
         self._name = ""
-        self._arguments: list[str] = []  # that have not been emitted
-        self._any = self._had = False  # whether some have been emitted, and whether their key was there
+        self._arguments: list[str] = []  # not emitted yet
+        self._any = self._had = False  # whether some were emitted, and whether the key was found
 
     @property
     def raw(self) -> str:
-        """What a call that has not begun has read."""
+        """The text read so far, if the call has not begun."""
         return "".join(self._raw)
 
     def feed(self, text: str) -> tuple[int, list[Event]]:
-        """How many characters it has read, up to its end, and what they gave."""
+        """(number of characters read, at most up to the call's end; events)."""
         for at, character in enumerate(text):
             if self.failed or self.done or not self._read(character):
                 return at, self._news()
@@ -83,7 +83,7 @@ class JsonCall:
         return len(text), self._news()
 
     def _read(self, character: str) -> bool:
-        """Whether the character was part of it."""
+        """Returns whether the character belongs to the call."""
         if self._state == "open":
             self._state = "key"
             return True
@@ -115,7 +115,7 @@ class JsonCall:
         if key not in (*NAMES, *ARGUMENTS, *OTHERS):
             self._over()
         elif (key in NAMES and self._name) or (key in ARGUMENTS and self._had):
-            self._key = OTHERS[0]  # the first one counts
+            self._key = OTHERS[0]  # only the first one counts
         self._had = self._had or key in ARGUMENTS
 
     def _before_key(self, character: str) -> bool:
@@ -133,7 +133,7 @@ class JsonCall:
         return False
 
     def _over(self) -> None:
-        """With its name known, it has been emitted as a call, or will be."""
+        """Ends the call. If its name is known, it counts as a call."""
         self.done, self.failed = bool(self._name), not self._name
 
     def _value_ended(self) -> None:
@@ -143,7 +143,8 @@ class JsonCall:
             self._name = _string(text)
             self.failed = not self._name or (self._names is not None and self._name not in self._names)
         elif self._key in ARGUMENTS and text[:1] not in ("{", "["):
-            self._arguments = [_string(text)] if text[:1] == '"' else [] if text == "null" else [text]  # some write JSON as text
+            # Some models write the arguments as a JSON string.
+            self._arguments = [_string(text)] if text[:1] == '"' else [] if text == "null" else [text]
 
     def _news(self) -> list[Event]:
         if self.failed or not self._name:
@@ -158,15 +159,15 @@ class JsonCall:
 
 
 class CallList:
-    """Reads calls one after the other, in a JSON array or with one of the characters of `between` between two.
+    """Reads consecutive calls, in a JSON array or separated by one of the characters in `between`.
 
     Args:
-        first: the index of the first call.
+        first: index of the first call.
 
     Attributes:
-        count: calls that have begun.
-        done: the array has ended, or something has come that does not belong there: it is not read.
-        raw: of a call that was none: what was read.
+        count: number of calls that have begun.
+        done: whether the array has ended, or an unexpected character follows, which is not read.
+        raw: the text of an object that was not a call.
     """
 
     def __init__(self, first: int = 0, names: Container[str] | None = None, between: str = ",", array: bool = True) -> None:
@@ -176,7 +177,7 @@ class CallList:
         self._call: JsonCall | None = None
 
     def feed(self, text: str) -> tuple[int, list[Event]]:
-        """How many characters it has read, and what they gave."""
+        """(number of characters read, events)."""
         events: list[Event] = []
         at = 0
         while at < len(text) and not self.done:
@@ -187,7 +188,7 @@ class CallList:
         return at, events
 
     def _before_call(self, character: str) -> int:
-        """Characters read: one or none."""
+        """Number of characters read: 0 or 1."""
         if character == "{" and self._opened:
             self._call = JsonCall(self._first + self.count, self._names)
             return 0
@@ -212,12 +213,12 @@ class CallList:
         return read
 
     def finish(self) -> str:
-        """The text has ended: what was read of a call that has not begun."""
+        """The text has ended: returns the text of a call that has not begun."""
         return self.raw if self._call is None or self._call.begun else self._call.raw
 
 
 def _string(text: str) -> str:
-    """Of a JSON string's text; empty where it is none."""
+    """Parses a JSON string; empty if it is invalid."""
     try:
         value = json.loads(text, strict=False)
     except ValueError:

@@ -1,4 +1,5 @@
-"""Llama 3's format: the whole answer is `{"name": ..., "parameters": {...}}`, or several of these with semicolons between."""
+"""Llama 3's format: the whole answer is `{"name": ..., "parameters": {...}}`, or several of these separated by
+semicolons."""
 
 from __future__ import annotations
 
@@ -7,20 +8,20 @@ from collections.abc import Container
 from jengine.serving.parsers.events import Event, Held, joined
 from jengine.serving.parsers.json_calls import CallList
 
-TAG = "<|python_tag|>"  # may come first
+TAG = "<|python_tag|>"  # optional, at the beginning
 
 
 class LlamaJson:
-    """An answer that begins otherwise, or with a call of a tool that there is not, is content.
+    """An answer that begins differently, or with a call of an unknown tool, is content.
 
     Args:
-        names: of the tools.
+        names: names of the tools.
     """
 
     def __init__(self, names: Container[str]) -> None:
         self._calls = CallList(names=names, between=";,", array=False)
         self._content = Held()
-        self._read = ""  # so far, until a call begins
+        self._read = ""  # text read before a call began
         self._opened = self._over = False
 
     def push(self, text: str) -> list[Event]:
@@ -46,7 +47,7 @@ class LlamaJson:
         return joined(events)
 
     def _give_up(self, rest: str) -> list[Event]:
-        """What follows is content; all of it where there was no call."""
+        """Treats the rest as content, and all text if there was no call."""
         self._over = True
         return self._content.text(rest if self._calls.count else self._read)
 

@@ -1,4 +1,5 @@
-"""Mistral's formats: `[TOOL_CALLS]` and then a JSON array of calls, or, in newer models, `name{...}` or `name[ARGS]{...}` for each."""
+"""Mistral's formats: `[TOOL_CALLS]`, then a JSON array of calls or, in newer models, `name{...}` or
+`name[ARGS]{...}` for each call."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ START, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class Mistral(Stepwise):
-    """What is no call after the marker is content, marker included."""
+    """Text after the marker that is not a valid call is content, including the marker."""
 
     def __init__(self) -> None:
         super().__init__()
         self._content, self._count = Held(), 0
-        self._called = False  # a marker was read, but not what follows
+        self._called = False  # a marker was read, but not the text after it
         self._list: CallList | None = None
         self._arguments: Value | None = None  # of a named call
 

@@ -9,22 +9,23 @@ from typing import Any
 
 from jengine.serving.parsers.events import Arguments, Call, Event, Held, clean, joined
 
-TAGS = ("<|python_start|>", "<|python_end|>")  # of Llama 4, around it
+TAGS = ("<|python_start|>", "<|python_end|>")  # of Llama 4, around the list
 CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 class Pythonic:
-    """A call comes out when its parenthesis closes. An answer that begins otherwise, or with a call of a tool that there is not, is
-    content.
+    """Emits a call when its parenthesis closes.
+
+    An answer that begins differently, or with a call of an unknown tool, is content.
 
     Args:
-        names: of the tools.
+        names: names of the tools.
     """
 
     def __init__(self, names: Container[str]) -> None:
         self._names, self._content, self._count = names, Held(), 0
         self._buffer, self._over = "", False
-        self._at = 0  # of the buffer, what has been scanned
+        self._at = 0  # position up to which the buffer has been scanned
         self._opened, self._depth, self._quote, self._escape = False, 0, "", False
 
     def push(self, text: str) -> list[Event]:
@@ -71,11 +72,11 @@ class Pythonic:
             events += self._give_up()
 
     def _known(self) -> bool:
-        """Whether what is before the parenthesis just read is a tool's name."""
+        """Whether a tool's name precedes the parenthesis that was just read."""
         return self._buffer[self._at - 1] == "(" and self._start(self._buffer[: self._at - 1]) in self._names
 
     def _start(self, text: str) -> str:
-        """Without what may come before a call."""
+        """The text without the optional beginning."""
         text = text.lstrip()
         if not self._count:
             text = text.removeprefix(TAGS[0]).lstrip().removeprefix("[")
@@ -101,7 +102,7 @@ class Pythonic:
         events += self._give_up()
 
     def _give_up(self) -> list[Event]:
-        """What follows is content."""
+        """Treats the rest as content."""
         self._over = True
         rest, self._buffer = self._buffer, ""
         return self._content.text(rest)
@@ -111,7 +112,7 @@ class Pythonic:
 
 
 def _read(text: str) -> tuple[str, dict[str, Any]] | None:
-    """A call's name and arguments; None where it is none with keywords and literals alone."""
+    """A call's name and arguments; None if it is not a call with only keywords and literals."""
     try:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -124,7 +125,7 @@ def _read(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def _value(node: ast.expr) -> Any:
-    """Raises ValueError where it is no literal."""
+    """The value of a literal. Raises ValueError for other expressions."""
     if isinstance(node, ast.Name) and node.id in CONSTANTS:
         return CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):

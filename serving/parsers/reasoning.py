@@ -1,4 +1,4 @@
-"""Reasoning before the answer: `<think>...</think>`, as Qwen3 and DeepSeek-R1 write it."""
+"""Reasoning before the answer: `<think>...</think>`, as written by Qwen3 and DeepSeek-R1."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ START, END = "<think>", "</think>"
 
 
 class Reasons:
-    """Takes what the model thinks out of the text, and leaves the rest to another parser. Line ends around it are dropped.
+    """Extracts the reasoning, without surrounding newlines, and passes the rest to another parser.
 
     Args:
-        inside: the text begins within the reasoning: the prompt has its opening tag, or the model writes none.
+        inside: whether the text begins within the reasoning: the prompt has the opening tag, or the model writes none.
     """
 
     def __init__(self, rest: Parser, inside: bool) -> None:
@@ -25,7 +25,7 @@ class Reasons:
         events: list[Event] = []
         if self._state == "before":
             body = self._buffer.lstrip()
-            if START.startswith(body) and body != START:  # nothing, or its beginning
+            if START.startswith(body) and body != START:  # empty, or an incomplete tag
                 return []
             if body.startswith(START):
                 self._state, self._buffer = "open", body[len(START) :]
@@ -37,7 +37,7 @@ class Reasons:
         if self._state == "content":
             text, self._buffer = self._buffer, ""
             return self._rest.push(text)
-        if self._state == "open":  # before the first character that is shown
+        if self._state == "open":  # before the first visible character
             self._buffer = self._buffer.lstrip("\r\n")
             self._state = "in" if self._buffer else "open"
         text, found, self._buffer = split(self._buffer, END)
@@ -51,7 +51,7 @@ class Reasons:
         return events
 
     def _after(self, text: str) -> list[Event]:
-        """The answer, without the line ends before it."""
+        """The answer, without leading newlines."""
         if self._state == "after":
             text = text.lstrip("\r\n")
             if not text:

@@ -1,4 +1,4 @@
-"""Answers read by the `response_template` that a tokenizer brings (transformers 5)."""
+"""Parses answers with the tokenizer's `response_template` (transformers 5)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 class ResponseTemplate:
-    """A parser around transformers' own.
+    """Wraps the parser of transformers.
 
     Args:
-        template: of tokenizer_config.json.
-        prompt: the conversation, which may hold the answer's beginning.
-        tools: as in the request; arguments get the types that they declare.
+        template: from tokenizer_config.json.
+        prompt: the conversation, which may contain the answer's beginning.
+        tools: as in the request; arguments are converted to the types that they declare.
     """
 
     def __init__(self, template: dict[str, Any], prompt: str, tools: list[dict[str, Any]]) -> None:
         from transformers.utils.chat_parsing import ResponseParser  # takes a second to import
 
         self._parser = ResponseParser(template, prefix=prompt, tools=[*tools])
-        self._count, self._open = 0, ""  # of the region that is open, what was not emitted
+        self._count, self._open = 0, ""  # for the open region, text that was not emitted
         self._failed = False
 
     def push(self, text: str) -> list[Event]:
@@ -35,7 +35,7 @@ class ResponseTemplate:
         return [] if self._failed else self._guarded(lambda: self._parser.finalize()[1], "")
 
     def _guarded(self, work: Any, text: str) -> list[Event]:
-        """What the template cannot read is content."""
+        """Treats text that the template cannot parse as content."""
         try:
             return joined([event for region in work() for event in self._events(region)])
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -62,7 +62,7 @@ class ResponseTemplate:
 
 
 def read_whole(template: dict[str, Any], text: str, prompt: str, tools: list[dict[str, Any]]) -> list[Event]:
-    """A whole answer."""
+    """Parses a whole answer."""
     from transformers.utils.chat_parsing import parse_response
 
     try:
@@ -76,7 +76,7 @@ def read_whole(template: dict[str, Any], text: str, prompt: str, tools: list[dic
 
 
 def call_events(value: Any, first: int) -> list[Event]:
-    """Two for each call. Raises KeyError or TypeError for what is no call."""
+    """Two events for each call. Raises KeyError or TypeError if it is not a call."""
     events: list[Event] = []
     for index, call in enumerate(value if isinstance(value, list) else [value], first):
         function = call.get("function", call)

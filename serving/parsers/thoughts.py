@@ -1,4 +1,4 @@
-"""Grammars for models that reason: what constrains the answer begins to hold after the reasoning."""
+"""Grammars for models that reason: the constraint on the answer applies after the reasoning."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from jengine import InvalidArgument, StructuredOutputs
 
 
 def after_reasoning(what: StructuredOutputs, inside: bool) -> StructuredOutputs | None:
-    """The same, after `</think>`; None for a Lark grammar, which holds from the first token on.
+    """The same constraint after `</think>`; None for a Lark grammar, which applies from the first token on.
 
     Args:
-        inside: whether the answer begins within the reasoning. Otherwise the model may begin it, or leave it out.
+        inside: whether the answer begins within the reasoning. Otherwise the model may begin it or leave it out.
 
     Raises:
-        InvalidArgument: a JSON schema that is none.
+        InvalidArgument: the JSON schema is invalid.
     """
     if what.grammar is not None:
         return None

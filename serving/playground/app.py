@@ -1,4 +1,4 @@
-"""The metrics port where it has the playground: metrics and probes, the page, live records, and OpenAI's API for its chat."""
+"""The metrics port with the playground: metrics, probes, the page, live records, and OpenAI's API for the chat."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ LIVE = "/page/live"
 
 
 def playground(parts: Parts, pages: Pages) -> ASGIApp:
-    """All that the port answers. The page itself needs no key; what it shows and asks for does, where there are keys.
+    """The port's ASGI application. The page itself needs no key; its data and requests do, if there are keys.
 
     Args:
-        pages: of metrics and probes.
+        pages: pages for metrics and probes.
     """
     feed = LiveFeed(parts.shared.models, parts.shared.pace.readers, parts.why_not_ready)
 

@@ -1,11 +1,11 @@
-"""The page's files, and the headers that bound what it may do."""
+"""The page's files, and headers that restrict what it may do."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
 
-# Everything comes from the server itself; nothing inline runs, and no text becomes HTML.
+# Everything comes from this server; inline code is not executed, and text never becomes HTML.
 POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -39,7 +39,7 @@ TYPES = {
 
 @cache
 def assets() -> dict[str, tuple[bytes, str]]:
-    """By path: content and type. The page itself is at /, its other files under /page/."""
+    """(content, type) by path. The page itself is at /, its other files are under /page/."""
     found = {}
     for file in files("jengine.serving.playground").joinpath("static").iterdir():
         path = "/" if file.name == "index.html" else f"/page/{file.name}"

@@ -1,7 +1,8 @@
-"""Which names a browser may know this server by.
+"""Host names under which browsers may use this server.
 
-Without API keys, a page from elsewhere whose name is made to mean this machine's address (DNS rebinding) would be of the server's own
-origin, and could use it. The browser says its domain in `Host`. An address, or a name without a dot, is not a domain that others could own.
+Without API keys, an attacker's page whose domain is made to resolve to this machine's address (DNS rebinding)
+would have the server's origin, and could use it. The browser sends the domain in `Host`. Addresses and names
+without a dot cannot be an attacker's domain.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-MESSAGE = "open this page by the server's address or a name without a dot: without API keys (--api-keys) domain names are rejected\n"
+MESSAGE = "open this page with the server's address or a name without a dot: without API keys (--api-keys) domain names are rejected\n"
 
 
 def is_own(host: str) -> bool:
@@ -26,10 +27,10 @@ def is_own(host: str) -> bool:
 
 
 class OwnHosts:
-    """An ASGI application that lets only these requests through to another, and all of the paths that are open.
+    """An ASGI application that forwards only these requests, and requests for open paths.
 
     Args:
-        open_paths: what shows nothing and changes nothing.
+        open_paths: paths that show and change nothing.
     """
 
     def __init__(self, app: ASGIApp, open_paths: frozenset[str]) -> None:

@@ -1,4 +1,4 @@
-"""The engine's records as they come, for the pages that are open: read once for all of them, and only while there are any."""
+"""The engine's records for open pages: read once for all of them, and only while there are any."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jengine.serving.overload import Busy
 from jengine.serving.playground.view import EngineView
 
 INTERVAL = 0.5  # seconds between two events
-EXPLAIN_SECONDS = 3.0  # between two explanations
+EXPLAIN_SECONDS = 3.0  # seconds between two explanations
 MOST_VIEWERS = 16
-MOST_EVENTS = 8  # that wait for a viewer; older ones are dropped
+MOST_EVENTS = 8  # maximum number of events that wait for a viewer; older ones are dropped
 
 log = logging.getLogger("jengine.serving")
 
 
 class Viewer:
-    """A page that is open, and the events that wait for it."""
+    """An open page, and the events that wait for it."""
 
     def __init__(self) -> None:
         self._events: deque[str] = deque(maxlen=MOST_EVENTS)
@@ -38,7 +38,7 @@ class Viewer:
         self._news.set()
 
     async def next(self) -> str:
-        """The oldest event that still waits."""
+        """Waits for and returns the oldest event."""
         while not self._events:
             self._news.clear()
             await self._news.wait()
@@ -46,28 +46,28 @@ class Viewer:
 
 
 class LiveFeed:
-    """Belongs to one event loop.
+    """Reads the engine's records. Belongs to one event loop.
 
     Args:
-        readers: how the server's clients read their streams.
-        why_not_ready: None where the model answers.
+        readers: returns how the server's clients read their streams.
+        why_not_ready: returns None if the model answers.
     """
 
     def __init__(self, models: ModelProvider, readers: Callable[[], Readers], why_not_ready: Callable[[], str | None]) -> None:
         self._models, self._readers, self._why_not_ready = models, readers, why_not_ready
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
-        self._llm: AsyncLLM | None = None  # that the view is of
+        self._llm: AsyncLLM | None = None  # the engine that is viewed
         self._view = EngineView()
-        self._engine = 0  # how many engines were seen
+        self._engine = 0  # number of engines seen so far
         self._looked = self._explained = 0.0
         self._explanation: dict[str, Any] | None = None
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[Viewer]:
-        """Raises Busy where too many watch."""
+        """Raises Busy if too many pages are open."""
         if len(self._viewers) >= MOST_VIEWERS:
-            raise Busy(f"{MOST_VIEWERS} pages show the engine already; no more can at once", EXPLAIN_SECONDS, "viewers")
+            raise Busy(f"{MOST_VIEWERS} pages already show the engine, the maximum", EXPLAIN_SECONDS, "viewers")
         viewer = Viewer()
         self._viewers.add(viewer)
         if self._task is None:
@@ -89,7 +89,7 @@ class LiveFeed:
             await asyncio.sleep(INTERVAL)
 
     async def _event(self) -> dict[str, Any]:
-        """How things are. The engine may end at any moment; then the event says so."""
+        """The current state. If the engine ends meanwhile, the event says so."""
         why = self._why_not_ready()
         event: dict[str, Any] = {"state": "serving" if why is None else "waiting", "why": why}
         try:
@@ -109,7 +109,7 @@ class LiveFeed:
             self._llm, self._view, self._explanation, self._explained = llm, EngineView(), None, 0.0
             self._engine += 1
         now = time.monotonic()
-        seconds, self._looked = now - self._looked + INTERVAL, now  # so that two traces overlap
+        seconds, self._looked = now - self._looked + INTERVAL, now  # makes two traces overlap
         self._view.add(await llm.trace(seconds))
         if now - self._explained < EXPLAIN_SECONDS or (window := self._view.window()) is None:
             return

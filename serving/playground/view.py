@@ -1,4 +1,4 @@
-"""What the playground shows of an engine, from its records: counts, times and numbers; no text, no token, no id and no client's name."""
+"""The playground's view of an engine, from its records: counts and times; no texts, tokens, ids or client names."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import msgspec
 
 from jengine import Load, Trace
 
-MOST_STEPS, MOST_REQUESTS = 4096, 1024  # that are kept
-SHOWN_STEPS = 160  # of an event, the last ones
-SHOWN_HOLDERS = 64  # of an event, those with most pages
-SECONDS = 60.0  # that latencies and explanations look back
+MOST_STEPS, MOST_REQUESTS = 4096, 1024  # numbers of records kept
+SHOWN_STEPS = 160  # maximum steps in an event, the last ones
+SHOWN_HOLDERS = 64  # maximum requests in an event, those with the most pages
+SECONDS = 60.0  # period for latencies and explanations
 
 
 class EngineView:
-    """Grows from one engine's traces, which may overlap. Bounded."""
+    """Accumulates an engine's traces, which may overlap. Bounded."""
 
     def __init__(self) -> None:
         self._steps: dict[int, Any] = {}  # by number, in order
         self._ended: dict[int, Any] = {}  # requests, likewise
-        self._sent = -1  # the last step that an event had
+        self._sent = -1  # the last step that an event included
         self._sent_at: float | None = None
         self._trace: Trace | None = None
         self._tile_size = 0
 
     def add(self, trace: Trace) -> None:
-        """What the engine did of late. A step's last seconds are known only some time after it, so a newer record replaces an older one."""
+        """Adds recent activity. A step's last times are only known some time later, so a newer record replaces
+        an older one."""
         self._trace = trace
         self._tile_size = self._tile_size or trace.step_costs.table.tile_size
         self._steps.update({step.number: step for step in trace.steps})
@@ -36,7 +37,7 @@ class EngineView:
         _shorten(self._ended, MOST_REQUESTS)
 
     def window(self) -> Trace | None:
-        """All that is known of the last seconds, to be explained."""
+        """A trace of everything known about the last seconds, for explanations."""
         trace = self._trace
         if trace is None:
             return None
@@ -44,7 +45,7 @@ class EngineView:
         return msgspec.structs.replace(trace, steps=[*self._steps.values()], requests=[*self._ended.values(), *live]).last(SECONDS)
 
     def event(self, load: Load) -> dict[str, Any]:
-        """What is new since the last event, and how things are now. Times are in milliseconds."""
+        """New data since the last event, and the current state. Times are in milliseconds."""
         trace = self._trace
         if trace is None:
             return {}
@@ -71,7 +72,7 @@ class EngineView:
         }
 
     def _pages(self, load: Load) -> dict[str, Any]:
-        """By state and by holder: (number of the request, pages); a shared page counts for each."""
+        """Pages by state and by holder, as (number of the request, pages). A shared page counts for each holder."""
         assert self._trace is not None
         live = [request for request in self._trace.requests if not request.ended and request.pages]
         holders = sorted([(request.number, request.pages) for request in live], key=lambda held: -held[1])
@@ -84,7 +85,7 @@ class EngineView:
         }
 
     def _latency(self, since: float) -> dict[str, Any]:
-        """Of the requests that ended since then."""
+        """Latencies of the requests that ended since then."""
         ended = [request for request in self._ended.values() if request.ended >= since and request.first_token]
         return {
             "requests": len(ended),
@@ -96,7 +97,7 @@ class EngineView:
 
 
 def percentiles(seconds: Sequence[float]) -> list[float] | None:
-    """The 50th, 90th and 99th, in milliseconds; None of none."""
+    """The 50th, 90th and 99th percentiles in milliseconds; None if there are no values."""
     if not seconds:
         return None
     ranked = sorted(seconds)
@@ -104,7 +105,7 @@ def percentiles(seconds: Sequence[float]) -> list[float] | None:
 
 
 def _step(step: Any, tile_size: int) -> dict[str, Any]:
-    """What the page draws of it."""
+    """The data that the page draws for a step."""
     return {
         "n": step.number,
         "program": step.name,

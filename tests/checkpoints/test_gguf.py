@@ -176,7 +176,7 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match="architecture 'mamba' is not supported; llama, qwen2, qwen3 are"):
+    with pytest.raises(ModelError, match="architecture 'mamba' is not supported; GGUF files of llama, qwen2, qwen3 are"):
         read_config(tmp_path / "m.gguf")
 
 

@@ -170,7 +170,7 @@ def test_opt_350m_is_the_odd_one() -> None:
         ),
         ("llama_gqa", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
         ("mistral_window", {"attention_bias": True}, "attention_bias is not supported"),
-        ("mistral_window", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not supported"),
+        ("mistral_window", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be"),
         ("mistral_window", {"sliding_window": 0}, "sliding_window=0 must be at least 1"),
         ("qwen2_window", {"layer_types": ["sliding_attention"]}, "layer_types has 1 layers, num_hidden_layers is 3"),
         ("qwen2_window", {"layer_types": ["chunked_attention"] * 3}, "layer_types has 'chunked_attention'; full_attention and"),

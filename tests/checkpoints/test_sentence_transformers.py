@@ -92,5 +92,5 @@ def test_rerankers(tmp_path: Path) -> None:
     assert read_reranker(tmp_path) == Reranker(true_token_id=5, false_token_id=7, instruction="Find it.")
     assert read_embedder(tmp_path, 64) is None
     file.write_text(json.dumps({"true_token_id": 5, "false_token_id": None}))
-    with pytest.raises(ModelError, match="false_token_id=None is no token id"):
+    with pytest.raises(ModelError, match="false_token_id=None is not a token id"):
         read_reranker(tmp_path)

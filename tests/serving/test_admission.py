@@ -151,7 +151,7 @@ def test_a_key_has_a_limit_of_its_own() -> None:
     door = admission()
     with calling_with(Key("small", max_streams=1)):
         door.place(1, of())
-        with pytest.raises(Busy, match="no more than 1 at once") as refused:
+        with pytest.raises(Busy, match="the maximum is 1") as refused:
             door.place(1, of(client=2))  # wherever it calls from
         assert refused.value.cause == "client_streams"
     with calling_with(Key("large", max_streams=6)):

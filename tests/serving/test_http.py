@@ -279,7 +279,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice", "--tool-call-parser"),
     ({"chat_template_kwargs": {"a": "x" * 2**20}}, "chat_template_kwargs", "at most 1048576"),
-    ({"chat_template": "{{ messages }}"}, "chat_template", "takes no templates"),
+    ({"chat_template": "{{ messages }}"}, "chat_template", "does not accept templates"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "no such variable"),
     ({"audio": {"voice": "x"}}, "audio", "does not support"),
     ({"functions": [{"name": "f"}]}, "functions", "does not support"),

@@ -107,7 +107,7 @@ def test_completions_are_counted(make_server: MakeServer, keys: Any) -> None:
         next(stream)
         two = generate(sampling_params=pb.SamplingParams(n=2, max_tokens=5))
         code, message, [details] = refused(lambda: anna.Generate(two))
-        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "no more than 4" in message and isinstance(details, RetryInfo)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "the maximum is 4" in message and isinstance(details, RetryInfo)
         assert anna.Generate(generate(sampling_params=SHORT)).usage.completion_tokens == 5, "one fits"
         assert len(berta.Generate(two).completions) == 2
         code, message, [details] = refused(lambda: anna.Generate(generate(sampling_params=pb.SamplingParams(n=5))))

@@ -264,7 +264,7 @@ def test_viewers_are_bounded_and_events_say_that_no_engine_runs(monkeypatch: pyt
         feed = LiveFeed(Gone(), Readers, lambda: "starting: the engine is not ready yet")
         watching = [feed.watch() for _ in range(MOST_VIEWERS)]
         viewers = [one.__enter__() for one in watching]
-        with pytest.raises(Busy, match=f"^{MOST_VIEWERS} pages show the engine already"), feed.watch():
+        with pytest.raises(Busy, match=f"^{MOST_VIEWERS} pages already show the engine"), feed.watch():
             pass
         for viewer in viewers:
             event = json.loads(await viewer.next())

@@ -87,7 +87,7 @@ BAD = [
     (chat(options=pb.ChatOptions(tools_json="[{}]")), "options.tools_json", "template"),
     (chat(options=pb.ChatOptions(tools_json="[" * 100_000)), "options.tools_json", "array"),
     (chat(options=pb.ChatOptions(chat_template_kwargs_json="[]")), "options.chat_template_kwargs_json", "object"),
-    (chat(options=pb.ChatOptions(chat_template="{{ 1 }}")), "options.chat_template", "takes no templates"),
+    (chat(options=pb.ChatOptions(chat_template="{{ 1 }}")), "options.chat_template", "does not accept templates"),
     (
         chat(options=pb.ChatOptions(add_generation_prompt=True, continue_final_message=True)),
         "options.add_generation_prompt",

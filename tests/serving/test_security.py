@@ -46,14 +46,14 @@ def test_names_of_keys(keys: Path) -> None:
 @pytest.mark.parametrize(
     "content, limit",
     [
-        (b"# nobody\n", "holds no key"),
-        (b"", "holds no key"),
+        (b"# nobody\n", "has no key"),
+        (b"", "has no key"),
         (b"\n" + KEY.encode(), "line 2 does not begin with a SHA-256 in hexadecimal digits"),
         (b"\xff", "is not UTF-8 text"),
         (f"{KEY} anna".encode(), "if it is the key itself, replace it by what `python -m jengine.serving.security NAME` prints"),
         (
             f"{DIGEST} anna max_stream=3".encode(),
-            "line 1: no setting 'max_stream'; there are max_streams, tokens_per_minute, min_priority, admin",
+            "line 1: unknown setting 'max_stream'; the settings are max_streams, tokens_per_minute, min_priority, admin",
         ),
         (f"{DIGEST} anna admin=yes".encode(), "line 1: admin=yes: must be 0 or 1"),
         (f"{DIGEST} anna max_streams=0".encode(), "line 1: max_streams=0: must be a whole number, at least 1"),
@@ -80,7 +80,7 @@ def test_settings_of_keys(tmp_path: Path) -> None:
     known = ApiKeys.load(file)
     assert known.find(KEY) == Key("anna b", max_streams=8, tokens_per_minute=20000, min_priority=-3, admin=1)
     assert known.find(OTHER) == Key(OTHER_NAME, max_streams=1)
-    with pytest.raises(InvalidArgument, match="no setting 'max_stream'"):
+    with pytest.raises(InvalidArgument, match="unknown setting 'max_stream'"):
         hash_line(KEY, "anna", "max_stream=1")
 
 
