@@ -1,24 +1,33 @@
 """What decode steps should take on GPUs that are not here, from programs compiled for them, with shares by cause.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 70b 30b-a3b] [--rows 1 8] [--sampler truncated] [--out FILE]
+    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 70b 30b-a3b] [--rows 1 8] [--sampler truncated] [--quick]
 
 Needs the extra `aot`. A step is a trunk and a sampler, of the smallest programs that hold its rows. Models are compiled with one layer and
-with two; the others take as much as the second. Figures rest on `planning.estimate.Assumptions`, which no GPU has confirmed.
+with two; the others take as much as the second. Programs are kept in `.cache/estimates`, each as soon as it is compiled, for as long as the
+sources are the same: a run that was ended goes on where it was, and one over other rows compiles what is missing. Results are saved after
+each model, those of all rows. Figures rest on `planning.estimate.Assumptions`, which no GPU has confirmed.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import hashlib
 import json
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import RESULTS, save
+import jax
+
+from benchmarks.machine import RESULTS, ROOT, save
 from jengine.checkpoints.hugging_face import model_config
 from jengine.config import EngineConfig
 from jengine.devices.device_spec import device_spec
 from jengine.engine.shapes import describe
+from jengine.execution.sources import source_digest
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.planning.compiled import Compiled, compiled
@@ -39,6 +48,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {  # and on how many devices
     "70b": ({**COMMON, **SHAPES["8b"], **LLAMA_70B}, 8),
     "30b-a3b": (QWEN3_30B_A3B, 1),
 }
+KEPT = ROOT / ".cache" / "estimates"
 TARGET, ROWS, CONTEXTS = "h200", (1, 8, 32, 128, 256), (1024, 8192, 32768)
 
 
@@ -46,6 +56,33 @@ def described(config: dict[str, Any], devices: int, layers: int) -> ExecutionSpe
     mesh = make_mesh(devices, ahead_of_time.devices(TARGET, devices))
     options = {"max_num_seqs": max(ROWS), "max_model_len": max(CONTEXTS), "tensor_parallel_size": devices}
     return describe(EngineConfig.of("MODEL", options), model_config({**config, "num_hidden_layers": layers}), mesh, Path())
+
+
+def kept(name: str, spec: ExecutionSpec, key: Any, folder: Path = KEPT) -> Compiled:
+    """A program, compiled where the folder lacks it. Files of other sources stay: two branches may share the folder.
+
+    Args:
+        name: of the model, which with the sources and the key decides the program.
+    """
+    file = folder / f"{name}-{key}-{sources()}.pickle"
+    if not file.is_file():
+        [program] = compiled(spec, [key], threads=1, progress=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{os.getpid()}")
+        new.write_bytes(pickle.dumps(program))
+        new.replace(file)
+    program = pickle.loads(file.read_bytes())
+    assert isinstance(program, Compiled)
+    return program
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of what decides programs, and what is said of them."""
+    digest = hashlib.sha256(f"{source_digest()} {jax.__version__} {TARGET}".encode())
+    for file in [Path(__file__), *sorted((ROOT / "jengine" / "planning").glob("*.py"))]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def measure(name: str, sampler: Any, batches: list[int]) -> dict[str, Any]:
@@ -56,9 +93,10 @@ def measure(name: str, sampler: Any, batches: list[int]) -> dict[str, Any]:
     for rows in batches:
         trunks[rows] = next(key for key in one.table.trunks() if key.rows >= rows and not key.tiles)
         samplers[rows] = next(key for key in one.table.samplers() if key.rows >= rows and key.variant == sampler)
-    built: list[dict[Any, Compiled]] = []
-    for spec, keys in ((one, [*{*trunks.values(), *samplers.values()}]), (two, [*{*trunks.values()}])):
-        built.append({program.key: program for program in compiled(spec, keys, threads=2, progress=True)})
+    built = [
+        {key: kept(f"{name}-{layers}", spec, key) for key in dict.fromkeys(keys)}
+        for layers, spec, keys in ((1, one, [*trunks.values(), *samplers.values()]), (2, two, [*trunks.values()]))
+    ]
     device, layers = device_spec(TARGET), int(config["num_hidden_layers"])
 
     def step(rows: int, context: int) -> Estimate:
@@ -84,22 +122,22 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.models, options.sampler = options.models[:1], "greedy"
-    results = {name: measure(name, options.sampler, options.rows) for name in options.models}
-    for name, result in results.items():
-        print(
-            f"\n{name} on {result['devices']} x {TARGET}\n{'rows x context':>14} {'ms':>9} {'kernels':>8}"
-            + "".join(f"{c:>13}" for c in CAUSES)
-        )
-        for step, figures in result["steps"].items():
-            shares = "".join(f"{figures['shares'][cause]:13.0%}" for cause in CAUSES)
-            print(f"{step:>14} {figures['ms']:9.2f} {figures['kernels']:8,}{shares}")
-    if not options.quick:
-        file = RESULTS / "estimates.json"
-        before = json.loads(file.read_text())["models"] if file.exists() else {}
-        save(
-            "estimates",
-            {"target": TARGET, "sampler": options.sampler, "assumed": dataclasses.asdict(Assumptions()), "models": before | results},
-        )
+    for name in options.models:
+        result = measure(name, options.sampler, options.rows)
+        show(name, result)
+        if not options.quick and options.rows == [*ROWS]:
+            file = RESULTS / "estimates.json"
+            before = json.loads(file.read_text())["models"] if file.exists() else {}
+            facts = {"target": TARGET, "sampler": options.sampler, "assumed": dataclasses.asdict(Assumptions())}
+            save("estimates", facts | {"models": before | {name: result}})
+
+
+def show(name: str, result: dict[str, Any]) -> None:
+    causes = "".join(f"{cause:>13}" for cause in CAUSES)
+    print(f"\n{name} on {result['devices']} x {TARGET}\n{'rows x context':>14} {'ms':>9} {'kernels':>8}{causes}")
+    for step, figures in result["steps"].items():
+        shares = "".join(f"{figures['shares'][cause]:13.0%}" for cause in CAUSES)
+        print(f"{step:>14} {figures['ms']:9.2f} {figures['kernels']:8,}{shares}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,37 +3,28 @@ of the hardware's limits.
 
     python -m benchmarks.gpu_suite [PART ...] [--programs DIR] [--out FILE]
 
-correctness   every kernel against float32; runs first, unless FILE has results for these kernels decode
-decode attention: bytes a second relative to the device's own copies; equal rows, padding, ragged batches
-prefill       prefill attention: operations a second relative to the device's own matrix products; other
-libraries experts       products of tokens with their experts' weights: correctness; then relative to the
-device's copies and matrix products programs      programs compiled without a GPU (`--programs DIR`), and by
-another process on this one: loaded and run engine        a Llama with 8B parameters, random weights: decoding
-and prefilling relative to the roofline, and the host's time transformers  the same Llama in transformers
-tune          tunes the kernels within the time limit and updates their table; another run continues
+correctness   every kernel against float32; runs first, unless FILE has results for these kernels
+decode        decode attention: bytes a second relative to the device's own copies; equal rows, padding, ragged batches;
+              beside FlashInfer's kernel if it is installed
+prefill       prefill attention: operations a second relative to the device's own matrix products; other libraries
+experts       products of tokens with their experts' weights: correctness; then relative to the device's copies and
+              matrix products
+programs      programs compiled without a GPU (`--programs DIR`), and by another process on this one: loaded and run
+engine        a Llama with 8B parameters, random weights: decoding and prefilling relative to the roofline, and the
+              host's time
+transformers  the same Llama in transformers
+tune          tunes the kernels within the time limit and updates their tables; another run continues
 
-Each part runs in a separate process for at most 8 minutes; results found by then are kept. Results go to FILE,
-by part, with those of earlier runs: FILE's own or, if it is new, the repository's. The exit status is 1 if
-anything failed. Without a GPU, XLA's implementations replace the kernels at the smallest sizes, and nothing is
-saved unless FILE is given: this only tests the suite itself.
+Each part runs in a separate process for at most 8 minutes. Results go to FILE after each case, by part, with those of
+earlier runs: FILE's own or, if it is new, the repository's. So a run that is killed leaves its results. The exit
+status is 1 if anything failed. Without a GPU, XLA's implementations replace the kernels at the smallest sizes, and
+nothing is saved unless FILE is given: this only tests the suite itself.
 
 Only programs and engine need jengine's dependencies. On a machine without network access, `pip install --target
 DIR` the packages reported as missing elsewhere, and put DIR on PYTHONPATH. `--programs DIR` uses a folder
 compiled for this device (`jengine compile --target h100` or h200) with the same version of JAX.
 
-On a GPU that is new to the kernels, run the parts separately, in this order:
-
-1. `nvidia-smi`, the version of JAX and its device, then `correctness`. If all cases fail in the same way, JAX
-may not find ptxas: set CUDA_ROOT to /usr/local/cuda and put its bin on PATH. If all cases after a certain one
-fail, that one broke the CUDA context; run it alone:
-     compute-sanitizer python -c "from benchmarks.gpu.correctness import *; i = 25; print(check(cases(False)[i], 'mosaic', i))"
-      If only prefill fails, check CUDA's version: JAX's own attention rejects causal masks with CUDA 12.8.0 to
-      12.9.0, whose ptxas miscompiles them; 12.9.1 and 13 do not.
-2. `decode`, `prefill` and `experts`.
-3. `programs`, then `engine`. XLA first autotunes its matrix products for minutes, and `engine` may end before
-its first row: keep XLA's results with XLA_FLAGS=--xla_gpu_per_fusion_autotune_cache_dir=DIR, and run it again.
-4. `tune`, as often as needed; then `correctness` and `decode` again. Programs compiled earlier do not match the
-new table.
+benchmarks/gpu/README.md lists the commands for a GPU that is new to the kernels, in order.
 """
 
 from __future__ import annotations
@@ -42,6 +33,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,7 +51,7 @@ PARTS = ("correctness", "decode", "prefill", "experts", "programs", "engine", "t
 SHARING = ("programs", "prefill", "transformers")  # parts in which JAX must leave GPU memory to others
 LIMIT, LAST_START = 480, 420  # seconds: maximum duration of a part; time after which no further case is started
 ENDED = "the part was ended from outside"
-PACKAGES = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "flax", "torch", "transformers", "tokamax")
+PACKAGES = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "flax", "torch", "transformers", "tokamax", "flashinfer-python")
 
 
 def measure(part: str, small: bool, programs: Path | None) -> Iterator[Row]:
@@ -69,8 +61,12 @@ def measure(part: str, small: bool, programs: Path | None) -> Iterator[Row]:
     yield from module.measure(*more.get(part, (small,)))
 
 
-def run_part(part: str, file: Path, programs: Path | None) -> None:
-    """Measures in this process. The file is written after each row, so a crash loses at most one."""
+def run_part(part: str, file: Path, programs: Path | None, save: Path | None = None) -> None:
+    """Measures in this process. Files are written after each row, so a crash loses at most one.
+
+    Args:
+        save: a second file to write, on a GPU only.
+    """
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     if part in SHARING:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -85,7 +81,9 @@ def run_part(part: str, file: Path, programs: Path | None) -> None:
     results, found, start = rows.read(file), list[Row](), time.monotonic()
 
     def keep(stopped: str | None) -> None:
-        rows.write(file, rows.merged(results, part, facts() | {"packages": versions()}, found, stopped))
+        new = rows.merged(results, part, facts() | {"packages": versions()}, found, stopped)
+        for out in [file] if small or save is None else [file, save]:
+            rows.write(out, new)
 
     keep(ENDED)
     try:
@@ -110,15 +108,21 @@ def versions() -> dict[str, str]:
     return found
 
 
-def start_part(part: str, file: Path, programs: Path | None) -> int:
-    """Runs a part in a separate process, prints its results, and returns the number of failed cases."""
+def start_part(part: str, file: Path, programs: Path | None, save: Path | None) -> int:
+    """Runs a part in a separate process, prints its results, and returns the number of failed cases. See `run_part`."""
     more = [] if programs is None else ["--programs", str(programs.absolute())]
+    more += [] if save is None else ["--save", str(save)]
     start = time.monotonic()
     before = rows.read(file).get(part)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.gpu_suite", part, "--here", "--out", str(file), *more], cwd=rows.ROOT, timeout=LIMIT
-        )
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", part, "--here", "--out", str(file), *more]
+    child = subprocess.Popen(command, cwd=rows.ROOT, start_new_session=True)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(LIMIT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # and what it has started, which would run beside the next part
+        child.wait()
     results = rows.read(file)
     print(f"\n{part}, {time.monotonic() - start:.0f} s")
     if results.get(part) == before:
@@ -137,16 +141,18 @@ def main() -> int:
     parser.add_argument("--programs", metavar="DIR", type=Path, help="a folder that `jengine compile` wrote; the part programs prints how")
     parser.add_argument("--out", metavar="FILE", type=Path, help=f"default: {rows.RESULTS.relative_to(rows.ROOT)}, on a GPU")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--save", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; parts are {', '.join(PARTS)}")
     if options.here:
-        run_part(options.parts[0], options.out, options.programs)
+        run_part(options.parts[0], options.out, options.programs, options.save)
         return 0
     parts = options.parts or list(PARTS)
     with tempfile.TemporaryDirectory() as temporary:
-        file = Path(temporary) / "results.json"
-        known = rows.read(options.out if options.out is not None and options.out.exists() else rows.RESULTS)
+        named = None if options.out is None else options.out.absolute()
+        known = rows.read(named if named is not None and named.exists() else rows.RESULTS)
+        file, save = (Path(temporary) / "results.json", rows.RESULTS) if named is None else (named, None)
         rows.write(file, known)
         if "correctness" not in parts:
             if not rows.checked(known):
@@ -155,11 +161,7 @@ def main() -> int:
                 print(f"these kernels are known to be wrong: {count} cases of the part correctness failed")
         failed = {}
         for part in parts:
-            failed[part] = start_part(part, file, options.programs)
-            results = rows.read(file)
-            if options.out is not None or (part in results and results[part]["machine"]["devices"] != ["cpu"]):
-                rows.write(options.out or rows.RESULTS, results)
-                print(f"saved to {options.out or rows.RESULTS}", flush=True)
+            failed[part] = start_part(part, file, options.programs, save)
     for part, count in failed.items():
         print(f"{part}: {count or 'none'} failed")
     return 1 if any(failed.values()) else 0

@@ -18,6 +18,7 @@ from jengine.vllm_options import without_no_ops
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int4", "int8", "w8a8", "fp8", "none"]
+AttentionBackend = Literal["auto", "mosaic", "flashinfer"]
 BURST_STEPS = 8
 
 
@@ -169,6 +170,9 @@ class EngineConfig:
             text (GPTQ). Takes longer, and the memory of unquantized weights; on one device only.
         kv_cache_dtype: number format of the KV cache. int8 and fp8 (e4m3) have a scale for each token and kv head; auto: the same as
             dtype.
+        attention_backend: the implementation of decode attention on a GPU. mosaic: jengine's kernel; flashinfer: FlashInfer's, which
+            needs the extra flashinfer and a Hopper GPU, and takes neither quantized caches nor soft caps; auto: jengine's, or FlashInfer's
+            where `python -m pallas_kernels.tune` measured that to be faster. Prompts always take jengine's.
         embeddings: compile programs for embeddings. By default, only if the model's folder has sentence-transformers' files, which
             say how the model computes embeddings.
         max_model_len: the most tokens of a sequence, prompt and output together. By default the model's length.
@@ -240,6 +244,7 @@ class EngineConfig:
     quantization: Quantization | None = None
     calibration_data: str | Path | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    attention_backend: AttentionBackend = "auto"
     embeddings: bool | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -320,7 +325,10 @@ class EngineConfig:
             raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, "must be auto, int8 or fp8")
         if self.generation_config not in ("auto", "vllm", None):
             raise InvalidArgument("generation_config", self.generation_config, "must be auto, vllm or None")
-        for name, kinds in (("policy", Policy), ("strategy", StrategyName), ("on_late", OnLate), ("batching", Batching)):
+        for name, kinds in (
+            *(("attention_backend", AttentionBackend), ("policy", Policy), ("strategy", StrategyName)),
+            *(("on_late", OnLate), ("batching", Batching)),
+        ):
             if getattr(self, name) not in get_args(kinds):
                 raise InvalidArgument(name, getattr(self, name), f"must be one of {', '.join(get_args(kinds))}")
         for name in ("swap_space", "priority_ageing", "batch_wait_ms"):

@@ -1,8 +1,9 @@
 """Which form of a function a device, a dtype and a shape take: the kernel where it serves them, else XLA's.
 
-`impl` is "auto", "mosaic" (a GPU's kernel), "llvm" (a CPU's) or "xla". A form that is asked for by name is taken or refused;
-it is never replaced. Each function has one beside it that says beforehand why the device's kernel cannot take some
-arrays, or None if it can; what it is given may be arrays, or whatever has their shapes and dtypes.
+`impl` is "auto", "mosaic" (a GPU's kernel), "llvm" (a CPU's), "flashinfer" (decode attention by FlashInfer's kernel) or "xla". A form
+that is asked for by name is taken or refused; it is never replaced. "auto" takes FlashInfer's kernel where `tune` measured it to be faster.
+Each function has one beside it that says beforehand why the device's kernel cannot take some arrays, or None if it can; what it is given
+may be arrays, or whatever has their shapes and dtypes.
 
 Everywhere, `device` is the one that the function will run on, which may be one of a topology to compile for; None is the first of
 the default backend. What builds a GPU's kernels is imported where one is taken: Mosaic takes a third of a second.
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 
 from pallas_kernels import products, tuning, xla
+from pallas_kernels.flashinfer import decode as flashinfer
 from pallas_kernels.groups import Groups
 from pallas_kernels.hadamard import transform
 from pallas_kernels.int4 import Int4
@@ -24,7 +26,7 @@ from pallas_kernels.products import Weight
 from pallas_kernels.quantized import Pages, Quantized, dequantize, quantize
 from pallas_kernels.xla import Rotation
 
-Impl = Literal["auto", "mosaic", "llvm", "xla"]
+Impl = Literal["auto", "mosaic", "llvm", "flashinfer", "xla"]
 HOPPER, AMPERE = ("9.0",), ("8.0", "8.6", "8.9")  # compute capabilities; Ada counts as Ampere
 DTYPES = ("bfloat16", "float16")
 STORED = (*DTYPES, "quantized int8", "quantized uint8")
@@ -72,9 +74,12 @@ def paged_attention_decode(
         The others, and what is returned: see `xla.paged_attention_decode`.
 
     Raises:
-        ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
+        ValueError: impl="mosaic", "llvm" or "flashinfer" where the kernel cannot serve; says why.
     """
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    if flashinfer.serves(impl, q, k_pages, v_pages, window, soft_cap, device):
+        del how["soft_cap"]
+        return flashinfer.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how, device=device)
     if not _kernel_serves(impl, why_decode_unsupported(q, k_pages, v_pages, device=device), device):
         return xla.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, pages=pages)
     if _on_cpu(device):
@@ -89,6 +94,19 @@ def paged_attention_decode(
     from pallas_kernels import attention_decode
 
     return attention_decode.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, device=device or jax.devices()[0])
+
+
+def why_flashinfer_unsupported(
+    q: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    device: jax.Device | None = None,
+) -> str | None:
+    """Why `paged_attention_decode` cannot take FlashInfer's kernel for these, or None."""
+    return flashinfer.why_unsupported(q, k_pages, v_pages, window, soft_cap, device)
 
 
 def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
@@ -272,13 +290,27 @@ def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl 
     return y.reshape(len(x), *weight.shape[1:-1])
 
 
-def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Device | None = None) -> None:
-    """Make known to XLA what programs over these call by name, before such programs are loaded; on a CPU, else nothing.
+def prepare(
+    weights: Iterable[Any],
+    q: Any,
+    k_pages: Pages,
+    *,
+    impl: Impl = "auto",
+    windows: Iterable[int | None] = (None,),
+    soft_cap: float | None = None,
+    device: jax.Device | None = None,
+) -> None:
+    """Make known to XLA what programs over these call by name, before such programs are loaded.
 
     Args:
         weights: of products, arrays or Quantized; they, q and k_pages may be whatever has their shapes and dtypes.
         q: queries of attention, [..., heads, head_dim].
+        impl, windows, soft_cap: of decode attention.
+
+    Raises:
+        ValueError: impl="flashinfer" where it cannot serve; says why.
     """
+    flashinfer.prepare(impl, q, k_pages, windows, soft_cap, device)
     if _on_cpu(device) and products.cpu_refused() is None:
         from pallas_kernels.cpu import attention, elementwise
 
@@ -292,8 +324,10 @@ def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Devic
 
 def _kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) -> bool:
     """Whether the device's kernel is taken, which refuses for the reason given, if any."""
-    if impl not in ("auto", "mosaic", "llvm", "xla"):
-        raise ValueError(f"impl={impl!r}: one of 'auto', 'mosaic', 'llvm', 'xla'")
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl={impl!r}: one of {', '.join(map(repr, get_args(Impl)))}")
+    if impl == "flashinfer":
+        raise ValueError(f"impl={impl!r}: only paged_attention_decode has FlashInfer's kernel")
     if impl not in ("auto", "xla"):
         if refused is None and (impl == "llvm") != _on_cpu(device):
             refused = f"device={(device or jax.devices()[0]).device_kind}: Mosaic's kernels are for GPUs, LLVM's for CPUs"

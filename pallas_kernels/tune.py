@@ -8,6 +8,9 @@ the engine's row buckets and each kind of cache is timed with sequences of 8k to
 short ones, with a cache of 1 GiB. First the number of splits is chosen, then the number of stages. FILE is
 written after each case, and cases that it lacks for this device come first, so an interrupted run can be
 continued.
+
+If flashinfer-python is installed, its decode kernel is timed too, and the times are written to `--fastest`:
+`impl="auto"` uses the faster kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, tuning
+from pallas_kernels import dispatch, fastest, tuning
 from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.devices import visible_devices
 from pallas_kernels.quantized import Pages
@@ -144,6 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page; default: %(default)s")
     parser.add_argument("--dtype", choices=dispatch.DTYPES, default="bfloat16", help="dtype of the queries; default: %(default)s")
     parser.add_argument("--out", type=Path, default=tuning.FILE, help="file to write; entries of other devices and shapes are kept")
+    parser.add_argument("--fastest", type=Path, default=fastest.FILE, help="file for times by implementation; default: %(default)s")
     options = parser.parse_args(arguments)
     shape = (options.heads, options.kv_heads, options.head_dim)
     if None in shape and any(shape):
@@ -156,6 +160,19 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = [case for shape in shapes for case in cases(*shape, options.page_size, options.dtype)]
     for measured in tune(wanted, device, options.out):
         print(row(measured), flush=True)
+    _compare(wanted, device, options.fastest)
+
+
+def _compare(wanted: list[DecodeCase], device: jax.Device, file: Path) -> None:
+    from pallas_kernels import compare  # which imports this module
+
+    refused = compare.why_not(device, wanted[0])
+    if refused is not None:
+        return print(f"\nnot compared with FlashInfer's kernel: {refused}")
+    tuning.table.cache_clear()  # of what was measured now
+    print(f"\n| case | {', us | '.join(compare.IMPLS)}, us |\n|---|---|---|")
+    for case, times in compare.compare(wanted, device, file):
+        print(compare.row(case, times), flush=True)
 
 
 if __name__ == "__main__":

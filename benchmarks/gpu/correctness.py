@@ -25,6 +25,13 @@ WAYS: tuple[Ways, ...] = (
     {"scale": 0.3, "window": 70},
     {"scale": 0.5, "soft_cap": 3.0},
     {"scale": 0.3, "window": 33, "soft_cap": 20.0},
+    {"scale": 0.3, "window": 100, "sinks": True},
+)
+OTHERS: tuple[Ways, ...] = (
+    {"scale": 0.2},
+    {"scale": 0.3, "window": 70},
+    {"scale": 0.3, "sinks": True},
+    {"scale": 0.3, "window": 33, "sinks": True},
 )
 HEAD_DIMS, GROUPS, PAGE_SIZES = (64, 128, 256), (1, 4, 8), (16, 64, 128)
 THREADS = 6
@@ -36,9 +43,9 @@ class Case(NamedTuple):
     """One call of one function. Which fields count depends on the function.
 
     Attributes:
-        function: decode, prefill, kv_write or copy_pages.
+        function: decode, flashinfer, prefill, kv_write or copy_pages.
         kind: of the cache's numbers; None is dtype.
-        ways: scale, window and soft cap of attention; splits of decode.
+        ways: scale, window, soft cap and sinks of attention; splits of decode.
         size: tokens of a tile, or tokens that are written.
         pairs: of channels that rotate; 0 is no rotation.
         longest: tokens of the longest sequence.
@@ -77,7 +84,7 @@ def cases(small: bool) -> list[Case]:
     shapes = [Shape(1 + i % 2, *one) for i, one in enumerate(product(GROUPS, HEAD_DIMS, PAGE_SIZES))]
     shapes = shapes[::2] + shapes[1::2]
     # Periods without a common factor, so that each value of one meets all of the others.
-    dtypes, ways, splits = cycle(("bfloat16", "bfloat16", "float16")), cycle((*WAYS, *WAYS[1:])), cycle((None, 1, 3, 2, 4))
+    dtypes, ways, splits = cycle(("bfloat16", "bfloat16", "float16")), cycle((*WAYS, *WAYS[1:3])), cycle((None, 1, 3, 2, 4))
     tiles, tokens = cycle((64, 16, 128, 64, 48)), cycle((13, 1, 64, 300))
     pairs, heads = cycle((0, 32, 24, 64, 0, 32, 128)), cycle((1, 2, 8, 3, 4))
     # Plain caches meet all shapes, eight-bit ones every other.
@@ -85,10 +92,11 @@ def cases(small: bool) -> list[Case]:
     shaped = [shape for i, shape in enumerate(shapes) for _ in (KINDS if i % 2 else KINDS[:1])]
     decode = [Case("decode", s, next(dtypes), k, next(ways) | {"splits": next(splits)}) for s, k in zip(shaped, kinds, strict=True)]
     prefill = [Case("prefill", s, next(dtypes), k, next(ways), next(tiles)) for s, k in zip(shaped, kinds, strict=True)]
+    others = [Case("flashinfer", s, next(dtypes), None, OTHERS[i % len(OTHERS)]) for i, s in enumerate(shapes[::2])]
     flat = list(product(KINDS, HEAD_DIMS, PAGE_SIZES))
     write = [Case("kv_write", Shape(next(heads), 1, d, p), next(dtypes), k, {}, next(tokens), min(next(pairs), d // 2)) for k, d, p in flat]
     copy = [Case("copy_pages", Shape(2, 1, d, p), next(dtypes), k) for k, d, p in flat[::2]]
-    return [case for turn in zip_longest(decode, prefill, write, copy) for case in turn if case is not None]
+    return [case for turn in zip_longest(decode, prefill, write, copy, others) for case in turn if case is not None]
 
 
 def measure(small: bool) -> Iterator[Row]:
@@ -104,8 +112,10 @@ def measure(small: bool) -> Iterator[Row]:
 
 def check(case: Case, impl: dispatch.Impl, seed: int) -> Row:
     """One case, of inputs that the seed decides; `measure` takes its index."""
+    if case.function == "flashinfer":
+        impl = "flashinfer"
     refused, run = CALLS[case.function](case, impl, seed)
-    if refused is not None and impl == "mosaic":
+    if refused is not None and impl in ("mosaic", "flashinfer"):
         return skipped(str(case), refused)
     worst, relative = run()
     return Row(str(case), {"error / allowed": worst, "relative error": relative}, outcome="ok" if worst <= 1 else FAILED)
@@ -120,14 +130,22 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     paged = checked(lengths, case.shape, case.dtype, case.kind, seed)
     q = jax.random.normal(jax.random.key(seed), (len(lengths), case.shape.heads, case.shape.head_dim)).astype(case.dtype)
     where = paged.tables, jnp.asarray(lengths, jnp.int32)
-    ways = {name: value for name, value in case.ways.items() if name != "splits"}
+    given = _given(case)
+    ways = {name: value for name, value in given.items() if name != "splits"}
 
     def run() -> Comparison:
-        attend = jax.jit(partial(dispatch.paged_attention_decode, **case.ways, impl=impl))
+        attend = jax.jit(partial(dispatch.paged_attention_decode, **given, impl=impl))
         truth = _truth(reference.paged_attention_decode, ways)
         return _attention(case, attend(q, paged.k, paged.v, *where), truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
 
+    if impl == "flashinfer":
+        return dispatch.why_flashinfer_unsupported(q, paged.k, paged.v, window=case.ways.get("window")), run
     return dispatch.why_decode_unsupported(q, paged.k, paged.v), run
+
+
+def _given(case: Case) -> Ways:
+    """The case's ways as arguments."""
+    return case.ways | ({"sinks": jnp.linspace(-1.0, 2.0, case.shape.heads)} if "sinks" in case.ways else {})
 
 
 def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
@@ -141,19 +159,20 @@ def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     real = jnp.arange(tile) < where[2][:, None]
 
     def run() -> Comparison:
-        attend = jax.jit(partial(dispatch.paged_attention_prefill, **case.ways, impl=impl))
+        attend = jax.jit(partial(dispatch.paged_attention_prefill, **_given(case), impl=impl))
         got = attend(q, paged.k, paged.v, *where)
         got = jnp.where(real[..., None, None] | ~jnp.isfinite(got), got, 0)  # the rest is undefined, but finite
-        truth = _truth(reference.paged_attention_prefill, case.ways)
+        truth = _truth(reference.paged_attention_prefill, _given(case))
         return _attention(case, got, truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
 
     return dispatch.why_prefill_unsupported(q, paged.k, paged.v), run
 
 
 def _attention(case: Case, got: jax.Array, want: jax.Array, paged: Paged) -> Comparison:
-    """Rounded to dtype are each weight, and the result. All else is float32."""
+    """Rounded to dtype are each weight, and the result. All else is float32. FlashInfer's kernel rounds scaled weights and the results
+    of parts, too."""
     largest = float(jnp.nanmax(jnp.abs(_numbers(paged.v))))
-    rounding = 1.05 * float(jnp.finfo(case.dtype).eps) / 2
+    rounding = 1.05 * float(jnp.finfo(case.dtype).eps) / 2 * (3 if case.function == "flashinfer" else 1)
     return compare(got, want, rounding * (np.abs(np.asarray(want)) + largest) + EXPONENTIALS * largest)
 
 
@@ -212,6 +231,7 @@ def _copy_pages(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
 
 CALLS: dict[str, Callable[[Case, dispatch.Impl, int], Prepared]] = {
     "decode": _decode,
+    "flashinfer": _decode,
     "prefill": _prefill,
     "kv_write": _kv_write,
     "copy_pages": _copy_pages,

@@ -46,7 +46,8 @@ def _ragged(rows: int, longest: int, low: int, high: int) -> Batch:
 
 
 def measure(small: bool) -> Iterator[Row]:
-    """Rows of every batch and cache; those with little to move have no goal. GB/s count the live rows' tokens alone."""
+    """Rows of every batch and cache; those with little to move have no goal. GB/s count the live rows' tokens alone. After each row of
+    a cache that FlashInfer's kernel takes comes that kernel's."""
     bandwidth = ceilings(small).bandwidth
     yield Row("copy on this device", {"GB/s": bandwidth / 1e9})
     for kind in KINDS:
@@ -64,12 +65,18 @@ def _of_kind(shape: Shape, kind: str | None, cases: list[Batch], bandwidth: floa
     if refused is not None:
         yield skipped(f"{name} cache", refused)
         return
+    beside = dispatch.why_flashinfer_unsupported(q, k, v)  # type: ignore[arg-type]
+    if beside is not None:
+        yield skipped(f"{name} cache, FlashInfer", beside)
     for batch in cases:
         case, pages = f"{name} cache, {batch.name}", sum(_pages(shape, batch))
         if pages >= k.shape[0]:
             yield skipped(case, f"needs {pages} pages, there is memory for {num_pages}")
             continue
-        yield attempt(case, partial(_row, case, shape, k, v, batch, bandwidth, small))
+        yield attempt(case, partial(_row, case, shape, k, v, batch, bandwidth, "xla" if small else "mosaic"))
+        if beside is None:
+            other = f"{case}, FlashInfer"
+            yield attempt(other, partial(_row, other, shape, k, v, batch, bandwidth, "flashinfer"), skipped)
 
 
 def _pages(shape: Shape, batch: Batch) -> list[int]:
@@ -82,12 +89,12 @@ def _refused(q: Any, k: Pages, v: Pages) -> str | None:
     return f"device={device.device_kind}: it is no GPU" if device.platform == "cpu" else dispatch.why_decode_unsupported(q, k, v)
 
 
-def _row(case: str, shape: Shape, k: Pages, v: Pages, batch: Batch, bandwidth: float, small: bool) -> Row:
-    seconds = seconds_of(shape, k, v, batch, "xla" if small else "mosaic")
+def _row(case: str, shape: Shape, k: Pages, v: Pages, batch: Batch, bandwidth: float, impl: dispatch.Impl) -> Row:
+    seconds = seconds_of(shape, k, v, batch, impl)
     eight_bits = isinstance(k, Quantized)
     moved = decode_bytes(shape, batch.lengths, 1 if eight_bits else 2, 4 if eight_bits else 0)
     rate = moved / seconds
-    goal = GOAL if moved >= FILLS and not eight_bits and not small else None
+    goal = GOAL if moved >= FILLS and not eight_bits and impl == "mosaic" else None
     return Row(case, {"us": 1e6 * seconds, "GB/s": rate / 1e9, "share": rate / bandwidth}, goal)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,8 +104,11 @@ def merged(results: dict[str, Any], part: str, machine: dict[str, Any], rows: It
 
 
 def write(file: Path, results: dict[str, Any]) -> None:
+    """The whole file or, to a process that is killed meanwhile, the old one."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(results, indent=1) + "\n")
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    new.write_text(json.dumps(results, indent=1) + "\n")
+    new.replace(file)
 
 
 def checked(results: dict[str, Any]) -> bool:

@@ -7,16 +7,26 @@ from collections.abc import Iterator
 import jax
 
 from benchmarks.gpu.rows import Row, skipped
-from pallas_kernels import dispatch, tune, tuning
+from pallas_kernels import compare, dispatch, fastest, tune, tuning
 
 
 def measure() -> Iterator[Row]:
-    """Writes to the table that the kernels read, as `python -m pallas_kernels.tune` does; goes on where an earlier run ended."""
+    """Writes to the tables that the kernels read, as `python -m pallas_kernels.tune` does, what they lack: a run goes on where an earlier
+    one ended. To measure anew, empty the tables."""
     device = jax.devices()[0]
     if getattr(device, "compute_capability", None) not in dispatch.HOPPER:
         yield skipped("decode attention", f"device={device.device_kind}: tuning needs a Hopper GPU")
         return
-    for measured in tune.tune([case for shape in tune.SHAPES for case in tune.cases(*shape)], device, tuning.FILE):
+    cases = [case for shape in tune.SHAPES for case in tune.cases(*shape)]
+    tuned, timed = (fastest.read(file).get(device.device_kind, {}) for file in (tuning.FILE, fastest.FILE))
+    for measured in tune.tune([case for case in cases if case.key() not in tuned], device, tuning.FILE):
         values = {"default us": 1e6 * measured.default, "best us": 1e6 * measured.best, "gain": measured.default / measured.best}
         choice = {"splits": measured.choice.splits, "stages": measured.choice.stages or ""}
         yield Row(measured.case.key(), values | choice)
+    refused = compare.why_not(device, cases[0])
+    if refused is not None:
+        yield skipped("FlashInfer beside ours", refused)
+        return
+    tuning.table.cache_clear()  # of what was measured now
+    for case, times in compare.compare([case for case in cases if compare.key(case) not in timed], device, fastest.FILE):
+        yield Row(case.key(), {f"{impl} us": time for impl, time in times.items()})

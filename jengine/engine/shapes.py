@@ -13,7 +13,7 @@ from jengine.devices.device_defaults import PROMPT_TOKENS, sizes
 from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype
 from jengine.errors import InvalidArgument
 from jengine.execution.batch_invariance import check_batch_invariant
-from jengine.execution.kernels import kernels_refused
+from jengine.execution.kernels import check_attention_backend, kernels_refused
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.table.program_table import ProgramTable
@@ -73,7 +73,9 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
         num_pages=0,
         num_states=_num_states(model, chosen.max_num_seqs),
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
+        attention_backend=config.attention_backend,
     )
+    check_attention_backend(spec)
     if spec.num_states:
         _check_stateful(config)
     if config.swap_space:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jengine.config import AttentionBackend
 from jengine.execution.batch import Batch
 from jengine.execution.kv_cache import Place
 from jengine.table.program_table import TrunkKey
@@ -42,9 +43,19 @@ class PagedAttention:
     Args:
         block_table: int32 [slots, width], of this cache group.
         device: a device that programs are compiled for; it determines the kernels.
+        backend: implementation of decode attention, see `EngineConfig`.
     """
 
-    def __init__(self, block_table: jax.Array, batch: Batch, axis: TokenAxis, key: TrunkKey, page_size: int, device: jax.Device) -> None:
+    def __init__(
+        self,
+        block_table: jax.Array,
+        batch: Batch,
+        axis: TokenAxis,
+        key: TrunkKey,
+        page_size: int,
+        device: jax.Device,
+        backend: AttentionBackend = "auto",
+    ) -> None:
         index = jnp.minimum(axis.positions // page_size, block_table.shape[1] - 1)
         pages = jnp.where(axis.real, block_table[axis.owner, index], 0)  # padding writes to the null page
         offsets = axis.positions % page_size
@@ -70,7 +81,7 @@ class PagedAttention:
             how = {**options, "sinks": sinks, "pages": key.pages, "device": device}
             out = []
             if key.rows:
-                out.append(dispatch.paged_attention_decode(q[: key.rows], k_pages, v_pages, row_tables, row_lengths, **how))
+                out.append(dispatch.paged_attention_decode(q[: key.rows], k_pages, v_pages, row_tables, row_lengths, **how, impl=backend))
             if key.tiles:
                 tiles = q[key.rows :].reshape(key.tiles, -1, *q.shape[1:])
                 got = dispatch.paged_attention_prefill(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jengine.config import AttentionBackend
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import Cache
 from jengine.execution.sampler import Sampled, make_sampler
@@ -21,13 +22,15 @@ from jengine.table.program_table import BurstKey
 BurstOut = tuple[Cache, SlotState, Sampled]  # the last is int32 [steps, sampler rows]
 
 
-def make_burst(model: Model, key: BurstKey, layout: BatchLayout, page_size: int, device: jax.Device) -> Callable[..., BurstOut]:
+def make_burst(
+    model: Model, key: BurstKey, layout: BatchLayout, page_size: int, device: jax.Device, backend: AttentionBackend = "auto"
+) -> Callable[..., BurstOut]:
     """The function to compile: (params, cache, slots, packed batch and lengths) -> (cache, slots, tokens).
 
     A row takes part in its first `length` steps; in later steps it is padding. The loop has a fixed length, so
     it needs no host.
     """
-    run, sample = make_pass(model, layout, page_size, device), make_sampler(model, key.sampler.variant)
+    run, sample = make_pass(model, layout, page_size, device, backend), make_sampler(model, key.sampler.variant)
 
     def burst(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> BurstOut:
         batch, lengths = layout.unpack(packed[: layout.size]), packed[layout.size :]

@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 
+from jengine.errors import InvalidArgument
 from jengine.execution.spec import ExecutionSpec
+from jengine.models.cache import paged
 from pallas_kernels import dispatch
 from pallas_kernels.quantized import is_quantized
 
@@ -15,7 +17,36 @@ from pallas_kernels.quantized import is_quantized
 def prepare(spec: ExecutionSpec) -> None:
     """Registers the custom calls of these programs with XLA, before they are loaded."""
     weights = jax.tree.leaves(spec.params, is_leaf=is_quantized)
-    dispatch.prepare(weights, _queries(spec, 1), _own(spec.cache[0][0][0]), device=spec.mesh.devices.flat[0])
+    config, pages = spec.model.config, _own(spec.cache[0][0][0])
+    windows = [group.window for group in paged(spec.groups)]
+    how: dict[str, Any] = {"impl": spec.attention_backend, "windows": windows, "soft_cap": config.attention_soft_cap}
+    dispatch.prepare(weights, _queries(spec, 1), pages, **how, device=spec.mesh.devices.flat[0])
+
+
+def check_attention_backend(spec: ExecutionSpec) -> None:
+    """
+    Raises:
+        InvalidArgument: the backend that was asked for cannot serve these programs on their devices; says why.
+    """
+    refused = None
+    if spec.attention_backend == "mosaic":
+        refused = kernels_refused(spec) if spec.mesh.devices.flat[0].platform != "cpu" else "a CPU has other kernels"
+    elif spec.attention_backend == "flashinfer":
+        refused = _flashinfer_refused(spec)
+    if refused is not None:
+        raise InvalidArgument("attention_backend", spec.attention_backend, refused)
+
+
+def _flashinfer_refused(spec: ExecutionSpec) -> str | None:
+    config, device = spec.model.config, spec.mesh.devices.flat[0]
+    if config.latent is not None:
+        return f"{config.family} has latent attention, and FlashInfer's kernel takes keys and values"
+    k, v = map(_own, spec.cache[0][0])
+    reasons = (
+        dispatch.why_flashinfer_unsupported(_queries(spec, 1), k, v, window=group.window, soft_cap=config.attention_soft_cap, device=device)
+        for group in paged(spec.groups)
+    )
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def kernels_refused(spec: ExecutionSpec) -> str | None:

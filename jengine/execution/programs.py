@@ -228,11 +228,11 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     cache_specs = jax.tree.map(lambda x: x.sharding.spec, spec.cache)
     everywhere = spec.replicated
     if isinstance(key, TrunkKey):
-        trunk = make_trunk(spec.model, spec.layout(key), spec.page_size, spec.mesh.devices.flat[0])
+        trunk = make_trunk(spec.model, spec.layout(key), spec.page_size, spec.mesh.devices.flat[0], spec.attention_backend)
         args: tuple[Any, ...] = spec.params, spec.cache, spec.slots, spec.packed(key)
         return _lower(spec, trunk, f"trunk_{key.rows}_{key.tiles}_{key.pages}", args, (cache_specs, *[PartitionSpec()] * 3), (1, 2))
     if isinstance(key, BurstKey):
-        burst = make_burst(spec.model, key, spec.layout(key.trunk), spec.page_size, spec.mesh.devices.flat[0])
+        burst = make_burst(spec.model, key, spec.layout(key.trunk), spec.page_size, spec.mesh.devices.flat[0], spec.attention_backend)
         args = spec.params, spec.cache, spec.slots, spec.packed_burst(key)
         out = cache_specs, PartitionSpec(), PartitionSpec()
         return _lower(spec, burst, f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}", args, out, (1, 2))

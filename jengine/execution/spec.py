@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jengine
+from jengine.config import AttentionBackend
 from jengine.devices.cpu_threads import cpu_threads
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import SHARED, Cache, Page, abstract_cache, abstract_page, page_bytes
@@ -29,6 +30,8 @@ from jengine.models.cache import CacheGroup, cache_groups, paged
 from jengine.parallel.mesh import with_shardings
 from jengine.table.pages import SWAPS, most_pages, pages_of
 from jengine.table.program_table import BurstKey, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
+from pallas_kernels.fastest import takes
+from pallas_kernels.flashinfer.build import installed_version as flashinfer_version
 from pallas_kernels.products import cpu_refused
 
 STAGING = 256 << 20  # bytes of pages in transfer between device and host, in each direction; at least those of one call
@@ -46,6 +49,7 @@ class ExecutionSpec:
         num_states: recurrent states of sequences and snapshots, the null state included; 0: the model has none.
         host_pages: pages of host memory for evicted pages; 0: no host tier and no programs for it.
         product_forms: on a CPU, see `pallas_kernels.products.using`.
+        attention_backend: implementation of decode attention, see `EngineConfig`.
     """
 
     model: Model
@@ -59,6 +63,7 @@ class ExecutionSpec:
     num_states: int = 0
     host_pages: int = 0
     product_forms: tuple[tuple[str, str], ...] = ()
+    attention_backend: AttentionBackend = "auto"
 
     @property
     def cache_dtype(self) -> np.dtype:
@@ -182,6 +187,8 @@ class ExecutionSpec:
             "plugin": "" if device.platform == "cpu" else _plugins(),
             "kernels": cpu_refused() or "llvm" if device.platform == "cpu" else "",
             "product_forms": dict(self.product_forms),
+            "attention_backend": self.attention_backend,
+            "flashinfer": self._flashinfer(device),
             "jengine": jengine.__version__,
             "source": source_digest(),
             "model": model,
@@ -195,6 +202,11 @@ class ExecutionSpec:
             "num_states": self.num_states,
             "num_pages": self.num_pages,
         }
+
+    def _flashinfer(self, device: jax.Device) -> str:
+        """Its version where it may be part of the programs: they may be compiled where it is not installed, if it is not wanted."""
+        measured = self.attention_backend == "auto" and takes("flashinfer", None, device.device_kind)
+        return flashinfer_version() or "not installed" if measured or self.attention_backend == "flashinfer" else ""
 
     def fingerprint(self) -> str:
         """Hash of the identity, without two entries.

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jengine.config import AttentionBackend
 from jengine.execution.attention import PagedAttention, TokenAxis
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.kv_cache import Cache
@@ -28,13 +29,16 @@ class ToSample(NamedTuple):
 TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]  # the last is [tiles * tile_size, hidden_size], for prompt_logprobs
 
 
-def make_trunk(model: Model, layout: BatchLayout, page_size: int, device: jax.Device) -> Callable[..., TrunkOut]:
+def make_trunk(
+    model: Model, layout: BatchLayout, page_size: int, device: jax.Device, backend: AttentionBackend = "auto"
+) -> Callable[..., TrunkOut]:
     """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, ToSample, hidden states of tiles).
 
     Args:
         device: a device that it is compiled for; it determines the kernels.
+        backend: implementation of decode attention, see `EngineConfig`.
     """
-    run = make_pass(model, layout, page_size, device)
+    run = make_pass(model, layout, page_size, device, backend)
 
     def trunk(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> TrunkOut:
         batch = layout.unpack(packed)
@@ -45,7 +49,9 @@ def make_trunk(model: Model, layout: BatchLayout, page_size: int, device: jax.De
     return trunk
 
 
-def make_pass(model: Model, layout: BatchLayout, page_size: int, device: jax.Device) -> Callable[..., tuple[Cache, ToSample, jax.Array]]:
+def make_pass(
+    model: Model, layout: BatchLayout, page_size: int, device: jax.Device, backend: AttentionBackend = "auto"
+) -> Callable[..., tuple[Cache, ToSample, jax.Array]]:
     """(params, cache, slots, batch) -> (cache, ToSample, hidden states of tiles). The slots already include the
     batch's updates."""
     groups, key = cache_groups(model.config), layout.key
@@ -54,7 +60,7 @@ def make_pass(model: Model, layout: BatchLayout, page_size: int, device: jax.Dev
         axis = TokenAxis(slots.last_token, batch)
         cache = [list(pool) for pool in cache]
         tables = zip(paged(groups), slots.block_table, strict=True)
-        attentions = [PagedAttention(table, batch, axis, key, page_size, device) for _, table in tables]
+        attentions = [PagedAttention(table, batch, axis, key, page_size, device, backend) for _, table in tables]
         recurrence = Recurrence(batch, axis, key) if model.config.linear is not None else None
         hidden = model.bind(params).hidden(axis.tokens, axis.positions, LayerCaches(cache, groups, attentions, recurrence))
         at = batch.sample_tokens

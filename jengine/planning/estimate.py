@@ -13,6 +13,7 @@ from typing import Literal
 
 from jengine.devices.device_spec import DeviceSpec
 from jengine.planning.hlo import Array, Instruction, Program
+from pallas_kernels.flashinfer import decode as xqa
 
 Cause = Literal["weights", "cache", "activations", "links", "launches"]
 CAUSES: tuple[Cause, ...] = ("weights", "cache", "activations", "links", "launches")
@@ -156,6 +157,8 @@ def _work(
         left, right, out = (instruction.results[0] for instruction in (*operands[:2], one))
         size = left.bytes + right.bytes + out.bytes
         return _Work("weights", size, 2 * math.sqrt(left.size * right.size * out.size), DTYPES.get(left.dtype, "bfloat16"))
+    if one.target.startswith(xqa.NAME):
+        return _xqa([operand.results[0] for operand in operands], step, device, assumed)
     if "mosaic" in one.target:
         kernel = one.source.split("/")[-2]
         return _mosaic(kernel, one, [operand.results[0] for operand in operands], step, device, met, assumed)
@@ -189,6 +192,17 @@ def _mosaic(
         drawn = min(max(1.0, met) * (weight.shape[1] // OUTPUTS), slots) * assumed.block_bandwidth
         return _Work("weights", x.bytes + read + one.bytes, 2.0 * x.size * weight.shape[1], DTYPES[x.dtype], drawn)
     return _Work("activations", one.bytes + sum(array.bytes for array in operands))
+
+
+def _xqa(operands: list[Array], step: Step, device: DeviceSpec, assumed: Assumptions) -> _Work:
+    """Of FlashInfer's decode kernel: each row's parts are as many as those of all rows, padding included, have blocks for."""
+    queries, pages, tables = operands[0], operands[1], operands[3]
+    (rows, _, _), (_, kv_heads, page_size, _) = queries.shape, pages.shape
+    live = min(step.rows, rows)
+    parts = xqa.parts(rows, kv_heads, tables.shape[1] * page_size, device.cores)
+    drawn = min(parts * kv_heads * live, 2 * device.cores) * assumed.block_bandwidth
+    size = live * step.context * _token_bytes(operands) + 2 * queries.bytes
+    return _Work("cache", size, 4.0 * queries.size * step.context * live / rows, DTYPES[queries.dtype], drawn)
 
 
 def _token_bytes(operands: list[Array]) -> int:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,11 +67,32 @@ def test_decode_times_padding_and_ragged_batches_by_the_bytes_of_live_rows(monke
     monkeypatch.setattr(timing, "SAMPLE", 0.0)
     monkeypatch.setattr(decode, "KINDS", (None,))
     monkeypatch.setattr(decode, "ceilings", lambda small: Ceilings(1e9, 1.0))
-    _, *found = list(decode.measure(small=True))
+    _, other, *found = list(decode.measure(small=True))
+    assert (other.case, other.outcome) == ("bfloat16 cache, FlashInfer", "skipped") and other.why.startswith("device=cpu")
     assert [row.outcome for row in found] == 3 * [""] and len({row.case for row in found}) == 3
     alone = next(row for row in found if row.case == "bfloat16 cache, one row of 128 in a bucket of 8")
     moved = 2 * 128 * 2 * 64 * 2 + (1 + 8) * 4 * 64 * 2
     assert alone.values["GB/s"] * alone.values["us"] == pytest.approx(moved / 1e3)
+
+
+def test_flashinfer_stands_beside_each_row_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "KINDS", (None,))
+    monkeypatch.setattr(decode, "ceilings", lambda small: Ceilings(1e12, 1.0))
+    monkeypatch.setattr(dispatch, "why_flashinfer_unsupported", lambda *args, **how: None)
+    monkeypatch.setattr(decode, "large", lambda shape, pages, *kinds: 2 * (jax.ShapeDtypeStruct((pages + 1, 2, 16, 64), jnp.bfloat16),))
+    asked = []
+
+    def seconds_of(shape: Shape, k: Any, v: Any, batch: decode.Batch, impl: str) -> float:
+        asked.append(impl)
+        if impl == "flashinfer" and batch.lengths[-1] == 0:
+            raise RuntimeError("nvcc cannot compile it")
+        return 1.0
+
+    monkeypatch.setattr(decode, "seconds_of", seconds_of)
+    _, *found = list(decode.measure(small=True))
+    assert asked == 3 * ["xla", "flashinfer"]
+    assert [row.case.endswith(", FlashInfer") for row in found] == 3 * [False, True]
+    assert [row.outcome for row in found if row.why] == ["skipped"]  # another library's failure is none of ours
 
 
 def test_what_no_sequence_covers_is_nan() -> None:
@@ -129,6 +154,70 @@ def test_a_part_that_raises_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.M
     assert rows.failures(kept, "decode") == 1
 
 
+def test_a_part_that_is_killed_leaves_what_it_has_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(part: str, small: bool, programs: Path | None) -> Any:
+        yield Row("first", outcome="ok")
+        yield Row("second", outcome="ok")
+        raise SystemExit  # as a signal does, or a driver that ends the process
+
+    monkeypatch.setattr(gpu_suite, "measure", measure)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    file, save = tmp_path / "results.json", tmp_path / "saved.json"
+    with pytest.raises(SystemExit):
+        gpu_suite.run_part("decode", file, None, save)
+    for kept in (rows.read(file), rows.read(save)):
+        assert [entry["case"] for entry in kept["decode"]["rows"]] == ["first", "second"]
+        assert kept["decode"]["stopped"] == gpu_suite.ENDED
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "results.json"
+    rows.write(file, {"decode": 1})
+
+    def half(self: Path, text: str) -> None:
+        with self.open("w") as file:
+            file.write(text[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        rows.write(file, {"decode": 2})
+    assert rows.read(file) == {"decode": 1}
+
+
+@pytest.mark.full
+def test_killed_in_the_middle_it_leaves_rows_that_can_be_read(tmp_path: Path) -> None:
+    """Of a real process, whose part has many rows on a CPU, too."""
+    file = tmp_path / "results.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", "experts", "--here", "--out", str(file)]
+    child = subprocess.Popen(command, cwd=rows.ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL)
+    try:
+        while child.poll() is None and not rows.read(file).get("experts", {}).get("rows"):
+            time.sleep(0.05)
+        assert child.poll() is None, "it ended before it could be killed"
+    finally:
+        child.kill()
+        child.wait()
+    kept = rows.read(file)["experts"]
+    assert kept["rows"] and kept["stopped"] == gpu_suite.ENDED
+    assert [entry["outcome"] for entry in kept["rows"]] == len(kept["rows"]) * ["ok"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", gpu_suite.PARTS)
+def test_every_part_runs_without_a_gpu(part: str, tmp_path: Path) -> None:
+    """At the smallest sizes; results are kept in the file that is named."""
+    file = tmp_path / "results.json"
+    first = rows.merged({}, "correctness", {"devices": ["NVIDIA H200"]}, [Row("a", outcome="ok")], None)  # or it would run first
+    rows.write(file, first)
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", part, "--out", str(file)]
+    done = subprocess.run(command, cwd=rows.ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    entry = rows.read(file)[part]
+    assert entry["rows"] and "stopped" not in entry and {row.get("outcome", "") for row in entry["rows"]} <= {"ok", "skipped", ""}
+
+
 def test_a_median_waits_for_what_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that takes 3 ms a call, one after the other, and a host that takes 1 ms to ask for one."""
     clock, ready = [0.0], [0.0]
@@ -164,6 +253,9 @@ def test_a_chain_feeds_results_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cases_meet_every_value_of_every_option() -> None:
     made = correctness.cases(small=False)
     assert len(set(map(str, made))) == len(made)
+    others = [case for case in made if case.function == "flashinfer"]
+    assert {(case.ways.get("window"), "sinks" in case.ways) for case in others} == {(None, False), (None, True), (70, False), (33, True)}
+    assert {case.shape.head_dim for case in others} == {64, 128, 256} and {case.dtype for case in others} == {"bfloat16", "float16"}
     for function in ("decode", "prefill"):
         mine = [case for case in made if case.function == function]
         for kind in inputs.KINDS:
@@ -172,9 +264,8 @@ def test_cases_meet_every_value_of_every_option() -> None:
             assert {case.shape.page_size for case in of_kind} == {16, 64, 128}
             assert {case.shape.group for case in of_kind} == {1, 4, 8}
             assert {case.dtype for case in of_kind} == {"bfloat16", "float16"}
-            assert {(case.ways.get("window"), case.ways.get("soft_cap")) for case in of_kind} == {
-                (ways.get("window"), ways.get("soft_cap")) for ways in correctness.WAYS
-            }
+            named = [tuple(ways.get(name) for name in ("window", "soft_cap", "sinks")) for ways in correctness.WAYS]
+            assert {tuple(case.ways.get(name) for name in ("window", "soft_cap", "sinks")) for case in of_kind} == set(named)
     written = [case for case in made if case.function == "kv_write"]
     assert {(case.kind, bool(case.pairs)) for case in written} == {(kind, turned) for kind in inputs.KINDS for turned in (True, False)}
 
