@@ -171,8 +171,8 @@ class EngineConfig:
         kv_cache_dtype: number format of the KV cache. int8 and fp8 (e4m3) have a scale for each token and kv head; auto: the same as
             dtype.
         attention_backend: the implementation of decode attention on a GPU. mosaic: jengine's kernel; flashinfer: FlashInfer's, which
-            needs the extra flashinfer and a Hopper GPU, and takes neither quantized caches nor soft caps; auto: jengine's, or FlashInfer's
-            where `python -m pallas_kernels.tune` measured that to be faster. Prompts always take jengine's.
+            needs the extra flashinfer and a Hopper GPU, and supports neither quantized caches nor soft caps; auto: jengine's, or
+            FlashInfer's where `python -m pallas_kernels.tune` measured it to be faster. Prompts always use jengine's.
         embeddings: compile programs for embeddings. By default, only if the model's folder has sentence-transformers' files, which
             say how the model computes embeddings.
         max_model_len: the most tokens of a sequence, prompt and output together. By default the model's length.

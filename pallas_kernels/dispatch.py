@@ -105,7 +105,7 @@ def why_flashinfer_unsupported(
     soft_cap: float | None = None,
     device: jax.Device | None = None,
 ) -> str | None:
-    """Why `paged_attention_decode` cannot take FlashInfer's kernel for these, or None."""
+    """Why FlashInfer's kernel cannot serve `paged_attention_decode` with these, or None."""
     return flashinfer.why_unsupported(q, k_pages, v_pages, window, soft_cap, device)
 
 

@@ -11,8 +11,8 @@ from pallas_kernels import compare, dispatch, fastest, tune, tuning
 
 
 def measure() -> Iterator[Row]:
-    """Writes to the tables that the kernels read, as `python -m pallas_kernels.tune` does, what they lack: a run goes on where an earlier
-    one ended. To measure anew, empty the tables."""
+    """Measures the cases that the kernels' tables lack, and writes them as `python -m pallas_kernels.tune` does. So a run continues where
+    an earlier one ended. Empty the tables to measure everything again."""
     device = jax.devices()[0]
     if getattr(device, "compute_capability", None) not in dispatch.HOPPER:
         yield skipped("decode attention", f"device={device.device_kind}: tuning needs a Hopper GPU")

@@ -204,7 +204,7 @@ class ExecutionSpec:
         }
 
     def _flashinfer(self, device: jax.Device) -> str:
-        """Its version where it may be part of the programs: they may be compiled where it is not installed, if it is not wanted."""
+        """FlashInfer's version if programs may contain its kernel. Others may be compiled on machines without it."""
         measured = self.attention_backend == "auto" and takes("flashinfer", None, device.device_kind)
         return flashinfer_version() or "not installed" if measured or self.attention_backend == "flashinfer" else ""
 

@@ -1,4 +1,4 @@
-"""FlashInfer's XQA decode kernel (Apache-2.0) as a shared library for one shape: found, compiled once, kept and made known to XLA."""
+"""FlashInfer's XQA decode kernel (Apache-2.0) as a shared library for one shape: compiled once, saved, registered with XLA."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Kernel:
     capability: str
 
     def options(self) -> list[str]:
-        """nvcc's, machine by machine the same."""
+        """Options of nvcc, the same on every machine."""
         half = self.dtype == "float16"
         macros = {
             **{"NDEBUG": 1, "BEAM_WIDTH": 1, "USE_INPUT_KV": 0, "USE_CUSTOM_BARRIER": 1, "SPEC_DEC": 0, "LOW_PREC_OUTPUT": 0},
@@ -60,7 +60,7 @@ class Kernel:
 
     @property
     def target(self) -> str:
-        """Its name in programs: another source or option is another name, so a saved program never meets another kernel."""
+        """Its name in programs. Other sources or options give another name, so a saved program never calls another kernel."""
         return f"{NAME}_{hashlib.sha256((source_digest() + ' '.join(self.options())).encode()).hexdigest()[:16]}"
 
 
@@ -83,7 +83,7 @@ def installed_version() -> str | None:
 
 
 def why_not_built(kernel: Kernel) -> str | None:
-    """Why the kernel's library is not there and cannot be compiled, or None."""
+    """Why the kernel's library is missing and cannot be compiled, or None."""
     missing = why_missing()
     if missing is not None or library(kernel).is_file():
         return missing
@@ -91,13 +91,13 @@ def why_not_built(kernel: Kernel) -> str | None:
 
 
 def register(kernel: Kernel) -> str:
-    """Make the kernel known to XLA, once in a process: before a program that calls it is compiled or loaded.
+    """Registers the kernel with XLA, once in a process, before a program that calls it is compiled or loaded.
 
     Returns:
         Its name for `jax.ffi.ffi_call`.
 
     Raises:
-        RuntimeError: it is not there and cannot be compiled; says why.
+        RuntimeError: its library is missing and cannot be compiled; says why.
     """
     with _lock:
         name = kernel.target
@@ -109,7 +109,7 @@ def register(kernel: Kernel) -> str:
 
 
 def built(kernel: Kernel) -> Path:
-    """The kernel's library, compiled where it is not there yet; see `register`."""
+    """The kernel's library, compiled if it is missing; see `register`."""
     refused = why_not_built(kernel)
     if refused is not None:
         raise RuntimeError(refused)
@@ -130,7 +130,7 @@ def built(kernel: Kernel) -> Path:
 
 
 def library(kernel: Kernel) -> Path:
-    """Where it is kept: in JENGINE_CACHE_DIR, else in jengine's folder of the user's cache."""
+    """The path of its library: in JENGINE_CACHE_DIR, else in jengine's folder of the user's cache."""
     root = Path(os.environ.get("JENGINE_CACHE_DIR") or user_cache_path("jengine"))
     return root / "flashinfer" / f"{kernel.target}-jaxlib{importlib.metadata.version('jaxlib')}.so"
 

@@ -24,7 +24,7 @@ NAME = build.NAME
 def serves(
     impl: str, q: Any, k_pages: Pages, v_pages: Pages, window: int | None, soft_cap: float | None, device: jax.Device | None
 ) -> bool:
-    """Whether a call takes this kernel: it is asked for, or impl is auto and it was measured to be faster.
+    """Whether a call uses this kernel: impl names it, or is auto and it was measured to be faster.
 
     Raises:
         ValueError: impl="flashinfer" where it cannot serve; says why.
@@ -41,7 +41,7 @@ def serves(
 
 
 def prepare(impl: str, q: Any, k_pages: Pages, windows: Iterable[int | None], soft_cap: float | None, device: jax.Device | None) -> None:
-    """Make known to XLA the kernels that programs may call, whatever their numbers of rows.
+    """Registers the kernels that programs may call with XLA, for any number of rows.
 
     Raises:
         ValueError, RuntimeError: see `serves` and `build.register`.
@@ -102,9 +102,9 @@ def paged_attention_decode(
     sinks: jax.Array | None = None,
     device: jax.Device | None = None,
 ) -> jax.Array:
-    """As `xla.paged_attention_decode`, of what `why_unsupported` does not refuse.
+    """See `xla.paged_attention_decode`; `why_unsupported` says for what shapes and dtypes.
 
-    The number of parts of a sequence follows from shapes alone, and they are joined in their order: a row's bits depend on no other row.
+    The number of parts of a sequence depends on shapes alone, and parts are joined in order, so a row's bits do not depend on other rows.
 
     Raises:
         RuntimeError: see `build.register`.
