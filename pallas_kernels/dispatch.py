@@ -34,6 +34,7 @@ STORED_ON_CPU = ("bfloat16", "float32", "quantized int8", "quantized uint8")
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)  # and multiples of the last
 GROUPED_GRID = 64  # of outputs and inputs
+why_flashinfer_unsupported = flashinfer.why_unsupported
 
 
 def why_decode_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
@@ -94,19 +95,6 @@ def paged_attention_decode(
     from pallas_kernels import attention_decode
 
     return attention_decode.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, device=device or jax.devices()[0])
-
-
-def why_flashinfer_unsupported(
-    q: jax.Array,
-    k_pages: Pages,
-    v_pages: Pages,
-    *,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    device: jax.Device | None = None,
-) -> str | None:
-    """Why FlashInfer's kernel cannot serve `paged_attention_decode` with these, or None."""
-    return flashinfer.why_unsupported(q, k_pages, v_pages, window, soft_cap, device)
 
 
 def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
@@ -290,27 +278,13 @@ def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl 
     return y.reshape(len(x), *weight.shape[1:-1])
 
 
-def prepare(
-    weights: Iterable[Any],
-    q: Any,
-    k_pages: Pages,
-    *,
-    impl: Impl = "auto",
-    windows: Iterable[int | None] = (None,),
-    soft_cap: float | None = None,
-    device: jax.Device | None = None,
-) -> None:
-    """Make known to XLA what programs over these call by name, before such programs are loaded.
+def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Device | None = None) -> None:
+    """Make known to XLA what programs over these call by name, before such programs are loaded; on a CPU, else nothing.
 
     Args:
         weights: of products, arrays or Quantized; they, q and k_pages may be whatever has their shapes and dtypes.
         q: queries of attention, [..., heads, head_dim].
-        impl, windows, soft_cap: of decode attention.
-
-    Raises:
-        ValueError: impl="flashinfer" where it cannot serve; says why.
     """
-    flashinfer.prepare(impl, q, k_pages, windows, soft_cap, device)
     if _on_cpu(device) and products.cpu_refused() is None:
         from pallas_kernels.cpu import attention, elementwise
 

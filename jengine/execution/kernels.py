@@ -11,16 +11,17 @@ from jengine.errors import InvalidArgument
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import paged
 from pallas_kernels import dispatch
+from pallas_kernels.flashinfer import decode as flashinfer
 from pallas_kernels.quantized import is_quantized
 
 
 def prepare(spec: ExecutionSpec) -> None:
     """Registers the custom calls of these programs with XLA, before they are loaded."""
     weights = jax.tree.leaves(spec.params, is_leaf=is_quantized)
-    config, pages = spec.model.config, _own(spec.cache[0][0][0])
+    device, q, k_pages = spec.mesh.devices.flat[0], _queries(spec, 1), _own(spec.cache[0][0][0])
+    dispatch.prepare(weights, q, k_pages, device=device)
     windows = [group.window for group in paged(spec.groups)]
-    how: dict[str, Any] = {"impl": spec.attention_backend, "windows": windows, "soft_cap": config.attention_soft_cap}
-    dispatch.prepare(weights, _queries(spec, 1), pages, **how, device=spec.mesh.devices.flat[0])
+    flashinfer.prepare(spec.attention_backend, q, k_pages, windows, spec.model.config.attention_soft_cap, device)
 
 
 def check_attention_backend(spec: ExecutionSpec) -> None:

@@ -34,7 +34,7 @@ def serves(
             return False
     elif impl != "flashinfer":
         return False
-    refused = why_unsupported(q, k_pages, v_pages, window, soft_cap, device)
+    refused = why_unsupported(q, k_pages, v_pages, window=window, soft_cap=soft_cap, device=device)
     if refused is not None and impl == "flashinfer":
         raise ValueError(f"impl={impl!r}: {refused}")
     return refused is None
@@ -47,14 +47,20 @@ def prepare(impl: str, q: Any, k_pages: Pages, windows: Iterable[int | None], so
         ValueError, RuntimeError: see `serves` and `build.register`.
     """
     if impl == "auto" and fastest.takes("flashinfer", None, _kind(device)):
-        impl = "flashinfer" if why_unsupported(q, k_pages, k_pages, None, soft_cap, device) is None else impl
+        impl = "flashinfer" if why_unsupported(q, k_pages, k_pages, soft_cap=soft_cap, device=device) is None else impl
     for window in windows:
         if impl == "flashinfer" and serves(impl, q, k_pages, k_pages, window, soft_cap, device):
             build.register(kernel_for(q, k_pages, window, device or jax.devices()[0]))
 
 
 def why_unsupported(
-    q: Any, k_pages: Pages, v_pages: Pages, window: int | None, soft_cap: float | None, device: jax.Device | None
+    q: Any,
+    k_pages: Pages,
+    v_pages: Pages,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    device: jax.Device | None = None,
 ) -> str | None:
     """Why the kernel cannot take these, which may be whatever has arrays' shapes and dtypes; or None."""
     device = device or jax.devices()[0]

@@ -125,15 +125,15 @@ def test_programs_are_prepared_for_all_kernels_that_they_may_call(monkeypatch: p
     made: list[str] = []
     monkeypatch.setattr(build, "register", lambda kernel: made.append(f"{kernel.page_size} {kernel.windowed}"))
     q, k, _ = shapes()
-    dispatch.prepare([], q, k, impl="flashinfer", windows=(None, 7, 9), device=HOPPER)
+    decode.prepare("flashinfer", q, k, (None, 7, 9), None, HOPPER)
     assert sorted(set(made)) == ["16 False", "16 True"]
     made.clear()
-    dispatch.prepare([], q, k, device=HOPPER)
-    dispatch.prepare([], q, k, impl="mosaic", device=HOPPER)
+    decode.prepare("auto", q, k, (None,), None, HOPPER)
+    decode.prepare("mosaic", q, k, (None,), None, HOPPER)
     assert not made
     monkeypatch.setattr(fastest, "takes", lambda impl, case, kind: case is None)  # some other case than this one
-    dispatch.prepare([], q, k, device=HOPPER)
-    dispatch.prepare([], q, k, soft_cap=3.0, device=HOPPER)
+    decode.prepare("auto", q, k, (None,), None, HOPPER)
+    decode.prepare("auto", q, k, (None,), 3.0, HOPPER)
     assert made == ["16 False"]
 
 
