@@ -1,8 +1,9 @@
-"""From the product of queries, keys and values to rotated queries and a written cache, as a Pallas Mosaic GPU kernel for Hopper.
+"""Norm and rotation of queries and keys, and the write to the KV cache, as one Pallas Mosaic GPU kernel for Hopper.
 
-One block of threads takes one row (a query, the key or the value) of a few tokens and kv heads. TMA brings it to shared memory;
-there queries and keys are normed and rotated, and for an eight-bit cache each key and value is quantized; then TMA puts each
-token where it belongs, all the block's heads in one copy. Padding is not written to pages, so no two blocks write one place.
+A thread block processes one row (a query, the key or the value) of a few tokens and kv heads. TMA copies it to shared
+memory. There, queries and keys are normalized and rotated; for an eight-bit cache, keys and values are quantized. Then TMA
+copies each token, all of the block's heads at once, to the queries' array or to its page. Padding is not written to
+pages, so no two blocks write to the same place.
 """
 
 from __future__ import annotations
@@ -43,29 +44,30 @@ def kv_write(
     cores: int = CORES,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Queries, tuple[Pages, Pages]]:
-    """Norm and rotate tokens' queries and keys, and write keys and values into their pages.
+    """Normalizes and rotates queries and keys, and writes keys and values to their pages.
 
-    `dispatch.why_kv_write_unsupported` says for what. A QkvProduct is read as it lies. XLA joins what comes apart, and it norms and
-    rotates in the same kernel unless there are a multiple of 32 pairs.
+    `dispatch.why_kv_write_unsupported` gives the supported shapes and dtypes. A QkvProduct is read in place. XLA
+    concatenates a Qkv first. If the number of pairs is not a multiple of 32, XLA also normalizes and rotates, in the
+    same fusion.
 
-    An eight-bit cache has a scale for each token and kv head. That is the finest unit that is written at once: a page takes its
-    tokens one by one, and a scale that they shared would have to change under those that are stored already. It costs 4 bytes
-    beside head_dim, and multiplies whole scores and weights, not single channels.
+    An eight-bit cache has a scale for each token and kv head, the finest unit that is written at once: tokens are added
+    to a page one by one, so a shared scale would have to change for tokens that are already stored. A scale takes 4
+    bytes for head_dim numbers, and multiplies whole scores and weights, not single channels.
 
-    The cache is updated in place where the caller donates it, and what is not written keeps its value. Under `shard_map` this
-    needs check_vma=False.
+    The cache is updated in place if the caller donates it; other tokens are unchanged. Under `shard_map`, this needs
+    check_vma=False.
 
     Args:
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], in qkv's dtype, or Quantized to int8 or to the bits of
             float8_e4m3fn; both of one dtype.
-        qkv: bfloat16 or float16. Between norm and rotation, nothing is rounded.
+        qkv: bfloat16 or float16. The result of the norm is not rounded before the rotation.
         page_ids, offsets: as in `xla.kv_write`; tokens of the null page are not written.
         rows, rotation: as in `xla.kv_write`.
-        cores: multiprocessors of the device, for which there should be blocks of threads.
+        cores: multiprocessors of the device, which determine the number of thread blocks.
         interpret: as in `plgpu.kernel`.
 
     Returns:
-        As `xla.kv_write` does; queries of padding are there too.
+        As `xla.kv_write`, including the queries of padding.
     """
     if rotation is not None and rotation[0].shape[1] % LANES:
         q, k, v = jax.tree.map(lambda x: x.astype(jnp.float32), qkv).split()
@@ -101,10 +103,11 @@ def kv_write(
 
 
 def heads_per_block(tiles: int, kv_heads: int, head_bytes: int, cores: int) -> int:
-    """As many as make large copies, while there are blocks for every multiprocessor and shared memory for several blocks.
+    """The most heads for which there are enough thread blocks for every multiprocessor, and shared memory for several
+    thread blocks on each.
 
     Args:
-        tiles: of all rows.
+        tiles: of TOKENS tokens, of all rows.
     """
     fitting = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n * head_bytes <= BLOCK_BYTES]
     return max((n for n in fitting if tiles * (kv_heads // n) >= BLOCKS * cores), default=1)
@@ -117,12 +120,12 @@ def _kernel(
 ) -> None:  # fmt: skip
     heads = x_smem.shape[1]
     row, part, tile = (lax.axis_index(name) for name in ("row", "part", "tile"))
-    start = jnp.minimum(tile * TOKENS, product.shape[0] - tokens)  # the last blocks may share tokens
+    start = jnp.minimum(tile * TOKENS, product.shape[0] - tokens)  # the last two blocks may overlap
     these, some, filled = pl.ds(start, tokens), pl.ds(part * heads, heads), pl.ds(0, tokens)
     plgpu.copy_gmem_to_smem(product.at[these, some, row], x_smem.at[filled], x_full)
 
     def turn(weight: Any) -> None:
-        """Norms and rotates what is in shared memory; what lies beside the block's tokens there is never written."""
+        """Normalizes and rotates shared memory. Rows without a token are undefined there, and not copied."""
         angles: list[jax.Array] = []
         pairs = 0 if rotation is None else cos_smem.shape[1]
         layout = _layout(math.gcd(pairs, x_smem.shape[2]))
@@ -136,7 +139,7 @@ def _kernel(
             pl.loop(0, heads)(lambda head: _turn(x_smem.at[:, head], pairs, angles, weight, norm, layout))
 
     def each(put: Callable[[int, jax.Array], None]) -> None:
-        """Of the tokens that the block before does not write already."""
+        """Calls put for each token that the previous block does not write."""
         plgpu.commit_smem()
         for i in range(tokens):
             pl.when(start + i >= tile * TOKENS)(partial(put, i, start + i))
@@ -187,7 +190,7 @@ def _kernel(
 
 
 def _turn(x: Any, pairs: int, angles: Sequence[jax.Array], weight: Any, norm: HeadNorm | None, layout: Any) -> None:
-    """Norms and rotates a head's [TOKENS, head_dim] where it lies, as `qkv.rms_norm` and `xla.rotate` do."""
+    """Normalizes and rotates a head's [TOKENS, head_dim] in place, as `qkv.rms_norm` and `xla.rotate` do."""
     borders = sorted({0, pairs, 2 * pairs, x.shape[1]})
     places = [pl.ds(start, end - start) for start, end in itertools.pairwise(borders)]
     parts = [plgpu.load(x.at[:, place], layout=layout).astype(jnp.float32) for place in places]

@@ -1,4 +1,4 @@
-"""Queries, keys and values of tokens, as a model hands them to attention."""
+"""Queries, keys and values of tokens, as models pass them to attention."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jax import lax
 
 
 class Qkv(NamedTuple):
-    """Apart.
+    """As separate arrays.
 
     Attributes:
         q: [tokens, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
-        k, v: [tokens, kv_heads, head_dim]. Latent attention has no v: a token's key is its value too.
+        k, v: [tokens, kv_heads, head_dim]. v is None in latent attention, where a token's key is also its value.
     """
 
     q: jax.Array
@@ -31,7 +31,7 @@ class Qkv(NamedTuple):
         return self
 
     def joined(self) -> QkvProduct:
-        """Side by side: a copy on a device."""
+        """Concatenated."""
         assert self.v is not None
         tokens, kv_heads, head_dim = self.k.shape
         q = self.q.reshape(tokens, kv_heads, -1, head_dim)
@@ -41,7 +41,7 @@ class Qkv(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=("q", "k"), meta_fields=("eps", "offset"))
 @dataclass(frozen=True)
 class HeadNorm:
-    """A root mean square norm of each head's query and key.
+    """A root mean square norm of each query and key.
 
     Attributes:
         q, k: weights [head_dim].
@@ -58,13 +58,13 @@ class HeadNorm:
 @partial(jax.tree_util.register_dataclass, data_fields=("rows", "norm"), meta_fields=("group",))
 @dataclass(frozen=True)
 class QkvProduct:
-    """As one product gives them.
+    """As the result of one matrix product.
 
     Attributes:
-        rows: [tokens, kv_heads, group + 2 + others, head_dim]: of each kv head its queries, its key, its value, and rows that
-            attention does not read.
-        group: queries of a kv head.
-        norm: of queries and keys, which attention applies before it rotates them.
+        rows: [tokens, kv_heads, group + 2 + others, head_dim]: for each kv head its queries, its key, its value, and rows
+            that attention ignores.
+        group: number of queries per kv head.
+        norm: applied to queries and keys, before they are rotated.
     """
 
     rows: jax.Array
@@ -76,7 +76,7 @@ class QkvProduct:
         return self.rows.dtype
 
     def split(self) -> Qkv:
-        """Apart, queries and keys normed."""
+        """As separate arrays, queries and keys normalized."""
         rows, group, norm = self.rows, self.group, self.norm
         q, k = rows[:, :, :group].reshape(rows.shape[0], -1, rows.shape[-1]), rows[:, :, group]
         if norm is not None:

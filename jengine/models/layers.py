@@ -96,7 +96,7 @@ def dense(x: jax.Array, weight: Weight | Calibrated, bias: jax.Array | None = No
     """x [N, in], weight [*out, in], bias [*out] -> [N, *out], in x's dtype or the given one."""
     y = weight.product(x, dtype) if isinstance(weight, Calibrated) else product(x, flattened(weight), dtype)
     if bias is not None:
-        y += bias.reshape(-1).astype(y.dtype)  # on two axes, where XLA lets a GPU's product add it
+        y += bias.reshape(-1).astype(y.dtype)  # on two axes, since cuBLASLt adds such a bias itself
     return y.reshape(x.shape[0], *weight.shape[:-1])
 
 
@@ -205,7 +205,7 @@ class Attention(nnx.Module):
         return y
 
     def normalize(self, qkv: QkvProduct) -> Qkv | QkvProduct:
-        """What a family does to queries and keys before they are rotated. A HeadNorm costs a GPU no kernel of its own."""
+        """A family's changes to queries and keys before they are rotated. On GPUs, a HeadNorm needs no separate kernel."""
         return qkv
 
 
