@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.mosaic_gpu import Tiling
 
-from pallas_kernels.qkv import HeadNorm, Qkv, QkvProduct
+from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import LARGEST, SMALLEST, Pages, Quantized
 from pallas_kernels.tuning import BLOCKS, CORES
 from pallas_kernels.xla import Queries, Rotation, rotate
@@ -126,44 +126,61 @@ def _kernel(
 
     def turn(weight: Any) -> None:
         """Normalizes and rotates shared memory. Rows without a token are undefined there, and not copied."""
-        angles: list[jax.Array] = []
-        pairs = 0 if rotation is None else cos_smem.shape[1]
-        layout = _layout(math.gcd(pairs, x_smem.shape[2]))
+        head_dim, pairs = x_smem.shape[2], 0 if rotation is None else cos_smem.shape[1]
+        layout = _layout(math.gcd(pairs, head_dim))
+        places = [pl.ds(at, end - at) for at, end in itertools.pairwise(sorted({0, pairs, 2 * pairs, head_dim}))]
+        angles, factors = list[jax.Array](), list[jax.Array]()
         if rotation is not None:
             for side, smem in zip(rotation, (cos_smem, sin_smem), strict=True):
                 plgpu.copy_gmem_to_smem(side.at[these], smem.at[filled], angles_full)
+        if norm is not None:
+            weights = (plgpu.load(weight.at[place], layout=layout.reduce(0), optimized=False) for place in places)
+            factors = [own.astype(jnp.float32) + norm.offset for own in weights]
+        if rotation is not None:
             plgpu.barrier_wait(angles_full)
             angles = [plgpu.load(smem, layout=layout) for smem in (cos_smem, sin_smem)]
         plgpu.barrier_wait(x_full)
-        if rotation is not None or norm is not None:
-            pl.loop(0, heads)(lambda head: _turn(x_smem.at[:, head], pairs, angles, weight, norm, layout))
+        if norm is None:
+            places = places[:2] if pairs else []  # the others do not change
 
-    def each(put: Callable[[int, jax.Array], None]) -> None:
-        """Calls put for each token that the previous block does not write."""
+        def one(head: jax.Array) -> None:
+            x = x_smem.at[:, head]
+            parts = [plgpu.load(x.at[:, place], layout=layout).astype(jnp.float32) for place in places]
+            if norm is not None:
+                parts = _normalized(parts, factors, norm.eps)
+            if angles:
+                (cos, sin), (first, second) = angles, parts[:2]
+                parts[:2] = first * cos - second * sin, second * cos + first * sin
+            for place, part in zip(places, parts, strict=True):
+                x[:, place] = part.astype(x.dtype)
+
+        if places:
+            pl.loop(0, heads)(one)
+
+    def copy(put: Callable[[int], None]) -> None:
+        """Calls put for each token that the previous block does not copy."""
         plgpu.commit_smem()
         for i in range(tokens):
-            pl.when(start + i >= tile * TOKENS)(partial(put, i, start + i))
+            pl.when(start + i >= tile * TOKENS)(partial(put, i))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def write(pages: Any) -> None:
+    def put_query(i: int) -> None:
+        first = 0
+        for ref in queries:
+            token, first = start + i - first, first + ref.shape[0]
+            here = (token >= 0) & (token < ref.shape[0])
+            pl.when(here)(partial(plgpu.copy_smem_to_gmem, x_smem.at[i], ref.at[token, some, row]))
+
+    def write(pages: Any, prepare: Callable[[], None]) -> None:
+        places = [(page_ids[start + i], offsets[start + i]) for i in range(tokens)]  # before anything waits
+        prepare()
         if scale_smem is not None:
 
             @pl.loop(0, heads)
             def _(head: jax.Array) -> None:
                 stored_smem[:, head], scale_smem[head] = _quantized(x_smem.at[:, head], pages.kind)
 
-        def put(i: int, token: jax.Array) -> None:
-            page, offset = page_ids[token], offsets[token]
-            pl.when(page > 0)(partial(store, i, pages, page, offset))
-
-        each(put)
-
-    def put_query(i: int, token: jax.Array) -> None:
-        first = 0
-        for ref in queries:
-            here, first = token - first, first + ref.shape[0]
-            mine = (here >= 0) & (here < ref.shape[0])
-            pl.when(mine)(partial(plgpu.copy_smem_to_gmem, x_smem.at[i], ref.at[here, some, row]))
+        copy(lambda i: pl.when(places[i][0] > 0)(partial(store, i, pages, *places[i])))
 
     def store(i: int, pages: Any, page: jax.Array, offset: jax.Array) -> None:
         if scale_smem is None:
@@ -176,35 +193,20 @@ def _kernel(
     @pl.when(row < group)
     def _() -> None:
         turn(None if norm is None else norm.q)
-        each(put_query)
+        copy(put_query)
 
-    @pl.when(row == group)
-    def _() -> None:
-        turn(None if norm is None else norm.k)
-        write(cache[0])
-
-    @pl.when(row == group + 1)
-    def _() -> None:
-        plgpu.barrier_wait(x_full)
-        write(cache[1])
+    pl.when(row == group)(partial(write, cache[0], partial(turn, None if norm is None else norm.k)))
+    pl.when(row == group + 1)(partial(write, cache[1], partial(plgpu.barrier_wait, x_full)))
 
 
-def _turn(x: Any, pairs: int, angles: Sequence[jax.Array], weight: Any, norm: HeadNorm | None, layout: Any) -> None:
-    """Normalizes and rotates a head's [TOKENS, head_dim] in place, as `qkv.rms_norm` and `xla.rotate` do."""
-    borders = sorted({0, pairs, 2 * pairs, x.shape[1]})
-    places = [pl.ds(start, end - start) for start, end in itertools.pairwise(borders)]
-    parts = [plgpu.load(x.at[:, place], layout=layout).astype(jnp.float32) for place in places]
-    if norm is not None:
-        squares = [(part * part).sum(axis=1) for part in parts]
-        factor = lax.rsqrt(sum(squares[1:], squares[0]) / x.shape[1] + norm.eps)
-        for i, (place, part) in enumerate(zip(places, parts, strict=True)):
-            own = plgpu.load(weight.at[place], layout=layout.reduce(0), optimized=False).astype(jnp.float32) + norm.offset
-            parts[i] = part * lax.broadcast_in_dim(factor, part.shape, [0]) * lax.broadcast_in_dim(own, part.shape, [1])
-    if angles:
-        (cos, sin), (first, second) = angles, parts[:2]
-        parts[:2] = first * cos - second * sin, second * cos + first * sin
-    for place, part in zip(places, parts if norm is not None else parts[:2], strict=False):
-        x[:, place] = part.astype(x.dtype)
+def _normalized(parts: Sequence[jax.Array], factors: Sequence[jax.Array], eps: float) -> list[jax.Array]:
+    """The root mean square norm of rows, which are cut into parts [TOKENS, n], with factors [n]."""
+    squares, size = [(part * part).sum(axis=1) for part in parts], sum(part.shape[1] for part in parts)
+    scale = lax.rsqrt(sum(squares[1:], squares[0]) / size + eps)
+    return [
+        part * lax.broadcast_in_dim(scale, part.shape, [0]) * lax.broadcast_in_dim(factor, part.shape, [1])
+        for part, factor in zip(parts, factors, strict=True)
+    ]
 
 
 def _quantized(x: Any, kind: str) -> tuple[jax.Array, jax.Array]:

@@ -89,6 +89,7 @@ WRITES: dict[str, Case] = {
     "64 tokens": write(64, 128),
     "64 tokens, normed, rotated": write(64, 128, pairs=64, normed=True),
     "one token, rotated": write(1, 128, pairs=64),
+    "72 tokens, rotated, queries in two arrays": write(72, 128, pairs=64),
     "4096 tokens, rotated, int8": write(4096, 128, "int8", pairs=64),
     "4096 tokens, rotated": write(4096, 128, pairs=64),
     "64 tokens, normed, rotated in part, head dim 64, int8": write(64, 64, "int8", pairs=32, normed=True),
