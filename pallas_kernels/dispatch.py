@@ -23,8 +23,9 @@ from pallas_kernels.groups import Groups
 from pallas_kernels.hadamard import transform
 from pallas_kernels.int4 import Int4
 from pallas_kernels.products import Weight
+from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, dequantize, quantize
-from pallas_kernels.xla import Rotation
+from pallas_kernels.xla import Queries, Rotation
 
 Impl = Literal["auto", "mosaic", "llvm", "flashinfer", "xla"]
 HOPPER, AMPERE = ("9.0",), ("8.0", "8.6", "8.9")  # compute capabilities; Ada counts as Ampere
@@ -152,7 +153,7 @@ def paged_attention_prefill(
 
 
 def rotate(x: jax.Array, rotation: Rotation, *, device: jax.Device | None = None) -> jax.Array:
-    """Rotary embedding; see `xla.rotate`. GPUs have no kernel for it: XLA fuses it, and `kv_write` rotates keys itself."""
+    """Rotary embedding; see `xla.rotate`. GPUs have no kernel for it alone: `kv_write` rotates, and elsewhere XLA fuses it."""
     if _on_cpu(device) and products.cpu_refused() is None:
         from pallas_kernels.cpu import elementwise
 
@@ -161,29 +162,30 @@ def rotate(x: jax.Array, rotation: Rotation, *, device: jax.Device | None = None
     return xla.rotate(x, rotation)
 
 
-def why_kv_write_unsupported(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, *, device: jax.Device | None = None) -> str | None:
+def why_kv_write_unsupported(k_pages: Pages, v_pages: Pages, qkv: Qkv | QkvProduct, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `kv_write` cannot take these, or None."""
-    for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
-        if str(new.dtype) not in DTYPES:
-            return f"{name}={new.dtype}: the kernel takes {' and '.join(DTYPES)}"
-        if not isinstance(pages, Quantized) and pages.dtype != new.dtype:
-            return f"{name}={new.dtype}: the kernel takes the cache's dtype, {pages.dtype}"
+    if str(qkv.dtype) not in DTYPES:
+        return f"qkv={qkv.dtype}: the kernel takes {' and '.join(DTYPES)}"
+    for pages in (k_pages, v_pages):
+        if not isinstance(pages, Quantized) and pages.dtype != qkv.dtype:
+            return f"qkv={qkv.dtype}: the kernel takes the cache's dtype, {pages.dtype}"
     return _cache_refused(k_pages, v_pages, device, HOPPER)
 
 
 def kv_write(
     k_pages: Pages,
     v_pages: Pages,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: Qkv | QkvProduct,
     page_ids: jax.Array,
     offsets: jax.Array,
     *,
+    rows: int,
     rotation: Rotation | None = None,
     impl: Impl = "auto",
     device: jax.Device | None = None,
-) -> tuple[Pages, Pages]:
-    """Write tokens' keys, rotated on their way, and values into their pages; in place where the caller donates the cache.
+) -> tuple[Queries, tuple[Pages, Pages]]:
+    """Normalizes and rotates queries and keys, and writes keys and values to their pages, in place if the caller
+    donates the cache.
 
     Args:
         impl, device: see the module.
@@ -192,15 +194,16 @@ def kv_write(
     Raises:
         ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
     """
-    serves = _kernel_serves(impl, why_kv_write_unsupported(k_pages, v_pages, k, v, device=device), device)
+    serves = _kernel_serves(impl, why_kv_write_unsupported(k_pages, v_pages, qkv, device=device), device)
     if not serves:
         if rotation is not None and impl != "xla":
-            k, rotation = rotate(k, rotation, device=device), None
-        return xla.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation)
+            q, k, v = qkv.split()
+            qkv, rotation = Qkv(rotate(q, rotation, device=device), rotate(k, rotation, device=device), v), None
+        return xla.kv_write(k_pages, v_pages, qkv, page_ids, offsets, rows=rows, rotation=rotation)
     from pallas_kernels import kv_write as kernel
 
     cores = tuning.cores(device or jax.devices()[0])
-    return kernel.kv_write(k_pages, v_pages, k, v, page_ids, offsets, rotation=rotation, cores=cores)
+    return kernel.kv_write(k_pages, v_pages, qkv, page_ids, offsets, rows=rows, rotation=rotation, cores=cores)
 
 
 def why_copy_pages_unsupported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:

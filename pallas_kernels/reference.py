@@ -11,21 +11,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, dequantize, movable, quantize
-from pallas_kernels.xla import Rotation
+from pallas_kernels.xla import Queries, Rotation
 
 
 def kv_write(
     k_pages: Pages,
     v_pages: Pages,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: Qkv | QkvProduct,
     page_ids: jax.Array,
     offsets: jax.Array,
     *,
+    rows: int,
     rotation: Rotation | None = None,
-) -> tuple[Pages, Pages]:
-    """See `xla.kv_write`."""
+) -> tuple[Queries, tuple[Pages, Pages]]:
+    """See `xla.kv_write`; nothing is rounded between norm and rotation."""
+    dtype, wide = qkv.dtype, jax.tree.map(lambda x: x.astype(jnp.float32), qkv)
+    q, k, v = wide.split()
 
     def put(pages: Any, new: jax.Array) -> Any:
         if isinstance(pages, Quantized):
@@ -35,7 +38,10 @@ def kv_write(
             pages = pages.at[page_ids[i], :, offsets[i]].set(new[i].astype(pages.dtype))
         return pages
 
-    return put(k_pages, k if rotation is None else rotate(k, rotation)), put(v_pages, v)
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
+    q = q.astype(dtype)
+    return (q[:rows], q[rows:]), (put(k_pages, k.astype(dtype)), put(v_pages, v.astype(dtype)))
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.groups import Groups
+from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, movable, numbers, quantize
 
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [tokens, pairs]
+Queries = tuple[jax.Array, jax.Array]  # of decoding rows and of prompts, [tokens, heads, head_dim]
 
 GROUPED = lax.RaggedDotDimensionNumbers(  # x [rows, in] by weight [groups, out, in]
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -32,29 +34,37 @@ DECODE_BLOCK = PREFILL_BLOCK = 128  # tokens read at a time
 def kv_write(
     k_pages: Pages,
     v_pages: Pages,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: Qkv | QkvProduct,
     page_ids: jax.Array,
     offsets: jax.Array,
     *,
+    rows: int,
     rotation: Rotation | None = None,
-) -> tuple[Pages, Pages]:
-    """Writes tokens' keys and values to their pages, in place if the caller donates the cache.
+) -> tuple[Queries, tuple[Pages, Pages]]:
+    """Normalizes and rotates queries and keys, and writes keys and values to their pages, in place if the caller
+    donates the cache.
 
     Args:
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim]; if Quantized, each token of each head is
             quantized separately, so that tokens can be added to a page without changing its contents.
-        k, v: [tokens, kv_heads, head_dim].
+        qkv: of the tokens; a QkvProduct with a norm is normalized first.
         page_ids: int32 [tokens]; padding uses the null page, 0, whose contents are undefined.
         offsets: int32 [tokens], in [0, page_size). No two tokens have the same place, except in the null page.
-        rotation: rotates the keys first, as `rotate` does; None: no rotation.
+        rows: number of leading tokens whose queries are returned separately.
+        rotation: rotates queries and keys, as `rotate` does; None: no rotation.
+
+    Returns:
+        The queries of the first `rows` tokens [rows, heads, head_dim] and of the others, and the pages.
     """
-    k = k if rotation is None else rotate(k, rotation)
-    return page_write(k_pages, k, page_ids, offsets), page_write(v_pages, v, page_ids, offsets)
+    q, k, v = qkv.split()
+    assert v is not None
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
+    return (q[:rows], q[rows:]), (page_write(k_pages, k, page_ids, offsets), page_write(v_pages, v, page_ids, offsets))
 
 
 def page_write(pages: Any, new: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> Any:
-    """`kv_write` for keys or values alone."""
+    """Writes keys or values [tokens, kv_heads, head_dim] to their pages, as `kv_write` does."""
     if isinstance(pages, Quantized):
         added = movable(quantize(new, pages.kind))
         values, scale = page_write(pages.values, added.values, page_ids, offsets), page_write(pages.scale, added.scale, page_ids, offsets)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import reference, xla
+from pallas_kernels.qkv import HeadNorm, Qkv, QkvProduct
 from pallas_kernels.quantized import dequantize, is_quantized, movable, quantize
 from tests.kernels.interpreted import with_sinks
 
@@ -22,6 +23,11 @@ ALSO = [*WAYS, {"window": 20, "sinks": True}]
 def cache(rng, kv_heads, page_size, head_dim, dtype):
     shape = (NUM_PAGES, kv_heads, page_size, head_dim)
     return tuple(jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+
+
+def new_tokens(rng, tokens):
+    """Of four query heads."""
+    return Qkv(*(jnp.asarray(rng.normal(size=(tokens, heads, 8)), jnp.float32) for heads in (4, 2, 2)))
 
 
 def poisoned(pages, tables, page_size, starts, ends):
@@ -130,22 +136,41 @@ def test_blocks_before_the_window_are_not_read(monkeypatch):
 def test_write_touches_its_own_tokens_only(dtype):
     rng = np.random.default_rng(2)
     k, v = cache(rng, 2, 16, 8, dtype)
-    new_k, new_v = (jnp.asarray(rng.normal(size=(5, 2, 8)), jnp.float32) for _ in range(2))
+    new = new_tokens(rng, 5)
     where = jnp.array([3, 3, 9, 1, 30], jnp.int32), jnp.array([0, 15, 4, 7, 2], jnp.int32)
-    for got, want in zip(*(partial(f.kv_write, k, v, new_k, new_v, *where)() for f in (xla, reference)), strict=True):
-        np.testing.assert_array_equal(got, want)
+    (_, got), (_, want) = (f.kv_write(k, v, new, *where, rows=2) for f in (xla, reference))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize("pairs", [2, 4])
-def test_a_write_may_rotate_its_keys(pairs):
+def test_a_write_may_rotate_queries_and_keys(pairs):
     rng = np.random.default_rng(3)
     k, v = cache(rng, 2, 16, 8, "float32")
-    new_k, new_v = (jnp.asarray(rng.normal(size=(3, 2, 8)), jnp.float32) for _ in range(2))
+    new = new_tokens(rng, 3)
     where = jnp.array([3, 9, 1], jnp.int32), jnp.array([0, 15, 4], jnp.int32)
     angles = jnp.asarray(rng.normal(size=(3, pairs)), jnp.float32)
     rotation = jnp.cos(angles), jnp.sin(angles)
-    for got, want in zip(*(f.kv_write(k, v, new_k, new_v, *where, rotation=rotation) for f in (xla, reference)), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-6)
+    got, want = (f.kv_write(k, v, new, *where, rows=1, rotation=rotation) for f in (xla, reference))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), got, want)
+    assert [len(part) for part in got[0]] == [1, 2]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_product_is_split_and_normed(offset):
+    rng = np.random.default_rng(7)
+    k, v = cache(rng, 2, 16, 8, "float32")
+    rows, weights = rng.normal(size=(3, 2, 6, 8)), rng.normal(size=(2, 8))  # of three queries, and a row that is not read
+    where = jnp.array([3, 9, 1], jnp.int32), jnp.array([0, 15, 4], jnp.int32)
+    product = QkvProduct(jnp.asarray(rows, jnp.float32), 3, HeadNorm(*jnp.asarray(weights, jnp.float32), 1e-3, offset))
+    (decoding, prompts), (k_pages, v_pages) = xla.kv_write(k, v, product, *where, rows=1)
+    normed = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-3)
+    q, keys = normed[:, :, :3].reshape(3, 6, 8) * (weights[0] + offset), normed[:, :, 3] * (weights[1] + offset)
+    np.testing.assert_allclose(np.concatenate([decoding, prompts]), q, atol=1e-5)
+    np.testing.assert_allclose(k_pages[where[0], :, where[1]], keys, atol=1e-5)
+    np.testing.assert_allclose(v_pages[where[0], :, where[1]], rows[:, :, 4], atol=1e-6)
+    again = product.split().joined()
+    np.testing.assert_allclose(again.rows[:, :, :3].reshape(3, 6, 8), q, atol=1e-5)
+    assert again.group == 3 and again.norm is None
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "float8_e4m3fn"])
@@ -191,12 +216,12 @@ def test_eight_bit_caches_match_reference(kind, how, pages):
 def test_an_eight_bit_write_changes_its_own_tokens_only(kind, error):
     rng = np.random.default_rng(6)
     k, v = (movable(quantize(x, kind)) for x in cache(rng, 2, 16, 8, "float32"))
-    new_k, new_v = (jnp.asarray(rng.normal(size=(5, 2, 8)), jnp.float32) for _ in range(2))
+    added = new_tokens(rng, 5)
     where = jnp.array([3, 3, 9, 1, 30], jnp.int32), jnp.array([0, 15, 4, 7, 2], jnp.int32)
-    got = xla.kv_write(k, v, new_k, new_v, *where)
-    for mine, want in zip(got, reference.kv_write(k, v, new_k, new_v, *where), strict=True):
+    (_, got), (_, wanted) = (f.kv_write(k, v, added, *where, rows=5) for f in (xla, reference))
+    for mine, want in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(dequantize(mine), dequantize(want))
-    for mine, old, new in zip(got, (k, v), (new_k, new_v), strict=True):
+    for mine, old, new in zip(got, (k, v), (added.k, added.v), strict=True):
         written = dequantize(mine)[where[0], :, where[1]]
         assert np.all(np.abs(written - new) <= error * np.abs(new).max(-1, keepdims=True) * 1.0001)
         untouched = np.ones((NUM_PAGES, 16), bool)

@@ -22,6 +22,7 @@ from pallas_kernels.copy_pages import copy_pages
 from pallas_kernels.grouped_product import grouped_product
 from pallas_kernels.groups import grouped
 from pallas_kernels.kv_write import kv_write
+from pallas_kernels.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantized import Pages, movable, quantize
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]  # of jax.ShapeDtypeStruct
@@ -72,23 +73,29 @@ def cache_of(kind: str, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Pa
     return jax.eval_shape(lambda x: movable(quantize(x, kind)), plain) if kind else plain  # type: ignore[return-value]
 
 
-def write(tokens: int, head_dim: int, kind: str = "", *, pairs: int = 0) -> Case:
+def write(tokens: int, head_dim: int, kind: str = "", *, pairs: int = 0, group: int = 4, normed: bool = False) -> Case:
     """Tokens of eight kv heads."""
     pages = cache_of(kind, (1 << 10, 8, 64, head_dim))
-    new, where = jax.ShapeDtypeStruct((tokens, 8, head_dim), jnp.bfloat16), jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    where = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     angles = jax.ShapeDtypeStruct((tokens, pairs), jnp.float32)
+    weight = jax.ShapeDtypeStruct((head_dim,), jnp.bfloat16)
+    rows = jax.ShapeDtypeStruct((tokens, 8, group + 2, head_dim), jnp.bfloat16)
+    qkv: Any = QkvProduct(rows, group, HeadNorm(weight, weight, 1e-6) if normed else None)  # type: ignore[arg-type]
     rotation = (angles, angles) if pairs else None
-    return lambda *args: kv_write(*args[:-1], rotation=args[-1]), (pages, pages, new, new, where, where, rotation)
+    return lambda *args: kv_write(*args[:-1], rows=tokens - tokens % 64, rotation=args[-1]), (pages, pages, qkv, where, where, rotation)
 
 
 WRITES: dict[str, Case] = {
     "64 tokens": write(64, 128),
-    "64 tokens, rotated": write(64, 128, pairs=64),
+    "64 tokens, normed, rotated": write(64, 128, pairs=64, normed=True),
+    "one token, rotated": write(1, 128, pairs=64),
+    "72 tokens, rotated, queries in two arrays": write(72, 128, pairs=64),
+    "4096 tokens, rotated, int8": write(4096, 128, "int8", pairs=64),
     "4096 tokens, rotated": write(4096, 128, pairs=64),
-    "64 tokens, rotated in part, head dim 64, int8": write(64, 64, "int8", pairs=32),
-    "64 tokens, rotated, int8": write(64, 128, "int8", pairs=64),
+    "64 tokens, normed, rotated in part, head dim 64, int8": write(64, 64, "int8", pairs=32, normed=True),
+    "4096 tokens, normed, rotated in part, head dim 256": write(4096, 256, pairs=32, normed=True),
     "4096 tokens, rotated, fp8": write(4096, 128, "float8_e4m3fn", pairs=64),
-    "4096 tokens, rotated, head dim 256, fp8": write(4096, 256, "float8_e4m3fn", pairs=128),
+    "4096 tokens, normed, rotated, head dim 256, fp8": write(4096, 256, "float8_e4m3fn", pairs=128, normed=True),
 }
 
 

@@ -17,6 +17,7 @@ from benchmarks.gpu.inputs import KINDS, Paged, checked
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
 from benchmarks.gpu.work import Shape
 from pallas_kernels import dispatch, reference
+from pallas_kernels.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, dequantize
 
 Ways = dict[str, Any]
@@ -87,6 +88,7 @@ def cases(small: bool) -> list[Case]:
     dtypes, ways, splits = cycle(("bfloat16", "bfloat16", "float16")), cycle((*WAYS, *WAYS[1:3])), cycle((None, 1, 3, 2, 4))
     tiles, tokens = cycle((64, 16, 128, 64, 48)), cycle((13, 1, 64, 300))
     pairs, heads = cycle((0, 32, 24, 64, 0, 32, 128)), cycle((1, 2, 8, 3, 4))
+    groups, normed = cycle((1, 1, 4, 4)), cycle(({}, {"norm": True}))
     # Plain caches meet all shapes, eight-bit ones every other.
     kinds = [kind for i in range(len(shapes)) for kind in (KINDS if i % 2 else KINDS[:1])]
     shaped = [shape for i, shape in enumerate(shapes) for _ in (KINDS if i % 2 else KINDS[:1])]
@@ -94,7 +96,10 @@ def cases(small: bool) -> list[Case]:
     prefill = [Case("prefill", s, next(dtypes), k, next(ways), next(tiles)) for s, k in zip(shaped, kinds, strict=True)]
     others = [Case("flashinfer", s, next(dtypes), None, OTHERS[i % len(OTHERS)]) for i, s in enumerate(shapes[::2])]
     flat = list(product(KINDS, HEAD_DIMS, PAGE_SIZES))
-    write = [Case("kv_write", Shape(next(heads), 1, d, p), next(dtypes), k, {}, next(tokens), min(next(pairs), d // 2)) for k, d, p in flat]
+    write = [
+        Case("kv_write", Shape(next(heads), next(groups), d, p), next(dtypes), k, next(normed), next(tokens), min(next(pairs), d // 2))
+        for k, d, p in flat
+    ]
     copy = [Case("copy_pages", Shape(2, 1, d, p), next(dtypes), k) for k, d, p in flat[::2]]
     return [case for turn in zip_longest(decode, prefill, write, copy, others) for case in turn if case is not None]
 
@@ -182,33 +187,38 @@ def _kv_write(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     places = rng.permutation(np.arange(shape.page_size, num_pages * shape.page_size))[: case.size]
     real = np.arange(case.size) % 3 != 1
     places[~real] %= shape.page_size  # padding, in the null page
-    new = rng.normal(size=(2, case.size, shape.kv_heads, shape.head_dim))
-    k, v = (jnp.asarray(np.where(real[:, None, None], x, np.nan), case.dtype) for x in new)
+    new = rng.normal(size=(case.size, shape.kv_heads, shape.group + 2, shape.head_dim))
+    norm = HeadNorm(*(jnp.asarray(rng.normal(size=shape.head_dim), case.dtype) for _ in "qk"), 1e-6) if case.ways else None
+    qkv = QkvProduct(jnp.asarray(np.where(real[:, None, None, None], new, np.nan), case.dtype), shape.group, norm)
     angles = rng.uniform(-3, 3, size=(case.size, case.pairs))
     rotation = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)) if case.pairs else None
     old = checked([0, 0], shape, case.dtype, case.kind, seed).k  # NaN
     old = jax.tree.map(lambda x: jnp.tile(x[:1], (num_pages, *[1] * (x.ndim - 1))), old)
     pages, offsets = places // shape.page_size, places % shape.page_size
-    args = old, old, k, v, jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32)
+    args = old, old, qkv, jnp.asarray(pages, jnp.int32), jnp.asarray(offsets, jnp.int32)
     untouched = np.ones((num_pages, shape.page_size), bool)
     untouched[pages[real], offsets[real]] = False
     untouched[0] = False  # undefined
 
     def run() -> Comparison:
-        got = jax.jit(partial(dispatch.kv_write, impl=impl))(*args, rotation=rotation)
-        want = _truth(reference.kv_write, {})(*args, rotation=rotation)
-        return worst_of(_written(case, *both, (pages[real], slice(None), offsets[real]), untouched) for both in zip(got, want, strict=True))
+        rows = {"rows": case.size // 2}
+        got_q, got = jax.jit(partial(dispatch.kv_write, impl=impl, **rows))(*args, rotation=rotation)
+        want_q, want = _truth(reference.kv_write, rows)(*args, rotation=rotation)
+        q, wanted = (np.concatenate(parts).astype(np.float32)[real] for parts in (got_q, want_q))
+        turned = compare(q, wanted, 1.01 * np.abs(wanted) * float(jnp.finfo(case.dtype).eps) + 1e-6)
+        written = (_written(case, *both, (pages[real], slice(None), offsets[real]), untouched) for both in zip(got, want, strict=True))
+        return worst_of([turned, *written])
 
-    return dispatch.why_kv_write_unsupported(old, old, k, v), run
+    return dispatch.why_kv_write_unsupported(old, old, qkv), run
 
 
 def _written(case: Case, got: Pages, want: Pages, places: Any, untouched: np.ndarray) -> Comparison:
-    """What was copied is exact; what was rotated or quantized may be rounded to the neighbour."""
+    """What was copied is exact; what was normed, rotated or quantized may be rounded to the neighbour."""
     here, there = (np.asarray(_numbers(pages))[places] for pages in (got, want))
     step = (
         np.abs(there) * float(jnp.finfo(case.kind or case.dtype).eps) if case.kind != "int8" else np.abs(there).max(-1, keepdims=True) / 127
     )
-    exact = case.kind is None and not case.pairs
+    exact = case.kind is None and not case.pairs and not case.ways
     kept = [_same(now, then, untouched) for now, then in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
     return worst_of([compare(here, there, np.zeros_like(there) if exact else 1.01 * step + 1e-6), *kept])
 

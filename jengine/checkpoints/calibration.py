@@ -28,6 +28,7 @@ from pallas_kernels.gptq import gptq
 from pallas_kernels.hadamard import gain, transform
 from pallas_kernels.int4 import Int4, pack
 from pallas_kernels.products import product
+from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import is_quantized
 from pallas_kernels.xla import Rotation, rotate
 
@@ -132,9 +133,7 @@ def _attend(count: int) -> Attend:
 
     def attend(
         layer: int,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
+        qkv: Qkv | QkvProduct,
         *,
         rotation: Rotation | None,
         scale: float,
@@ -142,6 +141,7 @@ def _attend(count: int) -> Attend:
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
+        q, k, v = qkv.split()
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         apart = (x.reshape(count, -1, *x.shape[1:]) for x in (q, k, k if v is None else v))

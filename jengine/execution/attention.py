@@ -13,6 +13,7 @@ from jengine.execution.batch import Batch
 from jengine.execution.kv_cache import Place
 from jengine.table.program_table import TrunkKey
 from pallas_kernels import dispatch, xla
+from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.xla import Rotation
 
 
@@ -64,30 +65,27 @@ class PagedAttention:
 
         @partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))  # traced and lowered once for all layers with the same arguments
         def attend(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array | None,
-            kv: Place,
-            rotation: Rotation | None,
-            sinks: jax.Array | None,
-            **options: Any,
+            qkv: Qkv | QkvProduct, kv: Place, rotation: Rotation | None, sinks: jax.Array | None, **options: Any
         ) -> tuple[jax.Array, Place]:
-            q = q if rotation is None else dispatch.rotate(q, rotation, device=device)
-            if v is None:
-                kv = (xla.page_write(kv[0], k, pages, offsets),)
+            if isinstance(qkv, Qkv) and qkv.v is None:
+                assert rotation is None
+                decoding, prompts = qkv.q[: key.rows], qkv.q[key.rows :]
+                kv = (xla.page_write(kv[0], qkv.k, pages, offsets),)
             else:
-                kv = dispatch.kv_write(kv[0], kv[1], k, v, pages, offsets, rotation=rotation, device=device)
+                (decoding, prompts), kv = dispatch.kv_write(
+                    kv[0], kv[1], qkv, pages, offsets, rows=key.rows, rotation=rotation, device=device
+                )
             k_pages, v_pages = kv[0], kv[-1]
             how = {**options, "sinks": sinks, "pages": key.pages, "device": device}
             out = []
             if key.rows:
-                out.append(dispatch.paged_attention_decode(q[: key.rows], k_pages, v_pages, row_tables, row_lengths, **how, impl=backend))
+                out.append(dispatch.paged_attention_decode(decoding, k_pages, v_pages, row_tables, row_lengths, **how, impl=backend))
             if key.tiles:
-                tiles = q[key.rows :].reshape(key.tiles, -1, *q.shape[1:])
+                tiles = prompts.reshape(key.tiles, -1, *prompts.shape[1:])
                 got = dispatch.paged_attention_prefill(
                     tiles, k_pages, v_pages, tile_tables, batch.tile_positions, batch.tile_lengths, **how
                 )
-                out.append(got.reshape(-1, *q.shape[1:]))
+                out.append(got.reshape(prompts.shape))
             return jnp.concatenate(out), kv
 
         self.attend = attend

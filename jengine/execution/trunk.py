@@ -15,6 +15,7 @@ from jengine.execution.recurrence import Recurrence
 from jengine.execution.slots import SlotState, updated
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, cache_groups, homes, paged
+from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.xla import Rotation
 
 
@@ -81,9 +82,7 @@ class LayerCaches:
     def __call__(
         self,
         layer: int,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
+        qkv: Qkv | QkvProduct,
         *,
         rotation: Rotation | None,
         scale: float,
@@ -95,7 +94,7 @@ class LayerCaches:
         pool = self._cache[self._groups[group].pool]
         out: jax.Array
         how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
-        out, pool[place] = self._attentions[group].attend(q, k, v, pool[place], rotation, sinks, **how)
+        out, pool[place] = self._attentions[group].attend(qkv, pool[place], rotation, sinks, **how)
         return out
 
     def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from jengine.config import ModelConfig
 from jengine.model_parts import LatentAttention
 from jengine.models.layers import Attend, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.pieces import EVERY, Piece
+from pallas_kernels.qkv import Qkv
 from pallas_kernels.xla import Rotation, rotate
 
 NORM_EPS = 1e-6  # of compressed queries and of what is cached, whatever the model's is
@@ -62,7 +63,7 @@ class MultiHeadLatentAttention(nnx.Module):
         q = jnp.concatenate([q_latent, rotate(q[..., latent.key_dim :], rotation)], axis=-1)
         k_rotated = rotate(cached[:, None, latent.rank :], rotation)
         k = jnp.concatenate([self.kv_norm(cached[:, : latent.rank])[:, None], k_rotated], axis=-1)
-        y = attend(layer, q, k, None, rotation=None, scale=self.config.attention_scale)[..., : latent.rank]
+        y = attend(layer, Qkv(q, k, None), rotation=None, scale=self.config.attention_scale)[..., : latent.rank]
         return row_parallel_dense(_by_head("nhr,hvr->nhv", y, values).reshape(x.shape[0], -1), self.o[...])
 
 

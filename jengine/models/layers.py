@@ -17,6 +17,7 @@ from jengine.parallel.collectives import all_reduce, shard_index, shards
 from pallas_kernels.activations import ACTIVATIONS, gated
 from pallas_kernels.int4 import Int4
 from pallas_kernels.products import Weight, product
+from pallas_kernels.qkv import Qkv, QkvProduct, rms_norm
 from pallas_kernels.quantized import Quantized, dequantize
 from pallas_kernels.xla import Rotation
 
@@ -25,14 +26,12 @@ Axes = tuple[str | None, ...]  # logical names, one for each axis; parallel/mesh
 
 
 class Attend(Protocol):
-    """Causal attention over a layer's cache, after q and k have been rotated, and k and v written there."""
+    """Causal attention over a layer's cache, after queries and keys have been normed and rotated, and keys and values written there."""
 
     def __call__(
         self,
         layer: int,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
+        qkv: Qkv | QkvProduct,
         *,
         rotation: Rotation | None,
         scale: float,
@@ -40,11 +39,10 @@ class Attend(Protocol):
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """q [N, heads, head_dim], k and v [N, kv_heads, head_dim] -> [N, heads, head_dim]; this device's heads.
+        """Of N tokens -> [N, heads, head_dim]; this device's heads.
 
-        Query head h reads kv head h // (heads / kv_heads). Scores are multiplied by scale; with soft_cap, s then
-        becomes soft_cap * tanh(s / soft_cap); with window, a query at position p sees keys in (p - window, p].
-        Without v, a token's key is its value too. sinks float32 [heads] are one more score of each head's softmax, without a value.
+        Scores are multiplied by scale; with soft_cap, s then becomes soft_cap * tanh(s / soft_cap); with window, a query at
+        position p sees keys in (p - window, p]. sinks float32 [heads] are one more score of each head's softmax, without a value.
         """
 
 
@@ -97,8 +95,9 @@ class Calibrated:
 def dense(x: jax.Array, weight: Weight | Calibrated, bias: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """x [N, in], weight [*out, in], bias [*out] -> [N, *out], in x's dtype or the given one."""
     y = weight.product(x, dtype) if isinstance(weight, Calibrated) else product(x, flattened(weight), dtype)
-    y = y.reshape(x.shape[0], *weight.shape[:-1])
-    return y if bias is None else y + bias.astype(y.dtype)
+    if bias is not None:
+        y += bias.reshape(-1).astype(y.dtype)  # on two axes, since cuBLASLt adds such a bias itself
+    return y.reshape(x.shape[0], *weight.shape[:-1])
 
 
 def row_parallel_dense(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
@@ -144,9 +143,7 @@ class RMSNorm(nnx.Module):
         self.weight = param((size,), dtype, (None,), Piece(f"{name}.weight", (size,)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * (self.weight[...].astype(jnp.float32) + self.offset)).astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.eps, self.offset)
 
 
 class LayerNorm(nnx.Module):
@@ -196,22 +193,20 @@ class Attention(nnx.Module):
         """x [N, hidden] -> [N, hidden]; without a rotation, positions have entered elsewhere."""
         config = self.config
         tokens, kv_heads, group, dim = x.shape[0], self.qkv[...].shape[0], config.group_size_padded, config.head_dim
-        qkv = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, -1, dim)
-        q, k, v = qkv[:, :, :group].reshape(tokens, kv_heads * group, dim), qkv[:, :, group], qkv[:, :, group + 1]
-        q, k = self.normalize(q, k)
+        rows = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, -1, dim)
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
         sinks = None if self.sinks is None else self.sinks[...].reshape(-1)
         how: dict[str, Any] = {"window": config.window(layer), "soft_cap": config.attention_soft_cap, "sinks": sinks}
-        y = attend(layer, q, k, v, rotation=rotation, scale=scale, **how)
-        return row_parallel_dense(self.finish(y, qkv[:, :, group + 2 :]).reshape(tokens, -1), self.o[...], value(self.o_bias))
+        y = attend(layer, self.normalize(QkvProduct(rows, group)), rotation=rotation, scale=scale, **how)
+        return row_parallel_dense(self.finish(y, rows[:, :, group + 2 :]).reshape(tokens, -1), self.o[...], value(self.o_bias))
 
     def finish(self, y: jax.Array, rest: jax.Array) -> jax.Array:
         """What a family does to attention's result [N, heads, head_dim]. rest: the product's other rows, [N, kv_heads, n, head_dim]."""
         return y
 
-    def normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What a family does to queries and keys before they are rotated."""
-        return q, k
+    def normalize(self, qkv: QkvProduct) -> Qkv | QkvProduct:
+        """A family's changes to queries and keys before they are rotated. On GPUs, a HeadNorm needs no separate kernel."""
+        return qkv
 
 
 class GatedMlp(nnx.Module):

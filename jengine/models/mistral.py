@@ -12,6 +12,7 @@ from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import decoder, given_rope, window_everywhere
 from jengine.models.layers import Attend
 from jengine.models.llama import Llama
+from pallas_kernels.qkv import Qkv, QkvProduct
 
 
 class Ministral3(Llama):
@@ -21,8 +22,9 @@ class Ministral3(Llama):
             return super().hidden(tokens, positions, attend)
         scales = (1 + beta * jnp.log(1.0 + positions // scaling.original_max_position))[:, None, None]
 
-        def scaled(layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, **how: Any) -> jax.Array:
-            return attend(layer, q * scales.astype(q.dtype), k, v, **how)
+        def scaled(layer: int, qkv: Qkv | QkvProduct, **how: Any) -> jax.Array:
+            q, k, v = qkv.split()
+            return attend(layer, Qkv(q * scales.astype(q.dtype), k, v), **how)
 
         return super().hidden(tokens, positions, scaled)
 

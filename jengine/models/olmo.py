@@ -16,6 +16,7 @@ from jengine.models.llama import Llama
 from jengine.models.pieces import apart, qkv_parts
 from jengine.models.residuals import ResultNormLayer
 from jengine.parallel.collectives import all_reduce
+from pallas_kernels.qkv import Qkv, QkvProduct
 
 
 class OlmoAttention(Attention):
@@ -25,9 +26,10 @@ class OlmoAttention(Attention):
         shape = (config.num_kv_heads_padded, (config.group_size_padded + 1) * config.head_dim)
         self.qk_norm = param(shape, dtype, ("kv_heads", None), *source)
 
-    def normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def normalize(self, qkv: QkvProduct) -> Qkv:
         """Each is a root mean square norm over all heads, which lie on several devices. Padding is zero; copies of kv heads count
         as often as they are there."""
+        q, k, v = qkv.split()
         config, weight = self.config, self.qk_norm[...].astype(jnp.float32)
         wide = [x.astype(jnp.float32) for x in (q, k)]
         counts = jnp.array([config.num_heads, config.num_kv_heads * config.kv_repeats], jnp.float32) * config.head_dim
@@ -37,7 +39,7 @@ class OlmoAttention(Attention):
         weights = weight[:, :ends], weight[:, ends:]
         normed = (x * factors[:, i, None, None] * weights[i].reshape(x.shape[1:]) for i, x in enumerate(wide))
         q_normed, k_normed = (y.astype(q.dtype) for y in normed)
-        return q_normed, k_normed
+        return Qkv(q_normed, k_normed, v)
 
 
 class Olmo(Llama):

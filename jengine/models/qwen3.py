@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder
 from jengine.models.layers import Attention, RMSNorm
 from jengine.models.llama import Llama, qwen_windows
+from pallas_kernels.qkv import HeadNorm, QkvProduct
 
 
 class Qwen3Attention(Attention):
@@ -19,8 +21,9 @@ class Qwen3Attention(Attention):
         self.q_norm = RMSNorm(config.head_dim, config, dtype, f"{name}.q_norm")
         self.k_norm = RMSNorm(config.head_dim, config, dtype, f"{name}.k_norm")
 
-    def normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self.q_norm(q), self.k_norm(k)
+    def normalize(self, qkv: QkvProduct) -> QkvProduct:
+        q, k = self.q_norm, self.k_norm
+        return replace(qkv, norm=HeadNorm(q.weight[...], k.weight[...], q.eps, q.offset))
 
 
 class Qwen3(Llama):

@@ -15,6 +15,7 @@ from jengine.models.layers import Attention, Layer, LayerNorm, param
 from jengine.models.llama import Llama
 from jengine.models.pieces import Piece, heads, qkv_parts
 from jengine.models.residuals import ParallelLayer
+from pallas_kernels.qkv import Qkv, QkvProduct
 
 
 class StableLmAttention(Attention):
@@ -29,12 +30,13 @@ class StableLmAttention(Attention):
         shape = (config.num_kv_heads_padded, (config.group_size_padded + 1) * dim)
         self.qk_norm = param(shape, dtype, ("kv_heads", None), *source) if config.qk_norm else None
 
-    def normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def normalize(self, qkv: QkvProduct) -> Qkv | QkvProduct:
         if self.qk_norm is None:
-            return q, k
+            return qkv
+        q, k, v = qkv.split()
         ends = self.config.group_size_padded * self.config.head_dim
         weight = self.qk_norm[...].astype(jnp.float32)
-        return self._normed(q, weight[:, :ends]), self._normed(k, weight[:, ends:])
+        return Qkv(self._normed(q, weight[:, :ends]), self._normed(k, weight[:, ends:]), v)
 
     def _normed(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)

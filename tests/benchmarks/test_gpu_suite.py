@@ -268,6 +268,7 @@ def test_cases_meet_every_value_of_every_option() -> None:
             assert {tuple(case.ways.get(name) for name in ("window", "soft_cap", "sinks")) for case in of_kind} == set(named)
     written = [case for case in made if case.function == "kv_write"]
     assert {(case.kind, bool(case.pairs)) for case in written} == {(kind, turned) for kind in inputs.KINDS for turned in (True, False)}
+    assert {(case.shape.group, bool(case.ways)) for case in written} == {(group, normed) for group in (1, 4) for normed in (True, False)}
 
 
 def test_every_kernel_meets_the_reference_and_a_wrong_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +276,7 @@ def test_every_kernel_meets_the_reference_and_a_wrong_one_does_not(monkeypatch: 
     assert [row.outcome for row in right] == ["ok"] * 4 and len({row.case for row in right}) == 4
     shifted = dispatch.paged_attention_decode
     monkeypatch.setattr(dispatch, "paged_attention_decode", lambda *args, **ways: shifted(*args, **ways) + 0.05)
-    monkeypatch.setattr(dispatch, "kv_write", lambda k, v, *args, **ways: (k, v))
+    monkeypatch.setattr(dispatch, "kv_write", lambda k, v, qkv, *args, rows, **ways: ((qkv.split().q[:rows], qkv.split().q[rows:]), (k, v)))
     monkeypatch.setattr(dispatch, "copy_pages", lambda k, v, *args, **ways: (k, v))
     wrong = {row.case.split(":")[0]: row.outcome for row in correctness.measure(small=True)}
     assert wrong == {"decode": "failed", "prefill": "ok", "kv_write": "failed", "copy_pages": "failed"}

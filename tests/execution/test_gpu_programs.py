@@ -135,24 +135,44 @@ def test_on_hopper_kernels_do_all_that_touches_the_cache(devices: int) -> None:
     elsewhere(check_on_hopper, devices)
 
 
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192}  # Llama 3.1 8B's
+
+
 def check_launches(devices: int) -> None:
-    """Heads as those of Llama 3.1 8B, whose sequences are cut into four parts where rows are few."""
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
-    rows, mixed = TrunkKey(8, 0), TrunkKey(8, 1)
-    several, alone = (described("h200", n, {**MODEL, **heads}, max_model_len=8192) for n in (devices, 1))
-    [program] = compiled(several, [mixed], threads=1, progress=False)
+    [program] = compiled(described("h200", devices, {**MODEL, **HEADS}, max_model_len=8192), [TrunkKey(8, 1)], threads=1, progress=False)
     assert program.launches == 1
-    for program in compiled(alone, [rows, mixed], threads=1, progress=False):
-        kernels = [one.source for one, _, _ in program.program.kernels()]
-        first, second = (i for i, source in enumerate(kernels) if "/kv_write/" in source)
-        assert program.launches == 1
-        assert second - first <= (12 if program.key == rows else 17), kernels[first:second]
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.full)])
-def test_a_step_is_one_command_buffer_and_a_layer_few_kernels(devices: int) -> None:
+def test_a_step_is_one_command_buffer(devices: int) -> None:
     """With collectives, beside which XLA would launch every kernel alone otherwise."""
     elsewhere(check_launches, devices)
+
+
+KERNELS = {TrunkKey(8, 0): 11, TrunkKey(8, 1): 12}  # of a dense layer
+
+
+def check_layer(model: dict[str, Any], more: int) -> None:
+    """From the second layer's `kv_write` to the third's: what is computed once a step stands in the first."""
+    spec = described("h200", 1, {**model, **HEADS, "hidden_size": 256, "num_hidden_layers": 3, "dtype": "bfloat16"}, max_model_len=8192)
+    for program in compiled(spec, [*KERNELS], threads=1, progress=False):
+        kernels = [f"{one.name}: {one.source}" for one, _, _ in program.program.kernels()]
+        _, second, third = (i for i, kernel in enumerate(kernels) if "/kv_write/" in kernel)
+        assert program.launches == 1
+        assert third - second <= KERNELS[program.key] + more, kernels[second:third]
+
+
+@pytest.mark.parametrize(
+    ("variant", "more"),
+    [
+        ("qwen3_untied", 0),  # norms of queries and keys
+        pytest.param("llama_gqa", 0, marks=pytest.mark.full),
+        pytest.param("qwen2_untied", 0, marks=pytest.mark.full),  # biases
+        pytest.param("olmo2", 4, marks=pytest.mark.full),  # a norm over all heads, in XLA
+    ],
+)
+def test_a_dense_layer_is_few_kernels(variant: str, more: int) -> None:
+    elsewhere(check_layer, VARIANTS[variant], more)
 
 
 def test_what_the_environment_says_of_command_buffers_stays(monkeypatch: pytest.MonkeyPatch) -> None:

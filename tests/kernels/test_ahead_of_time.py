@@ -31,6 +31,7 @@ from kernel_facts import (
 
 from pallas_kernels import dispatch
 from pallas_kernels.ahead_of_time import KernelFacts, compile_for, device, kernel_facts
+from pallas_kernels.qkv import QkvProduct
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
 if os.environ.get("JAX_PLATFORMS") != "cpu":
@@ -144,21 +145,24 @@ def test_a_step_updates_its_cache_in_place_in_its_kernels(kind: str) -> None:
     rows, pages, kv_heads, layers, width = 8, 1 << 12, 8, 2, 64
     h200 = device("h200")
     cache = cache_of(kind, (pages, kv_heads, 64, 128))
-    q, new = (jax.ShapeDtypeStruct((rows, heads, 128), jnp.bfloat16) for heads in (32, kv_heads))
+    q = jax.ShapeDtypeStruct((rows, kv_heads, 6, 128), jnp.bfloat16)
     numbers = jax.ShapeDtypeStruct((rows,), jnp.int32)
 
-    def step(caches: Any, q: Any, new: Any, tables: Any, lengths: Any, rotation: Any) -> Any:
+    def step(caches: Any, qkv: Any, tables: Any, lengths: Any, rotation: Any) -> Any:
         last = lengths - 1
         where = tables[jnp.arange(rows), last // 64], last % 64
         kernel: Any = {"impl": "mosaic", "device": h200}
         for layer, (k, v) in enumerate(caches):
             k, v = dispatch.copy_pages(k, v, lengths, lengths + rows, **kernel)
-            k, v = caches[layer] = dispatch.kv_write(k, v, new, new, *where, rotation=rotation, **kernel)
-            q += dispatch.paged_attention_decode(q, k, v, tables, lengths, scale=0.1, **kernel)
-        return caches, q
+            product = QkvProduct(qkv, 4)
+            (q, _), (k, v) = dispatch.kv_write(k, v, product, *where, rows=rows, rotation=rotation, **kernel)
+            caches[layer] = k, v
+            got = dispatch.paged_attention_decode(q, k, v, tables, lengths, scale=0.1, **kernel)
+            qkv = qkv.at[:, :, :4].add(got.reshape(rows, kv_heads, 4, 128))
+        return caches, qkv
 
     tables, angles = jax.ShapeDtypeStruct((rows, width), jnp.int32), jax.ShapeDtypeStruct((rows, 64), jnp.float32)
-    args = [[cache, cache] for _ in range(layers)], q, new, tables, numbers, (angles, angles)
+    args = [[cache, cache] for _ in range(layers)], q, tables, numbers, (angles, angles)
     compiled = compile_for(h200, step, *args, donate=(0,))
     memory, text = compiled.memory_analysis(), compiled.as_text()
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from pallas_kernels import ampere, attention_decode, dispatch, xla
 from pallas_kernels.cpu import attention
 from pallas_kernels.dispatch import paged_attention_decode, why_decode_unsupported, why_grouped_product_unsupported
 from pallas_kernels.groups import grouped
+from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import movable, quantize
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
@@ -95,13 +97,13 @@ def test_a_cpu_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("impl", ["auto", "xla"])
 def test_xla_takes_what_it_was_given(impl: Any) -> None:
     q, k, v = arrays()
-    new = jnp.ones((2, 2, 64)), -jnp.ones((2, 2, 64)), jnp.array([3, 1]), jnp.array([2, 15])
+    new = Qkv(q, jnp.ones((2, 2, 64)), -jnp.ones((2, 2, 64))), jnp.array([3, 1]), jnp.array([2, 15])
     rotation = jnp.full((2, 32), 0.5), jnp.full((2, 32), 0.1)
     prefill: Any = (q[:, None], k, v, jnp.asarray(TABLES), jnp.array([4, 0]), jnp.array([1, 1]))
     ways: Any = {"scale": 0.3, "window": 7, "soft_cap": 4.0, "pages": 2}
     calls: list[tuple[str, Any, Any]] = [
         ("paged_attention_prefill", prefill, ways),
-        ("kv_write", (k, v, *new), {"rotation": rotation}),
+        ("kv_write", (k, v, *new), {"rows": 1, "rotation": rotation}),
         ("copy_pages", (k, v, jnp.array([1]), jnp.array([4])), {}),
     ]
     for name, args, how in calls:
@@ -117,7 +119,7 @@ def test_a_choice_that_cannot_be_met_is_an_error() -> None:
     q, k, v = arrays()
     where = jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32)
     calls: list[tuple[Any, Any]] = [
-        (dispatch.kv_write, (k, v, q[:, :2], q[:, :2], *where)),
+        (partial(dispatch.kv_write, rows=2), (k, v, Qkv(q, q[:, :2], q[:, :2]), *where)),
         (dispatch.copy_pages, (k, v, *where)),
     ]
     for function, args in calls:
@@ -129,19 +131,20 @@ def test_a_choice_that_cannot_be_met_is_an_error() -> None:
 
 def test_what_the_writing_kernel_takes() -> None:
     q, k, v = arrays()
-    new = q[:, :2]
-    assert dispatch.why_kv_write_unsupported(k, v, new, new, device=HOPPER) is None
+    new = Qkv(q, q[:, :2], q[:, :2])
+    half = QkvProduct(jnp.zeros((2, 2, 6, 64), jnp.float16), 4)
+    assert dispatch.why_kv_write_unsupported(k, v, new, device=HOPPER) is None
+    assert dispatch.why_kv_write_unsupported(*(x.astype(jnp.float16) for x in (k, v)), half, device=HOPPER) is None
     int8, fp8 = movable(quantize(k, "int8")), movable(quantize(v, "float8_e4m3fn"))
     for pages in (int8, fp8):
-        assert dispatch.why_kv_write_unsupported(pages, pages, new, new, device=HOPPER) is None
+        assert dispatch.why_kv_write_unsupported(pages, pages, new, device=HOPPER) is None
         assert dispatch.why_copy_pages_unsupported(pages, pages, device=HOPPER) is None
     refusals: list[tuple[Any, str]] = [
-        ((k, v, new, new.astype(jnp.float32)), "v=float32"),
-        ((k, v, new.astype(jnp.float16), new), "k=float16: the kernel takes the cache's dtype, bfloat16"),
-        ((k, v, new, new.astype(jnp.float16)), "v=float16: the kernel takes the cache's dtype, bfloat16"),
-        ((quantize(k, "float8_e4m3fn"), v, new, new), "k_pages=quantized float8_e4m3fn"),
-        ((int8, fp8, new, new), "v_pages=quantized uint8: the kernel takes what k_pages has, quantized int8"),
-        ((k[..., :32], v[..., :32], new, new), "head_dim=32"),
+        ((k, v, new._replace(q=q.astype(jnp.float32))), "qkv=float32: the kernel takes bfloat16 and float16"),
+        ((k, v, half), "qkv=float16: the kernel takes the cache's dtype, bfloat16"),
+        ((quantize(k, "float8_e4m3fn"), v, new), "k_pages=quantized float8_e4m3fn"),
+        ((int8, fp8, new), "v_pages=quantized uint8: the kernel takes what k_pages has, quantized int8"),
+        ((k[..., :32], v[..., :32], new), "head_dim=32"),
     ]
     for args, reason in refusals:
         assert str(dispatch.why_kv_write_unsupported(*args, device=HOPPER)).startswith(reason)
@@ -162,7 +165,7 @@ def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.why_prefill_unsupported(tiles, k, v, device=AMPERE) is None
     assert str(dispatch.why_prefill_unsupported(tiles[:, :, :8], k, v, device=HOPPER)).startswith("tile=3")
     assert str(why_decode_unsupported(q, *(quantize(pages, "int8") for pages in (k, v)), device=AMPERE)).startswith("k_pages=int8")
-    assert str(dispatch.why_kv_write_unsupported(k, v, k[0], v[0], device=AMPERE)).startswith("device=NVIDIA A100")
+    assert str(dispatch.why_kv_write_unsupported(k, v, Qkv(q, k[0], v[0]), device=AMPERE)).startswith("device=NVIDIA A100")
     given: list[str] = []
     for name in ("paged_attention_decode", "paged_attention_prefill"):
         monkeypatch.setattr(ampere, name, lambda *arrays, name=name, **how: given.append(name) or arrays[0])

@@ -14,39 +14,55 @@ import pytest
 
 from pallas_kernels import reference
 from pallas_kernels.kv_write import BLOCK_BYTES, heads_per_block, kv_write
+from pallas_kernels.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, dequantize, movable, quantize
 from tests.kernels.interpreted import RACES, interpret
 
 NUM_PAGES = 7
 
-# cache, dtype, head_dim, kv_heads, page_size, tokens, pairs
+# cache, dtype, head_dim, kv_heads, group, page_size, tokens, pairs, how: "norm", "gemma" (an offset in the norm) or "apart"
 SMALL = [
-    (None, "bfloat16", 128, 2, 16, 13, 64),
-    (None, "float16", 64, 1, 64, 5, 0),
-    (None, "bfloat16", 64, 3, 32, 8, 24),
-    ("int8", "bfloat16", 128, 1, 16, 9, 32),
-    ("float8_e4m3fn", "bfloat16", 256, 1, 32, 3, 128),
+    (None, "bfloat16", 128, 2, 2, 16, 13, 64, ""),
+    (None, "float16", 64, 1, 3, 64, 5, 0, ""),
+    (None, "bfloat16", 64, 3, 1, 32, 8, 24, "norm"),
+    ("int8", "bfloat16", 128, 1, 2, 16, 9, 32, "norm"),
+    ("float8_e4m3fn", "bfloat16", 256, 1, 1, 32, 3, 128, "gemma"),
+    (None, "bfloat16", 128, 2, 1, 16, 1, 64, "apart"),
 ]
 
 
-def check(kind: str | None, dtype: str, head_dim: int, kv_heads: int, page_size: int, tokens: int, pairs: int) -> None:
+def check(
+    kind: str | None, dtype: str, head_dim: int, kv_heads: int, group: int, page_size: int, tokens: int, pairs: int, how: str
+) -> None:
     rng = np.random.default_rng(tokens)
     places = rng.permutation(np.arange(page_size, NUM_PAGES * page_size))[:tokens]
     real = np.arange(tokens) % 3 != 1
     places[~real] %= page_size  # padding, in the null page
-    k, v = (np.where(real[:, None, None], rng.normal(size=(tokens, kv_heads, head_dim)), np.nan) for _ in "kv")
-    k[0] = 0
+    rows = np.where(real[:, None, None, None], rng.normal(size=(tokens, kv_heads, group + 3, head_dim)), np.nan)
+    rows[0] = 0
+    norm = None
+    if how in ("norm", "gemma"):
+        weights = (jnp.asarray(rng.normal(size=head_dim), dtype) for _ in "qk")
+        norm = HeadNorm(*weights, 1e-5, 1.0 if how == "gemma" else 0.0)
+    qkv: Any = QkvProduct(jnp.asarray(rows, dtype), group, norm)  # with a row that attention does not read
+    if how == "apart":
+        qkv = qkv.split()
     angles = rng.uniform(-3, 3, size=(tokens, pairs))
     rotation = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)) if pairs else None
     nothing: Pages = jnp.full((NUM_PAGES, kv_heads, page_size, head_dim), jnp.nan, dtype)
     old = movable(quantize(nothing, kind)) if kind else nothing  # NaN scales
     at = places // page_size, places % page_size
-    args: Any = (old, old, jnp.asarray(k, dtype), jnp.asarray(v, dtype), *(jnp.asarray(x, jnp.int32) for x in at))
-    run = jax.jit(partial(kv_write, interpret=RACES))
-    got = interpret(run, *args, rotation=rotation)
+    args: Any = (old, old, qkv, *(jnp.asarray(x, jnp.int32) for x in at))
+    rows = (0, 5, 8, tokens)[tokens % 4]
+    run = jax.jit(partial(kv_write, rows=min(rows, tokens), interpret=RACES))
+    queries, got = interpret(run, *args, rotation=rotation)
+    wanted_queries, wanted = reference.kv_write(*args, rows=rows, rotation=rotation)
+    plain = rotation is None and norm is None
+    assert [len(part) for part in queries] == [min(rows, tokens), tokens - min(rows, tokens)]
+    compare(*(np.concatenate(part).astype(np.float32)[real] for part in (queries, wanted_queries)), dtype, exact=plain)
     written = at[0][real], slice(None), at[1][real]
-    for new, want in zip(got, reference.kv_write(*args, rotation=rotation), strict=True):
-        compare(numbers_at(new, written), numbers_at(want, written), kind or dtype, exact=rotation is None and kind is None)
+    for new, want in zip(got, wanted, strict=True):
+        compare(numbers_at(new, written), numbers_at(want, written), kind or dtype, exact=plain and kind is None)
         untouched = np.ones((NUM_PAGES, page_size), bool)
         untouched[at[0][real], at[1][real]] = False
         for now, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
@@ -64,13 +80,14 @@ def compare(got: np.ndarray, want: np.ndarray, kind: str, *, exact: bool) -> Non
     assert (np.abs(got - want) <= (0 if exact else step * 1.01)).all()  # false where one is NaN
 
 
-@pytest.mark.parametrize(("kind", "dtype", "head_dim", "kv_heads", "page_size", "tokens", "pairs"), SMALL)
-def test_the_reference_is_met(kind: str | None, dtype: str, head_dim: int, kv_heads: int, page_size: int, tokens: int, pairs: int) -> None:
-    check(kind, dtype, head_dim, kv_heads, page_size, tokens, pairs)
+@pytest.mark.parametrize("case", SMALL)
+def test_the_reference_is_met(case: tuple[Any, ...]) -> None:
+    check(*case)
 
 
 SHAPES = [*itertools.product((None, "int8", "float8_e4m3fn"), (64, 128, 256), (16, 64, 128), (0, 24, 32), (1, 8, 27))]
 HEADS_AND_DTYPES = [(1, "bfloat16"), (2, "float16"), (5, "bfloat16"), (3, "float16")]  # four: every shape meets others
+GROUPS_AND_WAYS = [*itertools.product((1, 4), ("", "norm", "gemma", "apart"))][:-1]  # seven, likewise
 
 
 @pytest.mark.full
@@ -78,13 +95,14 @@ HEADS_AND_DTYPES = [(1, "bfloat16"), (2, "float16"), (5, "bfloat16"), (3, "float
 def test_the_reference_is_met_everywhere(index: int) -> None:
     kind, head_dim, page_size, pairs, tokens = SHAPES[index]
     kv_heads, dtype = HEADS_AND_DTYPES[index % len(HEADS_AND_DTYPES)]
-    check(kind, dtype, head_dim, kv_heads, page_size, tokens, pairs)
+    group, how = GROUPS_AND_WAYS[index % len(GROUPS_AND_WAYS)]
+    check(kind, dtype, head_dim, kv_heads, group, page_size, tokens, pairs, how)
 
 
 def test_blocks_fill_the_chip_and_then_grow() -> None:
     head, blocks = 8 * 128 * 2, partial(heads_per_block, cores=100)
-    assert blocks(tiles=1, kv_heads=8, head_bytes=head) == 1
-    assert blocks(tiles=50, kv_heads=8, head_bytes=head) == 4
-    assert blocks(tiles=1000, kv_heads=8, head_bytes=head) == 8
-    assert blocks(tiles=1000, kv_heads=64, head_bytes=head) == BLOCK_BYTES // head
-    assert blocks(tiles=1000, kv_heads=5, head_bytes=BLOCK_BYTES) == 1
+    assert blocks(tiles=2, kv_heads=8, head_bytes=head) == 1
+    assert blocks(tiles=100, kv_heads=8, head_bytes=head) == 4
+    assert blocks(tiles=2000, kv_heads=8, head_bytes=head) == 8
+    assert blocks(tiles=2000, kv_heads=64, head_bytes=head) == BLOCK_BYTES // head
+    assert blocks(tiles=2000, kv_heads=5, head_bytes=BLOCK_BYTES) == 1

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.xla import Rotation, rotate
 
 
@@ -22,9 +23,7 @@ class DenseCausal:
     def __call__(
         self,
         layer: int,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
+        qkv: Qkv | QkvProduct,
         *,
         rotation: Rotation | None,
         scale: float,
@@ -32,6 +31,7 @@ class DenseCausal:
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
+        q, k, v = qkv.split()
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, k if v is None else v))

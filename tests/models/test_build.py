@@ -14,6 +14,7 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.errors import ModelError
 from jengine.models import build
 from jengine.models.pieces import Piece
+from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.xla import rotate
 from tests.golden.weights import VARIANTS, tensor_shapes
 from tests.models.dense import DenseCausal
@@ -62,8 +63,9 @@ def test_dtypes_and_no_arrays_closed_over(dtype: str) -> None:
     model = build(model_config(VARIANTS["qwen3_untied"]), dtype, 64)
     seen = []
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, *, rotation: Any, **how: Any) -> jax.Array:
+    def attend(layer: int, qkv: Qkv | QkvProduct, *, rotation: Any, **how: Any) -> jax.Array:
         assert [(part.shape, part.dtype) for part in rotation] == [((5, 12), "float32")] * 2
+        q, k, v = qkv.split()
         assert v is not None
         seen.append((layer, q.shape, k.shape, v.shape, how))
         return q
@@ -87,7 +89,8 @@ def test_narrow_activations_stay_narrow(variant: str) -> None:
     model = build(model_config(VARIANTS[variant]), "bfloat16", 64)
 
     class Narrow(DenseCausal):
-        def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, **how: Any) -> jax.Array:
+        def __call__(self, layer: int, qkv: Qkv | QkvProduct, **how: Any) -> jax.Array:
+            q, k, v = qkv.split()
             assert q.dtype == k.dtype == (k if v is None else v).dtype == jnp.bfloat16
             rotation = how["rotation"]
             return q if rotation is None else rotate(q, rotation)
