@@ -18,5 +18,5 @@ def measure() -> Iterator[Row]:
         return
     for measured in tune.tune([case for shape in tune.SHAPES for case in tune.cases(*shape)], device, tuning.FILE):
         values = {"default us": 1e6 * measured.default, "best us": 1e6 * measured.best, "gain": measured.default / measured.best}
-        choice = {"splits": measured.choice.splits, "stages": measured.choice.stages or ""}
+        choice = {"stages": measured.choice.stages or ""}
         yield Row(measured.case.key(), values | choice)

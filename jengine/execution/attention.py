@@ -12,6 +12,7 @@ from jengine.execution.batch import Batch
 from jengine.execution.kv_cache import Place
 from jengine.table.program_table import TrunkKey
 from pallas_kernels import dispatch, xla
+from pallas_kernels.work_list import WorkList
 from pallas_kernels.xla import Rotation
 
 
@@ -42,9 +43,19 @@ class PagedAttention:
     Args:
         block_table: int32 [slots, width], of this cache group.
         device: a device that programs are compiled for; it determines the kernels.
+        batch_invariant: decode attention cuts sequences at fixed places, so a row's result does not depend on other rows.
     """
 
-    def __init__(self, block_table: jax.Array, batch: Batch, axis: TokenAxis, key: TrunkKey, page_size: int, device: jax.Device) -> None:
+    def __init__(
+        self,
+        block_table: jax.Array,
+        batch: Batch,
+        axis: TokenAxis,
+        key: TrunkKey,
+        page_size: int,
+        device: jax.Device,
+        batch_invariant: bool,
+    ) -> None:
         index = jnp.minimum(axis.positions // page_size, block_table.shape[1] - 1)
         pages = jnp.where(axis.real, block_table[axis.owner, index], 0)  # padding writes to the null page
         offsets = axis.positions % page_size
@@ -59,6 +70,7 @@ class PagedAttention:
             kv: Place,
             rotation: Rotation | None,
             sinks: jax.Array | None,
+            work: WorkList | None,
             **options: Any,
         ) -> tuple[jax.Array, Place]:
             q = q if rotation is None else dispatch.rotate(q, rotation, device=device)
@@ -70,7 +82,7 @@ class PagedAttention:
             how = {**options, "sinks": sinks, "pages": key.pages, "device": device}
             out = []
             if key.rows:
-                out.append(dispatch.paged_attention_decode(q[: key.rows], k_pages, v_pages, row_tables, row_lengths, **how))
+                out.append(dispatch.paged_attention_decode(q[: key.rows], k_pages, v_pages, row_tables, row_lengths, work=work, **how))
             if key.tiles:
                 tiles = q[key.rows :].reshape(key.tiles, -1, *q.shape[1:])
                 got = dispatch.paged_attention_prefill(
@@ -79,4 +91,29 @@ class PagedAttention:
                 out.append(got.reshape(-1, *q.shape[1:]))
             return jnp.concatenate(out), kv
 
-        self.attend = attend
+        def make_work(kv: Place, window: int | None) -> WorkList | None:
+            if not key.rows or len(kv) == 1:
+                return None
+            how: dict[str, Any] = {"window": window, "batch_invariant": batch_invariant, "device": device}
+            return dispatch.decode_work(kv[0], row_lengths, tokens=block_table.shape[1] * page_size, **how)
+
+        self._attend, self._make_work = attend, make_work
+        self._work: dict[int | None, WorkList | None] = {}  # by window: made by the first layer of the group, for all
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        kv: Place,
+        rotation: Rotation | None,
+        sinks: jax.Array | None,
+        *,
+        window: int | None,
+        **options: Any,
+    ) -> tuple[jax.Array, Place]:
+        """A layer's results, and its place in the cache with the new keys and values."""
+        if window not in self._work:
+            self._work[window] = self._make_work(kv, window)
+        out: tuple[jax.Array, Place] = self._attend(q, k, v, kv, rotation, sinks, self._work[window], window=window, **options)
+        return out
