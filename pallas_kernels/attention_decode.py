@@ -82,6 +82,7 @@ def paged_attention_decode(
     case = DecodeCase(str(stored), str(q.dtype), heads, kv_heads, head_dim, page_size, rows)
     stages = (choice or tuning.decode(case, device)).stages
     pairs = BLOCKS if tuning.decode_blocks(str(stored), head_dim, device) > tuning.cores(device) and work.blocks % BLOCKS == 0 else 1
+    of_pairs = (pairs,) if pairs > 1 else ()
     queries = q.reshape(rows * heads, head_dim)
     if len(queries) < padded:
         queries = jnp.pad(queries, ((0, padded - len(queries)), (0, 0)))
@@ -95,12 +96,12 @@ def paged_attention_decode(
         ),
         scratch_types={
             "ring": _ring(q.dtype, k_pages, stages, pairs),
-            "q_smem": tiled((pairs, ROWS, head_dim), q.dtype),
-            "o_smem": plgpu.SMEM((pairs, ROWS, head_dim), q.dtype),
-            "part_smem": plgpu.SMEM((pairs, ROWS, COLUMNS), jnp.float32),
+            "q_smem": tiled((*of_pairs, ROWS, head_dim), q.dtype),
+            "o_smem": plgpu.SMEM((*of_pairs, ROWS, head_dim), q.dtype),
+            "part_smem": plgpu.SMEM((*of_pairs, ROWS, COLUMNS), jnp.float32),
             "q_full": plgpu.Barrier(num_barriers=pairs),
         }
-        | ({} if operand_in_registers else {"p_smem": tiled((pairs, ROWS, TILE), q.dtype)}),
+        | ({} if operand_in_registers else {"p_smem": tiled((*of_pairs, ROWS, TILE), q.dtype)}),
         grid=(work.blocks // pairs,),
         grid_names=("block",),
         num_threads=2 * pairs,
@@ -116,12 +117,13 @@ def _ring(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -
     """Shared memory and barriers of keys and values on their way."""
     page_size, head_dim = pages.shape[2:]
     copies = TILE // min(page_size, TILE)
+    of_pairs = (pairs,) if pairs > 1 else ()
     ring: dict[str, Any] = {}
     if isinstance(pages, Quantized):
         small = head_dim < 256
         ahead, stages = stages or (4 if small else 2), 2 if small else 1
-        scale = plgpu.SMEM((pairs, ahead + stages + 1, TILE), jnp.float32)  # read until after the next tile's keys may be converted
-        eight = tiled((pairs, ahead, TILE, head_dim), pages.values.dtype, min(head_dim, 2 * COLUMNS))
+        scale = plgpu.SMEM((*of_pairs, ahead + stages + 1, TILE), jnp.float32)  # read until after the next tile's keys may be converted
+        eight = tiled((*of_pairs, ahead, TILE, head_dim), pages.values.dtype, min(head_dim, 2 * COLUMNS))
         ring = {"arrived": plgpu.Barrier(num_arrivals=4 * copies, num_barriers=pairs * ahead)}
         ring |= {"k_eight": eight, "v_eight": eight, "k_scale": scale, "v_scale": scale}
         copies = 1  # by the memory warpgroup itself
@@ -129,7 +131,7 @@ def _ring(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -
         stages = stages or max(2, STAGE_BYTES // (2 * TILE * head_dim * dtype.itemsize))
         ring = {"arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=pairs)}
     for name in "kv":
-        ring[f"{name}_smem"] = tiled((pairs, stages, TILE, head_dim), dtype)
+        ring[f"{name}_smem"] = tiled((*of_pairs, stages, TILE, head_dim), dtype)
         ring[f"{name}_full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=pairs * stages)
         ring[f"{name}_free"] = plgpu.Barrier(num_barriers=pairs * stages)
     return ring
@@ -141,21 +143,28 @@ def _kernel(
     scale: float, window: int | None, soft_cap: float | None, rows: int, group: int, sinks: bool,
 ) -> None:  # fmt: skip
     *sink_ref, out_ref, part_ref, sum_ref = refs
-    pairs, _, head_dim = q_smem.shape
+    *of_pairs, _, head_dim = q_smem.shape
     padded, heads = part_ref.shape[1], out_ref.shape[0] // rows
     warpgroup = lax.axis_index("warpgroup")
-    pair = lax.div(warpgroup, 2)
-    block, blocks = lax.axis_index("block") * pairs + pair, first_ref.shape[0] - 1
+    block, blocks, pair = lax.axis_index("block"), first_ref.shape[0] - 1, None
+    if of_pairs:
+        pair = lax.div(warpgroup, 2)
+        block = block * of_pairs[0] + pair
+
+    def own(ref: Any) -> Any:
+        """Of shared memory or barriers that each pair of warpgroups has, this pair's."""
+        return ref if pair is None else ref.at[pair]
+
     first, end = first_ref[block], first_ref[block + 1]
-    q_smem, o_smem, part_smem = (ref.at[pair] for ref in (q_smem, o_smem, part_smem))
-    p_smem = None if p_smem is None else p_smem.at[pair]
+    q_smem, o_smem, part_smem, q_full = map(own, (q_smem, o_smem, part_smem, q_full))
+    p_smem = None if p_smem is None else own(p_smem)
 
     def side(name: str, ref: Any) -> Side:
         smem, full, free = (ring[f"{name}_{what}"] for what in ("smem", "full", "free"))
         if f"{name}_eight" not in ring:
-            return Side((ref,), smem.at[pair], full, free)
-        eight, scale = (ring[f"{name}_{what}"].at[pair] for what in ("eight", "scale"))
-        return Side((ref.values, ref.scale), smem.at[pair], full, free, eight, scale)
+            return Side((ref,), own(smem), full, free)
+        eight, scale = (own(ring[f"{name}_{what}"]) for what in ("eight", "scale"))
+        return Side((ref.values, ref.scale), own(smem), full, free, eight, scale)
 
     k, v = side("k", k_ref), side("v", v_ref)
     feed = Feed(k, v, item_ref, table_ref, window, ring["arrived"], pair)
@@ -212,8 +221,8 @@ def _kernel(
         """By way of the results' place: TMA to tiles of shared memory would want the first to be a multiple of 8."""
         head, some = first_query(item), pl.ds(0, padded)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the results of the item before
-        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(head, padded)], o_smem.at[some], q_full.at[pair])  # what is behind the last query is zeros
-        plgpu.barrier_wait(q_full.at[pair])
+        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(head, padded)], o_smem.at[some], q_full)  # what is behind the last query is zeros
+        plgpu.barrier_wait(q_full)
         store(q_smem.at[some], plgpu.load(o_smem.at[some], layout=rows_by_warp()))
         plgpu.commit_smem()
 
@@ -256,7 +265,7 @@ def _kernel(
 
     @pl.when(lax.rem(warpgroup, 2) == 0)
     def compute() -> None:
-        if pairs > 1:
+        if of_pairs:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
         lax.fori_loop(first, end, attend, jnp.int32(0))
         pl.loop(0, pl.cdiv(rows, blocks))(clear)
@@ -264,7 +273,7 @@ def _kernel(
 
     @pl.when(lax.rem(warpgroup, 2) == 1)
     def memory() -> None:
-        if pairs > 1:
+        if of_pairs:
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
         feed.run(first, end)
 

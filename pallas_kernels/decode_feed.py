@@ -65,7 +65,7 @@ class Feed:
         window: tokens that a query sees; None: all.
         arrived: of eight-bit numbers, a barrier for each tile ahead; else the one of values that are cleared before they are handed on.
             As many for each pair of warpgroups.
-        pair: of warpgroups, that this is for.
+        pair: of warpgroups, that this is for; None where a block has one.
     """
 
     k: Side
@@ -74,12 +74,16 @@ class Feed:
     tables: Any
     window: int | None
     arrived: Any
-    pair: jax.Array
+    pair: jax.Array | None
 
     def stage(self, number: Any) -> Any:
         """Of the barriers for stages, the one of a tile, by its number in the block."""
-        stages = self.k.smem.shape[0]
-        return self.pair * stages + lax.rem(number, stages)
+        return self._own(number, self.k.smem.shape[0])
+
+    def _own(self, number: Any, each: int) -> Any:
+        """Of a ring's barriers, of which each pair has so many, this pair's for a number."""
+        slot = lax.rem(number, each)
+        return slot if self.pair is None else self.pair * each + slot
 
     def run(self, first: jax.Array, end: jax.Array) -> None:
         """All tiles of the items; returns when every slot is free again, so that every barrier phase is observed."""
@@ -133,8 +137,9 @@ class Feed:
 
                 @pl.when(jnp.logical_not(whole))
                 def clear() -> None:
-                    copy(self.arrived.at[self.pair], item, tile, pages)
-                    plgpu.barrier_wait(self.arrived.at[self.pair])
+                    arrived = self.arrived if self.pair is None else self.arrived.at[self.pair]
+                    copy(arrived, item, tile, pages)
+                    plgpu.barrier_wait(arrived)
                     for at in range(0, head_dim, COLUMNS):
                         values = v.smem.at[slot, :, pl.ds(at, COLUMNS)]
                         loaded = plgpu.load(values, layout=plgpu.Layout.WGMMA)
@@ -155,7 +160,7 @@ class Feed:
             for side in (self.k, self.v):
                 for ref, smem in zip(side.pages, (side.eight, side.scale), strict=True):
                     to = smem.at[lax.rem(cursor.number, smem.shape[0])]
-                    arrived = self.arrived.at[self.pair * ahead + lax.rem(cursor.number, ahead)]
+                    arrived = self.arrived.at[self._own(cursor.number, ahead)]
                     self._copy(ref, to, arrived, cursor.item, cursor.tile, cursor.pages)
 
         def after(cursor: _Cursor) -> _Cursor:
@@ -170,7 +175,7 @@ class Feed:
             number = done + tile
             slot, into, stage = lax.rem(number, ahead), lax.rem(number, stages), self.stage(number)
             following = after(cursor)  # its page ids come while this tile is converted
-            plgpu.barrier_wait(self.arrived.at[self.pair * ahead + slot])
+            plgpu.barrier_wait(self.arrived.at[self._own(number, ahead)])
             pl.when(number >= stages)(partial(plgpu.barrier_wait, self.k.free.at[stage]))
             _convert(self.k.eight.at[slot], self.k.smem.at[into])
             plgpu.barrier_arrive(self.k.full.at[stage])

@@ -43,7 +43,7 @@ SMALL = [
 
 def check(head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int, dtype: str, ways: Ways, kind: str | None = None) -> None:
     """What no query sees is NaN: numbers, or an eight-bit kind's scales and, in fp8, numbers."""
-    longest = 1200  # tokens: it is cut
+    longest = 700  # tokens: it is cut
     lengths = [1, page_size - 1, 0, page_size, page_size + 1, longest, 129]
     whole = cache(lengths, -(-longest // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
     paged = only_what_is_seen(whole, np.array(lengths) - 1, lengths, ways.get("window"), behind=0)
@@ -125,7 +125,6 @@ def test_what_is_beside_a_row_changes_no_bit_where_cuts_are_fixed() -> None:
     fixed, even = partial(fixed_work, blocks=5, tokens=1536), partial(even_work, blocks=5)
     assert not np.array_equal(even(paged.lengths, 1).items[0], even(alone, 1).items[0])
     np.testing.assert_array_equal(first_row(fixed, paged.lengths), first_row(fixed, alone))
-    np.testing.assert_array_equal(first_row(even, paged.lengths), first_row(even, paged.lengths))
 
 
 def test_the_grid_does_not_depend_on_the_row_bucket() -> None:

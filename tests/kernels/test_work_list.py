@@ -17,7 +17,7 @@ from pallas_kernels.work_list import LEAST, PARTS, TILE, WorkList, even_work, fi
 
 ROWS, TOKENS = 6, 40 * TILE
 LENGTHS = st.lists(st.integers(0, TOKENS) | st.just(0) | st.just(TOKENS), min_size=ROWS, max_size=ROWS)
-EXAMPLES = settings(max_examples=50, deadline=None)
+EXAMPLES = settings(max_examples=30, deadline=None)
 Key = tuple[int, int]  # row, kv head
 
 
