@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from pallas_kernels import products, tuning, xla
+from pallas_kernels import products, tuning, work_list, xla
 from pallas_kernels.flashinfer import decode as flashinfer
 from pallas_kernels.groups import Groups
 from pallas_kernels.hadamard import transform
@@ -25,6 +25,7 @@ from pallas_kernels.int4 import Int4
 from pallas_kernels.products import Weight
 from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, dequantize, quantize
+from pallas_kernels.work_list import WorkList
 from pallas_kernels.xla import Queries, Rotation
 
 Impl = Literal["auto", "mosaic", "llvm", "flashinfer", "xla"]
@@ -63,7 +64,7 @@ def paged_attention_decode(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     pages: int = 0,
-    splits: int | None = None,
+    work: WorkList | None = None,
     impl: Impl = "auto",
     device: jax.Device | None = None,
 ) -> jax.Array:
@@ -71,7 +72,7 @@ def paged_attention_decode(
 
     Args:
         pages: see `xla.paged_attention_decode`; the kernel reads as many as each sequence has.
-        splits: see `attention_decode.paged_attention_decode`; XLA's form has none.
+        work: of `decode_work`, for Hopper's kernel; None: made for this call. Other forms need none.
         impl, device: see the module.
         The others, and what is returned: see `xla.paged_attention_decode`.
 
@@ -88,14 +89,43 @@ def paged_attention_decode(
         from pallas_kernels.cpu import attention
 
         return attention.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how)
-    how["splits"] = splits
     if _capability(device) in AMPERE:
         from pallas_kernels import ampere
 
         return ampere.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how)
     from pallas_kernels import attention_decode
 
-    return attention_decode.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, device=device or jax.devices()[0])
+    how |= {"work": work, "device": device or jax.devices()[0]}
+    return attention_decode.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how)
+
+
+def decode_work(
+    k_pages: Pages,
+    lengths: jax.Array,
+    *,
+    tokens: int,
+    window: int | None = None,
+    batch_invariant: bool = False,
+    device: jax.Device | None = None,
+) -> WorkList | None:
+    """How blocks of threads share the work of `paged_attention_decode`, for all layers with such pages, lengths and window.
+
+    Args:
+        lengths: int32 [rows], as there.
+        tokens: the longest length that there may be.
+        batch_invariant: sequences are cut where a row's result does not depend on the other rows.
+
+    Returns:
+        None where the device has no kernel that takes one.
+    """
+    if _capability(device) not in HOPPER:
+        return None
+    kv_heads, _, head_dim = k_pages.shape[1:]
+    stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
+    blocks = tuning.decode_blocks(str(stored), head_dim, device or jax.devices()[0])
+    if batch_invariant:
+        return work_list.fixed_work(lengths, kv_heads, blocks=blocks, tokens=tokens, window=window)
+    return work_list.even_work(lengths, kv_heads, blocks=blocks, window=window)
 
 
 def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:

@@ -9,15 +9,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas.mosaic_gpu import Tiling
 
 ROWS = 64  # of a warpgroup's product
 COLUMNS = 64  # of a tile of shared memory
 
 
-def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any]) -> Any:
-    """Shared memory in the layout of TMA and the tensor cores: tiles of 8 rows by 64 numbers, swizzled."""
-    tiles = plgpu.TilingTransform((8, COLUMNS))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(COLUMNS * dtype.itemsize)))  # type: ignore[abstract]
+def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], columns: int = COLUMNS) -> Any:
+    """Shared memory in the layout of TMA and the tensor cores: tiles of 8 rows by up to 128 bytes, swizzled."""
+    tiles = plgpu.TilingTransform((8, columns))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(columns * dtype.itemsize)))  # type: ignore[abstract]
+
+
+def rows_by_warp() -> Any:
+    """Layout of [8 * n, COLUMNS * m]: each warp has two of eight rows, each thread two adjacent numbers."""
+    return plgpu.Layout.TILED(Tiling(((4, COLUMNS), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 def per_row(value: float) -> jax.Array:

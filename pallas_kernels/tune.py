@@ -1,13 +1,12 @@
-"""Measures the best parameters of decode attention on this machine's GPU, and writes them to the table that
+"""Measures the best number of stages of decode attention on this machine's GPU, and writes it to the table that
 `tuning` reads.
 
     python -m pallas_kernels.tune [--heads 32 --kv-heads 8 --head-dim 128] [--page-size 64] [--dtype bfloat16] [--out FILE]
 
 For one shape of attention (the heads on one device) or, without --heads, for those of Llama 8B and 70B: each of
 the engine's row buckets and each kind of cache is timed with sequences of 8k tokens, and with one of 32k among
-short ones, with a cache of 1 GiB. First the number of splits is chosen, then the number of stages. FILE is
-written after each case, and cases that it lacks for this device come first, so an interrupted run can be
-continued.
+short ones, with a cache of 1 GiB. FILE is written after each case, and cases that it lacks for this device come
+first, so an interrupted run can be continued.
 
 If flashinfer-python is installed, its decode kernel is timed too, and the times are written to `--fastest`:
 `impl="auto"` uses the faster kernel.
@@ -21,7 +20,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -40,7 +39,6 @@ KINDS = {None: None, "int8": "int8", "uint8": "float8_e4m3fn"}  # by stored dtyp
 ROWS = (8, 16, 32, 64, 128, 256)  # row buckets of an engine on a GPU
 EVEN, LONGEST, SHORT = 8192, 32768, (256, 1024)  # tokens of a sequence
 POOL = 1 << 30  # bytes of the cache, many times the size of a GPU's L2 cache
-QUARTERS = (1, 2, 3, 4, 6, 8, 16)  # multiples of a quarter of the default number of splits
 STAGES = (2, 3, 4, 6)
 WORTH = 0.98  # required share of the default's time for another choice
 
@@ -64,25 +62,17 @@ class Load(NamedTuple):
 
 def cases(heads: int, kv_heads: int, head_dim: int, page_size: int = 64, dtype: str = "bfloat16") -> list[DecodeCase]:
     """All cases that an engine may need with attention of this shape, for any max_model_len."""
-    return [
-        DecodeCase(cache or dtype, dtype, heads, kv_heads, head_dim, page_size, rows, LONGEST)
-        for cache, rows in itertools.product(KINDS, ROWS)
-    ]
+    return [DecodeCase(cache or dtype, dtype, heads, kv_heads, head_dim, page_size, rows) for cache, rows in itertools.product(KINDS, ROWS)]
 
 
 SHAPES = [(32, 8, 128), (64, 8, 128)]  # heads, kv_heads, head_dim
 
 
-def search(cases: Iterable[DecodeCase], cores: int, timer: Timer) -> Iterator[Measured]:
-    """The best number of splits with the default number of stages, then the best number of stages with that
-    number of splits."""
+def search(cases: Iterable[DecodeCase], timer: Timer) -> Iterator[Measured]:
+    """The best number of stages."""
     for case in cases:
-        default = tuning.default_decode(case, cores)
-        times = {default: timer(case, default)}
-        others = {max(1, default.splits * quarters // 4) for quarters in QUARTERS} - {default.splits}
-        times |= {choice: timer(case, choice) for choice in (replace(default, splits=splits) for splits in sorted(others))}
-        fastest = min(times, key=times.__getitem__)
-        times |= {choice: timer(case, choice) for choice in (replace(fastest, stages=stages) for stages in STAGES)}
+        default = DecodeChoice()
+        times = {choice: timer(case, choice) for choice in (default, *map(DecodeChoice, STAGES))}
         best = min(times, key=times.__getitem__)
         chosen = best if times[best] <= WORTH * times[default] else default
         yield Measured(case, times[default], chosen, times[chosen])
@@ -91,7 +81,7 @@ def search(cases: Iterable[DecodeCase], cores: int, timer: Timer) -> Iterator[Me
 def tune(cases: Iterable[DecodeCase], device: jax.Device, file: Path) -> Iterator[Measured]:
     """Runs `search`, writing results to the file immediately, in addition to its contents. Missing cases come first."""
     known = _read(file).get(device.device_kind, {})
-    for measured in search(sorted(cases, key=lambda case: case.key() in known), tuning.cores(device), total_seconds):
+    for measured in search(sorted(cases, key=lambda case: case.key() in known), total_seconds):
         if math.isfinite(measured.best):
             table = tuning.updated(_read(file), device.device_kind, {measured.case: measured.choice})
             file.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
@@ -105,7 +95,7 @@ def _read(file: Path) -> tuning.Table:
 def total_seconds(case: DecodeCase, choice: DecodeChoice) -> float:
     """Total seconds of a call with each of the case's loads, on the default device; infinity if the choice does not fit."""
     q, k, v, loads = arrays(case)
-    attend = partial(paged_attention_decode, scale=case.head_dim**-0.5, splits=choice.splits, stages=choice.stages)
+    attend = partial(paged_attention_decode, scale=case.head_dim**-0.5, choice=choice)
     program = chain(lambda q, tables, k, v, lengths: attend(q, k, v, tables, lengths))
     try:
         return sum(seconds(program, q, load.tables, k, v, load.lengths) for load in loads)
@@ -133,8 +123,8 @@ def arrays(case: DecodeCase) -> tuple[jax.Array, Pages, Pages, list[Load]]:
 
 def row(measured: Measured) -> str:
     gain = measured.default / measured.best
-    chosen = f"{measured.choice.splits} | {measured.choice.stages or ''}"
-    return f"| {measured.case.key()} | {measured.default * 1e6:.1f} | {measured.best * 1e6:.1f} | {gain:.2f} | {chosen} |"
+    times = f"{measured.default * 1e6:.1f} | {measured.best * 1e6:.1f} | {gain:.2f}"
+    return f"| {measured.case.key()} | {times} | {measured.choice.stages or ''} |"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -156,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
     [device, *_] = visible_devices()
     if getattr(device, "compute_capability", None) not in dispatch.HOPPER:
         parser.exit(1, f"device={device.device_kind}: tuning needs a Hopper GPU (compute capability {dispatch.HOPPER[0]})\n")
-    print("| case | default, us | best, us | gain | splits | stages |\n|---|---|---|---|---|---|")
+    print("| case | default, us | best, us | gain | stages |\n|---|---|---|---|---|")
     wanted = [case for shape in shapes for case in cases(*shape, options.page_size, options.dtype)]
     for measured in tune(wanted, device, options.out):
         print(row(measured), flush=True)

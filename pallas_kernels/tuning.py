@@ -1,4 +1,4 @@
-"""How a kernel's work is divided: by rules from shapes and the device, or by a table of measurements.
+"""How a kernel uses a device: by rules from shapes and the device, or by a table of measurements.
 
 The table is `tuned.json`, by device kind and case; `python -m pallas_kernels.tune` fills it on a GPU.
 """
@@ -16,19 +16,17 @@ import jax
 FILE = Path(__file__).parent / "tuned.json"
 CORES = 132  # multiprocessors of an H100 or H200, for devices that do not report it
 BLOCKS = 2  # desired blocks per multiprocessor
-SPLIT_TOKENS = 256  # minimum tokens of a split
 Table = dict[str, dict[str, dict[str, int]]]
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """The parameters on which the division of decode attention depends.
+    """The parameters on which the stages of decode attention depend.
 
     Attributes:
         cache: stored dtype; the queries' dtype, int8 or uint8.
         dtype: dtype of the queries.
         rows: rows of a step, padding included; rounded up to a power of two for the lookup.
-        tokens: maximum tokens that a row may read. It only limits the splits: table entries are shared by all values.
     """
 
     cache: str
@@ -38,27 +36,20 @@ class DecodeCase:
     head_dim: int
     page_size: int
     rows: int
-    tokens: int
 
     def key(self) -> str:
         facts = asdict(self) | {"rows": 1 << (self.rows - 1).bit_length()}
-        return " ".join(f"{name}={value}" for name, value in facts.items() if name != "tokens")
-
-    @property
-    def most_splits(self) -> int:
-        return max(1, self.tokens // SPLIT_TOKENS)
+        return " ".join(f"{name}={value}" for name, value in facts.items())
 
 
 @dataclass(frozen=True)
 class DecodeChoice:
-    """How decode attention is divided.
+    """How decode attention keeps its copies in flight.
 
     Attributes:
-        splits: number of parts of a sequence.
         stages: number of tiles in transfer to a block at a time; None: as many as fit into its intended shared memory.
     """
 
-    splits: int
     stages: int | None = None
 
 
@@ -67,17 +58,18 @@ def cores(device: jax.Device | None) -> int:
     return getattr(device, "core_count", None) or CORES
 
 
-def default_decode(case: DecodeCase, cores: int) -> DecodeChoice:
-    """Splits that fill the chip, if there are enough tokens."""
-    return DecodeChoice(max(1, min(BLOCKS * cores // (case.rows * case.kv_heads), case.most_splits)))
+def decode_blocks(cache: str, head_dim: int, device: jax.Device | None) -> int:
+    """Blocks of a work list of decode attention: as many as the device runs at the same time, for any number of rows.
+
+    cache: stored dtype.
+    """
+    itemsize = jax.numpy.dtype(cache).itemsize
+    return cores(device) * (BLOCKS if head_dim <= 64 * itemsize else 1)
 
 
 def decode(case: DecodeCase, device: jax.Device | None) -> DecodeChoice:
-    """The measured choice for such a device, otherwise the one by rules."""
-    measured = table().get(getattr(device, "device_kind", ""), {}).get(case.key())
-    if not measured:
-        return default_decode(case, cores(device))
-    return DecodeChoice(**measured | {"splits": min(measured["splits"], case.most_splits)})
+    """The measured choice for such a device, otherwise the default."""
+    return DecodeChoice(**table().get(getattr(device, "device_kind", ""), {}).get(case.key(), {}))
 
 
 @functools.cache

@@ -41,30 +41,30 @@ def _sinks(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Case:
 
 
 def decode(
-    head_dim: int, page_size: int, splits: int, *, group: int = 4, dtype: Any = jnp.bfloat16, in_registers: bool = True, **ways: Any
+    head_dim: int, page_size: int, *, rows: int = 16, group: int = 4, dtype: Any = jnp.bfloat16, in_registers: bool = True, **ways: Any
 ) -> Case:
-    """Sixteen rows of up to 4096 tokens and eight kv heads."""
-    rows, kv_heads, pages = 16, 8, 1 << 10
+    """Rows of up to 4096 tokens and eight kv heads."""
+    kv_heads, pages = 8, 1 << 10
     cache = jax.ShapeDtypeStruct((pages, kv_heads, page_size, head_dim), dtype)
     q = jax.ShapeDtypeStruct((rows, kv_heads * group, head_dim), dtype)
     tables, lengths = jax.ShapeDtypeStruct((rows, 4096 // page_size), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
-    function = partial(paged_attention_decode, scale=head_dim**-0.5, splits=splits, operand_in_registers=in_registers, **ways)
+    function = partial(paged_attention_decode, scale=head_dim**-0.5, operand_in_registers=in_registers, **ways)
     return function, (q, cache, cache, tables, lengths)
 
 
 CASES: dict[str, Case] = {
-    "head dim 64": decode(64, 64, 4),
-    "head dim 128": decode(128, 64, 4),
-    "head dim 256": decode(256, 64, 4),
-    "head dim 128, one split": decode(128, 64, 1),
-    "head dim 128, group 8, float16": decode(128, 64, 4, group=8, dtype=jnp.float16),
-    "head dim 64, pages of 16, window, cap": decode(64, 16, 4, **ALL),
-    "head dim 128, pages of 16, window, cap": decode(128, 16, 4, **ALL),
-    "head dim 256, pages of 16, window, cap": decode(256, 16, 4, **ALL),
-    "head dim 128, pages of 128, one head": decode(128, 128, 4, group=1),
-    "head dim 64, group 8, window, sinks": _sinks(*decode(64, 64, 1, group=8, window=128)),
+    "head dim 64": decode(64, 64),
+    "head dim 128": decode(128, 64),
+    "head dim 256": decode(256, 64),
+    "head dim 128, 256 rows": decode(128, 64, rows=256),
+    "head dim 128, group 8, float16": decode(128, 64, group=8, dtype=jnp.float16),
+    "head dim 64, pages of 16, window, cap": decode(64, 16, **ALL),
+    "head dim 128, pages of 16, window, cap": decode(128, 16, **ALL),
+    "head dim 256, pages of 16, window, cap": decode(256, 16, **ALL),
+    "head dim 128, pages of 128, one head": decode(128, 128, group=1),
+    "head dim 64, group 8, window, sinks": _sinks(*decode(64, 64, group=8, window=128)),
 }
-INTERPRETED: dict[str, Case] = {f"head dim {size}": decode(size, 64, 4, in_registers=False) for size in (64, 128, 256)}
+INTERPRETED: dict[str, Case] = {f"head dim {size}": decode(size, 64, in_registers=False) for size in (64, 128, 256)}
 
 
 def cache_of(kind: str, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Pages:
@@ -106,7 +106,7 @@ def copy(kind: str, page_size: int) -> Case:
 
 
 def decode_eight_bits(head_dim: int, page_size: int, kind: str, *, in_registers: bool = True, **ways: Any) -> Case:
-    function, (q, cache, _, tables, lengths) = decode(head_dim, page_size, 4, in_registers=in_registers, **ways)
+    function, (q, cache, _, tables, lengths) = decode(head_dim, page_size, in_registers=in_registers, **ways)
     pages = cache_of(kind, cache.shape)
     return function, (q, pages, pages, tables, lengths)
 
@@ -199,13 +199,13 @@ AMPERE, AMPERE_THREADS = ("a100", "l4"), 128
 
 def ampere_decode(head_dim: int, page_size: int, splits: int, *, group: int = 4, dtype: Any = jnp.bfloat16, **ways: Any) -> Case:
     """As `decode`."""
-    _, arrays = decode(head_dim, page_size, splits, group=group, dtype=dtype)
+    _, arrays = decode(head_dim, page_size, group=group, dtype=dtype)
     return partial(ampere.paged_attention_decode, scale=head_dim**-0.5, splits=splits, **ways), arrays
 
 
 def ampere_prefill(head_dim: int, page_size: int, splits: int, **ways: Any) -> Case:
     """Sixteen tiles of 64 queries, otherwise as `decode`."""
-    _, (q, k, v, tables, lengths) = decode(head_dim, page_size, splits)
+    _, (q, k, v, tables, lengths) = decode(head_dim, page_size)
     tiles = jax.ShapeDtypeStruct((q.shape[0], 64, *q.shape[1:]), q.dtype)
     return partial(ampere.paged_attention_prefill, scale=head_dim**-0.5, splits=splits, **ways), (tiles, k, v, tables, lengths, lengths)
 

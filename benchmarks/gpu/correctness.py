@@ -46,7 +46,7 @@ class Case(NamedTuple):
     Attributes:
         function: decode, flashinfer, prefill, kv_write or copy_pages.
         kind: of the cache's numbers; None is dtype.
-        ways: scale, window, soft cap and sinks of attention; splits of decode.
+        ways: scale, window, soft cap and sinks of attention; batch_invariant, of decode.
         size: tokens of a tile, or tokens that are written.
         pairs: of channels that rotate; 0 is no rotation.
         longest: tokens of the longest sequence.
@@ -85,14 +85,14 @@ def cases(small: bool) -> list[Case]:
     shapes = [Shape(1 + i % 2, *one) for i, one in enumerate(product(GROUPS, HEAD_DIMS, PAGE_SIZES))]
     shapes = shapes[::2] + shapes[1::2]
     # Periods without a common factor, so that each value of one meets all of the others.
-    dtypes, ways, splits = cycle(("bfloat16", "bfloat16", "float16")), cycle((*WAYS, *WAYS[1:3])), cycle((None, 1, 3, 2, 4))
+    dtypes, ways, fixed = cycle(("bfloat16", "bfloat16", "float16")), cycle((*WAYS, *WAYS[1:3])), cycle((False, True))
     tiles, tokens = cycle((64, 16, 128, 64, 48)), cycle((13, 1, 64, 300))
     pairs, heads = cycle((0, 32, 24, 64, 0, 32, 128)), cycle((1, 2, 8, 3, 4))
     groups, normed = cycle((1, 1, 4, 4)), cycle(({}, {"norm": True}))
     # Plain caches meet all shapes, eight-bit ones every other.
     kinds = [kind for i in range(len(shapes)) for kind in (KINDS if i % 2 else KINDS[:1])]
     shaped = [shape for i, shape in enumerate(shapes) for _ in (KINDS if i % 2 else KINDS[:1])]
-    decode = [Case("decode", s, next(dtypes), k, next(ways) | {"splits": next(splits)}) for s, k in zip(shaped, kinds, strict=True)]
+    decode = [Case("decode", s, next(dtypes), k, next(ways) | {"batch_invariant": next(fixed)}) for s, k in zip(shaped, kinds, strict=True)]
     prefill = [Case("prefill", s, next(dtypes), k, next(ways), next(tiles)) for s, k in zip(shaped, kinds, strict=True)]
     others = [Case("flashinfer", s, next(dtypes), None, OTHERS[i % len(OTHERS)]) for i, s in enumerate(shapes[::2])]
     flat = list(product(KINDS, HEAD_DIMS, PAGE_SIZES))
@@ -136,10 +136,12 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     q = jax.random.normal(jax.random.key(seed), (len(lengths), case.shape.heads, case.shape.head_dim)).astype(case.dtype)
     where = paged.tables, jnp.asarray(lengths, jnp.int32)
     given = _given(case)
-    ways = {name: value for name, value in given.items() if name != "splits"}
+    ways = {name: value for name, value in given.items() if name != "batch_invariant"}
+    how = {"tokens": paged.tables.shape[1] * page, "window": ways.get("window"), "batch_invariant": given.get("batch_invariant", False)}
 
     def run() -> Comparison:
-        attend = jax.jit(partial(dispatch.paged_attention_decode, **given, impl=impl))
+        work = dispatch.decode_work(paged.k, where[1], **how) if impl == "mosaic" else None
+        attend = jax.jit(partial(dispatch.paged_attention_decode, **ways, work=work, impl=impl))
         truth = _truth(reference.paged_attention_decode, ways)
         return _attention(case, attend(q, paged.k, paged.v, *where), truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
 

@@ -21,7 +21,7 @@ def measure() -> Iterator[Row]:
     tuned, timed = (fastest.read(file).get(device.device_kind, {}) for file in (tuning.FILE, fastest.FILE))
     for measured in tune.tune([case for case in cases if case.key() not in tuned], device, tuning.FILE):
         values = {"default us": 1e6 * measured.default, "best us": 1e6 * measured.best, "gain": measured.default / measured.best}
-        choice = {"splits": measured.choice.splits, "stages": measured.choice.stages or ""}
+        choice = {"stages": measured.choice.stages or ""}
         yield Row(measured.case.key(), values | choice)
     refused = compare.why_not(device, cases[0])
     if refused is not None:

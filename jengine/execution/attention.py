@@ -14,6 +14,7 @@ from jengine.execution.kv_cache import Place
 from jengine.table.program_table import TrunkKey
 from pallas_kernels import dispatch, xla
 from pallas_kernels.qkv import Qkv, QkvProduct
+from pallas_kernels.work_list import WorkList
 from pallas_kernels.xla import Rotation
 
 
@@ -45,6 +46,7 @@ class PagedAttention:
         block_table: int32 [slots, width], of this cache group.
         device: a device that programs are compiled for; it determines the kernels.
         backend: implementation of decode attention, see `EngineConfig`.
+        batch_invariant: decode attention cuts sequences at fixed places, so a row's result does not depend on other rows.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class PagedAttention:
         page_size: int,
         device: jax.Device,
         backend: AttentionBackend = "auto",
+        batch_invariant: bool = False,
     ) -> None:
         index = jnp.minimum(axis.positions // page_size, block_table.shape[1] - 1)
         pages = jnp.where(axis.real, block_table[axis.owner, index], 0)  # padding writes to the null page
@@ -65,7 +68,12 @@ class PagedAttention:
 
         @partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))  # traced and lowered once for all layers with the same arguments
         def attend(
-            qkv: Qkv | QkvProduct, kv: Place, rotation: Rotation | None, sinks: jax.Array | None, **options: Any
+            qkv: Qkv | QkvProduct,
+            kv: Place,
+            rotation: Rotation | None,
+            sinks: jax.Array | None,
+            work: WorkList | None,
+            **options: Any,
         ) -> tuple[jax.Array, Place]:
             if isinstance(qkv, Qkv) and qkv.v is None:
                 assert rotation is None
@@ -79,7 +87,9 @@ class PagedAttention:
             how = {**options, "sinks": sinks, "pages": key.pages, "device": device}
             out = []
             if key.rows:
-                out.append(dispatch.paged_attention_decode(decoding, k_pages, v_pages, row_tables, row_lengths, **how, impl=backend))
+                out.append(
+                    dispatch.paged_attention_decode(decoding, k_pages, v_pages, row_tables, row_lengths, work=work, impl=backend, **how)
+                )
             if key.tiles:
                 tiles = prompts.reshape(key.tiles, -1, *prompts.shape[1:])
                 got = dispatch.paged_attention_prefill(
@@ -88,4 +98,27 @@ class PagedAttention:
                 out.append(got.reshape(prompts.shape))
             return jnp.concatenate(out), kv
 
-        self.attend = attend
+        def make_work(kv: Place, window: int | None) -> WorkList | None:
+            if not key.rows or len(kv) == 1:
+                return None
+            how: dict[str, Any] = {"window": window, "batch_invariant": batch_invariant, "device": device}
+            return dispatch.decode_work(kv[0], row_lengths, tokens=block_table.shape[1] * page_size, **how)
+
+        self._attend, self._make_work = attend, make_work
+        self._work: dict[int | None, WorkList | None] = {}  # by window: made by the first layer of the group, for all
+
+    def attend(
+        self,
+        qkv: Qkv | QkvProduct,
+        kv: Place,
+        rotation: Rotation | None,
+        sinks: jax.Array | None,
+        *,
+        window: int | None,
+        **options: Any,
+    ) -> tuple[jax.Array, Place]:
+        """A layer's results, and its place in the cache with the new keys and values."""
+        if window not in self._work:
+            self._work[window] = self._make_work(kv, window)
+        out: tuple[jax.Array, Place] = self._attend(qkv, kv, rotation, sinks, self._work[window], window=window, **options)
+        return out

@@ -21,6 +21,8 @@ from pallas_kernels.delta_rule import chunk_size
 from pallas_kernels.devices import skip_cuda_check
 from pallas_kernels.int4 import Int4
 from pallas_kernels.quantized import is_quantized
+from pallas_kernels.tuning import BLOCKS, CORES
+from pallas_kernels.work_list import PARTS
 
 CPU_DEFAULT = 1 << 30  # bytes
 PROGRAM_SHARE = 20  # the inverse of the share left to programs, for temporaries and code
@@ -202,7 +204,11 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     # a token's rows in the experts' order, where each expert may start a tile of eight, and the counts for that order
     expert_rows = 8 * min(model.num_experts, tokens) + tokens * model.experts_per_token if model.num_experts else 0
     experts = 4 * expert_rows * (2 * model.hidden_size + 3 * model.padded(model.expert_size) // model.shards + 3 * model.num_experts)
-    return fixed + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + experts + 4 * scores + width + states + (1 << 20)
+    parts = 0
+    if key.rows and spec.mesh.devices.flat[0].platform != "cpu":  # results of what decode attention's work list cuts
+        slots = max(4 * BLOCKS * CORES, PARTS * key.rows * kv_heads if table.batch_invariant else 0)
+        parts = 4 * slots * (model.group_size_padded + 8) * model.head_dim
+    return fixed + parts + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + experts + 4 * scores + width + states + (1 << 20)
 
 
 def _own(array: jax.ShapeDtypeStruct) -> tuple[int, ...]:

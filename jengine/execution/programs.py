@@ -228,7 +228,8 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     cache_specs = jax.tree.map(lambda x: x.sharding.spec, spec.cache)
     everywhere = spec.replicated
     if isinstance(key, TrunkKey):
-        trunk = make_trunk(spec.model, spec.layout(key), spec.page_size, spec.mesh.devices.flat[0], spec.attention_backend)
+        device, invariant = spec.mesh.devices.flat[0], spec.table.batch_invariant
+        trunk = make_trunk(spec.model, spec.layout(key), spec.page_size, device, spec.attention_backend, batch_invariant=invariant)
         args: tuple[Any, ...] = spec.params, spec.cache, spec.slots, spec.packed(key)
         return _lower(spec, trunk, f"trunk_{key.rows}_{key.tiles}_{key.pages}", args, (cache_specs, *[PartitionSpec()] * 3), (1, 2))
     if isinstance(key, BurstKey):

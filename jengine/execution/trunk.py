@@ -31,15 +31,22 @@ TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]  # the last is [tiles * 
 
 
 def make_trunk(
-    model: Model, layout: BatchLayout, page_size: int, device: jax.Device, backend: AttentionBackend = "auto"
+    model: Model,
+    layout: BatchLayout,
+    page_size: int,
+    device: jax.Device,
+    backend: AttentionBackend = "auto",
+    *,
+    batch_invariant: bool = False,
 ) -> Callable[..., TrunkOut]:
     """The function to compile: (params, cache, slots, packed batch) -> (cache, slots, ToSample, hidden states of tiles).
 
     Args:
         device: a device that it is compiled for; it determines the kernels.
         backend: implementation of decode attention, see `EngineConfig`.
+        batch_invariant: see `PagedAttention`.
     """
-    run = make_pass(model, layout, page_size, device, backend)
+    run = make_pass(model, layout, page_size, device, backend, batch_invariant=batch_invariant)
 
     def trunk(params: Params, cache: Cache, slots: SlotState, packed: jax.Array) -> TrunkOut:
         batch = layout.unpack(packed)
@@ -51,7 +58,13 @@ def make_trunk(
 
 
 def make_pass(
-    model: Model, layout: BatchLayout, page_size: int, device: jax.Device, backend: AttentionBackend = "auto"
+    model: Model,
+    layout: BatchLayout,
+    page_size: int,
+    device: jax.Device,
+    backend: AttentionBackend = "auto",
+    *,
+    batch_invariant: bool = False,
 ) -> Callable[..., tuple[Cache, ToSample, jax.Array]]:
     """(params, cache, slots, batch) -> (cache, ToSample, hidden states of tiles). The slots already include the
     batch's updates."""
@@ -61,7 +74,7 @@ def make_pass(
         axis = TokenAxis(slots.last_token, batch)
         cache = [list(pool) for pool in cache]
         tables = zip(paged(groups), slots.block_table, strict=True)
-        attentions = [PagedAttention(table, batch, axis, key, page_size, device, backend) for _, table in tables]
+        attentions = [PagedAttention(table, batch, axis, key, page_size, device, backend, batch_invariant) for _, table in tables]
         recurrence = Recurrence(batch, axis, key) if model.config.linear is not None else None
         hidden = model.bind(params).hidden(axis.tokens, axis.positions, LayerCaches(cache, groups, attentions, recurrence))
         at = batch.sample_tokens

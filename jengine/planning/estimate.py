@@ -14,6 +14,7 @@ from typing import Literal
 from jengine.devices.device_spec import DeviceSpec
 from jengine.planning.hlo import Array, Instruction, Program
 from pallas_kernels.flashinfer import decode as xqa
+from pallas_kernels.work_list import LEAST, TILE
 
 Cause = Literal["weights", "cache", "activations", "links", "launches"]
 CAUSES: tuple[Cause, ...] = ("weights", "cache", "activations", "links", "launches")
@@ -30,7 +31,7 @@ class Assumptions:
         bandwidth: achieved share of the data sheet's bandwidth if the whole chip is busy.
         products: achieved share of the data sheet's operations.
         block_bandwidth: bytes a second of one thread block with 64 KB in flight, at a latency of 0.8 microseconds.
-        empty_block: seconds of a thread block without work, which loads its query and stores.
+        join: seconds of latency when the parts of decode attention are joined.
         kernel: seconds between two kernels of a command buffer.
         launch: seconds to launch a single kernel, or a command buffer, from the host.
         turn: seconds for which a loop iteration waits for the host.
@@ -40,7 +41,7 @@ class Assumptions:
     bandwidth: float = 0.85
     products: float = 0.7
     block_bandwidth: float = 80e9
-    empty_block: float = 4e-6
+    join: float = 2e-6
     kernel: float = 1.5e-6
     launch: float = 4e-6
     turn: float = 10e-6
@@ -171,14 +172,10 @@ def _mosaic(
     """Work of one of our kernels, by its name."""
     slots = 2 * device.cores  # thread blocks that run at the same time
     if kernel == "paged_attention_decode":
-        queries, splits = operands[0], one.results[0].shape[0]
-        rows, kv_heads = queries.shape[:2]
-        live = min(step.rows, rows)
-        size = live * step.context * _token_bytes(operands) + queries.bytes + one.bytes
-        products = 4.0 * queries.size * step.context * live / rows
-        drawn = min(splits * kv_heads * live, slots) * assumed.block_bandwidth
-        idle = splits * kv_heads * (rows - live) / slots * assumed.empty_block
-        return _Work("cache", size, products, DTYPES[queries.dtype], drawn, idle)
+        return _decode(operands, step, assumed)
+    if kernel == "paged_attention_join":
+        parts = operands[1] if operands[0].dtype != "f32" else operands[0]
+        return _Work("cache", parts.bytes, more=assumed.join)
     if kernel == "paged_attention_prefill":
         queries = operands[0]
         seen = step.context - queries.shape[1] / 2
@@ -203,6 +200,21 @@ def _xqa(operands: list[Array], step: Step, device: DeviceSpec, assumed: Assumpt
     drawn = min(parts * kv_heads * live, 2 * device.cores) * assumed.block_bandwidth
     size = live * step.context * _token_bytes(operands) + 2 * queries.bytes
     return _Work("cache", size, 4.0 * queries.size * step.context * live / rows, DTYPES[queries.dtype], drawn)
+
+
+def _decode(operands: list[Array], step: Step, assumed: Assumptions) -> _Work:
+    """Of decode attention: each block of threads that has work reads as many tiles."""
+    queries, keys = operands[0], next(array for array in operands[1:] if len(array.shape) == 4)
+    tables, _, first, _ = [array for array in operands if array.dtype == "s32"][:4]
+    rows, blocks = tables.shape[0], first.shape[0] - 1
+    pairs = min(step.rows, rows) * keys.shape[1]
+    tiles = max(1, pairs * math.ceil(step.context / TILE))
+    busy = min(max(tiles // LEAST, 1), blocks)
+    share = min(step.rows, rows) / rows
+    cut = (busy - 1 + min(busy - 1, pairs)) * 4 * queries.size // (rows * keys.shape[1])  # bytes of parts' results
+    size = min(step.rows, rows) * step.context * _token_bytes(operands) + 2 * share * queries.bytes + cut
+    drawn = assumed.block_bandwidth * tiles / math.ceil(tiles / busy)
+    return _Work("cache", size, 4.0 * queries.size * share * step.context, DTYPES[queries.dtype], drawn)
 
 
 def _token_bytes(operands: list[Array]) -> int:

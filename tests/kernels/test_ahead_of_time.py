@@ -38,37 +38,50 @@ if os.environ.get("JAX_PLATFORMS") != "cpu":
     pytest.skip("needs JAX_PLATFORMS=cpu: the plugin looks for all of CUDA otherwise", allow_module_level=True)
 
 
+BARRIERS = 512  # bytes, which `KernelFacts.shared` leaves out
+
+
 def every_second(cases: dict[str, Case]) -> list[Any]:
     """The others are long tests: each compiles for seconds."""
     return [pytest.param(case, id=name, marks=[pytest.mark.full] if index % 2 else []) for index, (name, case) in enumerate(cases.items())]
 
 
-def compiled_for_h200(case: Case) -> tuple[KernelFacts, jax.stages.Compiled]:
-    """A kernel that an H200 takes: it fits, and its bulk copies begin in shared memory where they must."""
+def all_compiled_for_h200(case: Case) -> tuple[list[KernelFacts], jax.stages.Compiled]:
+    """Kernels that an H200 takes: they fit, and their bulk copies begin in shared memory where they must."""
     function, args = case
-    [facts], compiled = kernel_facts(device("h200"), function, *args)
-    assert facts.shared <= facts.most_shared
-    assert facts.bulk_copies > 0 and facts.misaligned == ()
+    kernels, compiled = kernel_facts(device("h200"), function, *args)
+    for facts in kernels:
+        assert facts.shared <= facts.most_shared - BARRIERS
+        assert facts.bulk_copies > 0 and facts.misaligned == ()
+    return kernels, compiled
+
+
+def compiled_for_h200(case: Case) -> tuple[KernelFacts, jax.stages.Compiled]:
+    """The only one."""
+    [facts], compiled = all_compiled_for_h200(case)
     return facts, compiled
+
+
+def check_decode(case: Case, pairs: int) -> None:
+    """Attention and the join of what it cut; pairs: of warpgroups, that a multiprocessor holds."""
+    (attention, join), compiled = all_compiled_for_h200(case)
+    assert "decode" in attention.name and "join" in join.name
+    assert attention.spilled == join.spilled == 0
+    assert attention.products > 0
+    assert attention.blocks(THREADS * pairs) >= 1 and join.blocks(THREADS // 2) >= 2
+    text = compiled.as_text()
+    assert text is not None and len(re.findall(r"= .*custom_call_target=\"mosaic_gpu", text)) == 2
+    assert not re.search(r"\b(while|conditional|sort)\(", text)  # XLA would wait for the host
 
 
 @pytest.mark.parametrize("case", every_second(CASES))
 def test_a_kernel_spills_nothing_and_fits(case: Case) -> None:
-    facts, compiled = compiled_for_h200(case)
-    assert facts.spilled == 0
-    assert facts.products > 0
-    assert facts.blocks(THREADS) >= (1 if case[1][0].shape[-1] == 256 else 2)
-    text = compiled.as_text()
-    assert text is not None and "mosaic_gpu" in text
-    assert not re.search(r"\b(while|conditional)\(", text)  # XLA would wait for the host
+    check_decode(case, pairs=1 if case[1][0].shape[-1] == 256 else 2)
 
 
 @pytest.mark.parametrize("case", every_second(EIGHT_BITS))
 def test_a_kernel_for_eight_bit_caches_spills_nothing_and_fits(case: Case) -> None:
-    facts, _ = compiled_for_h200(case)
-    assert facts.spilled == 0
-    assert facts.products > 0
-    assert facts.blocks(THREADS) >= (2 if case[1][0].shape[-1] == 64 else 1)
+    check_decode(case, pairs=2 if case[1][0].shape[-1] == 64 else 1)
 
 
 def check_prefill(case: Case, threads: int, blocks: int, spilled: int) -> None:
@@ -129,7 +142,7 @@ FORMS = {f"{kernel}, {name}": case for kernel, cases in SHARED_OPERANDS.items() 
 
 @pytest.mark.parametrize("case", every_second(FORMS))
 def test_the_interpreted_form_compiles_too(case: Case) -> None:
-    facts, _ = compiled_for_h200(case)
+    facts, *_ = all_compiled_for_h200(case)[0]
     assert facts.products > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_facts import CASES
 
-from pallas_kernels import reference
+from pallas_kernels import reference, tuning
 from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.quantized import dequantize, movable, quantize
+from pallas_kernels.work_list import even_work, fixed_work
 from tests.kernels.interpreted import RACES, Cache, cache, interpret, only_what_is_seen, with_sinks
 
 Ways = dict[str, Any]
@@ -24,33 +27,34 @@ CAP: Ways = {"scale": 0.5, "soft_cap": 3.0}
 BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
 SINKS: Ways = {"scale": 0.3, "window": 70, "sinks": True}
 
-# head_dim, kv_heads, group, page_size, splits, dtype, ways
+# head_dim, kv_heads, group, page_size, blocks of threads (negative: with cuts at fixed places), dtype, ways
 SMALL = [
-    (128, 2, 4, 64, None, "bfloat16", PLAIN),
+    (128, 2, 4, 64, 6, "bfloat16", PLAIN),
     (128, 1, 8, 64, 3, "bfloat16", BOTH),
     (64, 1, 1, 16, 2, "float16", WINDOW),
-    (64, 2, 4, 32, 1, "bfloat16", CAP),
+    (64, 2, 4, 32, -4, "bfloat16", CAP),
     (256, 1, 4, 64, 2, "float16", CAP),
     (256, 1, 9, 16, 1, "bfloat16", WINDOW),
-    (64, 1, 8, 128, 4, "bfloat16", SINKS),
+    (64, 1, 8, 128, 8, "bfloat16", SINKS),
     pytest.param(64, 1, 8, 128, 4, "bfloat16", BOTH, marks=pytest.mark.full),
-    pytest.param(64, 2, 4, 16, 1, "bfloat16", SINKS, marks=pytest.mark.full),
+    pytest.param(64, 2, 4, 16, -1, "bfloat16", SINKS, marks=pytest.mark.full),
 ]
 
 
-def check(
-    head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways, kind: str | None = None
-) -> None:
+def check(head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int, dtype: str, ways: Ways, kind: str | None = None) -> None:
     """What no query sees is NaN: numbers, or an eight-bit kind's scales and, in fp8, numbers."""
-    lengths = [1, page_size - 1, 0, page_size, page_size + 1, 320, 129]
-    whole = cache(lengths, -(-320 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
+    longest = 700  # tokens: it is cut
+    lengths = [1, page_size - 1, 0, page_size, page_size + 1, longest, 129]
+    whole = cache(lengths, -(-longest // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
     paged = only_what_is_seen(whole, np.array(lengths) - 1, lengths, ways.get("window"), behind=0)
     clean = paged.clean()
     if kind:
         (whole, _), (paged, clean) = eight_bits(whole, kind), eight_bits(paged, kind)
     q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
     ways = with_sinks(ways, kv_heads * group)
-    run = jax.jit(partial(paged_attention_decode, **ways, splits=splits, operand_in_registers=False, interpret=RACES))
+    how: Ways = {"kv_heads": kv_heads, "blocks": abs(blocks), "window": ways.get("window")}
+    work = even_work(paged.lengths, **how) if blocks > 0 else fixed_work(paged.lengths, tokens=paged.tables.shape[1] * page_size, **how)
+    run = jax.jit(partial(paged_attention_decode, **ways, work=work, operand_in_registers=False, interpret=RACES))
     got = np.asarray(interpret(run, q, *paged), np.float32)
     if ways is WINDOW:  # what is behind it changes no bit
         np.testing.assert_array_equal(got, np.asarray(interpret(run, q, *whole), np.float32))
@@ -69,34 +73,34 @@ def eight_bits(paged: Cache, kind: str) -> tuple[Any, Cache]:
     return paged._replace(k=k, v=v), paged._replace(k=next(numbers), v=next(numbers)).clean()
 
 
-@pytest.mark.parametrize(("head_dim", "kv_heads", "group", "page_size", "splits", "dtype", "ways"), SMALL)
-def test_the_reference_is_met(head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways) -> None:
-    check(head_dim, kv_heads, group, page_size, splits, dtype, ways)
+@pytest.mark.parametrize(("head_dim", "kv_heads", "group", "page_size", "blocks", "dtype", "ways"), SMALL)
+def test_the_reference_is_met(head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int, dtype: str, ways: Ways) -> None:
+    check(head_dim, kv_heads, group, page_size, blocks, dtype, ways)
 
 
 EIGHT_BITS = [
-    ("int8", 128, 1, 4, 64, 2, "bfloat16", PLAIN),
-    ("float8_e4m3fn", 64, 2, 4, 16, 1, "bfloat16", BOTH),
+    ("int8", 128, 1, 4, 64, 3, "bfloat16", PLAIN),
+    ("float8_e4m3fn", 64, 2, 4, 16, 4, "bfloat16", BOTH),
     ("float8_e4m3fn", 256, 1, 8, 32, 2, "float16", WINDOW),
 ]
 
 
-@pytest.mark.parametrize(("kind", "head_dim", "kv_heads", "group", "page_size", "splits", "dtype", "ways"), EIGHT_BITS)
+@pytest.mark.parametrize(("kind", "head_dim", "kv_heads", "group", "page_size", "blocks", "dtype", "ways"), EIGHT_BITS)
 def test_the_reference_is_met_with_eight_bit_caches(
-    kind: str, head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways
+    kind: str, head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int, dtype: str, ways: Ways
 ) -> None:
-    check(head_dim, kv_heads, group, page_size, splits, dtype, ways, kind)
+    check(head_dim, kv_heads, group, page_size, blocks, dtype, ways, kind)
 
 
 SHAPES = [*itertools.product((64, 128, 256), (1, 4, 8), (16, 64, 128), (PLAIN, WINDOW, CAP, BOTH))]
-SPLITS_AND_DTYPES = [(1, "bfloat16"), (3, "float16"), (2, "bfloat16"), (1, "float16"), (4, "bfloat16")]  # five: every shape meets others
+BLOCKS_AND_DTYPES = [(1, "bfloat16"), (4, "float16"), (7, "bfloat16"), (-4, "float16"), (6, "bfloat16")]  # five: every shape meets others
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(len(SHAPES)))
 def test_the_reference_is_met_everywhere(index: int) -> None:
     head_dim, group, page_size, ways = SHAPES[index]
-    check(head_dim, 2, group, page_size, *SPLITS_AND_DTYPES[index % len(SPLITS_AND_DTYPES)], ways)
+    check(head_dim, 2, group, page_size, *BLOCKS_AND_DTYPES[index % len(BLOCKS_AND_DTYPES)], ways)
 
 
 @pytest.mark.full
@@ -104,4 +108,27 @@ def test_the_reference_is_met_everywhere(index: int) -> None:
 @pytest.mark.parametrize("index", range(0, len(SHAPES), 3))
 def test_the_reference_is_met_everywhere_with_eight_bit_caches(index: int, kind: str) -> None:
     head_dim, group, page_size, ways = SHAPES[index + (kind == "int8")]
-    check(head_dim, 2, group, page_size, *SPLITS_AND_DTYPES[index % len(SPLITS_AND_DTYPES)], ways, kind)
+    check(head_dim, 2, group, page_size, *BLOCKS_AND_DTYPES[index % len(BLOCKS_AND_DTYPES)], ways, kind)
+
+
+def test_what_is_beside_a_row_changes_no_bit_where_cuts_are_fixed() -> None:
+    """With other rows around it, its tiles lie in other blocks; with even work it is cut elsewhere."""
+    lengths = [1500, 70, 900]
+    paged = cache(lengths, 1536 // 64, 1, 64, 64, "bfloat16", seed=3)
+    q = jax.random.normal(jax.random.key(7), (3, 4, 64), jnp.bfloat16)
+    alone = jnp.asarray([1500, 0, 0], jnp.int32)
+    run = jax.jit(partial(paged_attention_decode, scale=0.3, operand_in_registers=False, interpret=RACES))
+
+    def first_row(make: Any, seen: jax.Array) -> np.ndarray:
+        return np.asarray(interpret(run, q, *paged[:3], seen, work=make(seen, 1)), np.float32)[0]
+
+    fixed, even = partial(fixed_work, blocks=5, tokens=1536), partial(even_work, blocks=5)
+    assert not np.array_equal(even(paged.lengths, 1).items[0], even(alone, 1).items[0])
+    np.testing.assert_array_equal(first_row(fixed, paged.lengths), first_row(fixed, alone))
+
+
+def test_the_grid_does_not_depend_on_the_row_bucket() -> None:
+    few, many = (str(jax.make_jaxpr(function)(*args)) for function, args in (CASES["head dim 128"], CASES["head dim 128, 256 rows"]))
+    grids = re.findall(r"\bgrid=(\(.*?\))", few)
+    assert grids == [f"({tuning.CORES},)", f"(2, {2 * tuning.CORES})"]  # two pairs of warpgroups a block; the join's
+    assert grids == re.findall(r"\bgrid=(\(.*?\))", many)

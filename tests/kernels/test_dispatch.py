@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ampere, attention_decode, dispatch, xla
+from pallas_kernels import ampere, attention_decode, dispatch, tuning, xla
 from pallas_kernels.cpu import attention
 from pallas_kernels.dispatch import paged_attention_decode, why_decode_unsupported, why_grouped_product_unsupported
 from pallas_kernels.groups import grouped
@@ -154,8 +154,20 @@ def test_what_the_writing_kernel_takes() -> None:
 def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(attention_decode, "paged_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0])
-    np.testing.assert_array_equal(run(impl=impl, device=HOPPER, splits=2, soft_cap=4.0, pages=2), arrays()[0])
-    assert given == {"scale": 0.3, "window": 7, "soft_cap": 4.0, "sinks": None, "splits": 2, "device": HOPPER}
+    k = arrays()[1]
+    work = dispatch.decode_work(k, jnp.asarray(LENGTHS), tokens=64, window=7, device=HOPPER)
+    assert work is not None
+    np.testing.assert_array_equal(run(impl=impl, device=HOPPER, work=work, soft_cap=4.0, pages=2), arrays()[0])
+    assert given == {"scale": 0.3, "window": 7, "soft_cap": 4.0, "sinks": None, "work": work, "device": HOPPER}
+
+
+def test_work_lists_are_for_hopper_and_as_batch_invariance_asks() -> None:
+    k, lengths = arrays()[1], jnp.asarray(LENGTHS)
+    assert dispatch.decode_work(k, lengths, tokens=64) is dispatch.decode_work(k, lengths, tokens=64, device=AMPERE) is None
+    even, fixed = (dispatch.decode_work(k, lengths, tokens=64, batch_invariant=fixed, device=HOPPER) for fixed in (False, True))
+    assert even is not None and fixed is not None
+    assert even.blocks == fixed.blocks == tuning.decode_blocks(str(k.dtype), k.shape[-1], HOPPER)
+    assert len(even.joins) == even.blocks and len(fixed.joins) == len(lengths) * k.shape[1]
 
 
 def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

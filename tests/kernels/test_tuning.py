@@ -1,4 +1,4 @@
-"""How decode attention is cut up: the rules, the table over them, and the search that fills it."""
+"""How decode attention uses a device: the rules, the table over them, and the search that fills it."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from pallas_kernels import dispatch, timing, tune, tuning, xla
 from pallas_kernels.quantized import movable, quantize
 from pallas_kernels.tuning import DecodeCase, DecodeChoice
 
-CASE = DecodeCase("int8", "bfloat16", heads=32, kv_heads=8, head_dim=128, page_size=64, rows=4, tokens=1 << 20)
+CASE = DecodeCase("int8", "bfloat16", heads=32, kv_heads=8, head_dim=128, page_size=64, rows=4)
 GPU: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0", core_count=100)
 
 
-def test_splits_fill_the_chip_and_are_not_too_short() -> None:
-    def splits(**what: int) -> int:
-        return tuning.default_decode(replace(CASE, **what), cores=100).splits
-
-    assert splits(rows=1) == 25
-    assert splits(rows=256) == 1
-    assert splits(rows=1, kv_heads=1, tokens=4 * tuning.SPLIT_TOKENS) == 4
-    assert splits(rows=1, kv_heads=1, tokens=16) == 1
-
-
-def test_the_table_goes_before_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tuning.decode(CASE, GPU) == tuning.default_decode(CASE, cores=100)
-    table = tuning.updated({}, "NVIDIA H200", {CASE: DecodeChoice(3, 5), replace(CASE, rows=8): DecodeChoice(2)})
-    monkeypatch.setattr(tuning, "table", lambda: json.loads(json.dumps(table)))
-    assert tuning.decode(CASE, GPU) == DecodeChoice(3, 5)
-    assert tuning.decode(replace(CASE, rows=3, tokens=5000), GPU) == DecodeChoice(3, 5)  # the same class, whatever the table's width
-    assert tuning.decode(replace(CASE, tokens=2 * tuning.SPLIT_TOKENS), GPU) == DecodeChoice(2, 5)  # as in a window's layer
-    assert tuning.decode(replace(CASE, rows=5), GPU) == DecodeChoice(2)
-    for other in (replace(CASE, rows=9), replace(CASE, cache="uint8"), replace(CASE, page_size=32)):
-        assert tuning.decode(other, GPU) == tuning.default_decode(other, cores=100)
+def test_blocks_are_as_many_as_the_chip_holds() -> None:
+    """Those of head dim 256, and of eight-bit caches of head dim 128, take more than half of a multiprocessor's shared memory."""
+    found = {(cache, dim): tuning.decode_blocks(cache, dim, GPU) for cache in ("bfloat16", "int8", "uint8") for dim in (64, 128, 256)}
+    small = {(cache, 64) for cache in ("bfloat16", "int8", "uint8")}
+    assert {case for case, blocks in found.items() if blocks == 200} == {*small, ("bfloat16", 128)}
+    assert {*found.values()} == {100, 200}
     elsewhere: Any = SimpleNamespace(device_kind="NVIDIA H100")
-    assert tuning.decode(CASE, elsewhere) == tuning.default_decode(CASE, tuning.CORES)
+    assert tuning.decode_blocks("bfloat16", 128, elsewhere) == 2 * tuning.CORES
+
+
+def test_the_table_goes_before_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuning.decode(CASE, GPU) == DecodeChoice()
+    table = tuning.updated(
+        {}, "NVIDIA H200", {CASE: DecodeChoice(5), replace(CASE, rows=8): DecodeChoice(3), replace(CASE, rows=16): DecodeChoice()}
+    )
+    monkeypatch.setattr(tuning, "table", lambda: json.loads(json.dumps(table)))
+    assert tuning.decode(CASE, GPU) == tuning.decode(replace(CASE, rows=3), GPU) == DecodeChoice(5)
+    assert tuning.decode(replace(CASE, rows=5), GPU) == DecodeChoice(3)
+    for other in (replace(CASE, rows=9), replace(CASE, cache="uint8"), replace(CASE, page_size=32)):
+        assert tuning.decode(other, GPU) == DecodeChoice()
+    elsewhere: Any = SimpleNamespace(device_kind="NVIDIA H100")
+    assert tuning.decode(CASE, elsewhere) == DecodeChoice()
 
 
 def test_the_file_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,10 +55,10 @@ def test_the_file_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     before = json.loads(tuning.FILE.read_text())
     assert tuning.table() == before
     file = tmp_path / "tuned.json"
-    file.write_text(json.dumps(tuning.updated(before, "NVIDIA H200", {CASE: DecodeChoice(3, 5)})))
+    file.write_text(json.dumps(tuning.updated(before, "NVIDIA H200", {CASE: DecodeChoice(5)})))
     monkeypatch.setattr(tuning, "FILE", file)
     monkeypatch.setattr(tuning, "table", tuning.table.__wrapped__)  # not the one that is kept
-    assert tuning.decode(CASE, GPU) == DecodeChoice(3, 5)
+    assert tuning.decode(CASE, GPU) == DecodeChoice(5)
 
 
 def test_the_search_takes_what_is_worth_it_and_leaves_out_what_does_not_fit() -> None:
@@ -67,22 +67,20 @@ def test_the_search_takes_what_is_worth_it_and_leaves_out_what_does_not_fit() ->
     def timer(case: DecodeCase, choice: DecodeChoice) -> float:
         if choice.stages == 6:
             return math.inf
-        if case == near:
-            return 0.99 if choice == DecodeChoice(6) else 1.0
-        return (0.75 if choice.splits == 24 else 1.0) - (0.25 if choice.stages == 3 else 0.0)
+        return {near: 0.99, far: 0.5}[case] if choice.stages == 3 else 1.0
 
-    first, second = tune.search([near, far], 100, timer)
-    assert (first.choice, first.default, first.best) == (tuning.default_decode(near, 100), 1.0, 1.0)
-    assert (second.choice, second.default, second.best) == (DecodeChoice(24, 3), 1.0, 0.5)
-    assert "| 1000000.0 | 500000.0 | 2.00 | 24 | 3 |" in tune.row(second)
+    first, second = tune.search([near, far], timer)
+    assert (first.choice, first.default, first.best) == (DecodeChoice(), 1.0, 1.0)
+    assert (second.choice, second.default, second.best) == (DecodeChoice(3), 1.0, 0.5)
+    assert "| 1000000.0 | 500000.0 | 2.00 | 3 |" in tune.row(second)
 
 
 def test_what_is_found_is_written_beside_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, made = tmp_path / "tuned.json", tune.cases(4, 2, 64)
-    known = {made[0].key(): {"splits": 7}}
-    file.write_text(json.dumps({"NVIDIA H100": {"a": {"splits": 1}}, "NVIDIA H200": known}))
+    known = {made[0].key(): {"stages": 7}}
+    file.write_text(json.dumps({"NVIDIA H100": {"a": {"stages": 4}}, "NVIDIA H200": known}))
     monkeypatch.setattr(tune.jax, "devices", lambda: [GPU])
     asked: list[DecodeCase] = []
 
@@ -93,7 +91,7 @@ def test_what_is_found_is_written_beside_what_was_there(
     monkeypatch.setattr(tune, "total_seconds", timer)
     tune.main(["--heads=4", "--kv-heads=2", "--head-dim=64", "--out", str(file)])
     table = json.loads(file.read_text())
-    assert table["NVIDIA H100"] == {"a": {"splits": 1}}
+    assert table["NVIDIA H100"] == {"a": {"stages": 4}}
     assert set(table["NVIDIA H200"]) == {case.key() for case in made}
     assert table["NVIDIA H200"][made[0].key()]["stages"] == 2
     assert asked[0] == made[1] and asked[-1] == made[0]  # what was known is measured last
@@ -136,17 +134,17 @@ def test_a_choice_is_timed_by_all_loads(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(timing, "SAMPLE", 0.0)
     taken = []
 
-    def attend(*arrays: Any, scale: float, splits: int, stages: int | None) -> jax.Array:
-        if splits == 9:
+    def attend(*arrays: Any, scale: float, choice: DecodeChoice) -> jax.Array:
+        if choice.stages == 9:
             raise ValueError("too much shared memory")
-        taken.append((scale, splits, stages))
+        taken.append((scale, choice.stages))
         return xla.paged_attention_decode(*arrays, scale=scale)
 
     monkeypatch.setattr(tune, "paged_attention_decode", attend)
-    case = DecodeCase("bfloat16", "bfloat16", 4, 2, 64, 16, rows=3, tokens=64)
+    case = DecodeCase("bfloat16", "bfloat16", 4, 2, 64, 16, rows=3)
     tune.arrays.cache_clear()
-    assert 0 < tune.total_seconds(case, DecodeChoice(3, 2)) < math.inf
-    assert taken == [(0.125, 3, 2)]  # compiled once, for both loads
+    assert 0 < tune.total_seconds(case, DecodeChoice(2)) < math.inf
+    assert taken == [(0.125, 2)]  # compiled once, for both loads
     assert tune.total_seconds(case, DecodeChoice(9)) == math.inf
     assert "too much shared memory" in capsys.readouterr().out
     tune.arrays.cache_clear()
@@ -173,7 +171,7 @@ def test_arrays_are_what_a_case_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"POOL": 1 << 14, "EVEN": 32, "LONGEST": 64, "SHORT": (4, 9)}.items():
         monkeypatch.setattr(tune, name, value)
     tune.arrays.cache_clear()
-    q, k, v, (even, ragged) = tune.arrays(DecodeCase("uint8", "bfloat16", 4, 2, 64, 16, rows=3, tokens=64))
+    q, k, v, (even, ragged) = tune.arrays(DecodeCase("uint8", "bfloat16", 4, 2, 64, 16, rows=3))
     tune.arrays.cache_clear()
     assert q.shape == (3, 4, 64) and k.shape == v.shape == (timing.REPEATED, 2, 16, 64) and k.values.dtype == "uint8"
     assert even.tables.shape == ragged.tables.shape == (timing.CHAIN, 3, 4)

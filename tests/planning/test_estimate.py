@@ -15,7 +15,7 @@ from jengine.planning.hlo import Instruction, parse
 from pallas_kernels.thunks import leaves, parsed
 
 DEVICE = DeviceSpec("D", "9.0", 1, 1e12, {"bfloat16": 1e15, "int8": 2e15}, 1e11, "link", 100)
-EXACT = Assumptions(bandwidth=1.0, products=1.0, block_bandwidth=1e10, empty_block=1e-6, kernel=1e-6, launch=2e-6, turn=5e-6, exchange=3e-6)
+EXACT = Assumptions(bandwidth=1.0, products=1.0, block_bandwidth=1e10, kernel=1e-6, launch=2e-6, turn=5e-6, exchange=3e-6)
 HEAD = "HloModule jit_trunk_8_0_0, is_scheduled=true\n\n"
 PROGRAM = (
     HEAD
@@ -53,22 +53,45 @@ def test_each_kernel_takes_its_launch_and_the_slower_of_bytes_and_operations() -
 
 
 DECODE = """
-ENTRY %main (q: bf16[8,4,8,128]) -> f32[2,8,4,8,128] {
-  %q = bf16[8,4,8,128]{3,2,1,0} parameter(0)
+ENTRY %main (q: bf16[256,128]) -> bf16[256,128] {
+  %q = bf16[256,128]{1,0} parameter(0)
   %k = bf16[100,4,64,128]{3,2,1,0} parameter(1)
   %v = bf16[100,4,64,128]{3,2,1,0} parameter(2)
   %tables = s32[8,64]{1,0} parameter(3)
-  ROOT %one = (f32[2,8,4,8,128]{4,3,2,1,0}, f32[2,8,4,8]{3,2,1,0}) custom-call(%q, %k, %v, %tables), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/paged_attention_decode/mpmd_map"}
+  %lengths = s32[8]{0} parameter(4)
+  %first = s32[21]{0} parameter(5)
+  %items = s32[51,6]{1,0} parameter(6)
+  ROOT %one = (bf16[256,128]{1,0}, f32[38,8,128]{2,1,0}, f32[38,64]{1,0}) custom-call(%q, %k, %v, %tables, %lengths, %first, %items), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/paged_attention_decode/mpmd_map"}
 }
 """  # noqa: E501
 
 
-@pytest.mark.parametrize(("rows", "drawn"), [(8, 2 * 4 * 8 * 1e10), (1, 2 * 4 * 1e10)])
-def test_few_rows_leave_blocks_of_threads_without_work(rows: int, drawn: float) -> None:
-    found = estimate(parse(HEAD + DECODE), Step(rows, 1000), DEVICE, launches=1, assumed=EXACT)
-    size = rows * 1000 * 2 * 4 * 128 * 2 + 8 * 4 * 8 * 128 * 2 + 2 * 8 * 4 * 8 * (128 + 1) * 4
+@pytest.mark.parametrize(("rows", "context", "busy", "most"), [(8, 1024, 20, 26), (1, 1024, 16, 4), (1, 10, 1, 4)])
+def test_decode_draws_what_its_blocks_with_work_do(rows: int, context: int, busy: int, most: int) -> None:
+    """Of 20 blocks, each of which has `most` tiles at most."""
+    found = estimate(parse(HEAD + DECODE), Step(rows, context), DEVICE, launches=1, assumed=EXACT)
+    parts = busy - 1 + min(busy - 1, rows * 4)
+    size = rows * context * 2 * 4 * 128 * 2 + 2 * rows * 32 * 128 * 2 + parts * 8 * 128 * 4
     assert found.bytes == size
-    assert found.seconds["cache"] == pytest.approx(size / drawn + 2 * 4 * (8 - rows) / (2 * DEVICE.cores) * 1e-6)
+    tiles = rows * 4 * -(-context // 64)
+    assert found.seconds["cache"] == pytest.approx(size / (1e10 * tiles / most))
+
+
+JOIN = """
+ENTRY %main (out: bf16[256,128]) -> bf16[256,128] {
+  %out = bf16[256,128]{1,0} parameter(0)
+  %parts = f32[38,8,128]{2,1,0} parameter(1)
+  %sums = f32[38,64]{1,0} parameter(2)
+  %joins = s32[20,4]{1,0} parameter(3)
+  ROOT %one = bf16[256,128]{1,0} custom-call(%out, %parts, %sums, %joins), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/paged_attention_join/mpmd_map"}
+}
+"""  # noqa: E501
+
+
+def test_a_join_reads_the_parts_and_waits() -> None:
+    found = estimate(parse(HEAD + JOIN), Step(8, 1024), DEVICE, launches=1, assumed=EXACT)
+    assert found.bytes == 38 * 8 * 128 * 4
+    assert found.seconds["cache"] == pytest.approx(found.bytes / DEVICE.bandwidth + EXACT.join)
 
 
 XQA = """

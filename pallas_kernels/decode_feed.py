@@ -1,0 +1,251 @@
+"""The memory warpgroup's work of decode attention: the tiles of a block's items, from their pages to shared memory.
+
+Tiles follow each other in a ring, across the borders of items, so that an item's first tiles come while the last one is multiplied.
+Values of tokens that are not seen become zeros: their weights are zeros, and 0 * NaN is NaN. Tiles of an eight-bit cache come as
+they are stored, with their scales; this warpgroup turns them into the queries' dtype, which has all of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas.mosaic_gpu import Tiling
+
+from pallas_kernels.hopper import COLUMNS
+from pallas_kernels.work_list import TILE
+
+
+class Item(NamedTuple):
+    """Of a work list, see there; int32 scalars."""
+
+    row: jax.Array
+    kv_head: jax.Array
+    start: jax.Array
+    tiles: jax.Array
+    length: jax.Array
+    slot: jax.Array
+
+    @staticmethod
+    def read(ref: Any, index: Any) -> Item:
+        return Item(*(ref[index, field] for field in range(len(Item._fields))))
+
+
+class Side(NamedTuple):
+    """Keys or values: where they lie, and their ring.
+
+    Attributes:
+        pages: [num_pages, kv_heads, page_size, head_dim], and their scales if they are eight-bit numbers.
+        smem: [stages, TILE, head_dim] in the queries' dtype.
+        full, free: a barrier for each stage, of each pair of warpgroups.
+        eight, scale: of eight-bit numbers, tiles as they are stored and their scales; [tiles ahead, TILE, head_dim] and [more, TILE].
+    """
+
+    pages: Any
+    smem: Any
+    full: Any
+    free: Any
+    eight: Any = None
+    scale: Any = None
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What both sides share.
+
+    Attributes:
+        items, tables: of the work list and of the sequences.
+        window: tokens that a query sees; None: all.
+        arrived: of eight-bit numbers, a barrier for each tile ahead; else the one of values that are cleared before they are handed on.
+            As many for each pair of warpgroups.
+        pair: of warpgroups, that this is for; None where a block has one.
+    """
+
+    k: Side
+    v: Side
+    items: Any
+    tables: Any
+    window: int | None
+    arrived: Any
+    pair: jax.Array | None
+
+    def stage(self, number: Any) -> Any:
+        """Of the barriers for stages, the one of a tile, by its number in the block."""
+        return self._own(number, self.k.smem.shape[0])
+
+    def _own(self, number: Any, each: int) -> Any:
+        """Of a ring's barriers, of which each pair has so many, this pair's for a number."""
+        slot = lax.rem(number, each)
+        return slot if self.pair is None else self.pair * each + slot
+
+    def run(self, first: jax.Array, end: jax.Array) -> None:
+        """All tiles of the items; returns when every slot is free again, so that every barrier phase is observed."""
+        done = (self._plain if self.k.eight is None else self._eight_bits)(first, end)
+        for slot in range(self.k.smem.shape[0]):
+            for side in (self.k, self.v):
+                pl.when(slot < done)(partial(plgpu.barrier_wait, side.free.at[self.stage(jnp.int32(slot))]))
+
+    @property
+    def _page_size(self) -> int:
+        size: int = self.k.pages[0].shape[2]
+        return size
+
+    @property
+    def _places(self) -> range:
+        """In a tile, where its pieces of pages begin."""
+        return range(0, TILE, min(self._page_size, TILE))
+
+    def _page_ids(self, item: Item, tile: jax.Array) -> list[jax.Array]:
+        token, last = (item.start + tile) * TILE, lax.div(item.length - 1, self._page_size)
+        return [self.tables[item.row, jnp.minimum(lax.div(token + at, self._page_size), last)] for at in self._places]
+
+    def _copy(self, ref: Any, smem: Any, arrived: Any, item: Item, tile: jax.Array, pages: list[jax.Array]) -> None:
+        piece, token = self._places.step, (item.start + tile) * TILE
+        for at, page in zip(self._places, pages, strict=True):
+            part = ref.at[page, item.kv_head, pl.ds(lax.rem(token + at, self._page_size), piece)]
+            plgpu.copy_gmem_to_smem(part, smem.at[pl.ds(at, piece)], arrived, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+    def _is_whole(self, item: Item, tile: jax.Array) -> jax.Array:
+        token = (item.start + tile) * TILE
+        return (token >= first_seen(item, self.window)) & (token + TILE <= item.length)
+
+    def _cleared(self, item: Item, tile: jax.Array, values: jax.Array, layout: Any) -> jax.Array:
+        return jnp.where(seen(item, tile, self.window, values.shape, 0, layout), values, jnp.zeros_like(values))
+
+    def _plain(self, first: jax.Array, end: jax.Array) -> jax.Array:
+        k, v, (stages, _, head_dim) = self.k, self.v, self.k.smem.shape
+
+        def one_item(index: jax.Array, done: jax.Array) -> jax.Array:
+            item = Item.read(self.items, index)
+
+            @pl.loop(0, item.tiles)
+            def one_tile(tile: jax.Array) -> None:
+                number = done + tile
+                slot, stage, pages = lax.rem(number, stages), self.stage(number), self._page_ids(item, tile)
+                pl.when(number >= stages)(partial(plgpu.barrier_wait, k.free.at[stage]))
+                self._copy(k.pages[0], k.smem.at[slot], k.full.at[stage], item, tile, pages)
+                pl.when(number >= stages)(partial(plgpu.barrier_wait, v.free.at[stage]))
+                whole, copy = self._is_whole(item, tile), partial(self._copy, v.pages[0], v.smem.at[slot])
+                pl.when(whole)(partial(copy, v.full.at[stage], item, tile, pages))
+
+                @pl.when(jnp.logical_not(whole))
+                def clear() -> None:
+                    arrived = self.arrived if self.pair is None else self.arrived.at[self.pair]
+                    copy(arrived, item, tile, pages)
+                    plgpu.barrier_wait(arrived)
+                    for at in range(0, head_dim, COLUMNS):
+                        values = v.smem.at[slot, :, pl.ds(at, COLUMNS)]
+                        loaded = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+                        values[...] = self._cleared(item, tile, loaded, plgpu.Layout.WGMMA)
+                    plgpu.commit_smem()
+                    for _ in self._places:
+                        plgpu.barrier_arrive(v.full.at[stage])
+
+            return done + item.tiles
+
+        done: jax.Array = lax.fori_loop(first, end, one_item, jnp.int32(0))
+        return done
+
+    def _eight_bits(self, first: jax.Array, end: jax.Array) -> jax.Array:
+        stages, ahead = self.k.smem.shape[0], self.k.eight.shape[0]
+
+        def fetch(cursor: _Cursor) -> None:
+            for side in (self.k, self.v):
+                for ref, smem in zip(side.pages, (side.eight, side.scale), strict=True):
+                    to = smem.at[lax.rem(cursor.number, smem.shape[0])]
+                    arrived = self.arrived.at[self._own(cursor.number, ahead)]
+                    self._copy(ref, to, arrived, cursor.item, cursor.tile, cursor.pages)
+
+        def after(cursor: _Cursor) -> _Cursor:
+            """The next tile; any, but a defined one, after the last."""
+            ends = cursor.tile + 1 == cursor.item.tiles
+            place = cursor.place + ends.astype(jnp.int32)
+            item = lax.cond(ends & (place < end), lambda: Item.read(self.items, place), lambda: cursor.item)
+            tile = jnp.where(ends, 0, cursor.tile + 1)
+            return _Cursor(place, item, tile, cursor.number + 1, self._page_ids(item, tile))
+
+        def step(item: Item, done: jax.Array, tile: jax.Array, cursor: _Cursor) -> _Cursor:
+            number = done + tile
+            slot, into, stage = lax.rem(number, ahead), lax.rem(number, stages), self.stage(number)
+            following = after(cursor)  # its page ids come while this tile is converted
+            plgpu.barrier_wait(self.arrived.at[self._own(number, ahead)])
+            pl.when(number >= stages)(partial(plgpu.barrier_wait, self.k.free.at[stage]))
+            _convert(self.k.eight.at[slot], self.k.smem.at[into])
+            plgpu.barrier_arrive(self.k.full.at[stage])
+            pl.when(number >= stages)(partial(plgpu.barrier_wait, self.v.free.at[stage]))
+            convert, whole = partial(_convert, self.v.eight.at[slot], self.v.smem.at[into]), self._is_whole(item, tile)
+            pl.when(whole)(convert)
+            pl.when(jnp.logical_not(whole))(partial(convert, partial(self._cleared, item, tile)))
+            plgpu.barrier_arrive(self.v.full.at[stage])
+            pl.when(cursor.place < end)(partial(fetch, cursor))
+            return following
+
+        def one_item(index: jax.Array, carry: tuple[jax.Array, _Cursor]) -> tuple[jax.Array, _Cursor]:
+            (done, cursor), item = carry, Item.read(self.items, index)
+            cursor = lax.fori_loop(0, item.tiles, partial(step, item, done), cursor)
+            return done + item.tiles, cursor
+
+        def begin() -> jax.Array:
+            item, zero = Item.read(self.items, first), jnp.int32(0)
+            cursor = _Cursor(first, item, zero, zero, self._page_ids(item, zero))
+            for _ in range(ahead):
+                pl.when(cursor.place < end)(partial(fetch, cursor))
+                cursor = after(cursor)
+            done: jax.Array = lax.fori_loop(first, end, one_item, (zero, cursor))[0]
+            return done
+
+        fed: jax.Array = lax.cond(first < end, begin, lambda: jnp.int32(0))
+        return fed
+
+
+class _Cursor(NamedTuple):
+    """A tile to be fetched: its item's place in the list, the item, the tile in it, the tile's number in the block, and its page ids."""
+
+    place: jax.Array
+    item: Item
+    tile: jax.Array
+    number: jax.Array
+    pages: list[jax.Array]
+
+
+def first_seen(item: Item, window: int | None) -> jax.Array:
+    """The first token that the query sees."""
+    return jnp.int32(0) if window is None else jnp.maximum(item.length - window, 0)
+
+
+def seen(item: Item, tile: jax.Array, window: int | None, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    """Which of an item's tile's tokens, which lie along the axis, the query sees."""
+    tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + (item.start + tile) * TILE
+    in_sequence = tokens < item.length
+    return in_sequence if window is None else in_sequence & (tokens >= first_seen(item, window))
+
+
+def _convert(eight: Any, smem: Any, clear: Callable[[jax.Array, Any], jax.Array] | None = None) -> None:
+    """A tile's eight-bit numbers to the queries' dtype."""
+    width = min(smem.shape[1], 128)
+    for at in range(0, smem.shape[1], width):
+        columns, layout = pl.ds(at, width), _wide(width)
+        numbers = _numbers(plgpu.load(eight.at[:, columns], layout=layout), smem.dtype)
+        smem[:, columns] = numbers if clear is None else clear(numbers, layout)
+    plgpu.commit_smem()
+
+
+def _numbers(x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
+    """int8, or the bits of float8_e4m3fn, in a dtype that has all of their values."""
+    if x.dtype == jnp.int8:
+        return x.astype(dtype)
+    return lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float16).astype(dtype)  # which the hardware converts to
+
+
+def _wide(width: int) -> Any:
+    """Layout of [n, width]: a thread reads eight bytes and writes eight numbers side by side, a few threads a row of tiles."""
+    rows = 256 // width  # of a warp
+    tiles = Tiling(((4 * rows, width), (rows, width), (8,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)

@@ -1,0 +1,106 @@
+"""The work list of decode attention: each tile of each live (row, kv head) pair exactly once, evenly."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.work_list import LEAST, PARTS, TILE, WorkList, even_work, fixed_work
+
+ROWS, TOKENS = 6, 40 * TILE
+LENGTHS = st.lists(st.integers(0, TOKENS) | st.just(0) | st.just(TOKENS), min_size=ROWS, max_size=ROWS)
+EXAMPLES = settings(max_examples=30, deadline=None)
+Key = tuple[int, int]  # row, kv head
+
+
+class Item(NamedTuple):
+    row: int
+    head: int
+    start: int
+    count: int
+    length: int
+    slot: int
+
+
+@partial(jax.jit, static_argnames=("kv_heads", "blocks", "window", "fixed"))  # compiled a few times, for all examples
+def made(lengths: jax.Array, kv_heads: int, blocks: int, window: int | None, fixed: bool) -> WorkList:
+    if fixed:
+        return fixed_work(lengths, kv_heads, blocks=blocks, tokens=TOKENS, window=window)
+    return even_work(lengths, kv_heads, blocks=blocks, window=window)
+
+
+def of_blocks(work: WorkList) -> list[list[Item]]:
+    first, items = np.asarray(work.first).tolist(), [Item(*fields) for fields in np.asarray(work.items).tolist()]
+    assert first[0] == 0 and first == sorted(first)
+    assert not any(any(item) for item in items[first[-1] :])  # defined, where nothing is
+    return [items[first[b] : first[b + 1]] for b in range(work.blocks)]
+
+
+def check(lengths: list[int], kv_heads: int, blocks: int, window: int | None, fixed: bool) -> list[list[Item]]:
+    work = made(jnp.asarray(lengths, jnp.int32), kv_heads, blocks, window, fixed)
+    by_block = of_blocks(work)
+    read: list[tuple[int, int, int]] = []
+    parts: dict[Key, list[int]] = {}
+    for item in chain(*by_block):
+        assert item.length == lengths[item.row] and item.count > 0
+        read += [(item.row, item.head, item.start + i) for i in range(item.count)]
+        if item.slot >= 0:
+            parts.setdefault((item.row, item.head), []).append(item.slot)
+    seen = [range(max(length - (window or length), 0) // TILE, -(-length // TILE)) for length in lengths]
+    assert sorted(read) == [(row, head, tile) for row, tiles in enumerate(seen) for head in range(kv_heads) for tile in tiles]
+    whole = [item for item in chain(*by_block) if item.slot < 0]
+    assert all(item.count == len(seen[item.row]) for item in whole)
+    used = [*chain(*parts.values())]
+    assert len({*used}) == len(used) and all(slot < work.slots for slot in used)
+    joined = {(row, head): [*range(slot, slot + n)] for row, head, slot, n in np.asarray(work.joins).tolist() if n}
+    assert joined == parts and all(len(slots) > 1 for slots in parts.values())
+    return by_block
+
+
+@EXAMPLES
+@given(lengths=LENGTHS, kv_heads=st.just(3), blocks=st.sampled_from([1, 7, 64]), window=st.sampled_from([None, 130]))
+def test_every_tile_is_read_once_and_blocks_have_equal_numbers(lengths: list[int], kv_heads: int, blocks: int, window: int | None) -> None:
+    by_block = check(lengths, kv_heads, blocks, window, fixed=False)
+    tiles = [sum(item.count for item in items) for items in by_block]
+    working = [n for n in tiles if n]
+    assert tiles[: len(working)] == working  # the first ones
+    if working:
+        assert max(working) - min(working) <= 1
+        assert len(working) == max(1, min(blocks, sum(tiles) // LEAST))
+
+
+@EXAMPLES
+@given(lengths=LENGTHS, kv_heads=st.just(2), blocks=st.sampled_from([5, 64]), window=st.sampled_from([None, 900]))
+def test_cuts_at_fixed_places_do_not_depend_on_other_rows(lengths: list[int], kv_heads: int, blocks: int, window: int | None) -> None:
+    by_block = check(lengths, kv_heads, blocks, window, fixed=True)
+    cuts = {(item.start, item.count, item.slot < 0) for items in by_block for item in items if item.row == 0}
+    alone = of_blocks(made(jnp.asarray([lengths[0], *[0] * (ROWS - 1)], jnp.int32), kv_heads, blocks, window, True))
+    assert cuts == {(item.start, item.count, item.slot < 0) for items in alone for item in items}
+    tiles = [sum(item.count for item in items) for items in by_block]
+    largest = max([item.count for items in by_block for item in items], default=0)
+    assert max(tiles) <= -(-sum(tiles) // min(blocks, max(1, sum(tiles) // LEAST))) + largest
+    assert largest <= max(LEAST, -(-TOKENS // TILE // PARTS))
+
+
+@pytest.mark.parametrize("rows", [1, 256])
+def test_the_grid_does_not_depend_on_the_row_bucket(rows: int) -> None:
+    """Nor does what the live row's blocks do."""
+    work = made(jnp.zeros(rows, jnp.int32).at[0].set(1 << 15), 8, 264, None, False)
+    assert work.blocks == 264 and work.joins.shape == (264, 4)
+    tiles = [sum(item.count for item in items) for items in of_blocks(work)]
+    assert sum(tiles) == 8 * (1 << 15) // TILE and max(tiles) - min(tiles) == 1
+
+
+def test_sums_fit_32_bits() -> None:
+    """With as many tiles as a chip's memory can hold, times blocks, they would not."""
+    work = made(jnp.full(1024, 1 << 17, jnp.int32), 8, 264, None, False)
+    tiles = [sum(item.count for item in items) for items in of_blocks(work)]
+    assert sum(tiles) == 1024 * 8 * (1 << 17) // TILE and max(tiles) - min(tiles) <= 1
