@@ -48,43 +48,51 @@ def described(config: dict[str, Any], devices: int, layers: int) -> ExecutionSpe
     return describe(EngineConfig.of("MODEL", options), model_config({**config, "num_hidden_layers": layers}), mesh, Path())
 
 
-def measure(name: str, sampler: Any, batches: list[int]) -> dict[str, Any]:
-    """Milliseconds and shares, by rows and context."""
+def measure(name: str, sampler: Any, batches: list[int], prompts: list[int]) -> dict[str, Any]:
+    """Milliseconds and shares, by rows and context, and of prompts of so many tokens that one step computes."""
     config, devices = MODELS[name]
     one, two = (described(config, devices, layers) for layers in (1, 2))
     trunks, samplers = dict[int, TrunkKey](), dict[int, SamplerKey]()
     for rows in batches:
         trunks[rows] = next(key for key in one.table.trunks() if key.rows >= rows and not key.tiles)
         samplers[rows] = next(key for key in one.table.samplers() if key.rows >= rows and key.variant == sampler)
+    whole = {tokens: next(key for key in one.table.trunks() if key.tiles * one.table.tile_size >= tokens) for tokens in prompts}
     built: list[dict[Any, Compiled]] = []
-    for spec, keys in ((one, [*{*trunks.values(), *samplers.values()}]), (two, [*{*trunks.values()}])):
+    for spec, keys in ((one, [*{*trunks.values(), *samplers.values(), *whole.values()}]), (two, [*{*trunks.values(), *whole.values()}])):
         built.append({program.key: program for program in compiled(spec, keys, threads=2, progress=True)})
     device, layers = device_spec(TARGET), int(config["num_hidden_layers"])
 
+    def trunk(key: TrunkKey, what: Step) -> Estimate:
+        shallow, deep = (programs[key].estimate(one, device, what) for programs in built)
+        return longer(shallow, deep, layers)
+
     def step(rows: int, context: int) -> Estimate:
         what = Step(rows, context)
-        shallow, deep = (programs[trunks[rows]].estimate(one, device, what) for programs in built)
-        return together([longer(shallow, deep, layers), built[0][samplers[rows]].estimate(one, device, what)])
+        return together([trunk(trunks[rows], what), built[0][samplers[rows]].estimate(one, device, what)])
 
+    found = {f"{rows} x {context}": step(rows, context) for rows in batches for context in CONTEXTS}
+    for tokens in prompts:  # beside one row; a tile attends to half of the tokens on average
+        found[f"prompt of {tokens}"] = trunk(whole[tokens], Step(1, (tokens + one.table.tile_size) // 2))
     results: dict[str, Any] = {}
-    for rows in batches:
-        for context in CONTEXTS:
-            found = step(rows, context)
-            shares = {cause: round(found.seconds[cause] / found.total, 3) for cause in CAUSES}
-            results[f"{rows} x {context}"] = {"ms": round(1e3 * found.total, 3), "kernels": found.kernels, "shares": shares}
+    for case, estimate in found.items():
+        shares = {cause: round(estimate.seconds[cause] / estimate.total, 3) for cause in CAUSES}
+        results[case] = {"ms": round(1e3 * estimate.total, 3), "kernels": estimate.kernels, "shares": shares}
     return {"devices": devices, "launches": {str(key): program.launches for key, program in built[1].items()}, "steps": results}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
-    parser.add_argument("--rows", type=int, nargs="+", default=[*ROWS])
+    parser.add_argument("--rows", type=int, nargs="*", default=[*ROWS])
+    parser.add_argument(
+        "--prompts", type=int, nargs="*", default=[], help="tokens of prompts, each in one step beside one row, without sampler"
+    )
     parser.add_argument("--sampler", default="truncated", choices=["greedy", "sample", "truncated", "full"])
     parser.add_argument("--quick", action="store_true", help="the first model alone, with a greedy sampler; nothing saved")
     options = parser.parse_args()
     if options.quick:
         options.models, options.sampler = options.models[:1], "greedy"
-    results = {name: measure(name, options.sampler, options.rows) for name in options.models}
+    results = {name: measure(name, options.sampler, options.rows, options.prompts) for name in options.models}
     for name, result in results.items():
         print(
             f"\n{name} on {result['devices']} x {TARGET}\n{'rows x context':>14} {'ms':>9} {'kernels':>8}"
@@ -96,6 +104,9 @@ def main() -> None:
     if not options.quick:
         file = RESULTS / "estimates.json"
         before = json.loads(file.read_text())["models"] if file.exists() else {}
+        for name, result in results.items():  # steps that were not estimated this time stay
+            for part in ("launches", "steps"):
+                result[part] = before.get(name, {}).get(part, {}) | result[part]
         save(
             "estimates",
             {"target": TARGET, "sampler": options.sampler, "assumed": dataclasses.asdict(Assumptions()), "models": before | results},

@@ -76,12 +76,13 @@ def feed(
     k_scale_ref: Any = None,
     v_scale_ref: Any = None,
 ) -> None:
-    """Fill the rings with what each item reads, one after the other, ahead of the readers by as much as the rings hold.
+    """Copies the keys and values of one item after the other, as far ahead of the readers as the rings allow.
 
-    It returns when every slot is free again, so that every barrier phase is observed.
+    Returns when every slot is free again, so that every barrier phase is observed.
 
     Args:
-        items, blocks_at: their number, and what the n-th of them reads. Those that read nothing come last.
+        items: number of items.
+        blocks_at: the blocks that the n-th item reads; it is called for 0 to items - 1. Items without blocks come last.
     """
     stages, block_k, _ = k.smem.shape
     page_size = k_ref.shape[2]

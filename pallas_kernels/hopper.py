@@ -54,10 +54,10 @@ def accumulate(acc: jax.Array, left: Any, right: Any, then: Callable[[], None] =
 def product_then_accumulate(
     left: Any, right: Any, acc: jax.Array, weights: Any, values: Any, then: Callable[[], None], use: Callable[[jax.Array], Any], like: Any
 ) -> tuple[Any, jax.Array]:
-    """use(left @ right), and acc + weights @ values, on which the tensor cores work during `use`; `then` is done once both are issued.
+    """use(left @ right) and acc + weights @ values. Both products are issued first, then `then` runs; the second runs during `use`.
 
     Args:
-        like: a tree of arrays of the shapes and dtypes of what `use` returns.
+        like: a tree of arrays with the shapes and dtypes of the result of `use`.
     """
 
     def multiply(total: Any) -> Any:
@@ -81,5 +81,5 @@ def product_then_accumulate(
     if isinstance(weights, jax.Array):
         total, used = pl.run_state(in_place)((plgpu.WGMMAAccumulatorRef.init(acc), like))
         return used, total
-    used, total = pl.run_scoped(added, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
+    used, total = pl.run_scoped(added, plgpu.WGMMAAccumulatorRef((ROWS, values.shape[1]), jnp.float32))
     return used, acc + total

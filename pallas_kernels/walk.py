@@ -1,16 +1,17 @@
-"""Which tiles of a prompt a persistent block of threads works on, and in what order.
+"""The order in which persistent thread blocks take the items of a prompt's attention.
 
-Items are cut from tiles in equal numbers and sorted by their tile's work. Blocks take one each, back and forth: the block that took the
-longest of a round takes the shortest of the next. So their sums of work differ by less than the longest item, without counting anything.
+Every tile has the same number of items, and items are sorted by their tile's work. In each round every block
+takes one, and the direction alternates: the block with the longest item of a round takes the shortest of the
+next. So the blocks' sums differ by at most the longest item.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def longest_first(positions: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -29,19 +30,19 @@ def longest_first(positions: jax.Array, lengths: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Walk:
-    """Items 0, ..., items - 1, by decreasing work, shared among blocks."""
+    """Items 0, ..., items - 1, by decreasing work, divided among blocks. Its methods take integers, or arrays of them, of any kind."""
 
     items: int
     blocks: int
 
-    def rounds(self, block: jax.Array) -> jax.Array:
-        """Items of a block."""
+    def rounds(self, block: Any) -> Any:
+        """Number of items of a block."""
         full, rest = divmod(self.items, self.blocks)
-        return full + (self._place(block, jnp.int32(full)) < rest).astype(jnp.int32)
+        return full + (self._place(block, full) < rest)
 
-    def item(self, block: jax.Array, number: jax.Array) -> jax.Array:
-        """The block's item of this number."""
+    def item(self, block: Any, number: Any) -> Any:
+        """The item with this number among those of the block."""
         return number * self.blocks + self._place(block, number)
 
-    def _place(self, block: jax.Array, number: jax.Array) -> jax.Array:
-        return jnp.where(lax.rem(number, 2) == 0, block, self.blocks - 1 - block)
+    def _place(self, block: Any, number: Any) -> Any:
+        return block + (number & 1) * (self.blocks - 1 - 2 * block)

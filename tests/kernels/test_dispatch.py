@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ampere, attention_decode, dispatch, xla
+from pallas_kernels import ampere, attention_decode, attention_prefill, dispatch, xla
 from pallas_kernels.cpu import attention
 from pallas_kernels.dispatch import paged_attention_decode, why_decode_unsupported, why_grouped_product_unsupported
 from pallas_kernels.groups import grouped
@@ -153,6 +153,15 @@ def test_the_kernel_is_taken_with_what_it_was_given(impl: str, monkeypatch: pyte
     monkeypatch.setattr(attention_decode, "paged_attention_decode", lambda *arrays, **how: given.update(how) or arrays[0])
     np.testing.assert_array_equal(run(impl=impl, device=HOPPER, splits=2, soft_cap=4.0, pages=2), arrays()[0])
     assert given == {"scale": 0.3, "window": 7, "soft_cap": 4.0, "sinks": None, "splits": 2, "device": HOPPER}
+
+
+def test_the_prefill_kernel_learns_the_device_whose_multiprocessors_it_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = arrays()
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(attention_prefill, "paged_attention_prefill", lambda *arrays, **how: given.update(how) or arrays[0])
+    tiles, where = jnp.repeat(q[:, None], 8, axis=1), (jnp.array([4, 0]), jnp.array([1, 1]))
+    dispatch.paged_attention_prefill(tiles, k, v, jnp.asarray(TABLES), *where, scale=0.3, device=HOPPER)
+    assert given == {"scale": 0.3, "window": None, "soft_cap": None, "sinks": None, "device": HOPPER}
 
 
 def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
