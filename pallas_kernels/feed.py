@@ -110,17 +110,17 @@ def feed(
         tokens = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout) + (token_of(blocks, i) + at)
         return jnp.where((tokens >= blocks.first) & (tokens < blocks.end), x, jnp.zeros_like(x))
 
-    def wait_until_free(turn: jax.Array, ring: Ring) -> None:
-        pl.when(turn >= stages)(partial(plgpu.barrier_wait, ring.free.at[lax.rem(turn, stages)]))
+    def wait_until_free(nth: jax.Array, ring: Ring) -> None:
+        pl.when(nth >= stages)(partial(plgpu.barrier_wait, ring.free.at[lax.rem(nth, stages)]))
 
     def plain(blocks: Blocks, done: jax.Array) -> None:
         @pl.loop(0, blocks.count)
         def _(i: jax.Array) -> None:
-            turn, pages = done + i, pages_of(blocks, i)
-            slot, whole = lax.rem(turn, stages), is_whole(blocks, i)
-            wait_until_free(turn, k)
+            nth, pages = done + i, pages_of(blocks, i)
+            slot, whole = lax.rem(nth, stages), is_whole(blocks, i)
+            wait_until_free(nth, k)
             copy(blocks, i, pages, k_ref, k.smem.at[slot], k.full.at[slot])
-            wait_until_free(turn, v)
+            wait_until_free(nth, v)
             copy(blocks, i, pages, v_ref, v.smem.at[slot], v.full.at[jnp.where(whole, slot, stages)])
 
             @pl.when(jnp.logical_not(whole))
@@ -162,12 +162,12 @@ def feed(
     def eight_bits(blocks: Blocks, done: jax.Array) -> None:
         @pl.loop(0, blocks.count)
         def _(i: jax.Array) -> None:
-            turn, pages = done + i, pages_of(blocks, i + 1)
-            slot = lax.rem(turn, stages)
+            nth, pages = done + i, pages_of(blocks, i + 1)
+            slot = lax.rem(nth, stages)
             for source in sources:
                 ring = source[-1]
                 plgpu.barrier_wait(ring.raw_full)
-                wait_until_free(turn, ring)
+                wait_until_free(nth, ring)
                 convert(blocks, i, slot, ring)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ring.full.at[slot])
@@ -187,9 +187,9 @@ def feed(
     done = lax.fori_loop(0, items, fill, jnp.int32(0))
 
     @pl.loop(jnp.maximum(done - stages, 0), done)
-    def finish(turn: jax.Array) -> None:
+    def finish(nth: jax.Array) -> None:
         for ring in (k, v):
-            plgpu.barrier_wait(ring.free.at[lax.rem(turn, stages)])
+            plgpu.barrier_wait(ring.free.at[lax.rem(nth, stages)])
 
 
 def _parts(rows: int, columns: int) -> list[tuple[Any, Any]]:
