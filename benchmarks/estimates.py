@@ -85,49 +85,60 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def measure(name: str, sampler: Any, batches: list[int]) -> dict[str, Any]:
-    """Milliseconds and shares, by rows and context."""
+def measure(name: str, sampler: Any, batches: list[int], prompts: list[int]) -> dict[str, Any]:
+    """Milliseconds and shares, by rows and context, and of prompts of so many tokens that one step computes."""
     config, devices = MODELS[name]
     one, two = (described(config, devices, layers) for layers in (1, 2))
     trunks, samplers = dict[int, TrunkKey](), dict[int, SamplerKey]()
     for rows in batches:
         trunks[rows] = next(key for key in one.table.trunks() if key.rows >= rows and not key.tiles)
         samplers[rows] = next(key for key in one.table.samplers() if key.rows >= rows and key.variant == sampler)
+    whole = {tokens: next(key for key in one.table.trunks() if key.tiles * one.table.tile_size >= tokens) for tokens in prompts}
+    needed = [*trunks.values(), *whole.values()]
     built = [
         {key: kept(f"{name}-{layers}", spec, key) for key in dict.fromkeys(keys)}
-        for layers, spec, keys in ((1, one, [*trunks.values(), *samplers.values()]), (2, two, [*trunks.values()]))
+        for layers, spec, keys in ((1, one, [*needed, *samplers.values()]), (2, two, needed))
     ]
     device, layers = device_spec(TARGET), int(config["num_hidden_layers"])
 
+    def trunk(key: TrunkKey, what: Step) -> Estimate:
+        shallow, deep = (programs[key].estimate(one, device, what) for programs in built)
+        return longer(shallow, deep, layers)
+
     def step(rows: int, context: int) -> Estimate:
         what = Step(rows, context)
-        shallow, deep = (programs[trunks[rows]].estimate(one, device, what) for programs in built)
-        return together([longer(shallow, deep, layers), built[0][samplers[rows]].estimate(one, device, what)])
+        return together([trunk(trunks[rows], what), built[0][samplers[rows]].estimate(one, device, what)])
 
+    found = {f"{rows} x {context}": step(rows, context) for rows in batches for context in CONTEXTS}
+    for tokens in prompts:  # beside one row; a tile attends to half of the tokens on average
+        found[f"prompt of {tokens}"] = trunk(whole[tokens], Step(1, (tokens + one.table.tile_size) // 2))
     results: dict[str, Any] = {}
-    for rows in batches:
-        for context in CONTEXTS:
-            found = step(rows, context)
-            shares = {cause: round(found.seconds[cause] / found.total, 3) for cause in CAUSES}
-            results[f"{rows} x {context}"] = {"ms": round(1e3 * found.total, 3), "kernels": found.kernels, "shares": shares}
+    for case, estimate in found.items():
+        shares = {cause: round(estimate.seconds[cause] / estimate.total, 3) for cause in CAUSES}
+        results[case] = {"ms": round(1e3 * estimate.total, 3), "kernels": estimate.kernels, "shares": shares}
     return {"devices": devices, "launches": {str(key): program.launches for key, program in built[1].items()}, "steps": results}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
-    parser.add_argument("--rows", type=int, nargs="+", default=[*ROWS])
+    parser.add_argument("--rows", type=int, nargs="*", default=[*ROWS])
+    parser.add_argument(
+        "--prompts", type=int, nargs="*", default=[], help="tokens of prompts, each in one step beside one row, without sampler"
+    )
     parser.add_argument("--sampler", default="truncated", choices=["greedy", "sample", "truncated", "full"])
     parser.add_argument("--quick", action="store_true", help="the first model alone, with a greedy sampler; nothing saved")
     options = parser.parse_args()
     if options.quick:
         options.models, options.sampler = options.models[:1], "greedy"
     for name in options.models:
-        result = measure(name, options.sampler, options.rows)
+        result = measure(name, options.sampler, options.rows, options.prompts)
         show(name, result)
-        if not options.quick and options.rows == [*ROWS]:
+        if not options.quick:
             file = RESULTS / "estimates.json"
             before = json.loads(file.read_text())["models"] if file.exists() else {}
+            for part in ("launches", "steps"):  # steps that were not estimated this time stay
+                result[part] = before.get(name, {}).get(part, {}) | result[part]
             facts = {"target": TARGET, "sampler": options.sampler, "assumed": dataclasses.asdict(Assumptions())}
             save("estimates", facts | {"models": before | {name: result}})
 

@@ -37,6 +37,8 @@ class KernelFacts:
         spilled: bytes that a thread spills from registers to memory, stores and loads.
         shared: bytes of shared memory per block, without barriers.
         products: number of matrix instructions in its machine code.
+        in_flight: products of warpgroups that are issued before the first of them is awaited, at most; 0 on Ampere.
+        serialized: the compiler waits after each product of a warpgroup, because it could not prove its registers unused.
         copies: number of asynchronous copies to shared memory in its machine code, without TMA.
         most_shared: maximum bytes of shared memory per block on the device.
         bulk_copies: number of TMA copies to and from shared memory in its PTX.
@@ -48,6 +50,8 @@ class KernelFacts:
     spilled: int
     shared: int
     products: int
+    in_flight: int
+    serialized: bool
     copies: int
     most_shared: int
     bulk_copies: int
@@ -128,8 +132,27 @@ def _read(report: Path, device: jax.Device) -> KernelFacts:
     bulk = bulk_copies(report.with_suffix(".ptx").read_text())
     misaligned = tuple(copy for copy, aligned in bulk if not aligned)
     return KernelFacts(
-        report.stem, int(registers), sum(map(int, spills)), int(shared), products, copies, most_shared, len(bulk), misaligned
+        name=report.stem,
+        registers=int(registers),
+        spilled=sum(map(int, spills)),
+        shared=int(shared),
+        products=products,
+        in_flight=_in_flight(code),
+        serialized="wgmma.mma_async instructions are serialized" in text,
+        copies=copies,
+        most_shared=most_shared,
+        bulk_copies=len(bulk),
+        misaligned=misaligned,
     )
+
+
+def _in_flight(code: str) -> int:
+    """Groups of warpgroup products that the machine code issues, in the order of its text, before it waits for any of them."""
+    most = issued = 0
+    for committed, left in re.findall(r"HGMMA\S* .*(gsb0)|WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", code):
+        issued = issued + 1 if committed else min(issued, int(left))
+        most = max(most, issued)
+    return most
 
 
 @contextmanager

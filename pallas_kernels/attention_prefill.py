@@ -1,50 +1,35 @@
 """Paged attention for tiles of a prompt, as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
 
-The tensor cores take 64 rows a warpgroup. Here the rows are (head, token) pairs: the tokens of a tile for one query head, then for
-the next query head of the same kv head, so that a tile of 64 tokens is one head a warpgroup, a tile of 16 four, and no product
-is wasted on a full tile. Two compute warpgroups of a block share what its memory warpgroup copies by TMA, page by page as the
-block table names them: keys and values come once for 128 rows, so each of their bytes serves 128 multiplications. (Where
-a kv head has no more than 64 rows, a block has one compute warpgroup.)
+A product of the tensor cores takes 64 rows per warpgroup. Here rows are (head, token) pairs: the tokens of a
+tile for one query head, then for the next query head of the same kv head. So a tile of 64 tokens is one head
+per warpgroup, a tile of 16 is four, and no product is wasted on a full tile. The two compute warpgroups of a
+block share the keys and values that its memory warpgroup copies by TMA (`feed`), so each byte serves 128
+multiplications. If a kv head has at most 64 rows, a block has one compute warpgroup.
 
-Each warpgroup folds blocks of keys into an online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). The two take turns:
-one's products run while the other is at its exponentials (Shah et al., FlashAttention-3, 2024). A tile visits the keys from
-the window's first to its own last real token; positions are compared only in blocks that some row sees in part.
+Blocks are persistent: the grid is as large as the device holds at a time, and each block walks over items
+(tile, kv head, 128 rows), those with the most keys first (`walk`). The memory warpgroup runs ahead across
+item borders. The next item's queries are fetched as soon as the last scores of an item are computed, and its
+result is stored while the next item runs.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.feed import Blocks, Ring, feed, ring
-from pallas_kernels.hopper import ROWS, accumulate, per_row, product, tiled
+from pallas_kernels import prefill_kernel, tuning
+from pallas_kernels.feed import ring
+from pallas_kernels.hopper import ROWS, tiled
+from pallas_kernels.prefill_form import form_of
 from pallas_kernels.quantized import Pages, Quantized, numbers
-from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, scores
+from pallas_kernels.softmax import LOG2_E
+from pallas_kernels.walk import Walk, longest_first
 
 TILE_GRID = 8  # tokens of a tile are a multiple of it
-STAGE_BYTES = 1 << 17  # of keys and values in flight in a block
-MAX_SHARED, OVERHEAD = 232448, 6400  # bytes that a block may have; that barriers, scales and alignment take of them
-# Registers of a thread that computes, and of one that copies, where two warpgroups compute: a block of these fills a multiprocessor.
-# Scores of more than 64 keys take more of the first; copies of small pages take more of the second.
-REGISTERS, REGISTERS_64 = (224, 56), (216, 72)
-
-
-def default_block_k(head_dim: int, warpgroups: int, page_size: int, *, eight_bits: bool) -> int:
-    """Keys of a stage: as many as registers leave room for; a conversion of eight-bit numbers from more than four pages wants too many."""
-    return 128 if warpgroups == 2 and head_dim <= 128 and not (eight_bits and page_size < 32) else 64
-
-
-def _default_stages(head_dim: int, block_k: int, warpgroups: int, *, eight_bits: bool) -> int:
-    """As many as fill STAGE_BYTES, or what queries and eight-bit numbers on their way leave of a block's shared memory."""
-    stage, queries, raw = 4 * block_k * head_dim, 2 * warpgroups * ROWS * head_dim, 2 * block_k * head_dim * eight_bits
-    return min(max(2, STAGE_BYTES * warpgroups // 2 // stage), (MAX_SHARED - OVERHEAD - queries - raw) // stage)
 
 
 def paged_attention_prefill(
@@ -61,6 +46,8 @@ def paged_attention_prefill(
     sinks: jax.Array | None = None,
     block_k: int | None = None,
     stages: int | None = None,
+    blocks: int | None = None,
+    device: jax.Device | None = None,
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
@@ -77,7 +64,9 @@ def paged_attention_prefill(
         scale: positive.
         window, soft_cap, sinks: as in `xla.paged_attention_decode`.
         block_k: keys of a stage, a multiple of 64; None chooses by the shapes.
-        stages: that are in flight; None fills the shared memory.
+        stages: stages in flight; None fills the shared memory.
+        blocks: thread blocks of the grid; None: as many as the device holds at a time. Results do not depend on it.
+        device: the device that this will run on, for its number of multiprocessors; None: an H100 or H200.
         operand_in_registers: the second product takes its left side from registers and adds to what is there. False, which
             is slower, goes through shared memory: the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.
@@ -87,165 +76,36 @@ def paged_attention_prefill(
     """
     tiles, tile, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
-    units = -(-(heads // kv_heads) * tile // ROWS)  # warpgroups' shares of a kv head's rows
-    warpgroups = min(units, 2)
     pages = [numbers(x) if isinstance(x, Quantized) else x for x in (k_pages, v_pages)]
     scales = [x.scale for x in (k_pages, v_pages) if isinstance(x, Quantized)]
-    block_k = block_k or default_block_k(head_dim, warpgroups, page_size, eight_bits=bool(scales))
-    stages = stages or _default_stages(head_dim, block_k, warpgroups, eight_bits=bool(scales))
+    rows = heads // kv_heads * tile
+    form = form_of(rows, head_dim, page_size, eight_bits=bool(scales), block_k=block_k, stages=stages)
+    warpgroups, items = form.warpgroups, tiles * kv_heads * form.shares
+    # Where one warpgroup computes, two blocks share a multiprocessor, and one computes while the other starts or ends.
+    walk = Walk(items, min(items, blocks or (tuning.cores(device) if warpgroups == 2 else items)))
     scratch = {
-        "k": ring(pages[0], q.dtype, stages, block_k, warpgroups),
-        "v": ring(pages[1], q.dtype, stages, block_k, warpgroups),
+        "k": ring(pages[0], q.dtype, form.stages, form.block_k, warpgroups),
+        "v": ring(pages[1], q.dtype, form.stages, form.block_k, warpgroups),
         "q_smem": tiled((warpgroups, ROWS, head_dim), q.dtype),
-        "p_smem": None if operand_in_registers else tiled((warpgroups, ROWS, block_k), q.dtype),
+        "p_smem": None if operand_in_registers else tiled((warpgroups, ROWS, form.block_k), q.dtype),
+        "out_smem": tiled((warpgroups, ROWS, form.columns), q.dtype),
         "q_full": plgpu.Barrier(num_arrivals=ROWS // math.gcd(tile, ROWS), num_barriers=warpgroups),
         "turn": plgpu.Barrier(num_arrivals=2) if warpgroups == 2 else None,
     }
     by_row = []
     if sinks is not None:  # of each (head, token) pair
-        rows = jnp.repeat(sinks.reshape(kv_heads, -1) * LOG2_E, tile, axis=1)
-        by_row = [jnp.pad(rows, ((0, 0), (0, -(-units // warpgroups) * warpgroups * ROWS - rows.shape[1])))]
+        values = jnp.repeat(sinks.reshape(kv_heads, -1) * LOG2_E, tile, axis=1)
+        by_row = [jnp.pad(values, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))]
     out: jax.Array = plgpu.kernel(
-        partial(_kernel, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None),
+        partial(prefill_kernel.run, walk=walk, form=form, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks is not None),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types={name: what for name, what in scratch.items() if what is not None},
-        grid=(kv_heads, tiles, -(-units // warpgroups)),
-        grid_names=("kv_head", "tile", "share"),
+        grid=(walk.blocks,),
+        grid_names=("block",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="paged_attention_prefill",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(q, block_tables, positions, lengths, *by_row, *pages, *scales)
+    )(q, block_tables, longest_first(positions, lengths), *by_row, *pages, *scales)
     return out
-
-
-def _kernel(
-    q_ref: Any, table_ref: Any, position_ref: Any, length_ref: Any, *refs: Any,
-    k: Ring, v: Ring, q_smem: Any, p_smem: Any = None, q_full: Any, turn: Any = None,
-    scale: float, window: int | None, soft_cap: float | None, sinks: bool,
-) -> None:  # fmt: skip
-    sink_ref, refs = (refs[0], refs[1:]) if sinks else (None, refs)
-    *cache_refs, out_ref = refs  # pages of keys and of values, and their scales if they are eight-bit numbers
-    tiles, tile, heads, head_dim = q_ref.shape
-    kv_heads, page_size = cache_refs[0].shape[1:3]
-    stages, block_k, _ = k.smem.shape
-    warpgroups = q_smem.shape[0]
-    compute_registers, memory_registers = REGISTERS if block_k > 64 else REGISTERS_64
-    group = heads // kv_heads
-    rows = group * tile  # (head, token) pairs of a kv head
-    kv_head, turned, share, warpgroup = (lax.axis_index(name) for name in ("kv_head", "tile", "share", "warpgroup"))
-    index = tiles - 1 - turned  # a sequence's later tiles see more keys: long work first
-    position, length = position_ref[index], length_ref[index]
-    end = position + length
-    first = jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)  # that is seen
-    start = lax.div(first, block_k)
-    count = jnp.where(length > 0, lax.div(end + block_k - 1, block_k) - start, 0)
-
-    def take_turn() -> None:
-        if turn is not None:
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
-
-    def attend(row: jax.Array) -> None:
-        mine = q_smem.at[warpgroup]
-        piece = math.gcd(tile, ROWS)  # rows of one head that a copy takes
-
-        def place(ref: Any, at: int) -> Any:
-            of = jnp.minimum(row + at, rows - piece)  # rows beyond the last are copied from it, and are not copied back
-            return ref.at[index, pl.ds(lax.rem(of, tile), piece), kv_head * group + lax.div(of, tile)]
-
-        @pl.when(count > 0)
-        def _() -> None:
-            for at in range(0, ROWS, piece):
-                plgpu.copy_gmem_to_smem(place(q_ref, at), mine.at[pl.ds(at, piece)], q_full.at[warpgroup])
-            plgpu.barrier_wait(q_full.at[warpgroup])
-
-        def mask(token: jax.Array, s: jax.Array) -> jax.Array:
-            at = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA) + row
-            at = position + lax.rem(at, tile)
-            tokens = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + token
-            seen = tokens <= jnp.minimum(at, end - 1)
-            return jnp.where(seen if window is None else seen & (tokens > at - window), s, -jnp.inf)
-
-        def fold(i: jax.Array, carry: Any) -> Any:
-            m, total, acc = carry
-            slot = lax.rem(i, stages)
-            token = (start + i) * block_k
-            plgpu.barrier_wait(k.full.at[slot])
-            s = product(mine, k.smem.at[slot].transpose((1, 0)), take_turn)
-            if k.scale is not None:
-                s = s * _along_columns(k.scale.at[slot])
-            plgpu.barrier_arrive(k.free.at[slot])
-            s, factor = scores(s, scale, soft_cap)
-            whole = token + block_k - 1 <= position
-            if window is not None:
-                whole &= token > end - 1 - window
-            s = lax.cond(whole, lambda s: s, partial(mask, token), s)
-            m_new = jnp.maximum(m, s.max(axis=1) * factor)
-            alpha = jnp.exp2(m - m_new)
-            p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
-            total = total * alpha + p.sum(axis=1)
-            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-            plgpu.barrier_wait(v.full.at[slot])
-            weights: Any = (p if v.scale is None else p * _along_columns(v.scale.at[slot])).astype(q_ref.dtype)
-            if p_smem is not None:
-                p_smem[warpgroup] = weights
-                plgpu.commit_smem()
-                weights = p_smem.at[warpgroup]
-            take_turn()
-            acc = accumulate(acc, weights, v.smem.at[slot])
-            plgpu.barrier_arrive(v.free.at[slot])
-            return m_new, total, acc
-
-        pl.when(warpgroup == 1)(take_turn)
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
-        m, total, acc = lax.fori_loop(0, count, fold, (per_row(MASKED), per_row(0.0), zeros))
-        pl.when(warpgroup == 0)(take_turn)
-        if sink_ref is not None:
-            sink = plgpu.load(sink_ref.at[kv_head, pl.ds(row, ROWS)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            total += jnp.exp2(sink - m)
-        inverse = 1.0 / jnp.maximum(total, SMALLEST)
-        mine[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q_ref.dtype)
-        plgpu.commit_smem()
-        for at in range(0, ROWS, piece):
-            write = partial(plgpu.copy_smem_to_gmem, mine.at[pl.ds(at, piece)], place(out_ref, at))
-            pl.when(row + at < rows)(write)
-        plgpu.wait_smem_to_gmem(0)
-
-    def idle() -> None:  # the last of an odd number of warpgroups' shares leaves its neighbour no partner but this
-        take_turn()
-
-        @pl.loop(0, count)
-        def _(i: jax.Array) -> None:
-            slot = lax.rem(i, stages)
-            for neighbours in (k, v):
-                plgpu.barrier_wait(neighbours.full.at[slot])
-                plgpu.barrier_arrive(neighbours.free.at[slot])
-                take_turn()
-
-    @pl.when(warpgroup < warpgroups)
-    def compute() -> None:
-        if turn is not None:
-            plgpu.set_max_registers(compute_registers, action="increase")
-        row = (share * warpgroups + warpgroup) * ROWS
-        pl.when(row < rows)(partial(attend, row))
-        if -(-rows // ROWS) % warpgroups:
-            pl.when(row >= rows)(idle)
-
-    @pl.when(warpgroup == warpgroups)
-    def memory() -> None:
-        if turn is not None:
-            plgpu.set_max_registers(memory_registers, action="decrease")
-        last_page = lax.div(end - 1, page_size)
-
-        def page(token: jax.Array) -> Any:
-            return table_ref[index, jnp.minimum(lax.div(token, page_size), last_page)]
-
-        feed(Blocks(start, count, first, end, page, kv_head), k, v, *cache_refs)
-
-
-def _along_columns(x: Any) -> jax.Array:
-    """float32 [n] in shared memory as [ROWS, n]."""
-    row = plgpu.load(x, layout=plgpu.Layout.WGMMA.reduce(0))
-    return lax.broadcast_in_dim(row, (ROWS, *row.shape), [1])

@@ -179,6 +179,7 @@ def paged_attention_prefill(
         return ampere.paged_attention_prefill(q, _plain(k_pages), _plain(v_pages), block_tables, positions, lengths, **how)
     from pallas_kernels import attention_prefill
 
+    how["device"] = device or jax.devices()[0]
     return attention_prefill.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how)
 
 

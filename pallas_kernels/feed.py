@@ -66,95 +66,130 @@ def ring(pages: Any, dtype: jnp.dtype[Any], stages: int, block_k: int, readers: 
     return Ring(smem, plgpu.Barrier(num_barriers=stages), free, scale, raw, raw_scale, plgpu.Barrier(num_arrivals=2 * copies))
 
 
-def feed(blocks: Blocks, k: Ring, v: Ring, k_ref: Any, v_ref: Any, k_scale_ref: Any = None, v_scale_ref: Any = None) -> None:
-    """Fill the rings; returns when every slot is free again, so that every barrier phase is observed."""
+def feed(
+    items: jax.Array,
+    blocks_at: Callable[[jax.Array], Blocks],
+    k: Ring,
+    v: Ring,
+    k_ref: Any,
+    v_ref: Any,
+    k_scale_ref: Any = None,
+    v_scale_ref: Any = None,
+) -> None:
+    """Copies the keys and values of one item after the other, as far ahead of the readers as the rings allow.
+
+    Returns when every slot is free again, so that every barrier phase is observed.
+
+    Args:
+        items: number of items.
+        blocks_at: the blocks that the n-th item reads; it is called for 0 to items - 1. Items without blocks come last.
+    """
     stages, block_k, _ = k.smem.shape
     page_size = k_ref.shape[2]
     piece = math.gcd(page_size, block_k)  # of a page that one copy takes
     places = range(0, block_k, piece)
 
-    def token_of(i: jax.Array) -> Any:
+    def token_of(blocks: Blocks, i: jax.Array) -> Any:
         return (blocks.start + i) * block_k
 
-    def pages_of(i: jax.Array) -> list[jax.Array]:
-        return [blocks.page(token_of(i) + at) for at in places]
-
-    def copy(i: jax.Array, pages: list[jax.Array], ref: Any, smem: Any, full: Any) -> None:
+    def copy(blocks: Blocks, i: jax.Array, pages: list[jax.Array], ref: Any, smem: Any, full: Any) -> None:
         # Scales of 16 tokens lie 64 bytes apart, where only a plain copy may begin, without a tensor map's check of bounds.
         narrow = len(smem.shape) == 1 and piece * smem.dtype.itemsize % TENSOR
         mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if narrow else None
         for at, page in zip(places, pages, strict=True):
-            part_of_page = pl.ds(lax.rem(token_of(i) + at, page_size), piece)
+            part_of_page = pl.ds(lax.rem(token_of(blocks, i) + at, page_size), piece)
             plgpu.copy_gmem_to_smem(ref.at[page, blocks.kv_head, part_of_page], smem.at[pl.ds(at, piece)], full, oob_mode=mode)
 
-    def is_whole(i: jax.Array) -> Any:
-        return (token_of(i) >= blocks.first) & (token_of(i) + block_k <= blocks.end)
+    def pages_of(blocks: Blocks, i: jax.Array) -> list[jax.Array]:
+        return [blocks.page(token_of(blocks, i) + at) for at in places]
 
-    def cleared(i: jax.Array, at: int, x: jax.Array, layout: Any) -> jax.Array:
-        tokens = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout) + (token_of(i) + at)
+    def is_whole(blocks: Blocks, i: jax.Array) -> Any:
+        return (token_of(blocks, i) >= blocks.first) & (token_of(blocks, i) + block_k <= blocks.end)
+
+    def cleared(blocks: Blocks, i: jax.Array, at: int, x: jax.Array, layout: Any) -> jax.Array:
+        tokens = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout) + (token_of(blocks, i) + at)
         return jnp.where((tokens >= blocks.first) & (tokens < blocks.end), x, jnp.zeros_like(x))
 
-    def wait_until_free(i: jax.Array, ring: Ring) -> None:
-        pl.when(i >= stages)(partial(plgpu.barrier_wait, ring.free.at[lax.rem(i, stages)]))
+    def wait_until_free(nth: jax.Array, ring: Ring) -> None:
+        pl.when(nth >= stages)(partial(plgpu.barrier_wait, ring.free.at[lax.rem(nth, stages)]))
 
-    def plain(i: jax.Array) -> None:
-        slot, pages = lax.rem(i, stages), pages_of(i)
-        wait_until_free(i, k)
-        copy(i, pages, k_ref, k.smem.at[slot], k.full.at[slot])
-        wait_until_free(i, v)
-        copy(i, pages, v_ref, v.smem.at[slot], v.full.at[jnp.where(is_whole(i), slot, stages)])
+    def plain(blocks: Blocks, done: jax.Array) -> None:
+        @pl.loop(0, blocks.count)
+        def _(i: jax.Array) -> None:
+            nth, pages = done + i, pages_of(blocks, i)
+            slot, whole = lax.rem(nth, stages), is_whole(blocks, i)
+            wait_until_free(nth, k)
+            copy(blocks, i, pages, k_ref, k.smem.at[slot], k.full.at[slot])
+            wait_until_free(nth, v)
+            copy(blocks, i, pages, v_ref, v.smem.at[slot], v.full.at[jnp.where(whole, slot, stages)])
 
-        @pl.when(jnp.logical_not(is_whole(i)))
-        def clear() -> None:
-            plgpu.barrier_wait(v.full.at[stages])
-            for rows, columns in _parts(block_k, v.smem.shape[-1]):
-                values = v.smem.at[slot, rows, columns]
-                values[...] = cleared(i, rows.start, plgpu.load(values, layout=plgpu.Layout.WGMMA), plgpu.Layout.WGMMA)
-            plgpu.commit_smem()
-            for _ in places:
-                plgpu.barrier_arrive(v.full.at[slot])
+            @pl.when(jnp.logical_not(whole))
+            def clear() -> None:
+                plgpu.barrier_wait(v.full.at[stages])
+                for rows, columns in _parts(block_k, v.smem.shape[-1]):
+                    values = v.smem.at[slot, rows, columns]
+                    loaded = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+                    values[...] = cleared(blocks, i, rows.start, loaded, plgpu.Layout.WGMMA)
+                plgpu.commit_smem()
+                for _ in places:
+                    plgpu.barrier_arrive(v.full.at[slot])
 
-    def fetch(i: jax.Array, pages: list[jax.Array], ref: Any, scale_ref: Any, ring: Ring) -> None:
-        copy(i, pages, ref, ring.raw, ring.raw_full)
-        copy(i, pages, scale_ref, ring.raw_scale, ring.raw_full)
+    sources = (k_ref, k_scale_ref, k), (v_ref, v_scale_ref, v)
 
-    def convert(i: jax.Array, ring: Ring) -> None:
-        slot, line, wide = lax.rem(i, stages), plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA_UPCAST_2X
-        for at in range(0, block_k, ROWS):
-            rows = pl.ds(at, ROWS)
-            ring.scale[slot, rows] = cleared(i, at, plgpu.load(ring.raw_scale.at[rows], layout=line), line)
-        for rows, columns in _parts(block_k, ring.smem.shape[-1]):
-            x = _widened(plgpu.load(ring.raw.at[rows, columns], layout=wide), ring.smem.dtype)
-            clear = partial(cleared, i, rows.start, layout=wide)
-            ring.smem[slot, rows, columns] = lax.cond(is_whole(i), lambda x: x, clear, x)
+    def fetch(blocks: Blocks, i: jax.Array, pages: list[jax.Array], ref: Any, scale_ref: Any, ring: Ring) -> None:
+        copy(blocks, i, pages, ref, ring.raw, ring.raw_full)
+        copy(blocks, i, pages, scale_ref, ring.raw_scale, ring.raw_full)
 
-    def eight_bits(i: jax.Array) -> None:
-        slot, pages = lax.rem(i, stages), pages_of(i + 1)
-        for ref, scale_ref, ring in ((k_ref, k_scale_ref, k), (v_ref, v_scale_ref, v)):
-            plgpu.barrier_wait(ring.raw_full)
-            wait_until_free(i, ring)
-            convert(i, ring)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(ring.full.at[slot])
-            pl.when(i + 1 < blocks.count)(partial(fetch, i + 1, pages, ref, scale_ref, ring))
-
-    if k.raw is None:
-        pl.loop(0, blocks.count)(plain)
-    else:
+    def fetch_first(number: jax.Array) -> None:
+        blocks, i = blocks_at(number), jnp.int32(0)
 
         @pl.when(blocks.count > 0)
-        def begin() -> None:
-            i = jnp.int32(0)
-            pages = pages_of(i)
-            fetch(i, pages, k_ref, k_scale_ref, k)
-            fetch(i, pages, v_ref, v_scale_ref, v)
+        def _() -> None:
+            pages = pages_of(blocks, i)
+            for source in sources:
+                fetch(blocks, i, pages, *source)
 
-        pl.loop(0, blocks.count)(eight_bits)
+    def convert(blocks: Blocks, i: jax.Array, slot: jax.Array, ring: Ring) -> None:
+        line, wide = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA_UPCAST_2X
+        for at in range(0, block_k, ROWS):
+            rows = pl.ds(at, ROWS)
+            ring.scale[slot, rows] = cleared(blocks, i, at, plgpu.load(ring.raw_scale.at[rows], layout=line), line)
+        for rows, columns in _parts(block_k, ring.smem.shape[-1]):
+            x = _widened(plgpu.load(ring.raw.at[rows, columns], layout=wide), ring.smem.dtype)
+            clear = partial(cleared, blocks, i, rows.start, layout=wide)
+            ring.smem[slot, rows, columns] = lax.cond(is_whole(blocks, i), lambda x: x, clear, x)
 
-    @pl.loop(0, jnp.minimum(blocks.count, stages))
-    def finish(slot: jax.Array) -> None:
-        plgpu.barrier_wait(k.free.at[slot])
-        plgpu.barrier_wait(v.free.at[slot])
+    def eight_bits(blocks: Blocks, done: jax.Array) -> None:
+        @pl.loop(0, blocks.count)
+        def _(i: jax.Array) -> None:
+            nth, pages = done + i, pages_of(blocks, i + 1)
+            slot = lax.rem(nth, stages)
+            for source in sources:
+                ring = source[-1]
+                plgpu.barrier_wait(ring.raw_full)
+                wait_until_free(nth, ring)
+                convert(blocks, i, slot, ring)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(ring.full.at[slot])
+                pl.when(i + 1 < blocks.count)(partial(fetch, blocks, i + 1, pages, *source))
+
+    def fill(number: jax.Array, done: jax.Array) -> jax.Array:
+        blocks = blocks_at(number)
+        if k.raw is None:
+            plain(blocks, done)
+        else:
+            eight_bits(blocks, done)
+            pl.when(number + 1 < items)(partial(fetch_first, number + 1))
+        return done + blocks.count
+
+    if k.raw is not None:
+        fetch_first(jnp.int32(0))
+    done = lax.fori_loop(0, items, fill, jnp.int32(0))
+
+    @pl.loop(jnp.maximum(done - stages, 0), done)
+    def finish(nth: jax.Array) -> None:
+        for ring in (k, v):
+            plgpu.barrier_wait(ring.free.at[lax.rem(nth, stages)])
 
 
 def _parts(rows: int, columns: int) -> list[tuple[Any, Any]]:

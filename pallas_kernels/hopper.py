@@ -44,9 +44,48 @@ def product(left: Any, right: Any, then: Callable[[], None] = lambda: None) -> j
     return result
 
 
-def accumulate(acc: jax.Array, left: Any, right: Any) -> jax.Array:
-    """acc [ROWS, n] + left @ right; in place if left is in registers."""
+def accumulate(acc: jax.Array, left: Any, right: Any, then: Callable[[], None] = lambda: None) -> jax.Array:
+    """acc [ROWS, n] + left @ right, in place if left is in registers; `then` as in `product`."""
     if not isinstance(left, jax.Array):
-        return acc + product(left, right)
-    total: jax.Array = pl.run_state(lambda out: plgpu.wgmma(out, left, right))(plgpu.WGMMAAccumulatorRef.init(acc))
+        return acc + product(left, right, then)
+
+    def multiply(out: Any) -> None:
+        plgpu.wgmma(out, left, right)
+        then()
+
+    total: jax.Array = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(acc))
     return total
+
+
+def product_then_accumulate(
+    left: Any, right: Any, acc: jax.Array, weights: Any, values: Any, then: Callable[[], None], use: Callable[[jax.Array], Any], like: Any
+) -> tuple[Any, jax.Array]:
+    """use(left @ right) and acc + weights @ values. Both products are issued first, then `then` runs; the second runs during `use`.
+
+    Args:
+        like: a tree of arrays with the shapes and dtypes of the result of `use`.
+    """
+
+    def multiply(total: Any) -> Any:
+        def both(out: Any) -> Any:
+            plgpu.wgmma(out, left, right)
+            plgpu.wgmma(total, weights, values)
+            then()
+            return use(plgpu.wgmma_accumulator_load(out, wait_n=1))
+
+        return pl.run_scoped(both, plgpu.WGMMAAccumulatorRef((ROWS, right.shape[1]), jnp.float32))
+
+    def added(total: Any) -> Any:
+        used = multiply(total)
+        return used, total[...]
+
+    def in_place(refs: Any) -> None:
+        total, cells = refs
+        for cell, value in zip(jax.tree.leaves(cells), jax.tree.leaves(multiply(total)), strict=True):
+            cell[...] = value
+
+    if isinstance(weights, jax.Array):
+        total, used = pl.run_state(in_place)((plgpu.WGMMAAccumulatorRef.init(acc), like))
+        return used, total
+    used, total = pl.run_scoped(added, plgpu.WGMMAAccumulatorRef((ROWS, values.shape[1]), jnp.float32))
+    return used, acc + total

@@ -138,8 +138,8 @@ def prefill(
     in_registers: bool = True,
     **ways: Any,
 ) -> Case:
-    """Eight tiles of sequences of up to 4096 tokens, and eight kv heads; kind: of an eight-bit cache."""
-    tiles, kv_heads = 8, 8
+    """Tiles of sequences of up to 4096 tokens, so many that blocks walk over several, and eight kv heads; kind: of an eight-bit cache."""
+    tiles, kv_heads = 64, 8
     cache = cache_of(kind, (1 << 10, kv_heads, page_size, head_dim), dtype)
     q = jax.ShapeDtypeStruct((tiles, tile, kv_heads * group, head_dim), dtype)
     tables, numbers = jax.ShapeDtypeStruct((tiles, 4096 // page_size), jnp.int32), jax.ShapeDtypeStruct((tiles,), jnp.int32)

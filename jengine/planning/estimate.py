@@ -32,6 +32,7 @@ class Assumptions:
         products: achieved share of the data sheet's operations.
         block_bandwidth: bytes a second of one thread block with 64 KB in flight, at a latency of 0.8 microseconds.
         join: seconds of latency when the parts of decode attention are joined.
+        fill: seconds of a prefill kernel's first loads and last stores, during which nothing is multiplied.
         kernel: seconds between two kernels of a command buffer.
         launch: seconds to launch a single kernel, or a command buffer, from the host.
         turn: seconds for which a loop iteration waits for the host.
@@ -42,6 +43,7 @@ class Assumptions:
     products: float = 0.7
     block_bandwidth: float = 80e9
     join: float = 2e-6
+    fill: float = 3.5e-6
     kernel: float = 1.5e-6
     launch: float = 4e-6
     turn: float = 10e-6
@@ -180,7 +182,7 @@ def _mosaic(
         queries = operands[0]
         seen = step.context - queries.shape[1] / 2
         size = queries.shape[0] * step.context * _token_bytes(operands) + 2 * queries.bytes
-        return _Work("cache", size, 4.0 * queries.size * seen, DTYPES[queries.dtype])
+        return _Work("cache", size, 4.0 * queries.size * seen, DTYPES[queries.dtype], more=assumed.fill)
     if kernel == "kv_write":
         return _Work("cache", 2 * sum(array.bytes for array in operands if array.shape[:1] != operands[0].shape[:1]))
     if kernel == "grouped_product":

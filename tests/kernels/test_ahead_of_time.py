@@ -88,6 +88,10 @@ def check_prefill(case: Case, threads: int, blocks: int, spilled: int) -> None:
     facts, compiled = compiled_for_h200(case)
     assert facts.spilled <= spilled
     assert facts.products > 0
+    assert not facts.serialized
+    head_dim = case[1][0].shape[-1]
+    # Where registers suffice, a block's scores are issued before the values of the block before are awaited.
+    assert facts.in_flight == (2 if threads == PREFILL_THREADS and head_dim <= 128 else 1)
     assert facts.blocks(threads) >= blocks
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and "mosaic_gpu" in text

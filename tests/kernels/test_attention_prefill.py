@@ -44,7 +44,18 @@ def tiles(tile: int, page_size: int) -> tuple[list[int], list[int]]:
     return [0, page_size // 2 + 3, 0, page_size, 0, 126, 300 - tile], [tile, tile - 5, 0, 1, 1, tile, tile]
 
 
-def check(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, dtype: str, ways: Ways, kind: str | None = None) -> None:
+def check(
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    page_size: int,
+    tile: int,
+    dtype: str,
+    ways: Ways,
+    kind: str | None = None,
+    *,
+    blocks: int | None = 3,
+) -> None:
     positions, lengths = tiles(tile, page_size)
     ends = [position + length for position, length in zip(positions, lengths, strict=True)]
     whole = cache(ends, -(-max(ends) // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
@@ -55,10 +66,12 @@ def check(head_dim: int, kv_heads: int, group: int, page_size: int, tile: int, d
     q = jax.random.normal(jax.random.key(7), (len(ends), tile, kv_heads * group, head_dim)).astype(dtype)
     ways = with_sinks(ways, kv_heads * group)
     stages = None if head_dim == 256 else 2  # few in any case, so that they are used again
-    run = jax.jit(partial(paged_attention_prefill, **ways, stages=stages, operand_in_registers=False, interpret=RACES))
+    form: Ways = {"stages": stages, "blocks": blocks, "operand_in_registers": False, "interpret": RACES}
+    run = jax.jit(partial(paged_attention_prefill, **ways, **form))
     where = jnp.asarray(positions), jnp.asarray(lengths)
     got = np.asarray(interpret(run, q, *paged[:3], *where), np.float32)
-    if ways is BOTH:  # what is behind the first query's window changes no bit
+    if ways is BOTH:  # neither what is behind the first query's window nor the blocks that items fall to change a bit
+        run = jax.jit(partial(paged_attention_prefill, **ways, **form | {"blocks": 2}))
         np.testing.assert_array_equal(got, np.asarray(interpret(run, q, *whole[:3], *where), np.float32))
     want = np.asarray(reference.paged_attention_prefill(q.astype(jnp.float32), clean.k, clean.v, clean.tables, *where, **ways))
     # What is rounded to dtype: each weight, and the result. Anything else is float32.

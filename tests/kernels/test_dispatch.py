@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ampere, attention_decode, dispatch, tuning, xla
+from pallas_kernels import ampere, attention_decode, attention_prefill, dispatch, tuning, xla
 from pallas_kernels.cpu import attention
 from pallas_kernels.dispatch import paged_attention_decode, why_decode_unsupported, why_grouped_product_unsupported
 from pallas_kernels.groups import grouped
@@ -168,6 +168,15 @@ def test_work_lists_are_for_hopper_and_as_batch_invariance_asks() -> None:
     assert even is not None and fixed is not None
     assert even.blocks == fixed.blocks == tuning.decode_blocks(str(k.dtype), k.shape[-1], HOPPER)
     assert len(even.joins) == even.blocks and len(fixed.joins) == len(lengths) * k.shape[1]
+
+
+def test_the_prefill_kernel_learns_the_device_whose_multiprocessors_it_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = arrays()
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(attention_prefill, "paged_attention_prefill", lambda *arrays, **how: given.update(how) or arrays[0])
+    tiles, where = jnp.repeat(q[:, None], 8, axis=1), (jnp.array([4, 0]), jnp.array([1, 1]))
+    dispatch.paged_attention_prefill(tiles, k, v, jnp.asarray(TABLES), *where, scale=0.3, device=HOPPER)
+    assert given == {"scale": 0.3, "window": None, "soft_cap": None, "sinks": None, "device": HOPPER}
 
 
 def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,48 @@
+"""The order in which persistent thread blocks take the items of a prompt's attention.
+
+Every tile has the same number of items, and items are sorted by their tile's work. In each round every block
+takes one, and the direction alternates: the block with the longest item of a round takes the shortest of the
+next. So the blocks' sums differ by at most the longest item.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def longest_first(positions: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Tiles by their last token's position, the latest first; those of no tokens come last.
+
+    Returns:
+        int32 [3, tiles]: indices of tiles, their positions, their lengths. By comparisons rather than by a sort, of which XLA makes
+        several kernels on a GPU.
+    """
+    index = jnp.arange(len(positions), dtype=jnp.int32)
+    ends = jnp.where(lengths > 0, positions + lengths, 0)
+    before = (ends[None] > ends[:, None]) | ((ends[None] == ends[:, None]) & (index[None] < index[:, None]))
+    is_at = before.sum(1, dtype=jnp.int32)[None] == index[:, None]
+    return jnp.stack([jnp.where(is_at, x[None], 0).sum(1, dtype=jnp.int32) for x in (index, positions, lengths)])
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Items 0, ..., items - 1, by decreasing work, divided among blocks. Its methods take integers, or arrays of them, of any kind."""
+
+    items: int
+    blocks: int
+
+    def rounds(self, block: Any) -> Any:
+        """Number of items of a block."""
+        full, rest = divmod(self.items, self.blocks)
+        return full + (self._place(block, full) < rest)
+
+    def item(self, block: Any, number: Any) -> Any:
+        """The item with this number among those of the block."""
+        return number * self.blocks + self._place(block, number)
+
+    def _place(self, block: Any, number: Any) -> Any:
+        return block + (number & 1) * (self.blocks - 1 - 2 * block)
