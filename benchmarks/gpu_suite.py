@@ -3,13 +3,14 @@ of the hardware's limits.
 
     python -m benchmarks.gpu_suite [PART ...] [--programs DIR] [--out FILE]
 
-correctness   every kernel against float32; runs first, unless FILE has results for these kernels decode
-decode attention: bytes a second relative to the device's own copies; equal rows, padding, ragged batches
-prefill       prefill attention: operations a second relative to the device's own matrix products; other
-libraries experts       products of tokens with their experts' weights: correctness; then relative to the
-device's copies and matrix products programs      programs compiled without a GPU (`--programs DIR`), and by
-another process on this one: loaded and run engine        a Llama with 8B parameters, random weights: decoding
-and prefilling relative to the roofline, and the host's time transformers  the same Llama in transformers
+correctness   every kernel against float32; runs first, unless FILE has results for these kernels
+decode        decode attention: bytes a second relative to the device's own copies; equal rows, padding, ragged batches
+prefill       prefill attention: operations a second relative to the device's own matrix products; other libraries
+experts       products of tokens with their experts' weights: correctness; then relative to the device's copies and matrix products
+products      the same of dense quantized weights
+programs      programs compiled without a GPU (`--programs DIR`), and by another process on this one: loaded and run
+engine        a Llama with 8B parameters, random weights: decoding and prefilling relative to the roofline, and the host's time
+transformers  the same Llama in transformers
 tune          tunes the kernels within the time limit and updates their table; another run continues
 
 Each part runs in a separate process for at most 8 minutes; results found by then are kept. Results go to FILE,
@@ -29,7 +30,7 @@ fail, that one broke the CUDA context; run it alone:
      compute-sanitizer python -c "from benchmarks.gpu.correctness import *; i = 25; print(check(cases(False)[i], 'mosaic', i))"
       If only prefill fails, check CUDA's version: JAX's own attention rejects causal masks with CUDA 12.8.0 to
       12.9.0, whose ptxas miscompiles them; 12.9.1 and 13 do not.
-2. `decode`, `prefill` and `experts`.
+2. `decode`, `prefill`, `experts` and `products`.
 3. `programs`, then `engine`. XLA first autotunes its matrix products for minutes, and `engine` may end before
 its first row: keep XLA's results with XLA_FLAGS=--xla_gpu_per_fusion_autotune_cache_dir=DIR, and run it again.
 4. `tune`, as often as needed; then `correctness` and `decode` again. Programs compiled earlier do not match the
@@ -55,7 +56,7 @@ from benchmarks.gpu import rows
 from benchmarks.gpu.rows import Row
 from benchmarks.machine import facts
 
-PARTS = ("correctness", "decode", "prefill", "experts", "programs", "engine", "transformers", "tune")
+PARTS = ("correctness", "decode", "prefill", "experts", "products", "programs", "engine", "transformers", "tune")
 SHARING = ("programs", "prefill", "transformers")  # parts in which JAX must leave GPU memory to others
 LIMIT, LAST_START = 480, 420  # seconds: maximum duration of a part; time after which no further case is started
 ENDED = "the part was ended from outside"

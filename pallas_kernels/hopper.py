@@ -1,4 +1,4 @@
-"""Common parts of the attention kernels for Hopper (sm_90a): layouts of shared memory, and products of a warpgroup."""
+"""Common parts of the kernels for Hopper (sm_90a): layouts of shared memory, and products of a warpgroup."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.versions import store
+
 ROWS = 64  # of a warpgroup's product
 COLUMNS = 64  # of a tile of shared memory
 
 
-def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any]) -> Any:
-    """Shared memory in the layout of TMA and the tensor cores: tiles of 8 rows by 64 numbers, swizzled."""
-    tiles = plgpu.TilingTransform((8, COLUMNS))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(COLUMNS * dtype.itemsize)))  # type: ignore[abstract]
+def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], columns: int = COLUMNS) -> Any:
+    """Shared memory in the layout of TMA and the tensor cores: tiles of 8 rows by `columns` numbers, swizzled."""
+    tiles = plgpu.TilingTransform((8, columns))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(columns * dtype.itemsize)))  # type: ignore[abstract]
+
+
+def store_transposed(target: Any, values: jax.Array) -> None:
+    """Writes values [ROWS, n] to shared memory [n, ROWS]."""
+    if values.dtype == jnp.float32:  # no instruction transposes these
+        values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+    store(target.transpose((1, 0)), values)
 
 
 def per_row(value: float) -> jax.Array:
