@@ -1,6 +1,7 @@
 """What decode steps should take on GPUs that are not here, from programs compiled for them, with shares by cause.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 70b 30b-a3b] [--rows 1 8] [--sampler truncated] [--quick]
+    JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 8b-int4 70b 30b-a3b] [--rows 1 8] [--prompts 1024] [--sampler truncated]
+        [--quick]
 
 Needs the extra `aot`. A step is a trunk and a sampler, of the smallest programs that hold its rows. Models are compiled with one layer and
 with two; the others take as much as the second. Programs are kept in `.cache/estimates`, each as soon as it is compiled, for as long as the
@@ -43,18 +44,20 @@ QWEN3_30B_A3B = {
     **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "rope_theta": 1e6},
     **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "tie_word_embeddings": False},
 }
-MODELS: dict[str, tuple[dict[str, Any], int]] = {  # and on how many devices
-    "8b": ({**COMMON, **SHAPES["8b"]}, 1),
-    "70b": ({**COMMON, **SHAPES["8b"], **LLAMA_70B}, 8),
-    "30b-a3b": (QWEN3_30B_A3B, 1),
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # and options
+    "8b": ({**COMMON, **SHAPES["8b"]}, {}),
+    "8b-int4": ({**COMMON, **SHAPES["8b"]}, {"quantization": "int4"}),
+    "70b": ({**COMMON, **SHAPES["8b"], **LLAMA_70B}, {"tensor_parallel_size": 8}),
+    "30b-a3b": (QWEN3_30B_A3B, {}),
 }
 KEPT = ROOT / ".cache" / "estimates"
 TARGET, ROWS, CONTEXTS = "h200", (1, 8, 32, 128, 256), (1024, 8192, 32768)
 
 
-def described(config: dict[str, Any], devices: int, layers: int) -> ExecutionSpec:
+def described(config: dict[str, Any], options: dict[str, Any], layers: int) -> ExecutionSpec:
+    devices = options.get("tensor_parallel_size", 1)
     mesh = make_mesh(devices, ahead_of_time.devices(TARGET, devices))
-    options = {"max_num_seqs": max(ROWS), "max_model_len": max(CONTEXTS), "tensor_parallel_size": devices}
+    options = {"max_num_seqs": max(ROWS), "max_model_len": max(CONTEXTS), **options}
     return describe(EngineConfig.of("MODEL", options), model_config({**config, "num_hidden_layers": layers}), mesh, Path())
 
 
@@ -87,8 +90,8 @@ def sources() -> str:
 
 def measure(name: str, sampler: Any, batches: list[int], prompts: list[int]) -> dict[str, Any]:
     """Milliseconds and shares, by rows and context, and of prompts of so many tokens that one step computes."""
-    config, devices = MODELS[name]
-    one, two = (described(config, devices, layers) for layers in (1, 2))
+    config, options = MODELS[name]
+    one, two = (described(config, options, layers) for layers in (1, 2))
     trunks, samplers = dict[int, TrunkKey](), dict[int, SamplerKey]()
     for rows in batches:
         trunks[rows] = next(key for key in one.table.trunks() if key.rows >= rows and not key.tiles)
@@ -116,7 +119,7 @@ def measure(name: str, sampler: Any, batches: list[int], prompts: list[int]) -> 
     for case, estimate in found.items():
         shares = {cause: round(estimate.seconds[cause] / estimate.total, 3) for cause in CAUSES}
         results[case] = {"ms": round(1e3 * estimate.total, 3), "kernels": estimate.kernels, "shares": shares}
-    return {"devices": devices, "launches": {str(key): program.launches for key, program in built[1].items()}, "steps": results}
+    return {"devices": one.mesh.size, "launches": {str(key): program.launches for key, program in built[1].items()}, "steps": results}
 
 
 def main() -> None:

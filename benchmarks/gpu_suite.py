@@ -9,6 +9,7 @@ decode        decode attention: bytes a second relative to the device's own copi
 prefill       prefill attention: operations a second relative to the device's own matrix products; other libraries
 experts       products of tokens with their experts' weights: correctness; then relative to the device's copies and
               matrix products
+products      the same of dense quantized weights
 programs      programs compiled without a GPU (`--programs DIR`), and by another process on this one: loaded and run
 engine        a Llama with 8B parameters, random weights: decoding and prefilling relative to the roofline, and the
               host's time
@@ -47,7 +48,7 @@ from benchmarks.gpu import rows
 from benchmarks.gpu.rows import Row
 from benchmarks.machine import facts
 
-PARTS = ("correctness", "decode", "prefill", "experts", "programs", "engine", "transformers", "tune")
+PARTS = ("correctness", "decode", "prefill", "experts", "products", "programs", "engine", "transformers", "tune")
 SHARING = ("programs", "prefill", "transformers")  # parts in which JAX must leave GPU memory to others
 LIMIT, LAST_START = 480, 420  # seconds: maximum duration of a part; time after which no further case is started
 ENDED = "the part was ended from outside"

@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import products, tuning, work_list, xla
 from pallas_kernels.flashinfer import decode as flashinfer
-from pallas_kernels.groups import Groups
+from pallas_kernels.groups import Groups, one_group
 from pallas_kernels.hadamard import transform
 from pallas_kernels.int4 import Int4
 from pallas_kernels.products import Weight
@@ -36,6 +37,7 @@ STORED_ON_CPU = ("bfloat16", "float32", "quantized int8", "quantized uint8")
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)  # and multiples of the last
 GROUPED_GRID = 64  # of outputs and inputs
+EIGHT_BIT_ROWS = 512  # of a dense product; for more, XLA converts the weight once, and cuBLAS is faster
 why_flashinfer_unsupported = flashinfer.why_unsupported
 
 
@@ -269,17 +271,10 @@ def copy_pages(
 
 
 def why_grouped_product_unsupported(x: jax.Array, weight: Weight, *, device: jax.Device | None = None) -> str | None:
-    """Why the kernel for `grouped_product` cannot take these, or None."""
-    if _capability(device) not in HOPPER:
-        return f"device={(device or jax.devices()[0]).device_kind}: the kernel is for GPUs of compute capability {', '.join(HOPPER)}"
-    if str(x.dtype) not in DTYPES:
-        return f"dtype={x.dtype}: the kernel takes {' and '.join(DTYPES)}"
+    """Why no kernel for `grouped_product` can take these, or None."""
     if not isinstance(weight, Quantized | Int4) and weight.dtype != x.dtype:
         return f"weight={weight.dtype}: the kernel takes x's dtype, {x.dtype}, or a quantized weight"
-    for name, size in (("out", math.prod(weight.shape[1:-1])), ("in", weight.shape[-1])):
-        if size % GROUPED_GRID:
-            return f"{name}={size}: the kernel takes multiples of {GROUPED_GRID}"
-    return None
+    return _why_product_unsupported(x, weight, 1, device)
 
 
 def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None) -> jax.Array:
@@ -297,6 +292,12 @@ def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl 
         ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
     """
     serves = _kernel_serves(impl, why_grouped_product_unsupported(x, weight, device=device), device)
+    if isinstance(weight, Int4) and serves:
+        from pallas_kernels import int4_product as of_four_bits
+
+        matrices = weight.map(lambda array: array.reshape(array.shape[0], -1, array.shape[-1]))
+        y: jax.Array = of_four_bits.grouped_int4_product(_transformed(x, weight), matrices, groups)
+        return y.reshape(len(x), *weight.shape[1:-1])
     values: jax.Array = dequantize(weight) if isinstance(weight, Int4) else weight  # type: ignore[assignment]
     scale = None
     if isinstance(weight, Quantized):
@@ -308,8 +309,54 @@ def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl 
         from pallas_kernels import grouped_product as kernel
 
         form = kernel.grouped_product
-    y: jax.Array = form(x, values.reshape(values.shape[0], -1, values.shape[-1]), scale, groups)
+    y = form(x, values.reshape(values.shape[0], -1, values.shape[-1]), scale, groups)
     return y.reshape(len(x), *weight.shape[1:-1])
+
+
+def why_quantized_product_unsupported(x: jax.Array, weight: Quantized | Int4, *, device: jax.Device | None = None) -> str | None:
+    """Why no kernel for `quantized_product` can take these, or None."""
+    if isinstance(weight, Quantized):
+        if weight.inputs:
+            return "inputs=True: XLA multiplies eight-bit numbers"
+        if x.shape[0] > EIGHT_BIT_ROWS:
+            return f"rows={x.shape[0]}: the kernel for eight-bit weights takes at most {EIGHT_BIT_ROWS}"
+    return _why_product_unsupported(x, weight, 0, device)
+
+
+def quantized_product(
+    x: jax.Array,
+    weight: Quantized | Int4,
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    impl: Impl = "auto",
+    device: jax.Device | None = None,
+) -> jax.Array:
+    """x [rows, in] by a quantized weight [out, in], on a GPU; `products.product` is for any device.
+
+    Args:
+        dtype: of the result; None: x's.
+        impl, device: see the module.
+
+    Returns:
+        [rows, out].
+
+    Raises:
+        ValueError: impl="mosaic" where no kernel can serve, or "llvm"; says why.
+    """
+    if not _kernel_serves(impl, why_quantized_product_unsupported(x, weight, device=device), device):
+        return products.by_xla(x, weight, jnp.dtype(dtype or x.dtype))
+    if isinstance(weight, Int4):
+        from pallas_kernels import int4_product as of_four_bits
+
+        cores = tuning.cores(device or jax.devices()[0])
+        return of_four_bits.int4_product(_transformed(x, weight), weight, dtype=dtype, cores=cores)
+    from pallas_kernels import grouped_product as of_eight_bits
+
+    rows = len(x)
+    groups, block = one_group(rows)
+    x = jnp.pad(_transformed(x, weight), ((0, -rows % block), (0, 0)))
+    y = of_eight_bits.grouped_product(x, weight.values[None], weight.scale[None], groups, block=block, dtype=dtype)
+    return y[:rows]
 
 
 def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Device | None = None) -> None:
@@ -370,6 +417,29 @@ def _why_attention_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, dev
 
 def _capability(device: jax.Device | None) -> str | None:
     return getattr(device or jax.devices()[0], "compute_capability", None)
+
+
+def _transformed(x: jax.Array, weight: Quantized | Int4) -> jax.Array:
+    """As the weight's inputs are."""
+    return transform(x, weight.hadamard).astype(x.dtype)
+
+
+def _why_product_unsupported(x: jax.Array, weight: Weight, leading: int, device: jax.Device | None) -> str | None:
+    """Why no kernel takes these rows and a weight [*leading, *out, in], or None."""
+    if _capability(device) not in HOPPER:
+        return f"device={(device or jax.devices()[0]).device_kind}: the kernel is for GPUs of compute capability {', '.join(HOPPER)}"
+    if str(x.dtype) not in DTYPES:
+        return f"dtype={x.dtype}: the kernel takes {' and '.join(DTYPES)}"
+    sizes = {"out": math.prod(weight.shape[leading:-1])}
+    if isinstance(weight, Int4):
+        if (parts := weight.shape[-1] // weight.size) != 1:
+            return f"parts={parts}: the kernel takes inputs in one part"
+    else:
+        sizes["in"] = weight.shape[-1]
+    for name, size in sizes.items():
+        if size % GROUPED_GRID:
+            return f"{name}={size}: the kernel takes multiples of {GROUPED_GRID}"
+    return None
 
 
 def _plain(pages: Pages) -> jax.Array:

@@ -17,8 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.groups import GRID, Groups, block_rows
-from pallas_kernels.hopper import COLUMNS, ROWS, tiled
-from pallas_kernels.versions import store
+from pallas_kernels.hopper import COLUMNS, ROWS, store_transposed, tiled
 
 STAGES = 4  # in flight: 64 KB of 16-bit weights for each block, of which a multiprocessor holds two if groups are small
 
@@ -29,6 +28,8 @@ def grouped_product(
     scale: jax.Array | None,
     groups: Groups,
     *,
+    block: int | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
@@ -39,27 +40,29 @@ def grouped_product(
         weight: [groups, out, in] in x's dtype, int8 or float8_e4m3fn; out and in are multiples of 64.
         scale: float32 [groups, out], which multiplies results.
         groups: of `groups.grouped`.
+        block: rows of a block, as `groups.one_group` gives them; None: of several groups.
+        dtype: of the result; None: x's.
         operand_in_registers: eight-bit weights come to the tensor cores from registers. False, which is slower, goes through shared
             memory: the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.
 
     Returns:
-        [places, out], in x's dtype; undefined where there is no row.
+        [places, out]; undefined where there is no row.
     """
-    out, block = weight.shape[1], block_rows(len(groups.place), len(weight))
+    out, block, dtype = weight.shape[1], block or block_rows(len(groups.place), len(weight)), jnp.dtype(dtype or x.dtype)
     warpgroups = 2 if out % (2 * ROWS) == 0 else 1
     through = None if operand_in_registers or weight.dtype == x.dtype else tiled((warpgroups, ROWS, COLUMNS), x.dtype)
     scratch = {
         "x_smem": tiled((STAGES, block, COLUMNS), x.dtype),
         "w_smem": tiled((STAGES, warpgroups * ROWS, COLUMNS), weight.dtype),
         "a_smem": through,
-        "out_smem": plgpu.SMEM((warpgroups, block, ROWS), x.dtype),
+        "out_smem": plgpu.SMEM((warpgroups, block, ROWS), dtype),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
     }
     y: jax.Array = plgpu.kernel(
         partial(_kernel, scaled=scale is not None),
-        out_type=jax.ShapeDtypeStruct((len(x), out), x.dtype),
+        out_type=jax.ShapeDtypeStruct((len(x), out), dtype),
         scratch_types={name: what for name, what in scratch.items() if what is not None},
         grid=(len(groups.group), out // (warpgroups * ROWS)),  # a group's blocks follow each other: its matrix stays in the L2 cache
         grid_names=("block", "part"),
@@ -108,7 +111,7 @@ def _kernel(
         if scaled:
             line = plgpu.load(scale_ref[0].at[group, outputs], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
             y *= lax.broadcast_in_dim(line, y.shape, [0])
-        store(mine.transpose((1, 0)), y.astype(out_smem.dtype))
+        store_transposed(mine, y.astype(out_smem.dtype))
         plgpu.commit_smem()
         at: Any = 0
         size = block // GRID

@@ -45,6 +45,15 @@ def block_rows(rows: int, groups: int) -> int:
     return min(most, max(least, 1 << (-(-2 * rows // groups) - 1).bit_length()))
 
 
+def one_group(rows: int) -> tuple[Groups, int]:
+    """Rows of one group where they lie, of which the last block may read some more; and a block's rows."""
+    block = min(BLOCK[1], max(BLOCK[0], 1 << (rows - 1).bit_length()))
+    order, start = jnp.arange(rows, dtype=jnp.int32), jnp.arange(-(-rows // block), dtype=jnp.int32) * (block // GRID)
+    taken = jnp.full(1, -(-rows // GRID), jnp.int32)
+    length = jnp.clip(taken - start, 0, block // GRID)
+    return Groups(order, order, jnp.zeros_like(order), taken * GRID, jnp.zeros_like(start), start, length), block
+
+
 def grouped(chosen: jax.Array, groups: int) -> Groups:
     """Groups rows that belong to groups `chosen`, int32 [rows]."""
     rows, block = len(chosen), block_rows(len(chosen), groups)

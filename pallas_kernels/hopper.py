@@ -1,4 +1,4 @@
-"""Common parts of the attention kernels for Hopper (sm_90a): layouts of shared memory, and products of a warpgroup."""
+"""Common parts of the kernels for Hopper (sm_90a): layouts of shared memory, and products of a warpgroup."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.mosaic_gpu import Tiling
 
+from pallas_kernels.versions import store
+
 ROWS = 64  # of a warpgroup's product
 COLUMNS = 64  # of a tile of shared memory
 
 
 def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], columns: int = COLUMNS) -> Any:
-    """Shared memory in the layout of TMA and the tensor cores: tiles of 8 rows by up to 128 bytes, swizzled."""
+    """Shared memory in the layout of TMA and the tensor cores: tiles of 8 rows by `columns` numbers, swizzled."""
     tiles = plgpu.TilingTransform((8, columns))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(columns * dtype.itemsize)))  # type: ignore[abstract]
 
@@ -24,6 +26,13 @@ def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], columns: int = COLUMNS)
 def rows_by_warp() -> Any:
     """Layout of [8 * n, COLUMNS * m]: each warp has two of eight rows, each thread two adjacent numbers."""
     return plgpu.Layout.TILED(Tiling(((4, COLUMNS), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+def store_transposed(target: Any, values: jax.Array) -> None:
+    """Writes values [ROWS, n] to shared memory [n, ROWS]."""
+    if values.dtype == jnp.float32:  # no instruction transposes these
+        values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+    store(target.transpose((1, 0)), values)
 
 
 def per_row(value: float) -> jax.Array:

@@ -82,8 +82,12 @@ Weight = jax.Array | Quantized | Int4
 def product(x: jax.Array, weight: Weight, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """x [rows, in], weight [out, in] -> [rows, out], in x's dtype or the given one. Sums are float32, or int32 of int8 numbers."""
     dtype = jnp.dtype(dtype or x.dtype)
-    xla = partial(_by_xla, dtype=dtype)
+    xla = partial(by_xla, dtype=dtype)
     form = _form(x, weight)
+    if form == "xla" and isinstance(weight, Quantized | Int4) and not traced_for_cpu():
+        from pallas_kernels import dispatch
+
+        return dispatch.quantized_product(x, weight, dtype, device=traced_for())
     if form == "xla":
         return xla(x, weight)
     y: jax.Array = lax.platform_dependent(x, weight, cpu=partial(_by_cpu_kernel, dtype=dtype, form=form), default=xla)
@@ -140,7 +144,8 @@ def _by_cpu_kernel(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any], form: st
     return (y * rows.scale[:, None]).astype(dtype)
 
 
-def _by_xla(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any]) -> jax.Array:
+def by_xla(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any]) -> jax.Array:
+    """The form of `product` for any device. Four-bit weights are dequantized."""
     if isinstance(weight, Int4):
         return _any_rows(transform(x, weight.hadamard).astype(x.dtype), wide(weight).astype(x.dtype), dtype)
     if not isinstance(weight, Quantized):

@@ -20,7 +20,9 @@ from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.attention_prefill import paged_attention_prefill
 from pallas_kernels.copy_pages import copy_pages
 from pallas_kernels.grouped_product import grouped_product
-from pallas_kernels.groups import grouped
+from pallas_kernels.groups import grouped, one_group
+from pallas_kernels.int4 import pack
+from pallas_kernels.int4_product import grouped_int4_product, int4_product
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantized import Pages, movable, quantize
@@ -160,6 +162,17 @@ def grouped_rows(rows: int, kind: str = "", *, out: int = 1536, in_registers: bo
     return run, (x, chosen, weight, scale)
 
 
+def eight_bits(rows: int, kind: str, dtype: Any = jnp.bfloat16) -> Case:
+    """Rows by a dense weight."""
+    x, weight = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((1, 28672, 4096), jnp.dtype(kind))
+
+    def run(x: Any, weight: Any, scale: Any) -> Any:
+        groups, block = one_group(rows)
+        return grouped_product(x, weight, scale, groups, block=block, dtype=dtype)
+
+    return run, (x, weight, jax.ShapeDtypeStruct((1, 28672), jnp.float32))
+
+
 GROUPED_THREADS = 384
 GROUPED: dict[str, Case] = {
     "64 rows": grouped_rows(64),
@@ -170,6 +183,52 @@ GROUPED: dict[str, Case] = {
     "65536 rows": grouped_rows(65536),
     "65536 rows, fp8": grouped_rows(65536, "float8_e4m3fn"),
     "64 rows, 192 outputs": grouped_rows(64, out=192),
+    "8 rows, int8, one group, float32": eight_bits(8, "int8", jnp.float32),
+    "256 rows, fp8, one group": eight_bits(256, "float8_e4m3fn"),
+    "512 rows, int8, one group, float32": eight_bits(512, "int8", jnp.float32),
+}
+
+
+def four_bits(shape: tuple[int, ...], group: int, offset: bool, kind: str) -> Any:
+    """A weight, packed."""
+    numbers = jax.ShapeDtypeStruct(shape, jnp.int8)
+    scale = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // group), jnp.float32)
+    return jax.eval_shape(partial(pack, group=group, kind=kind), numbers, scale, scale if offset else None)
+
+
+def int4(rows: int, out: int = 28672, size: int = 4096, *, group: int = 128, offset: bool = True, kind: str = "int4") -> Case:
+    """Rows of a Llama of 8B parameters by gate and up, if nothing else is said."""
+    x = jax.ShapeDtypeStruct((rows, size), jnp.bfloat16)
+    return partial(int4_product, cores=132), (x, four_bits((out, size), group, offset, kind))
+
+
+def int4_experts(rows: int, *, group: int = 32, offset: bool = False, kind: str = "e2m1") -> Case:
+    """Rows of 128 experts as gpt-oss-120b has them: gate and up."""
+    x, chosen = jax.ShapeDtypeStruct((rows, 2880), jnp.bfloat16), jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+    def run(x: Any, chosen: Any, weight: Any) -> Any:
+        groups = grouped(chosen, 128)
+        return grouped_int4_product(x[groups.row], weight, groups)
+
+    return run, (x, chosen, four_bits((128, 5760, 2880), group, offset, kind))
+
+
+FOUR_BITS: dict[str, Case] = {
+    "8 rows": int4(8),
+    "16 rows": int4(16),
+    "32 rows": int4(32),
+    "64 rows": int4(64),
+    "8192 rows": int4(8192),
+    "8 rows, inputs split": int4(8, 4096, 14336),
+    "128 rows, inputs split, groups of 32": int4(128, 4096, 14336, group=32),
+    "8 rows, groups of 64": int4(8, group=64),
+    "8 rows, groups of 32": int4(8, group=32),
+    "512 rows, groups of 64": int4(512, group=64),
+    "8 rows, without offsets": int4(8, offset=False),
+    "32 rows of experts, MXFP4": int4_experts(32),
+    "2048 rows of experts, MXFP4": int4_experts(2048),
+    "32768 rows of experts, MXFP4": int4_experts(32768),
+    "32 rows of experts, groups of 64": int4_experts(32, group=64, offset=True, kind="int4"),
 }
 GROUPED_INTERPRETED: dict[str, Case] = {"64 rows, int8": grouped_rows(64, "int8", in_registers=False)}
 PREFILL_THREADS = 384  # of a block; 256 where a kv head has no more than 64 rows
@@ -265,6 +324,7 @@ def main() -> None:
     table("prefill attention", PREFILL_CASES | PREFILL_WIDE | in_memory(PREFILL_INTERPRETED), PREFILL_THREADS)
     table("prefill attention", PREFILL_ALONE)
     table("grouped products", GROUPED | in_memory(GROUPED_INTERPRETED), GROUPED_THREADS)
+    table("four-bit products", FOUR_BITS, GROUPED_THREADS)
     table("cache writes", WRITES, threads=128)
     table("page copies", COPIES, threads=128)
     for target in AMPERE:

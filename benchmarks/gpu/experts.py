@@ -12,13 +12,15 @@ import numpy as np
 
 from benchmarks.gpu.ceilings import Ceilings, ceilings
 from benchmarks.gpu.correctness import compare
-from benchmarks.gpu.inputs import KINDS
+from benchmarks.gpu.inputs import KINDS as STORED
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
 from pallas_kernels import dispatch
 from pallas_kernels.groups import grouped
-from pallas_kernels.quantized import Quantized, dequantize, quantize
+from pallas_kernels.int4 import quantize_int4
+from pallas_kernels.quantized import dequantize, is_quantized, quantize
 from pallas_kernels.timing import CHAIN, chained
 
+KINDS = (*STORED, "int4")
 GOAL = 0.7
 CHECKED = 256  # rows that are compared
 
@@ -52,6 +54,8 @@ def _weight(load: Load, kind: str | None) -> Any:
 
     def draw(key: jax.Array) -> Any:
         plain = jax.random.normal(key, (load.hidden, load.hidden), jnp.bfloat16) * load.hidden**-0.5
+        if kind == "int4":
+            return quantize_int4(plain, group=32)
         return quantize(plain, kind) if kind else plain
 
     return jax.jit(lambda: jax.lax.map(draw, jax.random.split(jax.random.key(0), load.experts)))()
@@ -70,8 +74,8 @@ def _row(case: str, load: Load, weight: Any, tokens: int, most: Ceilings, small:
     error = _error(jax.jit(run)(x, jnp.asarray(chosen[0]), weight), x, chosen[0], weight)
     seconds = chained(run, x, jnp.asarray(chosen), weight)
     met = float(np.mean([len(np.unique(one)) for one in chosen]))
-    stored = weight.values if isinstance(weight, Quantized) else weight
-    moved, operations = met * load.hidden**2 * stored.dtype.itemsize, 2 * x.size * load.hidden
+    moved = met / load.experts * sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(weight))
+    operations = 2 * x.size * load.hidden
     shares = {"memory": moved / seconds / most.bandwidth, "products": operations / seconds / most.rate}
     values = {"us": 1e6 * seconds, "GB/s": moved / seconds / 1e9, "TFLOP/s": operations / seconds / 1e12, "error / allowed": error}
     goal = GOAL if not small and moved > 1 << 27 else None
@@ -86,7 +90,7 @@ def _error(got: jax.Array, x: jax.Array, chosen: np.ndarray, weight: Any) -> flo
     def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         row, expert = args
         matrix = weight[expert]
-        wide = dequantize(matrix) if isinstance(matrix, Quantized) else matrix
+        wide = dequantize(matrix) if is_quantized(matrix) else matrix
         return jnp.einsum("oi,i->o", wide.astype(jnp.float32), row.astype(jnp.float32), precision="highest")
 
     want = np.asarray(jax.jit(lambda *args: jax.lax.map(one, args))(x[some], jnp.asarray(chosen[some])))

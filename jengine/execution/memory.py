@@ -17,10 +17,11 @@ from jengine.errors import OutOfMemory
 from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec
 from jengine.table.program_table import SamplerKey, TrunkKey
+from pallas_kernels import dispatch
 from pallas_kernels.delta_rule import chunk_size
 from pallas_kernels.devices import skip_cuda_check
 from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import is_quantized
+from pallas_kernels.quantized import Quantized, is_quantized
 from pallas_kernels.tuning import BLOCKS, CORES
 from pallas_kernels.work_list import PARTS
 
@@ -180,9 +181,7 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     """
     model, table = spec.model.config, spec.table
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if is_quantized(leaf)]
-    # one weight at a time; a word holds eight four-bit numbers, which are first expanded to int32
-    packed = [16 if isinstance(matrix, Int4) else 1 for matrix in matrices]
-    converted = 4 * max((each * math.prod(_own(matrix.values)) for each, matrix in zip(packed, matrices, strict=True)), default=0)
+    converted = max((_converted(spec, matrix) for matrix in matrices), default=0)  # one weight at a time
     fixed = converted + (0 if spec.mesh.devices.flat[0].platform == "cpu" else WORKSPACE)
     if isinstance(key, SamplerKey):
         own_rows, vocab = -(-key.rows // model.shards), model.padded(model.vocab_size)
@@ -211,7 +210,21 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     return fixed + parts + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + experts + 4 * scores + width + states + (1 << 20)
 
 
-def _own(array: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+def _converted(spec: ExecutionSpec, matrix: Quantized | Int4) -> int:
+    """Bytes of temporaries of a product with the weight: its converted numbers, or partial sums if a kernel reads it as stored."""
+    numbers: int = math.prod(_own(matrix.values))
+    if not isinstance(matrix, Int4):
+        return 4 * numbers
+    experts = len(matrix.shape) > 2 and matrix.shape[0] == spec.model.config.num_experts
+    own = matrix.map(lambda array: jax.ShapeDtypeStruct(_own(array), array.dtype))
+    x: Any = jax.ShapeDtypeStruct((1, own.shape[-1]), spec.model.dtype)
+    why_unsupported = dispatch.why_grouped_product_unsupported if experts else dispatch.why_quantized_product_unsupported
+    if why_unsupported(x, own, device=spec.mesh.devices.flat[0]) is None:
+        return 0 if experts else numbers
+    return 64 * numbers  # a word holds eight four-bit numbers, which are first expanded to int32
+
+
+def _own(array: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
     """The shape of one device's part."""
     shape: tuple[int, ...] = array.sharding.shard_shape(array.shape)
     return shape

@@ -20,6 +20,7 @@ Cause = Literal["weights", "cache", "activations", "links", "launches"]
 CAUSES: tuple[Cause, ...] = ("weights", "cache", "activations", "links", "launches")
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "f8e4m3fn": "float8_e4m3fn"}
+SMALL_GROUPS = 1.6  # times the instructions, if groups of 32 or 64 four-bit weights share a scale
 OUTPUTS = 128  # of a thread block of a grouped product
 
 
@@ -36,6 +37,7 @@ class Assumptions:
         kernel: seconds between two kernels of a command buffer.
         launch: seconds to launch a single kernel, or a command buffer, from the host.
         turn: seconds for which a loop iteration waits for the host.
+        unpacked: four-bit numbers a second that a multiprocessor multiplies, from a count of the kernel's instructions.
         exchange: seconds of a collective of a few bytes.
     """
 
@@ -47,6 +49,7 @@ class Assumptions:
     kernel: float = 1.5e-6
     launch: float = 4e-6
     turn: float = 10e-6
+    unpacked: float = 80e9
     exchange: float = 8e-6
 
 
@@ -176,8 +179,8 @@ def _mosaic(
     if kernel == "paged_attention_decode":
         return _decode(operands, step, assumed)
     if kernel == "paged_attention_join":
-        parts = operands[1] if operands[0].dtype != "f32" else operands[0]
-        return _Work("cache", parts.bytes, more=assumed.join)
+        joined = operands[1] if operands[0].dtype != "f32" else operands[0]
+        return _Work("cache", joined.bytes, more=assumed.join)
     if kernel == "paged_attention_prefill":
         queries = operands[0]
         seen = step.context - queries.shape[1] / 2
@@ -187,9 +190,21 @@ def _mosaic(
         return _Work("cache", 2 * sum(array.bytes for array in operands if array.shape[:1] != operands[0].shape[:1]))
     if kernel == "grouped_product":
         x, weight = operands[:2]
-        read = min(1.0, met / weight.shape[0]) * weight.bytes
-        drawn = min(max(1.0, met) * (weight.shape[1] // OUTPUTS), slots) * assumed.block_bandwidth
+        share = _share(met, weight.shape[0])
+        read = share * weight.bytes
+        drawn = min(max(1.0, share * weight.shape[0]) * (weight.shape[1] // OUTPUTS), slots) * assumed.block_bandwidth
         return _Work("weights", x.bytes + read + one.bytes, 2.0 * x.size * weight.shape[1], DTYPES[x.dtype], drawn)
+    if kernel == "int4_product":
+        x, weight, scale, blocks = operands[:4]
+        experts, out, _ = weight.shape
+        share = _share(met, experts)
+        read = share * (weight.bytes + sum(array.bytes for array in operands if array.shape == scale.shape))
+        splits, parts = one.results[0].shape[0], -(-out // OUTPUTS)
+        blocks_of_rows = blocks.size if experts == 1 else 1
+        drawn = min(max(blocks_of_rows, share * experts) * parts * splits, slots) * assumed.block_bandwidth
+        unpacked = assumed.unpacked / (1 if 8 * weight.shape[2] > 64 * scale.shape[2] else SMALL_GROUPS)
+        most = min(drawn, device.cores * unpacked / 2 / blocks_of_rows)
+        return _Work("weights", x.bytes + read + one.bytes, 2.0 * x.size * out, DTYPES[x.dtype], most)
     return _Work("activations", one.bytes + sum(array.bytes for array in operands))
 
 
@@ -217,6 +232,11 @@ def _decode(operands: list[Array], step: Step, assumed: Assumptions) -> _Work:
     size = min(step.rows, rows) * step.context * _token_bytes(operands) + 2 * share * queries.bytes + cut
     drawn = assumed.block_bandwidth * tiles / math.ceil(tiles / busy)
     return _Work("cache", size, 4.0 * queries.size * share * step.context, DTYPES[queries.dtype], drawn)
+
+
+def _share(met: float, experts: int) -> float:
+    """Of a weight that is read: all of a dense one."""
+    return min(1.0, met / experts) if experts > 1 else 1.0
 
 
 def _token_bytes(operands: list[Array]) -> int:

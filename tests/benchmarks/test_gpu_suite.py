@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_suite
-from benchmarks.gpu import correctness, decode, experts, inputs, prefill, programs, rows
+from benchmarks.gpu import correctness, decode, experts, inputs, prefill, products, programs, rows
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
@@ -308,7 +308,17 @@ def test_kernels_take_the_shapes_that_are_timed() -> None:
 def test_products_of_experts_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "chained", lambda *args: 1.0)
     monkeypatch.setattr(experts, "ceilings", lambda small: Ceilings(1e9, 1e9))
-    assert [row.outcome for row in experts.measure(small=True)] == 6 * ["ok"]
+    assert [row.outcome for row in experts.measure(small=True)] == 8 * ["ok"]
     product = dispatch.grouped_product
     monkeypatch.setattr(dispatch, "grouped_product", lambda *args, **how: product(*args, **how) * 1.05)
-    assert [row.outcome for row in experts.measure(small=True)] == 6 * ["failed"]
+    assert [row.outcome for row in experts.measure(small=True)] == 8 * ["failed"]
+
+
+@pytest.mark.full
+def test_quantized_products_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "chained", lambda *args: 1.0)
+    monkeypatch.setattr(products, "ceilings", lambda small: Ceilings(1e9, 1e9))
+    assert [row.outcome for row in products.measure(small=True)] == 10 * ["ok"]
+    product = dispatch.quantized_product
+    monkeypatch.setattr(dispatch, "quantized_product", lambda *args, **how: product(*args, **how) * 1.05)
+    assert [row.outcome for row in products.measure(small=True)] == 10 * ["failed"]

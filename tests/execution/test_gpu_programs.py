@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import re
@@ -25,7 +26,7 @@ from jengine.parallel.mesh import make_mesh
 from jengine.planning.compiled import compiled
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import TrunkKey
-from pallas_kernels import ahead_of_time
+from pallas_kernels import ahead_of_time, dispatch
 from pallas_kernels.groups import GRID
 from pallas_kernels.thunks import compiled_with_thunks
 from tests.golden.weights import VARIANTS
@@ -101,7 +102,8 @@ def check_experts_on_hopper(quantization: str | None) -> None:
         compiled, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
         text, memory = compiled.as_text(), compiled.memory_analysis()
         assert text is not None and memory is not None
-        assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == (6 if key.tiles else 5)
+        dense = 2 if quantization == "int8" else 0  # attention's weights, which are read as stored too
+        assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == (6 if key.tiles else 5) + dense
         rows = spec.table.tokens(key) * config.experts_per_token * (1 if key.tiles else GRID)  # few rows: each alone in its expert
         activations = rows * 2 * (2 * config.hidden_size + 3 * config.expert_size)  # bytes: what goes into both products and comes out
         assert memory.temp_size_in_bytes <= temporaries_bound(spec, key)
@@ -114,6 +116,33 @@ def check_experts_on_hopper(quantization: str | None) -> None:
 @pytest.mark.parametrize("quantization", [None, *(pytest.param(kind, marks=pytest.mark.full) for kind in ("int8", "fp8"))])
 def test_on_hopper_experts_take_what_their_rows_take(quantization: str | None) -> None:
     elsewhere(check_experts_on_hopper, quantization)
+
+
+def check_four_bit_experts_on_hopper() -> None:
+    """A layer of gpt-oss-120b, whose experts are in MXFP4. Without the kernel, XLA dequantizes all of them in each step."""
+    model = json.loads((Path(__file__).parent.parent / "data" / "gpt-oss-120b" / "config.json").read_text())
+    model |= {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    spec = described("h200", model=model, max_num_batched_tokens=136)
+    config = spec.model.config
+    dequantized = 2 * config.num_experts * 2 * config.expert_size * config.hidden_size  # bytes of gate and up
+    for key in (TrunkKey(8, 0), spec.table.trunks()[-1]):
+        compiled, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        assert text is not None and memory is not None
+        assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == (5 if key.tiles else 4)
+        assert memory.temp_size_in_bytes <= temporaries_bound(spec, key) < dequantized // 16
+        assert len(thunks) == 1, "all of it in a command buffer"
+        moved = re.findall(r"= \S*\[128,(?:2880,2|5760|2880),\d+\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text)
+        assert not moved, "expert weights are read as they lie"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "why_grouped_product_unsupported", lambda *args, **how: "as before")
+        before = lower(spec, TrunkKey(8, 0)).compile().memory_analysis()
+        assert before is not None and before.temp_size_in_bytes >= dequantized
+
+
+@pytest.mark.full
+def test_on_hopper_four_bit_experts_are_not_dequantized() -> None:
+    elsewhere(check_four_bit_experts_on_hopper)
 
 
 def check_batch_invariant_on_hopper() -> None:

@@ -14,6 +14,7 @@ from kernel_facts import (
     COPIES,
     EIGHT_BITS,
     EIGHT_BITS_INTERPRETED,
+    FOUR_BITS,
     GROUPED,
     GROUPED_INTERPRETED,
     GROUPED_THREADS,
@@ -133,6 +134,25 @@ def check_grouped(case: Case) -> None:
     assert facts.blocks(GROUPED_THREADS) >= (1 if rows > 1 << 15 else 2)
     text = compiled.as_text()
     assert text is not None and not re.search(r"\b(while|conditional|sort)\(", text)
+
+
+FEW = "8 rows", "8192 rows"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.full]) for name in FOUR_BITS])
+def test_four_bit_products_spill_nothing_and_never_store_weights_wider(name: str) -> None:
+    case = FOUR_BITS[name]
+    facts, compiled = compiled_for_h200(case)
+    x, weight = case[1][0], case[1][-1]
+    assert facts.spilled == 0
+    assert facts.products > 0
+    assert facts.blocks(GROUPED_THREADS) >= (2 if name.startswith("8 rows") or name.startswith("32 rows of experts, M") else 1)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and not re.search(r"\b(while|conditional|sort)\(", text)
+    wide = rf"(bf16|f16|f32|s8|s32)\[[\d,]*\b{weight.shape[-2]},{weight.shape[-1]}\]"
+    assert not re.search(wide, text), "the weight, unpacked"
+    words = weight.values.size * 4
+    assert memory is not None and memory.temp_size_in_bytes <= words // 4 + 16 * x.size, "sums of splits, and padded rows"
 
 
 SHARED_OPERANDS = {

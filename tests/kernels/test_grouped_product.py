@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.grouped_product import grouped_product
-from pallas_kernels.groups import GRID, block_rows, grouped
+from pallas_kernels.groups import GRID, block_rows, grouped, one_group
 from pallas_kernels.quantized import dequantize, quantize
 from tests.kernels.interpreted import RACES, interpret
 
@@ -75,3 +75,26 @@ def test_against_a_product_for_each_row(case: tuple[str, str, tuple[int, ...], i
 @pytest.mark.parametrize("case", MORE, ids=str)
 def test_more_of_them(case: tuple[str, str, tuple[int, ...], int, int]) -> None:
     check(*case)
+
+
+@pytest.mark.parametrize(("rows", "block", "lengths"), [(1, 8, [1]), (20, 32, [3]), (130, 128, [16, 1]), (256, 128, [16, 16])])
+def test_rows_of_one_group_stay_where_they_lie(rows: int, block: int, lengths: list[int]) -> None:
+    groups, most = one_group(rows)
+    assert most == block
+    assert groups.length.tolist() == lengths and groups.start.tolist() == [16 * i for i in range(len(lengths))]
+    assert groups.place.tolist() == groups.row.tolist() == list(range(rows)) and not groups.group.any()
+
+
+@pytest.mark.full
+def test_a_dense_product_in_float32_is_one_of_a_single_group() -> None:
+    rng = np.random.default_rng(0)
+    x, stored = (
+        jnp.asarray(rng.normal(size=(20, 192)), jnp.bfloat16),
+        quantize(jnp.asarray(rng.normal(size=(64, 192)), jnp.bfloat16), "int8"),
+    )
+    groups, block = one_group(20)
+    run = partial(grouped_product, block=block, dtype=jnp.float32, operand_in_registers=False, interpret=RACES)
+    got = interpret(run, jnp.pad(x, ((0, 12), (0, 0))), stored.values[None], stored.scale[None], groups)[:20]
+    want = np.asarray(x, np.float64) @ (np.asarray(stored.values, np.float64) * np.asarray(stored.scale, np.float64)[:, None]).T
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())

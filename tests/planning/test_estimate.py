@@ -127,6 +127,34 @@ def test_only_experts_that_tokens_meet_are_read() -> None:
     assert all_of - few == (128 - 16) * 512 * 256
 
 
+FOUR_BITS = """
+ENTRY %main (x: bf16[128,1024]) -> f32[2,128,512] {
+  %x = bf16[128,1024]{1,0} parameter(0)
+  %w = s32[GROUPS,512,128]{2,1,0} parameter(1)
+  %scale = f32[GROUPS,512,8]{2,1,0} parameter(2)
+  %group = s32[4]{0} parameter(3)
+  %start = s32[4]{0} parameter(4)
+  %length = s32[4]{0} parameter(5)
+  %offset = f32[GROUPS,512,8]{2,1,0} parameter(6)
+  %sums = f32[8,128]{1,0} parameter(7)
+  ROOT %one = f32[2,128,512]{2,1,0} custom-call(%x, %w, %scale, %group, %start, %length, %offset, %sums), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/int4_product/mpmd_map"}
+}
+"""  # noqa: E501
+
+
+def test_four_bit_weights_are_read_with_scales_and_offsets_and_unpacked_for_each_block_of_rows() -> None:
+    """A weight of 512 x 1024 takes half a byte a number, and two float32 for each group of 128."""
+    weight, others = 512 * 1024 // 2 + 2 * 512 * 8 * 4, (128 * 1024 * 2) + 2 * 128 * 512 * 4
+    dense = estimate(parse(HEAD + FOUR_BITS.replace("GROUPS", "1")), Step(8, 1), DEVICE, launches=1, assumed=EXACT)
+    assert (dense.bytes, dense.operations) == (weight + others, 2 * 128 * 1024 * 512)
+    experts = parse(HEAD + FOUR_BITS.replace("GROUPS", "16"))
+    few, all_of = (estimate(experts, Step(8, 1), DEVICE, launches=1, met=met, assumed=EXACT).bytes for met in (4, 16))
+    assert (few, all_of) == (4 * weight + others, 16 * weight + others)
+    slow = dataclasses.replace(EXACT, unpacked=1e6)
+    unpacked = estimate(parse(HEAD + FOUR_BITS.replace("GROUPS", "1")), Step(8, 1), DEVICE, launches=1, assumed=slow).seconds["weights"]
+    assert unpacked == pytest.approx(4 * dense.bytes / (DEVICE.cores * 1e6 / 2)), "four blocks of rows"
+
+
 LOOP = """
 %body (p: (s32[], f32[1000])) -> (s32[], f32[1000]) {
   %p = (s32[], f32[1000]{0}) parameter(0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from jengine.config import EngineConfig
+from jengine.execution.memory import temporaries_bound
 from jengine.planning.plan import make_plan
+from jengine.table.program_table import TrunkKey
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -21,6 +23,7 @@ def test_gpt_oss_120b_on_an_h200_by_hand() -> None:
     assert plan.memory.page == 64 * 18 * 2 * 8 * 64 * 2, "a page holds 64 tokens of 18 layers: of half of them"
     assert [group.window for group in plan.spec.groups] == [None, 128]
     assert plan.fits
+    assert temporaries_bound(plan.spec, TrunkKey(8, 0)) < 128 * 2880 * 2880 // 8, "experts are read as they lie"
 
 
 def test_deepseek_v3_on_eight_h200s_by_hand() -> None:

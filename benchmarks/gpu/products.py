@@ -1,0 +1,94 @@
+"""Products of rows with quantized weights: checked first, then timed against the bandwidth and the matrix products of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu.ceilings import Ceilings, ceilings
+from benchmarks.gpu.correctness import compare
+from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
+from pallas_kernels import dispatch
+from pallas_kernels.int4 import E2M1, pack, quantize_int4
+from pallas_kernels.quantized import dequantize, quantize
+from pallas_kernels.timing import CHAIN, chained
+
+GOAL = 0.7
+
+
+class Load(NamedTuple):
+    """Inputs, and as many outputs; rows of a product."""
+
+    hidden: int
+    rows: tuple[int, ...]
+
+
+FULL, SMALL = Load(4096, (1, 8, 16, 32, 64, 128, 256, 512, 2048)), Load(128, (1, 9))
+
+
+def _mxfp4(x: jax.Array) -> Any:
+    """Groups of 32, with the scale that fits the largest magnitude."""
+    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 32)
+    scale = jnp.abs(groups).max(-1) / max(E2M1)
+    levels = jnp.array(E2M1)
+    nearest = levels[jnp.abs(jnp.abs(groups / scale[..., None])[..., None] - levels).argmin(-1)]
+    numbers = jnp.where(groups < 0, -nearest, nearest).astype(jnp.int8).reshape(x.shape)
+    return pack(numbers, scale, None, group=32, dtype=str(x.dtype), kind="e2m1")
+
+
+KINDS: dict[str, Callable[[jax.Array], Any]] = {
+    "int8": partial(quantize, dtype="int8"),
+    "int4": quantize_int4,
+    "int4 in groups of 64": partial(quantize_int4, group=64),
+    "int4 in groups of 32": partial(quantize_int4, group=32),
+    "MXFP4": _mxfp4,
+}
+
+
+def measure(small: bool) -> Iterator[Row]:
+    """Every kind of weight by every number of rows. Few rows wait for weights, many for the tensor cores."""
+    load, most = SMALL if small else FULL, ceilings(small)
+    for kind in KINDS:
+        weights = _weights(load, kind, 2 if small else CHAIN)
+        for rows in load.rows:
+            x: Any = jax.ShapeDtypeStruct((rows, load.hidden), jnp.bfloat16)
+            one = jax.eval_shape(lambda weights: jax.tree.map(lambda array: array[0], weights), weights)
+            refused = None if small else dispatch.why_quantized_product_unsupported(x, one)
+            case = f"{kind} weights, {rows} rows"
+            yield skipped(case, refused) if refused else attempt(case, partial(_row, case, load, weights, rows, most, small))
+
+
+def _weights(load: Load, kind: str, count: int) -> Any:
+    """[count, out, in], drawn on the device; results are about as large as inputs."""
+
+    def draw(key: jax.Array) -> Any:
+        return KINDS[kind](jax.random.normal(key, (load.hidden, load.hidden), jnp.bfloat16) * load.hidden**-0.5)
+
+    return jax.jit(lambda: jax.lax.map(draw, jax.random.split(jax.random.key(0), count)))()
+
+
+def _row(case: str, load: Load, weights: Any, rows: int, most: Ceilings, small: bool) -> Row:
+    x = jax.random.normal(jax.random.key(1), (rows, load.hidden)).astype(jnp.bfloat16)
+    run = partial(dispatch.quantized_product, impl="xla" if small else "mosaic")
+    first = jax.tree.map(lambda array: array[0], weights)
+    error = _error(jax.jit(run)(x, first), x, first)
+    seconds = chained(run, x, weights)
+    moved = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(first)) + 4 * x.size
+    operations = 2 * x.size * load.hidden
+    shares = {"memory": moved / seconds / most.bandwidth, "products": operations / seconds / most.rate}
+    values = {"us": 1e6 * seconds, "GB/s": moved / seconds / 1e9, "TFLOP/s": operations / seconds / 1e12, "error / allowed": error}
+    right = "ok" if small else ""
+    return Row(case, values | {"share": max(shares.values())}, None if small else GOAL, outcome=right if error <= 1 else FAILED)
+
+
+def _error(got: jax.Array, x: jax.Array, weight: Any) -> float:
+    """The largest error over what rounding the result allows; dequantized weights are rounded, too."""
+    wide = dequantize(weight).astype(jnp.float32)
+    want = np.asarray(jnp.einsum("oi,ri->ro", wide, x.astype(jnp.float32), precision="highest"))
+    scaled = 2 * float(jnp.finfo(jnp.bfloat16).eps)
+    return compare(got, want, scaled * (np.abs(want) + np.abs(want).max(-1, keepdims=True))).worst
