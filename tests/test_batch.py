@@ -1,4 +1,5 @@
-"""`jengine generate --input`: every line answered exactly once, whatever is in it and whenever the process was killed."""
+"""`jengine generate --input`: every line is answered exactly once, whatever its content and whenever the
+process is killed."""
 
 from __future__ import annotations
 
@@ -211,7 +212,7 @@ def test_files_that_cannot_be(source: str, target: str, message: str, tmp_path: 
 
 
 class StandIn:
-    """Answers at once, except where it is told to fail; knows how many were asked at the same time."""
+    """Answers immediately, or fails on request; counts concurrent requests."""
 
     fail_at = 0
     live = most = asked = 0

@@ -1,4 +1,4 @@
-"""`jengine generate --input` with OpenAI's batch files, beside the output that they are to have; and the order of the work."""
+"""`jengine generate --input` with OpenAI's batch files, compared with the expected output; and the order of the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jengine generate --input` with Parquet and CSV: every row once, beside what it was, whenever the process was killed."""
+"""`jengine generate --input` with Parquet and CSV: every row once, with its columns, whenever the process is killed."""
 
 from __future__ import annotations
 

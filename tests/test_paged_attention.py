@@ -1,4 +1,4 @@
-"""The XLA forms against the naive ones."""
+"""The XLA implementations compared with the naive ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of which only some programs are ready: steps always fit, and take the smallest that does."""
+"""Tables with only some programs ready: steps always fit, and use the smallest ready program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of the times that a loop sees, only those count that say what a step took on the device."""
+"""Only those of a loop's times count that show the duration of a step on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAN = StepPlan(TrunkKey(8, 0), SamplerKey(8, "greedy"), [Span(1, 1, 5), Span(2,
 
 
 class Noted(StepCosts):
-    """Keeps what it is told, in milliseconds."""
+    """Records its arguments, in milliseconds."""
 
     def __init__(self) -> None:
         super().__init__(TABLE)

@@ -1,4 +1,4 @@
-"""gpt-oss's experts in MXFP4: what they stand for, and that they stay in four bits."""
+"""gpt-oss's experts in MXFP4: their values, and that they stay in four bits."""
 
 from __future__ import annotations
 

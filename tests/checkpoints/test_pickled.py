@@ -1,4 +1,4 @@
-"""PyTorch's .bin files, as PyTorch 2.13 wrote them (tests/golden/record_pickled.py), and such as it never would."""
+"""PyTorch's .bin files: written by PyTorch 2.13 (tests/golden/record_pickled.py), and invalid ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_nothing_that_a_pickle_names_is_called(tmp_path: Path, function: Any) ->
 
 
 def tensor(**how: Any) -> bytes:
-    """A pickle of one tensor, named a."""
+    """A pickle with one tensor, named a."""
     return dictionary(a=rebuilt(**how))
 
 

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: what their weights stand for, in which form they stay, and what is refused."""
+"""Quantized checkpoints: the values of their weights, their form in memory, and rejected ones."""
 
 from __future__ import annotations
 

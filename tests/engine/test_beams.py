@@ -1,4 +1,5 @@
-"""Beam search through the engine: against transformers' logits, transformers' own beams and vLLM's answers; beside other requests."""
+"""Beam search in the engine, compared with transformers' logits and beams and with vLLM's answers; beside other
+requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request is made of where its caller leaves things out, and that it is checked once."""
+"""Default values of requests, and that each request is validated once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""n completions of one prompt: each is what a request with its sample index gives alone, and together they are one request."""
+"""n completions of one prompt: each equals that of a single request with its sample index, and together they
+are one request."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def llm(text_model: Path) -> LLM:
 
 @pytest.fixture
 def online(llm: LLM) -> Iterator[AsyncLLM]:
-    """Over the engine of `llm`, which is idle again afterwards."""
+    """An AsyncLLM over the engine of `llm`, which is idle again afterwards."""
     online = AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer)
     yield online
     asyncio.run(online.close())
@@ -47,7 +48,7 @@ def generate(llm: LLM, **params: Any) -> RequestOutput:
 
 
 def alone(llm: LLM, index: int, **params: Any) -> list[int]:
-    """The tokens of one sample whose siblings are not run."""
+    """The tokens of one sample, run without the others."""
     request = make_requests(llm.tokenizer, TEXT, SamplingParams(**params), "alone")[index]
     assert request.sample_index == index
     tokens = []
@@ -76,7 +77,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_is_what_its_sample_index_gives_alone(kind: str, llm: LLM) -> None:
-    """Masks among them: of n samples each is at another place in its grammar."""
+    """Includes masks: each of n samples is at a different place in its grammar."""
     params = {**SAMPLED, **KINDS[kind], "allowed_token_ids": list(KINDS[kind].get("allowed_token_ids", ())) or None}
     output = generate(llm, **params)
     assert [completion.index for completion in output.outputs] == [0, 1, 2, 3] and output.finished

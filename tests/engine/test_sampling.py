@@ -1,4 +1,4 @@
-"""Each sampling parameter through the engine: its own effect is real, and neighbours that lack it do not notice."""
+"""Each sampling parameter in the engine has an effect on its request, and none on others."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_penalties_are_those_of_the_formula(engine: Engine) -> None:
 
 
 def test_penalties_survive_preemption(make_engine: Callable[..., Engine]) -> None:
-    """Counts are made anew from all known tokens."""
+    """Counts are computed again from all known tokens."""
     wanted = params(frequency_penalty=1.0, repetition_penalty=1.3, max_tokens=60)
     roomy, tight = make_engine(), make_engine()
     limit_pages(tight, 18)

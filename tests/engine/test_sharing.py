@@ -1,4 +1,4 @@
-"""Pages that are shared change no token: each way to share is forced, shown to have happened, and compared with requests alone."""
+"""Sharing pages does not change tokens: each kind of sharing is forced, verified, and compared with requests alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sharing(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) 
 
 
 def whole(tokens: int) -> int:
-    """Of a prompt, what a cache with all of it saves: whole pages, and never the last token."""
+    """Number of a prompt's tokens saved if all of it is cached: whole pages, without the last token."""
     return (tokens - 1) // PAGE * PAGE
 
 

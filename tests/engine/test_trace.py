@@ -1,4 +1,4 @@
-"""What an engine with a model notes of its steps."""
+"""Step records of an engine with a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's trunks compiled for GPUs that are not there."""
+"""The engine's trunks, compiled for absent GPUs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_swaps(spec: ExecutionSpec) -> None:
 
 
 def elsewhere(check: Callable[..., None], *args: Any) -> None:
-    """In a process of its own: one that has compiled kernels for a compute capability compiles for no other, and says no facts."""
+    """In a separate process, since a process compiles kernels for only one compute capability."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(check, *args).result()
 

@@ -1,4 +1,4 @@
-"""Pages that go to the host and come back are the same to the last bit, in every form of cache."""
+"""Pages copied to the host and back are bit-identical, for every form of cache."""
 
 from __future__ import annotations
 

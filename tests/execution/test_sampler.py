@@ -1,4 +1,4 @@
-"""The sampler against an oracle in float64, its distribution, and what its random numbers depend on."""
+"""The sampler: compared with an oracle in float64, its distribution, and the inputs of its random numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def truncated(scaled: jax.Array, words: jax.Array) -> jax.Array:
 
 @dataclass
 class Row:
-    """A sampler row: what its slot holds, and the position it samples for."""
+    """A sampler row: the content of its slot, and the position of the sample."""
 
     params: SamplingParams
     seed: int = 1
@@ -91,7 +91,7 @@ def logits_for(kinds: list[str], seed: int) -> np.ndarray:
 
 
 def assert_like_oracle(logits: np.ndarray, rows: list[Row], tokens: list[int]) -> int:
-    """Returns in how many rows only one token was possible."""
+    """Returns the number of rows for which only one token was possible."""
     draws, certain = np.asarray(uniforms(*stacked(rows)), np.float64), 0
     for scores, row, token, u in zip(logits, rows, tokens, draws, strict=True):
         expected = row.oracle(scores).possible(u)

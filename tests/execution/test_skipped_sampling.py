@@ -1,4 +1,4 @@
-"""What a CPU's samplers skip where no row uses it, and that nothing else is skipped."""
+"""The parts that a CPU's samplers skip if no row uses them, and only these."""
 
 from __future__ import annotations
 

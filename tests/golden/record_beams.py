@@ -75,7 +75,7 @@ class Searches:
         return beams
 
     def attempt(self, number: int, width: int, kind: int) -> tuple[float, list[int], dict[str, Any], list[Found]] | None:
-        """Margin, prompt, how, beams; None where an end-of-sequence token was wanted and no beam came upon it."""
+        """Margin, prompt, options, beams; None if an end-of-sequence token was wanted and no beam generated it."""
         prompt = self.prompt(number)
         how: dict[str, Any] = {"eos": None, "length_penalty": 2.0 if kind == 2 else 0.0}
         if kind:

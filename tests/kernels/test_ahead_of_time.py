@@ -1,4 +1,4 @@
-"""Kernels compiled for an H200 that is not there: what the compiler says of them."""
+"""Kernels compiled for an absent H200: the compiler's report."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ if os.environ.get("JAX_PLATFORMS") != "cpu":
 
 
 def every_second(cases: dict[str, Case]) -> list[Any]:
-    """The others are long tests: each compiles for seconds."""
+    """The other half are long tests, since each compiles for seconds."""
     return [pytest.param(case, id=name, marks=[pytest.mark.full] if index % 2 else []) for index, (name, case) in enumerate(cases.items())]
 
 
 def compiled_for_h200(case: Case) -> tuple[KernelFacts, jax.stages.Compiled]:
-    """A kernel that an H200 takes: it fits, and its bulk copies begin in shared memory where they must."""
+    """Checks that an H200 accepts a kernel: it fits, and its bulk copies are aligned in shared memory."""
     function, args = case
     [facts], compiled = kernel_facts(device("h200"), function, *args)
     assert facts.shared <= facts.most_shared

@@ -1,4 +1,4 @@
-"""How decode attention is cut up: the rules, the table over them, and the search that fills it."""
+"""Division of decode attention: the rules, the table that overrides them, and the search that fills it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_what_is_found_is_written_beside_what_was_there(
 
 
 class Asked(Exception):
-    """In place of a kernel's compilation."""
+    """Replaces a kernel's compilation."""
 
 
 @pytest.mark.parametrize("max_model_len", [8192, 131072])

@@ -1,4 +1,4 @@
-"""Attention and recurrences at their plainest, over whole sequences."""
+"""Reference implementations of attention and recurrences over whole sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of records share."""
+"""Fixtures for tests of records."""
 
 from __future__ import annotations
 

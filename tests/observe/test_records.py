@@ -1,4 +1,4 @@
-"""What the loop notes of its steps, on a virtual clock."""
+"""The loop's records of its steps, on a virtual clock."""
 
 from __future__ import annotations
 

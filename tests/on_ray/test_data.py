@@ -19,7 +19,7 @@ PARAMS = {"max_tokens": 4, "temperature": 0.0}
 
 
 def killed_once(dataset: Any, pids: Path) -> list[dict[str, Any]]:
-    """The dataset's rows; a worker is killed once some have come."""
+    """The dataset's rows; a worker is killed after the first ones."""
     rows: list[dict[str, Any]] = []
     first: set[str] = set()
 

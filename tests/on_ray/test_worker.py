@@ -1,4 +1,4 @@
-"""What a Ray Data stage's worker makes of a batch; without a cluster, so without ray."""
+"""How a Ray Data stage's worker processes a batch; without a cluster, thus without ray."""
 
 from __future__ import annotations
 

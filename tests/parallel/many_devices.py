@@ -1,4 +1,5 @@
-"""Tests that need eight devices. A CPU's number of them is fixed when JAX starts: test_many_devices.py has a process for these."""
+"""Tests that need eight devices. The number of CPU devices is fixed when JAX starts, so test_many_devices.py
+runs them in a process."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def answers(folder: Path, variant: str, devices: int, **options: Any) -> list[An
 
 
 def check_samples(engine: Engine, prompt: list[int]) -> None:
-    """Samples that begin at a hit and copy the page that they share are those of requests that share nothing."""
+    """Samples that begin with a hit and copy a shared page equal those of requests that share nothing."""
     how = SamplingParams(temperature=0.9, seed=7, max_tokens=9, n=3)
     together = run(engine, [(prompt, how)])
     hit = 48 if engine.scheduler.blocks.states is None else 0  # the first snapshot comes after a tile

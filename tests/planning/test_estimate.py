@@ -1,4 +1,4 @@
-"""Estimated times against arithmetic by hand, and XLA's text as it is read for them."""
+"""Estimated times compared with arithmetic by hand, and parsing of XLA's text."""
 
 from __future__ import annotations
 

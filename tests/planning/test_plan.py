@@ -1,4 +1,4 @@
-"""Programs for GPUs that are not there, and plans. A tiny model is compiled; Llamas are checked by hand, and compiled in the long run."""
+"""Programs for absent GPUs, and plans. A tiny model is compiled; Llamas are checked by hand, and compiled in long tests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def texts(module: ModuleType) -> Iterator[dict[Key, str]]:
-    """What becomes of the programs that a module compiles: XLA's text of each."""
+    """Compiles the programs of a module; returns XLA's text of each."""
     seen: dict[Key, str] = {}
 
     def compile_all(*args: Any, **how: Any) -> Iterator[Built]:
@@ -63,7 +63,7 @@ def texts(module: ModuleType) -> Iterator[dict[Key, str]]:
 
 
 def check_products(texts: dict[Key, str]) -> None:
-    """All are cuBLASLt's: Triton's would run as nobody has tuned them."""
+    """All products use cuBLASLt: Triton's would not be tuned."""
     for key in (TrunkKey(8, 0, 1), TrunkKey(8, 1, 1), SamplerKey(9, "full")):
         assert "__cublas$lt$matmul" in texts[key], key
     assert not any("gemm_fusion" in text for text in texts.values())

@@ -1,4 +1,4 @@
-"""The plan's arithmetic against figures worked out by hand, and against the parameters that models declare."""
+"""The plan's arithmetic compared with figures calculated by hand, and with the parameters that models declare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jengine profile -- COMMAND`: its Python processes that use jengine take profiles of themselves."""
+"""`jengine profile -- COMMAND`: Python processes that use jengine profile themselves."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ def loop(**options):
 
 
 def computed(loop: Loop, ahead: int = 1) -> int:
-    """Prompt tokens that tiles compute until all is done."""
+    """Number of prompt tokens computed in tiles until all requests have ended."""
     before = loop.device.prefilled
     loop.drain(ahead)
     return loop.device.prefilled - before
 
 
 def kinds(loop: Loop) -> Iterator[str]:
-    """Of each step, whether it holds rows or tiles."""
+    """For each step, whether it contains rows or tiles."""
     while loop.step(ahead=1):
         yield "tiles" if loop.dispatched[-1][0].trunk.tiles else "rows"
     loop.drain(ahead=1)

@@ -1,4 +1,4 @@
-"""Bursts in the scheduler: outputs are those of single steps, whatever ends or waits in between."""
+"""Bursts in the scheduler: outputs equal those of single steps, with any ends and waiting requests."""
 
 from __future__ import annotations
 

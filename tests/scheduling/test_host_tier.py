@@ -1,4 +1,4 @@
-"""Cached pages go to the host before they are lost, and come back where that takes less than computing them."""
+"""Cached pages are copied to the host before they are lost, and fetched if that is faster than computing them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLOW = SwapCosts(0.0, 1e6, 0.0)
 
 
 def make(*, pages: int = 10, host_pages: int = 40, swaps: SwapCosts = FREE, **options: Any) -> Loop:
-    """A device that holds one prompt and its output, and not two."""
+    """A device that can hold one prompt with its output, but not two."""
     loop = Loop(
         max_model_len=32,
         tile_size=4,
@@ -39,7 +39,7 @@ def prompt(number: int, length: int = LENGTH) -> list[int]:
 
 
 def answer(loop: Loop, number: int, **options: Any) -> int:
-    """Runs a prompt alone; how many of its tokens were not computed."""
+    """Runs a prompt alone. Returns the number of its tokens that were not computed."""
     sequence = loop.add(prompt(number), max_tokens=4, ignore_eos=True, **options)
     loop.drain(ahead=1)
     return sequence.num_cached
@@ -164,7 +164,7 @@ def test_while_pages_are_on_their_way(event: str, steps: int) -> None:
 
 
 def test_others_run_meanwhile() -> None:
-    """A sequence that waits for pages holds up none behind it."""
+    """A sequence that waits for pages does not block those behind it."""
     loop = make(pages=16)
     for number in range(4):
         answer(loop, number)

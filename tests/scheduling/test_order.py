@@ -1,4 +1,4 @@
-"""Who is next: ageing, fair shares, batches."""
+"""Admission order: ageing, fair shares, batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = 0.010  # seconds, more or less
 
 
 class Run:
-    """A scheduler on a virtual clock, and what came of its requests."""
+    """A scheduler on a virtual clock, and the results of its requests."""
 
     def __init__(self, requests, max_num_seqs=SEQS, **options):
         self.engine = VirtualEngine(Linear(10.0, 0.0, 0.0, 0.0))

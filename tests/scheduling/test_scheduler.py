@@ -1,4 +1,4 @@
-"""What the scheduler plans, refuses and promises, case by case."""
+"""The scheduler's plans, rejections and guarantees, case by case."""
 
 from __future__ import annotations
 

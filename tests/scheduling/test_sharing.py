@@ -19,7 +19,7 @@ def loop(**options):
 
 
 def computed(loop: Loop, ahead: int = 1) -> int:
-    """Prompt tokens that steps compute until all is done."""
+    """Number of prompt tokens computed in steps until all requests have ended."""
     before = loop.device.prefilled
     loop.drain(ahead)
     return loop.device.prefilled - before

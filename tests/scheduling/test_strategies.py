@@ -1,4 +1,4 @@
-"""What a step should hold: pure functions of costs."""
+"""The contents of a step as pure functions of costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work in closed form is what counting one token after the other gives; plans carry it."""
+"""Work in closed form equals counting token by token; plans contain it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WINDOWS = st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=4)
 
 
 def seen(position: int, window: int | None) -> int:
-    """Tokens that a query attends to."""
+    """Number of tokens that a query attends to."""
     return position + 1 if window is None else min(position + 1, window)
 
 

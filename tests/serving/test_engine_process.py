@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the tokens are those of one in a thread, and starting and quitting leave nothing behind."""
+"""An engine in a separate process: its tokens equal those of one in a thread, and starting and quitting leak nothing."""
 
 from __future__ import annotations
 

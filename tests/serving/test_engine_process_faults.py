@@ -1,4 +1,5 @@
-"""An engine process that dies, fails or babbles, and one whose server does: nobody waits, and nothing is left."""
+"""An engine process that dies, fails or sends garbage, and one whose server does: no caller waits, and nothing
+is leaked."""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ EngineProcess("tests.serving.faulty_engines:starts_slowly", {"mark": sys.argv[1]
 
 @contextmanager
 def parent(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of a group of its own."""
+    """A process in a separate process group."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": environment}
     with subprocess.Popen([sys.executable, "-c", script, *arguments], **options) as process:

@@ -1,4 +1,4 @@
-"""OpenAI's API with OpenAI's client: every endpoint, streaming and not, and what is refused."""
+"""OpenAI's API with OpenAI's client: every endpoint, streamed and not, and rejected requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(server: MockServer) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def plain(server: MockServer) -> Iterator[httpx.Client]:
-    """For what OpenAI's client has no method for."""
+    """For requests that OpenAI's client has no method for."""
     with httpx.Client(base_url=server.http.removesuffix("/v1"), timeout=60) as client:
         yield client
 

@@ -1,4 +1,4 @@
-"""What befalls the HTTP port: clients that vanish, do not read or send too much, keys, limits, TLS, and an engine that is killed."""
+"""Faults at the HTTP port: clients that vanish, do not read or send too much, keys, limits, TLS, and a killed engine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def connect(server: MockServer, receive_buffer: int | None = None) -> socket.soc
 
 
 def received(connection: socket.socket) -> bytes:
-    """All that comes until the server hangs up."""
+    """Everything received until the server closes the connection."""
     answer = b""
     with contextlib.suppress(ConnectionResetError):  # it has not read all
         while part := connection.recv(65536):
@@ -259,7 +259,7 @@ def test_request_ids_in_use(server: MockServer) -> None:
 
 
 def test_an_engine_that_is_killed_and_a_stop(tokenizer_folder: Path) -> None:
-    """Streams end with an error, new requests are put off with a time to come again, and then answered. A stop lets streams end."""
+    """Streams end with an error; new requests get a retry time, and are answered later. A stop lets streams finish."""
     engine = {**ENGINE, "seconds": 0.01}
     with mock_process(tokenizer_folder, server={"http_port": 0, "drain_seconds": 1.5}, **engine) as server:
         server.wait_until_ready()

@@ -1,4 +1,4 @@
-"""The open inference protocol: a real client of it, and what that client never sends."""
+"""The open inference protocol: a real client, and requests that it never sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What orchestrators and operators do to a server process: probe it, reload it, read its logs."""
+"""Operations on a server process: probes, reloads, logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OLD, NEW = "o" * 32, "n" * 32
 
 
 def probe(address: str, path: str) -> tuple[int, str]:
-    """Status and text; 0 where nobody listens."""
+    """Status and text; 0 if there is no server."""
     try:
         with urllib.request.urlopen(f"http://{address}{path}", timeout=20) as answer:
             return answer.status, answer.read().decode()

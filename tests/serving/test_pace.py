@@ -1,4 +1,4 @@
-"""Under load tokens gather in fewer messages, and nothing is late at a stream's beginning or end."""
+"""Under load several tokens share a message, without delay at a stream's beginning or end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_outputs_gather_in_a_pause(tokenizer_folder: Path) -> None:
 
 
 class Handle:
-    """A request's, whose outputs are there at once."""
+    """A request's handle, whose outputs are available immediately."""
 
     def __init__(self) -> None:
         self.output = RequestOutput(request_id="", prompt=None, prompt_token_ids=[1], outputs=[CompletionOutput(token_ids=[1])])

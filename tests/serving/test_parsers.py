@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in models' texts, whole and cut anywhere."""
+"""Tool calls and reasoning in models' texts, whole and in arbitrary pieces."""
 
 from __future__ import annotations
 

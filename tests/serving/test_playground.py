@@ -1,4 +1,4 @@
-"""The playground: what it serves, to whom, and what its events hold. In a browser: test_playground_browser.py."""
+"""The playground: its pages, access, and the content of its events. In a browser: test_playground_browser.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The prefix cache as clients meet it: what an answer says of it, who shares with whom, who may reset it. Over sockets."""
+"""The prefix cache from the client's view: usage in answers, sharing between clients, and permission to reset
+it. Over sockets."""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ def keys(tmp_path: Path) -> dict[str, Any]:
 
 
 def cached(client: Client, salt: str | None = None) -> int:
-    """Prompt tokens that were, of IDS."""
+    """Number of cached prompt tokens of IDS."""
     output = client.generate(IDS, max_tokens=2, cache_salt=salt)
     assert output.usage is not None and output.num_cached_tokens == output.usage.cached_prompt_tokens
     return output.usage.cached_prompt_tokens
 
 
 def salts_of(server: MockServer) -> list[str | None]:
-    """Of the requests that the engine gets from now on."""
+    """Salts of the requests that the engine receives from now on."""
     seen: list[str | None] = []
     add = server.engine.add
 

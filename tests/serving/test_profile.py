@@ -1,4 +1,4 @@
-"""`jengine profile` of a server: who may take one, of which processes, and what it names."""
+"""`jengine profile` of a server: permissions, processes, and findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disposable processes: what crashes, hangs or grows there costs its own request."""
+"""Disposable processes: a crash, hang or excessive memory only affects its own request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 
 def within(work: Callable[[Sandbox], Awaitable[None]], **options: Any) -> None:
-    """Do it with a sandbox, of which nothing is left."""
+    """Runs a function with a sandbox, and checks that nothing of it is left."""
 
     async def main() -> None:
         sandbox = Sandbox(**options)

@@ -36,7 +36,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[str]:
-    """The library's answers, one after the other, as below: in bfloat16 a neighbour may turn a near tie."""
+    """The library's answers, computed one after the other: in bfloat16, other requests may decide near-ties."""
     return [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].text for prompt in PROMPTS]
 
 
@@ -96,7 +96,7 @@ CHAT: dict[str, Any] = {
 
 
 class Weather(BaseModel):
-    """Few texts fit, so that any model comes to an end."""
+    """Few texts match, so that any model finishes."""
 
     city: Literal["Köln", "Bonn"]
     degrees: Literal[10, 20]

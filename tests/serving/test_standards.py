@@ -1,4 +1,4 @@
-"""What clients of no particular server expect: health, reflection, keepalive, and a server that outlives garbage."""
+"""Standard behaviour for any client: health, reflection, keepalive, and robustness against garbage."""
 
 from __future__ import annotations
 

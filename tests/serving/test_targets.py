@@ -21,7 +21,7 @@ ANNA, ADMIN = "a" * 32, "r" * 32
 
 
 def levels_of(server: MockServer) -> list[tuple[float | None, float | None, str]]:
-    """Of the requests that the engine gets from now on."""
+    """Service levels of the requests that the engine receives from now on."""
     seen: list[tuple[float | None, float | None, str]] = []
     add = server.engine.add
 

@@ -124,7 +124,7 @@ def channel_to(address: str, authority: Authority) -> grpc.aio.Channel:
 
 
 def seen(address: str) -> bytes:
-    """The certificate that a new connection gets."""
+    """The certificate that a new connection receives."""
     host, _, port = address.rpartition(":")
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

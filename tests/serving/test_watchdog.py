@@ -1,4 +1,5 @@
-"""Engine processes that hang: noticed, reported with their stacks, killed and replaced. Limits are short here, and waits long."""
+"""Hanging engine processes are detected, reported with their stacks, killed and replaced. Limits are short
+here, and waits long."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_a_heartbeat_knows_the_longest_step(monkeypatch: pytest.MonkeyPatch) -> 
 
 @contextmanager
 def watched(limit: float = 1.5, engine: str = MOCK, **options: Any) -> Iterator[tuple[EngineProcess, list[Any], list[Any]]]:
-    """A running engine process, what its callers were told, and its ends."""
+    """A running engine process, the errors of its callers, and its ends."""
     deaths: list[Any] = []
     ends: list[Any] = []
     with nothing_leaks():

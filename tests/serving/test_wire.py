@@ -1,4 +1,4 @@
-"""Requests and updates over the wire are what they were, in whatever pieces the bytes come."""
+"""Requests and updates are the same after transmission, in whatever pieces the bytes arrive."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ BATCHES = st.builds(
 
 
 def send(messages: Sequence[Message], kind: Any, cuts: list[int]) -> list[Any]:
-    """Over a wire that cuts the bytes there."""
+    """Sends over a connection that cuts the bytes there."""
     data = b"".join(map(frame, messages))
     places = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     frames: Frames[Any] = Frames(kind)

@@ -1,4 +1,4 @@
-"""`jengine simulate` and `jengine tune`, over an engine that is not there."""
+"""`jengine simulate` and `jengine tune`, without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of the two kinds that models use, trained on the spot."""
+"""Small tokenizers of the two common kinds, trained in the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of grammars, and how they are compiled: on a large stack, once for all samples of a prompt."""
+"""Limits of grammars, and their compilation: on a large stack, once for all samples of a prompt."""
 
 from __future__ import annotations
 
