@@ -62,7 +62,7 @@ def test_what_cannot_be_profiled(command: list[str], words: str, capsys: pytest.
 @pytest.mark.parametrize("flag", [["--seconds", "3"], ["--tls"], ["--api-key-file", "key"]])
 def test_flags_of_servers_are_refused(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", *flag, "--", sys.executable]) == 2
-    assert "is for a server" in capsys.readouterr().err
+    assert "is only for a server" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -55,7 +55,7 @@ def test_all_streams_of_a_killed_engine_end(tokenizer: Tokenizer) -> None:
     "engine, options, text",
     [
         (MOCK, {"fail_at": 7}, "FloatingPointError: the mock engine fails as requested"),
-        ("tests.serving.faulty_engines:babbles", {}, "not understood"),
+        ("tests.serving.faulty_engines:babbles", {}, "sent an invalid message"),
     ],
 )
 def test_an_engine_that_fails_tells_once(tokenizer: Tokenizer, engine: str, options: dict[str, Any], text: str) -> None:

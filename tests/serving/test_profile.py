@@ -56,7 +56,7 @@ def test_one_at_a_time(mock_server: MockServer) -> None:
         request = pb.ProfileRequest(seconds=100.0, heap=False, jax=False, system_calls="off")
         first = GenerateServiceStub(channel).Profile.future(request)
         wait_until(lambda: any(thread.name == "profile-sampler" for thread in threading.enumerate()))
-        with pytest.raises(InvalidArgument, match="another profile of this process is being taken"):
+        with pytest.raises(InvalidArgument, match="this process is already being profiled"):
             client.profile(SHORT)
         first.cancel()
 
@@ -92,7 +92,7 @@ def test_an_engine_process(tmp_path: Path) -> None:
         process.connect(lambda updates: None, lambda error: None)
         process.profile(SHORT, tmp_path / "engine", said.append)
         process.profile(SHORT, tmp_path / "other", said.append)
-        assert said == ["another profile of this process is being taken"]
+        assert said == ["this process is already being profiled"]
         wait_until(lambda: len(said) == 2)
         assert said[1] == "" and not (tmp_path / "other").exists()
         pid = process.pid
