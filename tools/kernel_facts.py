@@ -1,4 +1,4 @@
-"""Print what the compiler says of every kernel, compiled for a GPU that is not there.
+"""Print the compiler's facts about every kernel, compiled for GPUs that this machine need not have.
 
 JAX_PLATFORMS=cpu python tools/kernel_facts.py  # with the extra `aot`
 """
@@ -24,9 +24,9 @@ from pallas_kernels.groups import grouped
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.quantized import Pages, movable, quantize
 
-Case = tuple[Callable[..., Any], tuple[Any, ...]]  # of jax.ShapeDtypeStruct
+Case = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments, jax.ShapeDtypeStruct
 ALL = {"window": 1024, "soft_cap": 30.0}
-THREADS = 256  # of a block
+THREADS = 256  # per block
 
 
 def _last_as_sinks(function: Callable[..., Any], *args: Any) -> Any:
@@ -34,7 +34,7 @@ def _last_as_sinks(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _sinks(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Case:
-    """The same with attention sinks."""
+    """The same case with attention sinks."""
     heads = jax.ShapeDtypeStruct((arrays[0].shape[-2],), jnp.float32)
     return partial(_last_as_sinks, function), (*arrays, heads)
 
@@ -42,7 +42,7 @@ def _sinks(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Case:
 def decode(
     head_dim: int, page_size: int, splits: int, *, group: int = 4, dtype: Any = jnp.bfloat16, in_registers: bool = True, **ways: Any
 ) -> Case:
-    """Sixteen rows of up to 4096 tokens and eight kv heads."""
+    """Decode attention: sixteen rows of up to 4096 tokens, and eight kv heads."""
     rows, kv_heads, pages = 16, 8, 1 << 10
     cache = jax.ShapeDtypeStruct((pages, kv_heads, page_size, head_dim), dtype)
     q = jax.ShapeDtypeStruct((rows, kv_heads * group, head_dim), dtype)
@@ -67,13 +67,13 @@ INTERPRETED: dict[str, Case] = {f"head dim {size}": decode(size, 64, 4, in_regis
 
 
 def cache_of(kind: str, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Pages:
-    """Pages of a 16-bit dtype, or quantized to an eight-bit one."""
+    """Pages of a 16-bit dtype, or quantized to an 8-bit one if `kind` is given."""
     plain = jax.ShapeDtypeStruct(shape, dtype)
     return jax.eval_shape(lambda x: movable(quantize(x, kind)), plain) if kind else plain  # type: ignore[return-value]
 
 
 def write(tokens: int, head_dim: int, kind: str = "", *, pairs: int = 0) -> Case:
-    """Tokens of eight kv heads."""
+    """A cache write of `tokens` tokens with eight kv heads."""
     pages = cache_of(kind, (1 << 10, 8, 64, head_dim))
     new, where = jax.ShapeDtypeStruct((tokens, 8, head_dim), jnp.bfloat16), jax.ShapeDtypeStruct((tokens,), jnp.int32)
     angles = jax.ShapeDtypeStruct((tokens, pairs), jnp.float32)
@@ -93,7 +93,7 @@ WRITES: dict[str, Case] = {
 
 
 def copy(kind: str, page_size: int) -> Case:
-    """Sixteen pages of eight kv heads."""
+    """A copy of sixteen pages with eight kv heads."""
     pages, ids = cache_of(kind, (1 << 10, 8, page_size, 128)), jax.ShapeDtypeStruct((16,), jnp.int32)
     return copy_pages, (pages, pages, ids, ids)
 
@@ -131,7 +131,7 @@ def prefill(
     in_registers: bool = True,
     **ways: Any,
 ) -> Case:
-    """Eight tiles of sequences of up to 4096 tokens, and eight kv heads; kind: of an eight-bit cache."""
+    """Prefill attention: eight tiles of sequences of up to 4096 tokens, and eight kv heads. `kind` is that of an 8-bit cache."""
     tiles, kv_heads = 8, 8
     cache = cache_of(kind, (1 << 10, kv_heads, page_size, head_dim), dtype)
     q = jax.ShapeDtypeStruct((tiles, tile, kv_heads * group, head_dim), dtype)
@@ -141,7 +141,7 @@ def prefill(
 
 
 def grouped_rows(rows: int, kind: str = "", *, out: int = 1536, in_registers: bool = True) -> Case:
-    """Rows of 128 groups, as many as Qwen3-30B-A3B has experts, with 2048 inputs."""
+    """A grouped product: `rows` rows of 2048 inputs in 128 groups, the number of experts of Qwen3-30B-A3B."""
     x, chosen = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((rows,), jnp.int32)
     weight = jax.ShapeDtypeStruct((128, out, 2048), jnp.dtype(kind or "bfloat16"))
     scale = jax.ShapeDtypeStruct((128, out), jnp.float32) if kind else None
@@ -165,7 +165,7 @@ GROUPED: dict[str, Case] = {
     "64 rows, 192 outputs": grouped_rows(64, out=192),
 }
 GROUPED_INTERPRETED: dict[str, Case] = {"64 rows, int8": grouped_rows(64, "int8", in_registers=False)}
-PREFILL_THREADS = 384  # of a block; 256 where a kv head has no more than 64 rows
+PREFILL_THREADS = 384  # per block; 256 if a kv head has at most 64 rows
 PREFILL_CASES: dict[str, Case] = {
     "head dim 64": prefill(64, 64),
     "head dim 128": prefill(128, 64),
@@ -186,18 +186,18 @@ PREFILL_ALONE: dict[str, Case] = {f"head dim {size}, one head a kv head": prefil
 PREFILL_INTERPRETED: dict[str, Case] = {f"head dim {size}": prefill(size, 64, in_registers=False) for size in (64, 128, 256)}
 
 
-# For Ampere and Ada.
+# --- Ampere and Ada ---
 AMPERE, AMPERE_THREADS = ("a100", "l4"), 128
 
 
 def ampere_decode(head_dim: int, page_size: int, splits: int, *, group: int = 4, dtype: Any = jnp.bfloat16, **ways: Any) -> Case:
-    """As `decode`."""
+    """Decode attention, with the sizes of `decode`."""
     _, arrays = decode(head_dim, page_size, splits, group=group, dtype=dtype)
     return partial(ampere.paged_attention_decode, scale=head_dim**-0.5, splits=splits, **ways), arrays
 
 
 def ampere_prefill(head_dim: int, page_size: int, splits: int, **ways: Any) -> Case:
-    """Sixteen tiles of 64 queries, otherwise as `decode`."""
+    """Prefill attention: sixteen tiles of 64 queries, otherwise with the sizes of `decode`."""
     _, (q, k, v, tables, lengths) = decode(head_dim, page_size, splits)
     tiles = jax.ShapeDtypeStruct((q.shape[0], 64, *q.shape[1:]), q.dtype)
     return partial(ampere.paged_attention_prefill, scale=head_dim**-0.5, splits=splits, **ways), (tiles, k, v, tables, lengths, lengths)
@@ -223,13 +223,13 @@ AMPERE_CASES: dict[str, Case] = {
 
 
 def facts_of(target: str, cases: list[Case]) -> list[KernelFacts]:
-    """Facts of each case's kernel; in a process that has compiled for no other compute capability."""
+    """Facts about each case's kernel. The process must not have compiled for another compute capability before."""
     there = device(target)
     return [facts for function, args in cases for facts in kernel_facts(there, function, *args)[0]]
 
 
 def facts_elsewhere(target: str, cases: list[Case]) -> list[KernelFacts]:
-    """The same, from a process of their own."""
+    """`facts_of` in a new process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(facts_of, target, cases).result()
 
