@@ -89,7 +89,7 @@ def test_commands(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     assert llm.prompts[1:] == ["[system] Be brief.\n[user] Two?\n", "[system] Be kind.\n[user] Three?\n", "[user] Four?\n"]
     assert chat.obey("/help") and chat.obey("/what now")
     told = capsys.readouterr().err
-    assert "/system TEXT" in told and "There is no /what." in told
+    assert "/system TEXT" in told and "Unknown command /what." in told
     assert not chat.obey("/exit") and not chat.obey("/quit")
 
 

@@ -169,7 +169,7 @@ def test_a_compilation_that_fails_leaves_the_engine_with_the_others(
     engine = start(model, warm_up="progressive", cache_dir=tmp_path)
     assert not engine.wait_until_compiled(PATIENCE)
     assert tokens(engine) == tokens(whole) and engine.scheduler.ready.max_rows == 8
-    assert "the engine goes on with the others: out of registers" in caplog.text
+    assert "the engine continues with the others: out of registers" in caplog.text
 
 
 @pytest.mark.full

@@ -169,5 +169,5 @@ def test_a_step_updates_its_cache_in_place_in_its_kernels(kind: str) -> None:
 
 
 def test_targets_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"target='h20': one of .*h200"):
+    with pytest.raises(ValueError, match=r"target='h20': must be one of .*h200"):
         device("h20")
