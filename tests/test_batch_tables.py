@@ -38,7 +38,7 @@ def write(path: Path, rows: Rows) -> None:
 
 
 def read(path: Path) -> Rows:
-    """With lists as such, whichever the format."""
+    """The rows of a table, with lists as lists in every format."""
     if path.suffix == ".parquet":
         return parquet.read_table(path).to_pylist()  # type: ignore[no-any-return]
     with path.open(newline="") as file:

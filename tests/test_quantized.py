@@ -59,7 +59,7 @@ def test_inputs_too(kind: str, dtype: str) -> None:
 
 
 def test_an_int8_product_multiplies_int8() -> None:
-    """Not a conversion to a wider type, which a processor's own instructions would lose to."""
+    """It must not convert to a wider type, which is slower than the processor's int8 instructions."""
     x, weight = jax.ShapeDtypeStruct((8, 128), jnp.float32), jax.ShapeDtypeStruct((256, 128), jnp.float32)
     quantized = jax.eval_shape(lambda w: quantize(w, "int8", inputs=True), weight)
     with using({form_key(8, "float32", "w8a8"): "xla"}):

@@ -64,7 +64,7 @@ def test_a_step_that_was_started_late_lasts_from_there(clock: StepClock, costs: 
 
 
 def test_a_step_that_nobody_waited_for_is_not_counted_nor_is_the_next(clock: StepClock, costs: Noted) -> None:
-    """It ended some time before 130; the next one was running already, the one after that was not."""
+    """That step ended at an unknown time before 130. The next one was already running then; the one after was not."""
     read(clock, costs, started=100, now=130, waited=False)
     read(clock, costs, started=110, now=135)
     read(clock, costs, started=134, now=141)

@@ -109,7 +109,7 @@ def test_round_trip_over_many_devices(model: Path, tmp_path: Path) -> None:
 
 
 def test_every_dtype_is_kept(model: Path, tmp_path: Path) -> None:
-    """Of random bits, so that nothing less exact would do: subnormal numbers, infinities and all."""
+    """The values are random bits, with subnormal numbers, infinities and NaN, so only an exact copy passes."""
     kinds = [np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)]
     random, tensors = np.random.default_rng(0), {}
     for i, (name, array) in enumerate(weights(VARIANT).items()):  # neighbours that one parameter is made of differ
@@ -172,7 +172,7 @@ def test_host_memory_peaks_at_the_largest_parameter(tmp_path: Path, monkeypatch:
 
 
 def test_inside_an_event_loop(model: Path, tmp_path: Path) -> None:
-    """As in a notebook."""
+    """Saving and loading work in a running event loop, as in a notebook."""
 
     async def both() -> Params:
         return loaded(convert(str(model), tmp_path / "out", progress=False))

@@ -64,7 +64,7 @@ def tensor(**how: Any) -> bytes:
 
 
 def test_a_model_without_safetensors(tmp_path: Path) -> None:
-    """As OPT's checkpoints are: a .bin file with the bare decoder's names."""
+    """Like OPT's checkpoints: a .bin file, with the names of the decoder alone."""
     write_model(tmp_path / "a", "opt_125m")
     write_model(tmp_path / "b", "opt_125m")
     (tmp_path / "b" / "model.safetensors").unlink()

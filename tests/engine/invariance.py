@@ -77,7 +77,7 @@ class Observed:
         return self._begin(plan)
 
     def answers(self, work: List[Work], *, at_once: int = 1, seed: int = 0, pages: int | None = None, warm: bool = False) -> list[Answer]:
-        """Of each sample: tokens, each with its log probability, rank and likeliest tokens, and the same of its prompt, by position.
+        """For each sample, tokens with log probability, rank and likeliest tokens; and the same for its prompt's tokens, by position.
         Samples that compute their prompt by themselves must have the same of it.
 
         Args:
@@ -141,6 +141,6 @@ def check_invariance(engine: Engine, count: int, *, vocab: int = 96, seed: int =
 
 
 def preempted(observed: Observed, work: List[Work], *, seed: int = 0) -> list[Answer]:
-    """In a pool hardly larger than the longest request needs."""
+    """Runs the work in a pool hardly larger than the longest request needs."""
     pages = 1 + observed.engine.scheduler.sequence.most_pages(LONGEST) * 9 // 8
     return observed.answers(work, at_once=31, seed=seed + 2, pages=pages)

@@ -65,7 +65,7 @@ def run(llm: LLM, replay: Replay, work: list[tuple[list[int], SamplingParams]]) 
 
 
 def or_default(name: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """In two of three cases, the default."""
+    """The default in two of three cases, else one of these values."""
     default = SamplingParams.__dataclass_fields__[name].default
     return st.one_of(st.just(default), st.just(default), values)
 

@@ -69,7 +69,7 @@ class Poison:
 
 
 def _filled(cache: Cache, masks: list[jax.Array]) -> Cache:
-    """Of each pool. Numbers, and an eight-bit kind's scales, become NaN; its numbers the largest there are, which of fp8 are NaN."""
+    """Fills the masked pages of each pool with NaN. An 8-bit cache gets NaN as scales, and as values 127, or 0x7F in fp8, which is NaN."""
 
     def filled(pages: jax.Array, mask: jax.Array) -> jax.Array:
         value: Any = {"int8": 127, "uint8": 0x7F}.get(str(pages.dtype), jnp.nan)

@@ -127,7 +127,7 @@ def test_temperature_flattens(engine: Engine) -> None:
 @pytest.mark.parametrize("count", [0, 1, 5, MAX_LOGPROBS])
 @pytest.mark.parametrize("base", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_logprobs(base: SamplingParams, count: int, engine: Engine) -> None:
-    """As many as asked for, likeliest first, with the chosen one's own; the tokens are those without."""
+    """As many as requested, likeliest first, and the chosen token's; requesting them does not change the tokens."""
     answer, most = one(engine, params(base, logprobs=count)), one(engine, params(base, logprobs=MAX_LOGPROBS))
     assert answer.tokens == one(engine, base).tokens
     for update, full in zip(answer.updates, most.updates, strict=True):
@@ -143,7 +143,7 @@ def test_logprobs(base: SamplingParams, count: int, engine: Engine) -> None:
 
 
 def test_logprobs_are_those_of_the_raw_logits(engine: Engine) -> None:
-    """Whatever the other parameters do to the first token."""
+    """Other parameters do not change the log probabilities of the first token."""
     first = one(engine, params(GREEDY, logprobs=MAX_LOGPROBS)).updates[0].logprobs
     assert first is not None
     hot = one(engine, params(temperature=4.0, top_k=2, min_tokens=4, stop_token_ids=[first.top[0][0]], logprobs=MAX_LOGPROBS))
@@ -224,7 +224,7 @@ def test_ignore_eos(eos: int, with_eos: Engine, engine: Engine) -> None:
 
 
 def test_min_tokens_suppresses_end_of_sequence(eos: int, with_eos: Engine) -> None:
-    """Also where ignore_eos would let it pass: vLLM suppresses it all the same."""
+    """Also with ignore_eos, as in vLLM."""
     at = one(with_eos, GREEDY).tokens.index(eos)
     for ignore in (False, True):
         answer = one(with_eos, params(GREEDY, min_tokens=at + 4, ignore_eos=ignore))

@@ -335,7 +335,7 @@ def said_by_child(*uses: Callable[[], object]) -> tuple[int, list[str]]:
 
 
 def test_a_forked_process_cannot_use_it(llm: LLM) -> None:
-    """It raises an error instead of waiting for threads that do not exist."""
+    """It raises an error; the threads that it would wait for do not exist after a fork."""
     stream = llm.stream("the", SamplingParams(max_tokens=5))
     next(stream)
     child, said = said_by_child(lambda: llm.generate("the", use_tqdm=False), lambda: next(stream), llm.close)

@@ -78,7 +78,7 @@ def check_swaps(spec: ExecutionSpec) -> None:
 
 
 def elsewhere(check: Callable[..., None], *args: Any) -> None:
-    """In a separate process, since a process compiles kernels for only one compute capability."""
+    """Runs `check` in a separate process, since a process compiles kernels for only one compute capability."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(check, *args).result()
 
@@ -92,7 +92,7 @@ QWEN3_30B_A3B = {
 
 
 def check_experts_on_hopper(quantization: str | None) -> None:
-    """Of a layer of Qwen3-30B-A3B. XLA's own form made products with all experts, and transposed their weights."""
+    """The experts of a layer of Qwen3-30B-A3B. XLA's own form multiplied by all experts, and transposed their weights."""
     options = {"max_num_batched_tokens": 136} | ({"quantization": quantization} if quantization else {})
     spec = described("h200", model=QWEN3_30B_A3B, **options)
     config, most = spec.model.config, spec.table.trunks()[-1]
@@ -151,7 +151,7 @@ def check_launches(devices: int) -> None:
 
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_a_step_is_one_command_buffer_and_a_layer_few_kernels(devices: int) -> None:
-    """With collectives, beside which XLA would launch every kernel alone otherwise."""
+    """Also with collectives, for which XLA would otherwise launch every kernel separately."""
     elsewhere(check_launches, devices)
 
 

@@ -40,7 +40,7 @@ def spec(request: pytest.FixtureRequest) -> ExecutionSpec:
 
 
 def contents(worker: Worker) -> list[np.ndarray]:
-    """Of the cache's arrays, as bytes: [num_pages, ...]."""
+    """The contents of the cache's arrays, as bytes [num_pages, ...]."""
     return [np.array(array).view(np.uint8) for array in jax.tree.leaves(worker.cache)]
 
 

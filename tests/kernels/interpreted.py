@@ -39,7 +39,7 @@ class Cache(NamedTuple):
     lengths: jax.Array  # [rows]
 
     def clean(self) -> Cache:
-        """In float32, with zeros in place of NaN."""
+        """The values in float32, with zeros instead of NaN."""
         return self._replace(k=jnp.nan_to_num(self.k.astype(jnp.float32)), v=jnp.nan_to_num(self.v.astype(jnp.float32)))
 
 

@@ -41,7 +41,7 @@ SMALL = [
 def check(
     head_dim: int, kv_heads: int, group: int, page_size: int, splits: int | None, dtype: str, ways: Ways, kind: str | None = None
 ) -> None:
-    """What no query sees is NaN: numbers, or an eight-bit kind's scales and, in fp8, numbers."""
+    """Cache entries that no query reads are NaN: the values, or an 8-bit cache's scales and, for fp8, also its values."""
     lengths = [1, page_size - 1, 0, page_size, page_size + 1, 320, 129]
     whole = cache(lengths, -(-320 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
     paged = only_what_is_seen(whole, np.array(lengths) - 1, lengths, ways.get("window"), behind=0)

@@ -74,7 +74,7 @@ SHARDED = ["llama_attention_bias", *(pytest.param(variant, marks=pytest.mark.ful
 
 @pytest.mark.parametrize("variant", SHARDED)
 def test_sharded_over_two_devices(variant: str, tmp_path: Path) -> None:
-    """In a separate process, since the number of CPU devices is fixed when JAX starts."""
+    """Runs in a separate process, since the number of CPU devices is fixed when JAX starts."""
     code = "import sys, pathlib; from tests.models.test_golden import differences; "
     code += f"print(max(differences('{variant}', pathlib.Path(sys.argv[1]), 2)))"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}

@@ -27,7 +27,7 @@ def steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def busy(virtual: Virtual, requests: int = 8, output: int = 200) -> Virtual:
-    """As many requests as can run, all at once."""
+    """A run with as many requests as can run at once, all of them from the start."""
     for _ in range(requests):
         virtual.ask(TILE, output)
     return virtual

@@ -79,7 +79,7 @@ def test_files_that_there_are_not(trace: Trace, tmp_path: Path) -> None:
 
 
 def test_the_format(events: list[Event]) -> None:
-    """As the format's description says, for the events that are used."""
+    """The events follow the description of the format."""
     for event in events:
         assert event["ph"] in "XCiM" and isinstance(event["name"], str) and event["pid"] in (1, 2), event
         if event["ph"] != "M":

@@ -47,7 +47,7 @@ class InFlight:
 
 @dataclass
 class Load:
-    """What a step takes, in seconds, beside what the device takes by its costs.
+    """Seconds that a step takes besides the device's time according to its costs.
 
     Attributes:
         slower: times as long as costs say that the device takes.

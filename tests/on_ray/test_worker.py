@@ -69,7 +69,7 @@ def test_wrong_parameters_end_the_job(params: Any, field: str, model: Path) -> N
 
 
 def test_a_dead_engine_ends_the_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that Ray starts another one."""
+    """Ray then starts another process."""
 
     class Exited(BaseException):
         pass

@@ -244,7 +244,7 @@ def test_rows_and_columns_are_exchanged(devices: int) -> None:
 
 
 def test_layouts_hold_every_head_once() -> None:
-    """By numbers: for every count of heads, kv heads and devices, the q rows and o columns of a head meet."""
+    """For every number of heads, kv heads and devices, the q rows and o columns of a head are on the same device."""
     from jengine.checkpoints.hugging_face import model_config
     from jengine.checkpoints.safetensors import Tensor
     from jengine.checkpoints.weights import assemble

@@ -154,7 +154,7 @@ def test_pages_of_8b_on_an_h200_by_hand() -> None:
 
 
 def test_staging_is_taken_from_the_cache(tiny: Path) -> None:
-    """Of 64 GiB on the host, 8,192 pages of 8 MiB; 32 are under way in each direction."""
+    """64 GiB on the host hold 8,192 pages of 8 MiB; up to 32 are copied in each direction at a time."""
     config = EngineConfig(model=str(DATA / "llama-3.1-8b"), swap_space=64)
     spec = describe_for(config, "h200")
     memory = DeviceMemory.of(memory_limit(config, spec, "h200"), spec, [ProgramMemory(0, 0, 0, 60_000_000)])
@@ -178,7 +178,7 @@ def test_70b_on_eight_h200s_by_hand() -> None:
 
 
 def check_plan(plan: Plan, weights: int, kv_bytes: int) -> None:
-    """What XLA reports for the plan's programs is what arithmetic says."""
+    """XLA's report for the plan's programs agrees with the arithmetic."""
     memory, spec = plan.memory, plan.spec
     assert (memory.weights, memory.page) == (weights, 64 * kv_bytes)
     unused = device_bytes(spec.params["lm_head"])  # a trunk has no use for it

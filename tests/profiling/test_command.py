@@ -30,7 +30,7 @@ sys.exit(3)
 
 
 def test_a_program(tmp_path: Path) -> None:
-    """It runs as without a profile, its own sitecustomize included, and its exit code is passed on."""
+    """The program runs as it does without a profile, including its own sitecustomize, and its exit code is returned."""
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.CUSTOMIZED = True")
     (tmp_path / "program.py").write_text("assert CUSTOMIZED\n" + USES)
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -21,7 +21,7 @@ def loop(**changes: Any) -> Loop:
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_tokens_are_those_of_single_steps(ahead: int, page_size: int, windows: tuple[int | None, ...]) -> None:
-    """With ends and stops at every place of a burst, and the longest lengths there are."""
+    """Sequences end or stop at every position of a burst, and reach the maximum length."""
     one = loop(page_size=page_size, groups=[GroupPages(window) for window in windows], num_pages=900)
     for seed in range(24):
         one.add(

@@ -57,7 +57,7 @@ def request(i, arrival=0.0, *, prompt=8, output=4, **level):
     work=st.lists(st.tuples(st.floats(0.0, 0.05), st.integers(-2, 3)), min_size=2, max_size=40),
 )
 def test_a_request_is_overtaken_only_by_those_that_arrive_soon_after_it(ageing, work):
-    """By one of `levels` lower priority, at most levels * ageing seconds after it: so nobody waits for ever."""
+    """A request whose priority value is lower by `levels` overtakes it only if it comes within levels * ageing seconds. So none starves."""
     at, requests = 0.0, []
     for i, (gap, priority) in enumerate(work):
         at += gap

@@ -46,7 +46,7 @@ def test_the_next_turn_of_a_chat_finds_the_answer_as_well():
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_followers_of_a_cold_prefix_compute_none_of_it(ahead):
-    """They arrive together; the step has room for all, or for a part of the first alone."""
+    """They arrive together; a step fits all of them, or only part of the first."""
     for tokens in (8 * 8 + 8, 8 + 8):
         one = loop(max_num_batched_tokens=tokens)
         for i in range(6):

@@ -46,7 +46,7 @@ class MockServer:
 
     @contextmanager
     def stub(self, key: str | None = None) -> Iterator[GenerateServiceStub]:
-        """With an API key, or without."""
+        """A stub that sends this API key, if any."""
         with grpc.insecure_channel(self.address) as channel:
             yield GenerateServiceStub(channel if key is None else with_key(channel, key))
 

@@ -26,7 +26,7 @@ DEPLOY = Path(__file__).parent.parent.parent / "serving" / "deploy"
 
 
 def manifests() -> dict[str, Any]:
-    """By kind."""
+    """The manifests, by kind."""
     found = [*yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())]
     assert len({one["kind"] for one in found}) == len(found)
     return {one["kind"]: one for one in found}

@@ -44,7 +44,7 @@ def test_whole_answers(tokenizer_folder: Path) -> None:
 
 
 def test_tokens_of_unfinished_requests(tokenizer_folder: Path) -> None:
-    """Also of one that fails."""
+    """Also counts those of a request that fails."""
 
     async def work(llm: AsyncLLM, api: EmbeddedApi) -> None:
         assert api.unfinished_tokens == 0

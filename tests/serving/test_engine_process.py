@@ -84,7 +84,7 @@ def test_what_is_known_when_it_has_started(tokenizer_folder: Path) -> None:
 
 
 def test_the_load_is_known_without_tokens(tokenizer: Tokenizer) -> None:
-    """Of requests that wait, and after one was taken out."""
+    """The load includes waiting requests, and changes when one is removed."""
 
     async def main(llm: AsyncLLM) -> None:
         tasks = [asyncio.create_task(collect(llm, PROMPT, LONG, request_id=str(i))) for i in range(5)]

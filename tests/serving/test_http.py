@@ -79,7 +79,7 @@ def test_prompts_of_every_form(server: MockServer, client: OpenAI, stream: bool,
 
 
 def test_echo_with_log_probabilities(server: MockServer, client: OpenAI) -> None:
-    """As evaluation harnesses ask for the probabilities of a text."""
+    """Evaluation harnesses request the probabilities of a text this way."""
     tokens = prompt_ids(server)
     shown = [server.llm.tokenizer.token_text(token) for token in tokens]
     for most in (0, 2):
@@ -330,7 +330,7 @@ def test_request_ids_that_no_header_can_hold(client: OpenAI, request_id: str) ->
 
 
 def test_what_clients_always_send_is_taken(plain: httpx.Client) -> None:
-    """And null is as nothing."""
+    """null is the same as an absent field."""
     extra = {name: "x" for name in IGNORED} | {"store": True, "metadata": {"a": "b"}, "suffix": None, "seed": None, "modalities": ["text"]}
     assert plain.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2, **extra}).status_code == 200
 

@@ -78,7 +78,7 @@ def http_of(server: ServerProcess) -> str:
 
 
 def test_sighup_reloads_keys_and_certificates(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """And neither ends the server nor a request; a broken file changes nothing. Probes need no certificate."""
+    """A reload does not end the server or any request; a broken file changes nothing. Probes need no certificate."""
     ours, keys, requests = Authority(tmp_path, "ours"), tmp_path / "keys", tmp_path / "requests.jsonl"
     pair, mine = ours.sign("server"), ours.sign("mine")
     keys.write_text(hash_line(OLD, "old"))

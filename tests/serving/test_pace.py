@@ -76,7 +76,7 @@ class Handle:
 
 
 def test_each_output_of_a_stream_is_followed_by_a_pause() -> None:
-    """As long as there are streams; a request with one output neither counts nor waits."""
+    """Only streams pause; a request with one output does not count as a stream, and does not wait."""
 
     async def run() -> None:
         pace, first, second, whole = Pace(cores=2), Handle(), Handle(), Handle()

@@ -103,7 +103,7 @@ def test_without_keys_all_share_but_for_their_salts(make_server: MakeServer) -> 
 
 
 def test_keys_share_nothing(make_server: MakeServer, keys: dict[str, Any]) -> None:
-    """Not with an equal salt, and not with the salt that the engine knows."""
+    """Neither an equal salt nor the engine's internal salt makes them share pages."""
     with (
         make_server(server={**keys, "client_chat_templates": True}) as server,
         Client(server.address, api_key=ANNA) as anna,
@@ -125,7 +125,7 @@ def test_keys_share_nothing(make_server: MakeServer, keys: dict[str, Any]) -> No
 
 
 def test_long_texts_too(make_server: MakeServer, keys: dict[str, Any]) -> None:
-    """They are tokenized in a thread, which does not know the key."""
+    """Long texts are tokenized in another thread, which does not know the key."""
     with make_server(server=keys, max_model_len=100_000, pages=20_000) as server, Client(server.address, api_key=ANNA) as anna:
         seen = salts_of(server)
         for prompt in ("x", "long " * 4000):

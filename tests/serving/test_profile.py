@@ -86,7 +86,7 @@ def test_only_admins_may_ask(make_server: MakeServer, tmp_path: Path, capsys: py
 
 
 def test_an_engine_process(tmp_path: Path) -> None:
-    """It leaves its profile in a folder; a second one is refused meanwhile."""
+    """The process writes its profile into a folder; a second profile is rejected until then."""
     with started() as process:
         said: list[str] = []
         process.connect(lambda updates: None, lambda error: None)
@@ -132,7 +132,7 @@ def under_load(folder: Path, causes: list[str]) -> Iterator[ServerProcess]:
 @pytest.mark.skipif(sys.platform != "linux", reason="system calls are counted on Linux")
 @pytest.mark.parametrize("causes, names", [([], set()), (["gc", "log", "lock"], {"garbage_collection", "system_calls", "lock"})])
 def test_what_was_provoked_is_named(causes: list[str], names: set[str], tokenizer_folder: Path, tmp_path: Path) -> None:
-    """On a real serving run: all three of these, and nothing where all is well."""
+    """On a real server, all three causes are found, and none if nothing is wrong."""
     with under_load(tokenizer_folder, causes) as server, Client(server.address) as client:
         profile, capture = client.profile(ProfileOptions(seconds=5.0))
     engine = profile.processes[0]

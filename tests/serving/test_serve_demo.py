@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    """It also compiles what the server will load."""
+    """This engine also compiles the programs that the server will load."""
     return LLM("demo", progress=False, max_num_seqs=8)  # a smaller table than the default: CI compiles it
 
 
@@ -153,7 +153,7 @@ def test_http_grpc_and_the_library_give_the_same_tokens(server: ServerProcess, o
 
 @pytest.mark.full
 def test_1000_requests_at_once_give_the_same_tokens() -> None:
-    """In float32, where neighbours turn nothing."""
+    """In float32, other requests in the batch do not change tokens."""
     requests = random_requests(1000)
     with LLM("demo", dtype="float32", progress=False) as llm:
         outputs = llm.generate([prompt for prompt, _ in requests], [greedy(most) for _, most in requests], use_tqdm=False)

@@ -69,7 +69,7 @@ def test_a_port_that_is_taken(mock_server: MockServer) -> None:
 
 
 def frame(kind: int, payload: bytes = b"", flags: int = 0) -> bytes:
-    """Of HTTP/2, of the connection itself."""
+    """An HTTP/2 frame of the connection (stream 0)."""
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + bytes(4) + payload
 
 

@@ -193,7 +193,7 @@ def test_samples_share_their_prompt() -> None:
 
 
 def test_samples_share_their_parameters() -> None:
-    """Only the first has the prompt scored, on either side."""
+    """On either side, only the first sample has the prompt's log probabilities."""
     first, others = params_of_samples(SamplingParams(n=64, stop_token_ids=[7], allowed_token_ids=list(range(10_000)), prompt_logprobs=2))
     requests = [Request(request_id=str(i), prompt_token_ids=[5], params=others if i else first, sample_index=i) for i in range(64)]
     one, all_of_them = len(frame(add_order((requests[0],)))), len(frame(add_order(tuple(requests))))

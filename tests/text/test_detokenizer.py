@@ -61,7 +61,7 @@ def test_joined_deltas_are_the_text(kind: str, request: pytest.FixtureRequest) -
 
 
 def test_byte_level_is_exact_for_any_ids(byte_level: Tokenizer) -> None:
-    """Whatever a model with random weights writes: broken UTF-8, special ids, ids beyond the tokenizer's vocabulary."""
+    """A model with random weights may generate anything: broken UTF-8, special ids, ids beyond the tokenizer's vocabulary."""
 
     @given(st.lists(st.integers(0, byte_level.vocab_size + 20) | st.sampled_from(single_bytes(byte_level, "🙂é")), max_size=60))
     def check(ids: list[int]) -> None:
