@@ -43,7 +43,7 @@ def command(model: object, files: tuple[Path, Path], *more: str) -> list[str]:
 
 
 def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> None:
-    """A process is killed with some lines answered and others half-way; the last answer is cut off; another goes on."""
+    """A process is killed with some lines answered and others in progress. The last answer is cut off; another process continues."""
     source, target = files
     keys = [f"id {number}" if number % 2 else number for number in range(1, 121)]  # by id, or by line number
     lines = [{"id": key, "prompt": f"{key}"} if isinstance(key, str) else {"prompt": f"{key}"} for key in keys]
@@ -294,7 +294,7 @@ def test_standard_input_to_standard_output(
 
 
 def test_a_full_disk_leaves_what_was_written(tmp_path: Path) -> None:
-    """A limit on files' size stands in for the disk."""
+    """A limit on the size of files replaces the full disk."""
     path, before = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     message = r"out\.jsonl: cannot be written: File too large; run the command again to continue"
     try:

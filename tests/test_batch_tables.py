@@ -158,7 +158,7 @@ def test_files_that_are_no_tables(model: Path, files: tuple[Path, Path], capsys:
 
 
 def test_answered_once(model: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows that have been answered stay as they are: when nothing is new, when rows were added, when errors are retried."""
+    """Answered rows do not change if nothing is new, if rows were added, or if errors are retried."""
     engines = use_mock(monkeypatch)
     rows = [{"prompt": f"row {i}" if i != 3 else ""} for i in range(6)]
     write(files[0], rows)

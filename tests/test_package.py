@@ -1,5 +1,5 @@
-"""What users install: the sdist holds its sources alone, and the wheel made from it works on the newest Python, with the newest versions
-of what it depends on and nothing of the checkout."""
+"""The packages that users install. The sdist has only its sources, and its wheel works without the checkout, on the newest Python and with
+the newest dependencies."""
 
 from __future__ import annotations
 

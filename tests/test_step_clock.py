@@ -1,4 +1,4 @@
-"""Only those of a loop's times count that show the duration of a step on the device."""
+"""Only those times of a loop are counted that show how long a step takes on the device."""
 
 from __future__ import annotations
 

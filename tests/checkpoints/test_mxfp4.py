@@ -87,7 +87,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def same_on_two_devices(folder: Path) -> bool:
-    """Inputs of down are padded to whole groups for each device; what is padded is zero."""
+    """Each device's inputs of down are padded with zeros to whole groups."""
     four, wide = (loaded(write(folder / name, quantized=name == "four"), shards=2) for name in ("four", "wide"))
 
     def same(got: np.ndarray, want: np.ndarray) -> bool:

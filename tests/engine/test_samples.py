@@ -95,7 +95,7 @@ def test_they_all_differ_and_repeat(llm: LLM) -> None:
 
 
 def test_beside_other_prompts(llm: LLM) -> None:
-    """Results in the order of the prompts, whatever each one's n, and none changes another."""
+    """Results are in the order of the prompts, for any n of each, and prompts do not affect each other."""
     params = [SamplingParams(n=n, seed=n, max_tokens=10 + n) for n in (3, 1, 5, 2, 1)]
     prompts: list[Any] = [TEXT, [5] * 70, "The end", [7, 8], TEXT]
     together = llm.generate(prompts, params, use_tqdm=False)
@@ -192,7 +192,7 @@ def test_online_in_three_ways(llm: LLM, online: AsyncLLM) -> None:
 
 
 def test_an_abort_ends_those_that_have_not_ended(llm: LLM, online: AsyncLLM) -> None:
-    """The one that has met its stop string keeps what it has."""
+    """A sample that ended with its stop string keeps its output."""
     plain = generate(llm, **LONG).outputs
     stop = next(token for token in plain[1].token_ids[1:] if not any(token in c.token_ids for c in plain if c.index != 1))
     at = plain[1].token_ids.index(stop)

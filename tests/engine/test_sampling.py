@@ -115,7 +115,7 @@ def test_truncated_tokens_are_among_those_left(engine: Engine) -> None:
 
 
 def test_temperature_flattens(engine: Engine) -> None:
-    """The hotter, the less likely what is chosen."""
+    """The higher the temperature, the less likely are the sampled tokens."""
     means = []
     for temperature in (0.2, 1.0, 3.0):
         wanted = [params(temperature=temperature, seed=seed, logprobs=0) for seed in range(8)]
@@ -279,7 +279,7 @@ def test_penalties_survive_preemption(make_engine: Callable[..., Engine]) -> Non
 
 
 def test_prompt_logprobs(engine: Engine) -> None:
-    """Those of a greedy continuation are what decoding gave for the same tokens."""
+    """For a prompt and its greedy continuation, they equal the log probabilities of decoding."""
     greedy = one(engine, params(GREEDY, logprobs=3))
     longer = PROMPT + greedy.tokens
     scores = [s for answer in [one(engine, params(GREEDY, prompt_logprobs=3, max_tokens=1), longer)] for s in answer.scores]

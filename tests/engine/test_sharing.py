@@ -118,7 +118,7 @@ def test_preempted_in_a_pool_that_is_too_small(sharing: Sharing) -> None:
 
 
 def test_pages_behind_the_window_are_freed(sharing: Sharing) -> None:
-    """A sequence of which the pool cannot hold every page, alone and beside another."""
+    """The pool cannot hold every page of this sequence; it runs alone, and with another."""
     most, every = sharing.most_pages(191), 12 * len(sharing.groups)
     assert (most < every) == sharing.windows
     work: list[Work] = [(some(100, seed=6), params(0, max_tokens=92)), (some(160, seed=7), params(1, max_tokens=32))]

@@ -154,7 +154,7 @@ class Faulty:
 
 
 def beside(llm: LLM, mask: TokenMask) -> tuple[CompletionOutput, list[int]]:
-    """The output of a request with this mask, and the tokens of one beside it, which must equal those it gets alone."""
+    """The output of a request with this mask. Another request runs with it, and must get the same tokens as alone."""
     ids = llm.tokenizer.encode(PROMPT)
     given = [Request(request_id=f"beside{i}", prompt_token_ids=ids, params=PLAIN, mask=mask if i else None) for i in range(2)]
     call = Call()

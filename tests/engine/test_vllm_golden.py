@@ -63,7 +63,7 @@ def test_logprobs(name: str, outputs: dict[str, RequestOutput]) -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "structured_outputs" in case.params])
 def test_logprobs_under_a_grammar_are_raw(name: str, outputs: dict[str, RequestOutput]) -> None:
-    """vLLM's are over the tokens that a grammar allows (but not those that allowed_token_ids does); jengine's of raw logits always."""
+    """vLLM normalizes over the tokens that a grammar allows (but not over allowed_token_ids); jengine always uses the raw logits."""
     given = outputs[name].outputs[0]
     assert given.logprobs is not None
     for token, mine, theirs in zip(given.token_ids, given.logprobs, RECORDED["answers"][name]["logprobs"], strict=False):
@@ -99,7 +99,7 @@ def text(name: str, tokenizer: Tokenizer) -> str:
 
 
 def assert_same(given: list[dict[int, Logprob]] | list[dict[int, Logprob] | None] | None, recorded: list[Any] | None) -> None:
-    """The same tokens in the same order with the same ranks, values within 1e-4, and text where a token has any of its own."""
+    """Tokens, their order and their ranks are equal; values are within 1e-4; text is equal where a token has text by itself."""
     if given is None or recorded is None:
         assert given is recorded
         return

@@ -108,7 +108,7 @@ def test_rows_that_repeat_take_their_tokens_from_the_batch() -> None:
 
 
 def test_a_samplers_row_does_not_see_where_it_is_nor_what_is_beside_it() -> None:
-    """Each of these rows gets the same token, bit for bit, at every place, beside padding or all the others."""
+    """Each of these rows gets a bit-identical result at every index, with padding or with all the others."""
     common: dict[str, Any] = {"logprobs": 3}
     rows = [
         GREEDY_ROW,

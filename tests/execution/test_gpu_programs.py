@@ -126,7 +126,7 @@ def check_batch_invariant_on_hopper() -> None:
 
 @pytest.mark.full
 def test_batch_invariant_programs_compile_without_nondeterministic_operations() -> None:
-    """XLA refuses to compile what it has no deterministic form of."""
+    """XLA rejects operations without a deterministic form."""
     elsewhere(check_batch_invariant_on_hopper)
 
 
@@ -136,7 +136,7 @@ def test_on_hopper_kernels_do_all_that_touches_the_cache(devices: int) -> None:
 
 
 def check_launches(devices: int) -> None:
-    """Heads as those of Llama 3.1 8B, whose sequences are cut into four parts where rows are few."""
+    """The heads are those of Llama 3.1 8B. With few rows, sequences are split into four parts."""
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
     rows, mixed = TrunkKey(8, 0), TrunkKey(8, 1)
     several, alone = (described("h200", n, {**MODEL, **heads}, max_model_len=8192) for n in (devices, 1))

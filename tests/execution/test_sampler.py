@@ -241,7 +241,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_place(batch: tuple[list[
 
 
 def test_each_variant_does_all_that_those_before_it_do() -> None:
-    """A neighbour that needs a larger variant changes nothing for a row that does not."""
+    """A row's result does not change if another row needs a larger variant."""
     logits = logits_for(["normal", "wide"] * (ROWS // 2), 0)
     plain = [Row(SamplingParams(temperature=0.0 if i % 3 == 0 else 0.8), seed=i, stops=(3, 5)) for i in range(ROWS)]
     greedy = [Row(GREEDY)] * ROWS

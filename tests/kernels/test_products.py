@@ -38,7 +38,7 @@ def arrays(rows: int, size: int, outs: int, x: str, kind: str, *, spread: bool =
 
 
 def exact(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
-    """float64, of the numbers as they are multiplied."""
+    """The product in float64, of the numbers that the kernel multiplies."""
     if isinstance(weight, Quantized):
         if weight.inputs:
             x = dequantize(jax.jit(lambda x: quantize(transform(x.astype(jnp.float32), weight.hadamard), weight.kind))(x))

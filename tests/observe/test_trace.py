@@ -22,7 +22,7 @@ Event = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    """A trace with all features: chunked prompts beside rows, preemptions, a pause, a waiting request."""
+    """A trace with all features: chunked prompts together with rows, preemptions, a pause, a waiting request."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(step_recorder, "memory", lambda now: Memory(now, 1 << 30, 1 << 33))
         virtual = make_virtual(monkeypatch, pages=60, load=Load(away=0.1 * MS))

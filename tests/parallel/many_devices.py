@@ -116,7 +116,7 @@ def test_fewer_bits_on_four_devices(quantization: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_stored_groups_are_cut(devices: int, tmp_path: Path) -> None:
-    """Each device has whole groups of its inputs, and together they stand for what is stored."""
+    """Each device has whole groups of inputs; together, the devices have the stored values."""
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "dynamic": {"-:.*o_proj": {}}}
     stored = write_quantized(tmp_path, config, gptq(32, 4, symmetric=True), plain=("o_proj.weight",))
     model = build(read_config(tmp_path), "float32", 64, shards=devices)

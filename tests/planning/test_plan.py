@@ -41,7 +41,7 @@ LLAMAS = [("8b", 1), ("70b", 8)]  # and on how many devices
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but config.json."""
+    """A folder that only has config.json."""
     folder: Path = tmp_path_factory.mktemp("config only")
     (folder / "config.json").write_text(json.dumps({**VARIANTS["llama_gqa"], "dtype": "bfloat16"}))
     return folder

@@ -1,4 +1,4 @@
-"""Each rule reports its own problem, and nothing for a healthy process."""
+"""Each rule reports its problem, and nothing for a healthy process."""
 
 from __future__ import annotations
 

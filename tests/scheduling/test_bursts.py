@@ -45,7 +45,7 @@ def test_a_row_takes_part_as_long_as_it_may() -> None:
 
 
 def test_the_longest_sequence_ends_within_a_burst() -> None:
-    """Beside one that goes on: no program for more pages than max_model_len has is asked for."""
+    """Another sequence continues. No program for more pages than max_model_len needs is requested."""
     one = loop(max_model_len=40, page_size=4, page_buckets=(1, 5, 10))
     one.add([1] * 20, max_tokens=None, ignore_eos=True)
     for tokens in (31, 36):

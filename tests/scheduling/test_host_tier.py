@@ -77,7 +77,7 @@ def test_computing_is_preferred_where_it_takes_less() -> None:
 
 
 def test_a_page_that_saves_no_tile_is_not_fetched() -> None:
-    """Tiles are computed whole: four tokens less of one that remains save next to nothing."""
+    """Tiles are computed completely, so four tokens less in the remaining tile save almost nothing."""
     scheduler = make(swaps=SwapCosts(0.0, 1e-6, 0.0)).scheduler
     near, one, more = Hit([], 9), Hit([], 11, fetches=1, from_host=2), Hit([], 13, fetches=1, from_host=4)
     assert scheduler._or_fetch(near, one, 12) == near._replace(from_host=2)
@@ -141,7 +141,7 @@ def test_salts_and_resets() -> None:
 @pytest.mark.parametrize("event", ["abort", "reset", "preempt"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_while_pages_are_on_their_way(event: str, steps: int) -> None:
-    """Nothing is lost, and the same is answered, whatever becomes of a sequence that waits for its pages."""
+    """Whatever happens to a sequence that waits for its pages, no pages are lost and answers do not change."""
     loop = make()
     for number in range(3):
         answer(loop, number)

@@ -107,7 +107,7 @@ def test_samples_that_find_no_slot_find_the_pages_later():
 
 
 def test_samples_end_one_by_one():
-    """The sharer of a page may be gone before it is written: nothing is copied then."""
+    """If the other owner of a page ends before it is written, the page is not copied."""
     one = loop()
     one.add(PROMPT, n=2, max_tokens=9, **NO_END)
     one.step(ahead=0)

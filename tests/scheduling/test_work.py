@@ -31,7 +31,7 @@ def test_prompts_attend_to_what_each_token_sees(start, length, windows):
 
 
 def test_a_plan_says_its_work():
-    """A prompt of 20 tokens in tiles of 16, beside a row that has 4 and a window of 8."""
+    """A prompt of 20 tokens in tiles of 16, with a row that has 4 tokens, and a window of 8."""
     loop = Loop(
         max_model_len=64,
         tile_size=16,

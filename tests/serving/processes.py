@@ -95,7 +95,7 @@ class ServerProcess:
 
 @contextmanager
 def process(command: list[str]) -> Iterator[ServerProcess]:
-    """A process that may end in this context, and is killed otherwise. Nothing of it is left in either case."""
+    """A process that is killed at the end of this context if it has not exited. Its child processes must have ended too."""
     server = ServerProcess(command)
     try:
         yield server

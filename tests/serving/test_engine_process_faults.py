@@ -198,7 +198,7 @@ def test_the_child_of_a_killed_server_ends_while_it_starts(tmp_path: Path) -> No
 
 
 def test_a_request_larger_than_a_frame_is_rejected(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine, which would not read it, goes on."""
+    """It is not sent to the engine, which continues."""
 
     async def main() -> None:
         async with AsyncLLM.over(process, tokenizer) as llm:

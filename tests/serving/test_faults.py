@@ -46,7 +46,7 @@ def held(server: ServerProcess) -> dict[str, int]:
 
 
 def wait_until_idle(client: Client) -> None:
-    """Nothing runs or waits in the engine, and every page is back."""
+    """Waits until no request runs or waits in the engine, and every page is free."""
 
     def idle() -> bool:
         load = client.load()
@@ -223,7 +223,7 @@ def garbage() -> dict[str, bytes]:
 
 
 def test_garbage_on_the_port(tokenizer_folder: Path) -> None:
-    """The connections stay open meanwhile, as far as it goes by the client."""
+    """The clients keep their connections open."""
     with serving(tokenizer_folder) as (server, client):
         before = held(server)
         host, _, port = server.address.rpartition(":")

@@ -107,7 +107,7 @@ def test_reasoning(client: OpenAI) -> None:
 
 
 def test_a_cut_off_call(client: OpenAI) -> None:
-    """Ended by max_tokens: what there is of it, and why there is no more."""
+    """max_tokens ends the call: the answer has its beginning, and finish_reason is length."""
     message, reason = whole(client, CALL, max_tokens=40)
     [call] = message.tool_calls
     assert reason == "length" and '{"city": "Köln"}'.startswith(call.function.arguments)

@@ -141,7 +141,7 @@ def test_domains_are_rejected_without_keys(make_server: MakeServer, tmp_path: Pa
 
 
 def test_keys(make_server: MakeServer, tmp_path: Path) -> None:
-    """The page itself is no secret; the chat needs a key, the engine's records one that sees all clients."""
+    """The page itself is public. The chat needs a key; the engine's records need a key that may see all clients."""
     (tmp_path / "keys").write_text(f"{hash_line('a' * 32, 'anna')}\n{hash_line('b' * 32, 'root', 'admin=1')}\n")
     with make_server(server={**PAGE, "api_keys": tmp_path / "keys"}) as server, httpx.Client(base_url=server.page) as client:
         anna, root = ({"authorization": f"Bearer {key * 32}"} for key in "ab")

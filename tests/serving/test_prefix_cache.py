@@ -143,7 +143,7 @@ def salt_with(name: str | None, salt: str | None) -> str | None:
 
 
 def test_salts_of_keys_cannot_be_forged() -> None:
-    """Wherever the name ends and the salt begins: all are different."""
+    """Different pairs of name and salt give different results, even if their concatenations are equal."""
     names, salts = ("a", "ab", "abc", "\x07", "key anna", "é"), (None, "a", "b", "bc", "c", "\0", "é" * 256)
     made = [salt_with(name, salt) for name in names for salt in salts]
     assert len(set(made)) == len(names) * len(salts) and all(salt and len(salt) == 64 for salt in made)

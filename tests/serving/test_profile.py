@@ -104,7 +104,7 @@ def test_an_engine_process(tmp_path: Path) -> None:
 
 @contextmanager
 def under_load(folder: Path, causes: list[str]) -> Iterator[ServerProcess]:
-    """A server of the demo model beside which these go wrong, and four clients of it."""
+    """A server of the demo model with these problems, and four clients."""
     engine = {"model": "demo", "causes": causes, "max_num_seqs": 8, "max_model_len": 512, "warm_up": "all"}
     made: Any = mock_process(folder, engine="tests.serving.provoked_engines:provoked", server={"watchdog_seconds": 60.0}, **engine)
     with made as server:

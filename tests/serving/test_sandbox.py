@@ -35,7 +35,7 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 
 def within(work: Callable[[Sandbox], Awaitable[None]], **options: Any) -> None:
-    """Runs a function with a sandbox, and checks that nothing of it is left."""
+    """Runs a function with a sandbox, and checks that the sandbox leaks nothing."""
 
     async def main() -> None:
         sandbox = Sandbox(**options)

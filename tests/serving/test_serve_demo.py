@@ -58,7 +58,7 @@ def test_greedy_text_is_the_librarys(server: ServerProcess, expected: list[str])
 
 
 def test_chat_is_that_without_a_server(server: ServerProcess, expected: list[str]) -> None:
-    """A model without a chat template goes on with the text."""
+    """A model without a chat template continues the text."""
     flags = ["--temperature=0", "--max-tokens=48"]
     lines = "def fibonacci(n):\n/reset\nclass Stack:\n"
     done = [

@@ -112,7 +112,7 @@ def test_garbage_on_the_port(mock_server: MockServer) -> None:
 
 
 def test_what_is_no_message(channel: grpc.Channel, caplog: pytest.LogCaptureFixture) -> None:
-    """Bytes that are no GenerateRequest, and methods that nobody has."""
+    """Bytes that are not a GenerateRequest, and methods that do not exist."""
     for method in ("Generate", "GenerateStream"):
         call = channel.unary_unary(f"/jengine.v1.GenerateService/{method}")
         with pytest.raises(grpc.RpcError) as wrong:

@@ -1,4 +1,4 @@
-"""Targets, clients and strategies over the service: what the engine gets, and who may change it. Over sockets."""
+"""Targets, clients and strategies over the service: what reaches the engine, and which keys may change it."""
 
 from __future__ import annotations
 
