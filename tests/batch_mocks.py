@@ -1,4 +1,4 @@
-"""`jengine generate --input` over a mock engine, in this process or as one of its own."""
+"""`jengine generate --input` with a mock engine, in this process or in a separate one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def make_tokenizer(folder: Path) -> Path:
 
 
 def use_mock(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[MockEngine]:
-    """Commands of this process get a mock engine; MODEL is the tokenizer's folder. The engines that they got, as they come."""
+    """Makes commands of this process use a mock engine, with MODEL as the tokenizer's folder. Yields the list
+    of created engines."""
     engines: list[MockEngine] = []
 
     def make(model: str, **_: Any) -> AsyncLLM:
@@ -49,5 +50,5 @@ def use_mock(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[MockEngine
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    """A process of the command over a mock engine."""
+    """Starts a process that runs the command with a mock engine."""
     return subprocess.Popen([sys.executable, "-c", CODE, *arguments], stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,5 @@
-"""`jengine generate --input`: every line answered exactly once, whatever is in it and whenever the process was killed."""
+"""`jengine generate --input`: every line is answered exactly once, whatever its content and whenever the
+process is killed."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def command(model: object, files: tuple[Path, Path], *more: str) -> list[str]:
 
 
 def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> None:
-    """A process is killed with some lines answered and others half-way; the last answer is cut off; another goes on."""
+    """A process is killed with some lines answered and others in progress. The last answer is cut off; another process continues."""
     source, target = files
     keys = [f"id {number}" if number % 2 else number for number in range(1, 121)]  # by id, or by line number
     lines = [{"id": key, "prompt": f"{key}"} if isinstance(key, str) else {"prompt": f"{key}"} for key in keys]
@@ -211,7 +212,7 @@ def test_files_that_cannot_be(source: str, target: str, message: str, tmp_path: 
 
 
 class StandIn:
-    """Answers at once, except where it is told to fail; knows how many were asked at the same time."""
+    """Answers immediately, or fails on request; counts concurrent requests."""
 
     fail_at = 0
     live = most = asked = 0
@@ -293,7 +294,7 @@ def test_standard_input_to_standard_output(
 
 
 def test_a_full_disk_leaves_what_was_written(tmp_path: Path) -> None:
-    """A limit on files' size stands in for the disk."""
+    """A limit on the size of files replaces the full disk."""
     path, before = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     message = r"out\.jsonl: cannot be written: File too large; run the command again to continue"
     try:

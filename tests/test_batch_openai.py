@@ -1,4 +1,4 @@
-"""`jengine generate --input` with OpenAI's batch files, beside the output that they are to have; and the order of the work."""
+"""`jengine generate --input` with OpenAI's batch files, compared with the expected output; and the order of the work."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_expected_output(
 
 
 def test_goes_on_where_it_stopped(model: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From wherever the output was cut off; lines that failed are answered again when asked for."""
+    """A batch continues wherever its output was cut off; failed lines are retried on request."""
     use_mock(monkeypatch)
     lines = [asked("a", prompt="one"), asked("b", prompt=""), {"url": TEXT, "body": {}}, asked("d", CHAT, messages=HELLO)]
     files[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -149,7 +149,7 @@ def test_flags_that_such_files_do_not_take(
 
 
 def test_prompts_that_begin_alike_share_pages(model: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a cache that holds few prefixes, most of each shared beginning is found, which it is not in the file's order."""
+    """In a cache that holds few prefixes, most of each shared beginning is found; in the file's order it would not be."""
     prefixes = [f"{i} " + chr(ord("a") + i % 26) * 300 for i in range(12)]
     prompts = [prefix + f" question {i}" for prefix in prefixes for i in range(6)]
     random.Random(5).shuffle(prompts)

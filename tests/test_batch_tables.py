@@ -1,4 +1,4 @@
-"""`jengine generate --input` with Parquet and CSV: every row once, beside what it was, whenever the process was killed."""
+"""`jengine generate --input` with Parquet and CSV: every row once, with its columns, whenever the process is killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(path: Path, rows: Rows) -> None:
 
 
 def read(path: Path) -> Rows:
-    """With lists as such, whichever the format."""
+    """The rows of a table, with lists as lists in every format."""
     if path.suffix == ".parquet":
         return parquet.read_table(path).to_pylist()  # type: ignore[no-any-return]
     with path.open(newline="") as file:
@@ -158,7 +158,7 @@ def test_files_that_are_no_tables(model: Path, files: tuple[Path, Path], capsys:
 
 
 def test_answered_once(model: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows that have been answered stay as they are: when nothing is new, when rows were added, when errors are retried."""
+    """Answered rows do not change if nothing is new, if rows were added, or if errors are retried."""
     engines = use_mock(monkeypatch)
     rows = [{"prompt": f"row {i}" if i != 3 else ""} for i in range(6)]
     write(files[0], rows)

@@ -1,4 +1,4 @@
-"""`jengine cache`: what is kept, and its deletion."""
+"""`jengine cache`: shows and deletes programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDENTITY: dict[str, Any] = {"device": "NVIDIA H200", "mesh": {"tensor": 2}, "jen
 
 
 def saved(root: Path, number: int, *, days: float = 0, **identity: object) -> Path:
-    """Programs that were last used so many days ago."""
+    """Programs that were last used this many days ago."""
     folder = root / "programs" / f"{number:08x}{'0' * 16}-64"
     folder.mkdir(parents=True)
     (folder / "trunk-8-0-0-0000.bin").write_bytes(b"x" * 2048)

@@ -1,4 +1,4 @@
-"""`jengine chat`: the conversation that it keeps, messages through a pipe, and keys through a terminal."""
+"""`jengine chat`: its conversation, messages through a pipe, and keys through a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content
 
 
 class StandIn:
-    """Answers with `answer`, a character a token; refuses a prompt that contains "bad"."""
+    """Answers with `answer`, one character per token; rejects prompts that contain "bad"."""
 
     max_model_len = 200
     answer = "Yes."
@@ -89,7 +89,7 @@ def test_commands(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     assert llm.prompts[1:] == ["[system] Be brief.\n[user] Two?\n", "[system] Be kind.\n[user] Three?\n", "[user] Four?\n"]
     assert chat.obey("/help") and chat.obey("/what now")
     told = capsys.readouterr().err
-    assert "/system TEXT" in told and "There is no /what." in told
+    assert "/system TEXT" in told and "Unknown command /what." in told
     assert not chat.obey("/exit") and not chat.obey("/quit")
 
 
@@ -192,7 +192,7 @@ CONTROLLING = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"  #
 
 
 class Terminal:
-    """A process whose standard streams are a terminal, and what it has shown."""
+    """A process whose standard streams are a terminal, and its output."""
 
     def __init__(self, code: str) -> None:
         self.master, slave = pty.openpty()
@@ -203,7 +203,7 @@ class Terminal:
         self.shown = ""
 
     def until(self, pattern: str) -> str:
-        """Everything shown from the last match on, when this has appeared."""
+        """Waits for this text. Returns everything shown since the last match."""
         deadline = time.monotonic() + 60
         while (match := re.search(pattern, self.shown, re.DOTALL)) is None:
             assert time.monotonic() < deadline, self.shown

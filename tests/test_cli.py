@@ -1,4 +1,4 @@
-"""The command's own work: flags, streams, exit codes. A stand-in takes the engine's place; what it makes is tested elsewhere."""
+"""The commands themselves: flags, streams, exit codes. A stand-in replaces the engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ sys.exit(cli.main(["generate", "demo", "go"]))
 
 
 class StandIn:
-    """Streams what it was given, one character a token."""
+    """Streams its text, one character per token."""
 
     made: list[tuple[str, dict[str, Any], SamplingParams]] = []  # noqa: RUF012
 
@@ -132,7 +132,7 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
 def test_engine_options_come_from_variables_and_files_too(
     made: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A flag wins over a variable, a variable over the file; the server's options there are none of a command's concern."""
+    """Flags override variables, and variables override the file; the server's options in them do not affect commands."""
     file = tmp_path / "jengine.toml"
     file.write_text("max_num_seqs = 2\ntile_size = 16\npage_size = 8\nport = 1\nmodel = 'other'\n")
     monkeypatch.setenv("JENGINE_TILE_SIZE", "32")

@@ -1,4 +1,4 @@
-"""cpu_threads: what runs in a process, and what is refused."""
+"""cpu_threads: effects in a process, and rejected values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(json.dumps([tokenizers, *(threads().count(name) for name in ("tf_XLAEigen"
 
 
 def threads_of(limit: int, tokenizer: Path) -> list[int]:
-    """How many the tokenizer, XLA's operations and XLA's compiler start in a process of their own. limit: 0 is none."""
+    """Threads that the tokenizer, XLA's operations and XLA's compiler start in a separate process. limit: 0: none."""
     done = subprocess.run([sys.executable, "-c", COUNT, str(limit), str(tokenizer)], capture_output=True, text=True, check=True)
     counts: list[int] = json.loads(done.stdout.splitlines()[-1])
     return counts

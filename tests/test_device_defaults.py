@@ -42,7 +42,7 @@ def test_a_default_that_cannot_be_met_is_named() -> None:
 
 
 def test_programs_for_a_gpu_have_a_gpus_sizes() -> None:
-    """Of a plan, made on a machine with no GPU."""
+    """The programs are those of a plan, made on a machine without a GPU."""
     spec = make_plan(LLAMA, "h200").spec
     table = spec.table
     assert (spec.max_slots, spec.page_size) == (256, 64)

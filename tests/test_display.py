@@ -1,4 +1,4 @@
-"""What a terminal and a notebook show of a model and its answers."""
+"""Display of a model and its answers in terminals and notebooks."""
 
 from __future__ import annotations
 

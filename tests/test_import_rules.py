@@ -1,4 +1,4 @@
-"""The rules of the house about who may import what, read from the source; and that importing jengine changes nothing."""
+"""Import rules between packages, checked in the source; and that importing jengine has no side effects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Import:
 
 
 def sources() -> dict[str, str]:
-    """Module name to source, of all three packages, less what is generated."""
+    """Module name to source, for all three packages, without generated code."""
     out = {}
     for folder, package in FOLDERS.items():
         for file in sorted(set((ROOT / folder).rglob("*.py")) - set(GENERATED.rglob("*.py"))):

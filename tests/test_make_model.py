@@ -1,4 +1,4 @@
-"""The maker of random models: what it writes can be read, and is what the seed says."""
+"""The generator of random models: its output can be read, and depends only on the seed."""
 
 from __future__ import annotations
 

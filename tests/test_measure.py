@@ -1,4 +1,4 @@
-"""What is measured before the first request, on a device whose steps take exactly what they should."""
+"""Measurements before the first request, on a device whose steps take exactly known times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TABLE = ProgramTable((1, 8, 16), (8, 16), (1, 2, 4), 16)
 
 
 class ExactRunner:
-    """Its clock moves by what a step costs, and for nothing else. Checks that every span's pages and parameters are there."""
+    """Its clock advances only by the cost of steps. Checks that every span's pages and parameters are set."""
 
     def __init__(self, *, windows: tuple[int | None, ...] = (None,), max_model_len: int = 4096, num_pages: int = 5000) -> None:
         config = SimpleNamespace(vocab_size=100)

@@ -73,7 +73,7 @@ def test_the_install_cell_is_the_quickstarts(path: Path) -> None:
     ],
 )
 def test_the_install_cell_installs(source: str, gpu: bool, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a kernel without jengine, pip is asked for what it can find."""
+    """In a kernel without jengine, the cell installs it with pip, from a source that exists."""
     installed: list[list[str]] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda name: name if gpu else None)

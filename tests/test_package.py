@@ -1,5 +1,5 @@
-"""What users install: the sdist holds its sources alone, and the wheel made from it works on the newest Python, with the newest versions
-of what it depends on and nothing of the checkout."""
+"""The packages that users install. The sdist has only its sources, and its wheel works without the checkout, on the newest Python and with
+the newest dependencies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(1200)  # a first installation downloads some hu
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command that sees nothing of this environment, of its constraints or of the checkout."""
+    """Runs a command without access to this environment, its constraints or the checkout."""
     hidden = ("PYTHON", "VIRTUAL_ENV", "JENGINE", "JAX", "XLA", "PIP_CONSTRAINT", "COVERAGE")
     env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)} | variables
     done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True)

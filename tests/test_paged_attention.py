@@ -1,4 +1,4 @@
-"""The XLA forms against the naive ones."""
+"""The XLA implementations compared with the naive ones."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_pages_are_copied_with_their_scales(kind):
 @pytest.mark.parametrize("how", WAYS[:4])
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
 def test_eight_bit_caches_match_reference(kind, how, pages):
-    """NaN scales and numbers of tokens that no query sees change nothing."""
+    """NaN scales and values of tokens that no query attends to do not change the result."""
     rng = np.random.default_rng(5)
     k, v = (movable(quantize(x, kind)) for x in cache(rng, 2, 16, 32, "float32"))
     lengths = jnp.array([0, 1, 15, 16, 17, 48, WIDTH * 16, 5], jnp.int32)

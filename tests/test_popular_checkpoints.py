@@ -1,4 +1,4 @@
-"""README's share of popular checkpoints is what the survey and the families give."""
+"""README's share of popular checkpoints follows from the survey and the supported families."""
 
 from __future__ import annotations
 

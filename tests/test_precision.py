@@ -1,4 +1,4 @@
-"""Which number formats a device is asked for."""
+"""The choice of number formats for a device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gpu(capability: str) -> Any:
 
 @pytest.fixture
 def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without products of bfloat16."""
+    """A CPU without bfloat16 products."""
     monkeypatch.setattr(precision, "cpu_features", lambda: "fpu sse2 avx2 fma")
 
 

@@ -37,7 +37,7 @@ def test_rows_do_not_enter_each_other() -> None:
 @pytest.mark.parametrize("outputs", [64, 192, 100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_alone(kind: str, outputs: int, rows: int) -> None:
-    """The product with what the weights stand for."""
+    """The result equals the product with the dequantized weights."""
     rng = np.random.default_rng(1)
     x, weight = (jnp.asarray(rng.normal(size=(n, 96)), jnp.float32) for n in (rows, outputs))
     quantized = quantize(weight, kind)
@@ -47,7 +47,7 @@ def test_weights_alone(kind: str, outputs: int, rows: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_too(kind: str, dtype: str) -> None:
-    """The product of what both sides stand for; int8 sums are exact."""
+    """The result equals the product of both dequantized operands; int8 sums are exact."""
     rng = np.random.default_rng(2)
     x, weight = (jnp.asarray(rng.normal(size=(n, 96)), dtype) for n in (5, 64))
     right = quantize(weight, kind, inputs=True)
@@ -59,7 +59,7 @@ def test_inputs_too(kind: str, dtype: str) -> None:
 
 
 def test_an_int8_product_multiplies_int8() -> None:
-    """Not a conversion to a wider type, which a processor's own instructions would lose to."""
+    """It must not convert to a wider type, which is slower than the processor's int8 instructions."""
     x, weight = jax.ShapeDtypeStruct((8, 128), jnp.float32), jax.ShapeDtypeStruct((256, 128), jnp.float32)
     quantized = jax.eval_shape(lambda w: quantize(w, "int8", inputs=True), weight)
     with using({form_key(8, "float32", "w8a8"): "xla"}):

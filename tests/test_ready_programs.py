@@ -1,4 +1,4 @@
-"""Tables of which only some programs are ready: steps always fit, and take the smallest that does."""
+"""Tables with only some programs ready: steps always fit, and use the smallest ready program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_order_holds_every_program_once(table: ProgramTable) -> None:
 
 @given(table=tables, data=st.data())
 def test_whatever_is_ready_serves_every_step_within_its_limits(table: ProgramTable, data: st.DataObject) -> None:
-    """Any programs beside the first ones, in any order: a step within the limits finds a trunk, and every variant a sampler."""
+    """With any further programs ready, in any order, a step within the limits has a trunk, and every variant has a sampler."""
     more = data.draw(st.sets(st.sampled_from(every(table))))
     ready = ReadyPrograms(table, [*first_needed(table), *more])
     rows, tiles = data.draw(st.integers(0, ready.max_rows)), data.draw(st.integers(0, ready.max_tiles))

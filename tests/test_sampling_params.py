@@ -1,4 +1,4 @@
-"""Lists among the sampling parameters have a maximal length, checked before all else, and no duplicates."""
+"""Lists in the sampling parameters have a maximum length, checked first, and no duplicates."""
 
 from __future__ import annotations
 

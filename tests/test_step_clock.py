@@ -1,4 +1,4 @@
-"""Of the times that a loop sees, only those count that say what a step took on the device."""
+"""Only those times of a loop are counted that show how long a step takes on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAN = StepPlan(TrunkKey(8, 0), SamplerKey(8, "greedy"), [Span(1, 1, 5), Span(2,
 
 
 class Noted(StepCosts):
-    """Keeps what it is told, in milliseconds."""
+    """Records its arguments, in milliseconds."""
 
     def __init__(self) -> None:
         super().__init__(TABLE)
@@ -64,7 +64,7 @@ def test_a_step_that_was_started_late_lasts_from_there(clock: StepClock, costs: 
 
 
 def test_a_step_that_nobody_waited_for_is_not_counted_nor_is_the_next(clock: StepClock, costs: Noted) -> None:
-    """It ended some time before 130; the next one was running already, the one after that was not."""
+    """That step ended at an unknown time before 130. The next one was already running then; the one after was not."""
     read(clock, costs, started=100, now=130, waited=False)
     read(clock, costs, started=110, now=135)
     read(clock, costs, started=134, now=141)

@@ -1,4 +1,4 @@
-"""The support matrix says what a report says, and untested where it says nothing."""
+"""The support matrix shows the results of a report, and "untested" without one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the documentation takes from the code, put where a page has a line `<!-- from the code: NAME -->`.
+"""Generates parts of the documentation from the code; each replaces a line `<!-- from the code: NAME -->` of a page.
 
-mkdocs.yml names this file among its hooks. Options, sampling parameters, metrics and figures are never copied by hand.
+A hook in mkdocs.yml. Options, sampling parameters, metrics and figures are never copied by hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MARKER = re.compile(r"^<!-- from the code: (.+) -->$", re.MULTILINE)
 
-# The field that each section of the engine's options begins with, in the order of EngineConfig.
+# The first field of each section of the engine's options, in the order of EngineConfig.
 ENGINE_SECTIONS = {
     "model": "Model",
     "dtype": "Number formats",
@@ -71,9 +71,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def options(of: type, sections: dict[str, str], defaults: dict[str, Any] | None = None, skip: tuple[str, ...] = ()) -> str:
-    """A heading for each field of a dataclass: its flag, its variable, its default and its help, as the command line has them."""
+    """A heading for each field of a dataclass, with the flag, environment variable, default and help of the command line."""
     parser = argparse.ArgumentParser(add_help=False)
-    add_fields(parser, of, skip, defaults)  # type: ignore[arg-type]  # a parser takes arguments as a group does
+    add_fields(parser, of, skip, defaults)  # type: ignore[arg-type]  # a parser also has add_argument
     flags = {action.dest: action for action in parser._actions}
     lines = []
     for field in dataclasses.fields(of):
@@ -114,7 +114,7 @@ def _text(flag: argparse.Action, of: type) -> str:
 
 
 def metrics() -> str:
-    """All metrics of a server, as Prometheus reads them."""
+    """A table of the metrics that a server exports to Prometheus."""
     load = Load(running=0, waiting=0, free_pages=0, pages=0, preemptions=0, compiles_since_start=0)
     server = PrometheusMetrics("model", lambda: load, lambda: 0)
     server.certificate_expiry = lambda: 0.0
@@ -155,7 +155,7 @@ def perplexity() -> str:
 
 
 def quantized_steps() -> str:
-    """Milliseconds of decode steps, and of reading their weights."""
+    """Durations of decode steps, and of reading their weights, in milliseconds."""
     found = json.loads((RESULTS / "quantized_steps.json").read_text())
     forms = {name: row for name, row in found.items() if isinstance(row, dict) and "floor_ms" in row}
     counts = list(next(iter(forms.values()))["ms"])
@@ -223,7 +223,7 @@ def _machine(found: dict[str, Any]) -> str:
 
 
 def included(name: str) -> str:
-    """A file of the repository, without its title: the page has one."""
+    """A file of the repository, without its title, since the page has its own."""
     return (ROOT / name).read_text().partition("\n")[2]
 
 
@@ -233,7 +233,7 @@ def readme(block: str) -> str:
 
 
 def notebook() -> str:
-    """The cells of the quickstart notebook but for the title, which the page has, and the installation."""
+    """The cells of the quickstart notebook, without the title, which the page has, and without the installation."""
     cells = json.loads((ROOT / "notebooks" / "01_quickstart.ipynb").read_text())["cells"]
     return "\n\n".join(_cells(cells[1:]))
 

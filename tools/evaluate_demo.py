@@ -1,9 +1,9 @@
-"""Sample the demo model through the engine and add to its record how much of what it writes is Python.
+"""Sample the demo model with the engine, and record how much of its output is valid Python.
 
     python tools/evaluate_demo.py [DIR]
 
-100 completions of nothing but the beginning-of-sequence token, seeds 0 to 99: the share that `ast.parse` accepts, and
-the share that ended by themselves. Two samples are kept, for people to look at.
+Generates 100 completions from the beginning-of-sequence token alone, with seeds 0 to 99. The record gets the share that
+`ast.parse` accepts, the share that ended with the end-of-sequence token, and two samples for people to read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SAMPLES = 100
 
 
 def parses(text: str) -> bool:
-    """Whether it is Python, and something at all."""
+    """Whether the text is valid Python with at least one statement."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # odd escapes in strings
+        with warnings.catch_warnings(action="ignore"):  # about invalid escapes in strings
             return bool(ast.parse(text).body)
     except (SyntaxError, ValueError):
         return False

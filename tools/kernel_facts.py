@@ -1,4 +1,4 @@
-"""Print what the compiler says of every kernel, compiled for a GPU that is not there.
+"""Print the compiler's facts about every kernel, compiled for GPUs that this machine need not have.
 
 JAX_PLATFORMS=cpu python tools/kernel_facts.py  # with the extra `aot`
 """
@@ -27,9 +27,9 @@ from pallas_kernels.kv_write import kv_write
 from pallas_kernels.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantized import Pages, movable, quantize
 
-Case = tuple[Callable[..., Any], tuple[Any, ...]]  # of jax.ShapeDtypeStruct
+Case = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments, jax.ShapeDtypeStruct
 ALL = {"window": 1024, "soft_cap": 30.0}
-THREADS = 256  # of a block
+THREADS = 256  # per block
 
 
 def _last_as_sinks(function: Callable[..., Any], *args: Any) -> Any:
@@ -37,7 +37,7 @@ def _last_as_sinks(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _sinks(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Case:
-    """The same with attention sinks."""
+    """The same case with attention sinks."""
     heads = jax.ShapeDtypeStruct((arrays[0].shape[-2],), jnp.float32)
     return partial(_last_as_sinks, function), (*arrays, heads)
 
@@ -70,7 +70,7 @@ INTERPRETED: dict[str, Case] = {f"head dim {size}": decode(size, 64, in_register
 
 
 def cache_of(kind: str, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Pages:
-    """Pages of a 16-bit dtype, or quantized to an eight-bit one."""
+    """Pages of a 16-bit dtype, or quantized to an 8-bit one if `kind` is given."""
     plain = jax.ShapeDtypeStruct(shape, dtype)
     return jax.eval_shape(lambda x: movable(quantize(x, kind)), plain) if kind else plain  # type: ignore[return-value]
 
@@ -102,7 +102,7 @@ WRITES: dict[str, Case] = {
 
 
 def copy(kind: str, page_size: int) -> Case:
-    """Sixteen pages of eight kv heads."""
+    """A copy of sixteen pages with eight kv heads."""
     pages, ids = cache_of(kind, (1 << 10, 8, page_size, 128)), jax.ShapeDtypeStruct((16,), jnp.int32)
     return copy_pages, (pages, pages, ids, ids)
 
@@ -150,7 +150,7 @@ def prefill(
 
 
 def grouped_rows(rows: int, kind: str = "", *, out: int = 1536, in_registers: bool = True) -> Case:
-    """Rows of 128 groups, as many as Qwen3-30B-A3B has experts, with 2048 inputs."""
+    """A grouped product: `rows` rows of 2048 inputs in 128 groups, the number of experts of Qwen3-30B-A3B."""
     x, chosen = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((rows,), jnp.int32)
     weight = jax.ShapeDtypeStruct((128, out, 2048), jnp.dtype(kind or "bfloat16"))
     scale = jax.ShapeDtypeStruct((128, out), jnp.float32) if kind else None
@@ -231,7 +231,7 @@ FOUR_BITS: dict[str, Case] = {
     "32 rows of experts, groups of 64": int4_experts(32, group=64, offset=True, kind="int4"),
 }
 GROUPED_INTERPRETED: dict[str, Case] = {"64 rows, int8": grouped_rows(64, "int8", in_registers=False)}
-PREFILL_THREADS = 384  # of a block; 256 where a kv head has no more than 64 rows
+PREFILL_THREADS = 384  # per block; 256 if a kv head has at most 64 rows
 PREFILL_CASES: dict[str, Case] = {
     "head dim 64": prefill(64, 64),
     "head dim 128": prefill(128, 64),
@@ -252,7 +252,7 @@ PREFILL_ALONE: dict[str, Case] = {f"head dim {size}, one head a kv head": prefil
 PREFILL_INTERPRETED: dict[str, Case] = {f"head dim {size}": prefill(size, 64, in_registers=False) for size in (64, 128, 256)}
 
 
-# For Ampere and Ada.
+# --- Ampere and Ada ---
 AMPERE, AMPERE_THREADS = ("a100", "l4"), 128
 
 
@@ -289,13 +289,13 @@ AMPERE_CASES: dict[str, Case] = {
 
 
 def facts_of(target: str, cases: list[Case]) -> list[KernelFacts]:
-    """Facts of each case's kernel; in a process that has compiled for no other compute capability."""
+    """Facts about each case's kernel. The process must not have compiled for another compute capability before."""
     there = device(target)
     return [facts for function, args in cases for facts in kernel_facts(there, function, *args)[0]]
 
 
 def facts_elsewhere(target: str, cases: list[Case]) -> list[KernelFacts]:
-    """The same, from a process of their own."""
+    """`facts_of` in a new process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(facts_of, target, cases).result()
 

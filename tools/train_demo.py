@@ -1,14 +1,14 @@
 """Train the demo model that ships in `jengine/demo`: a small Llama that writes Python.
 
-The text is Python's own standard library (PSF-2.0), read from the interpreter that runs this
-script and cut into pieces that stand alone: a function, a method (dedented), a short class, a run
-of module-level statements. Each piece becomes `<s> piece </s>`, so the model learns to stop.
+The text is the standard library (PSF-2.0) of the Python that runs this script. It is cut into pieces: a function,
+a dedented method, a short class, or several module-level statements. Each piece becomes `<s> piece </s>`, so the
+model learns to stop.
 
-Training is by the clock (`--minutes`), with matrix weights updated by Muon and the rest by Adam,
-so two runs give similar weights, not the same ones. What it writes:
+Muon updates the matrices, and Adam the other weights. Training ends after `--minutes`, so two runs produce similar
+weights, but not the same. Files written:
 
     DIR/model.safetensors  config.json  tokenizer.json  tokenizer_config.json  generation_config.json
-    DIR/training.json      the record: loss curve, held-out perplexity, what it was trained on
+    DIR/training.json      the record: loss curve, held-out perplexity, training data
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ BATCH_TOKENS = 4096
 
 
 def pieces(source: str) -> list[str]:
-    """Cut a module into pieces that parse alone, each at most a few thousand characters."""
+    """Cut a module into pieces of at most a few thousand characters; each is valid Python on its own."""
     lines = source.splitlines()
     out: list[str] = []
     run: list[str] = []
@@ -96,7 +96,7 @@ def pieces(source: str) -> list[str]:
 
     def wanted(piece: str) -> bool:
         words = sum(c.isalpha() or c.isspace() for c in piece)
-        if not 40 <= len(piece) <= 6000 or words < 0.6 * len(piece):  # no tables of data
+        if not 40 <= len(piece) <= 6000 or words < 0.6 * len(piece):  # excludes tables of data
             return False
         try:
             ast.parse(piece)
@@ -108,7 +108,7 @@ def pieces(source: str) -> list[str]:
 
 
 def read_corpus() -> tuple[list[str], list[str]]:
-    """Pieces of the standard library for training and, from other files, for evaluation."""
+    """Pieces of the standard library for training, and pieces of other files of it for evaluation."""
     root = Path(sysconfig.get_path("stdlib"))
     train: list[str] = []
     held: list[str] = []
@@ -130,7 +130,7 @@ def read_corpus() -> tuple[list[str], list[str]]:
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    # An indent is one token: the newline takes the spaces that follow it.
+    # An indent is one token, because a newline and the spaces after it are one word.
     words = Regex(r"""\n[ ]*| ?[A-Za-z]+| ?_+| ?[0-9]{1,3}| ?[^\sA-Za-z0-9_]+|\s+""")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -150,7 +150,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def as_stream(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """All pieces as one stream of token ids, and for each token the number of its piece."""
+    """The token ids of all pieces, concatenated, and the index of each token's piece."""
     encoded = [[*e.ids, CONFIG["eos_token_id"]] for e in tokenizer.encode_batch(texts)]
     piece = np.repeat(np.arange(len(encoded), dtype=np.int32), [len(e) for e in encoded])
     return np.concatenate([np.asarray(e, np.int32) for e in encoded]), piece
@@ -195,7 +195,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def losses(params: dict, ids: jax.Array, piece: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sum of next-token losses over ids [batch, tokens + 1], and how many; pieces do not see each other."""
+    """The sum and the number of next-token losses over ids [batch, tokens + 1]. Attention stays within a piece."""
     heads, kv, d = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"], CONFIG["head_dim"]
     x = params["embed"][ids[:, :-1]]
     b, t, _ = x.shape
@@ -222,7 +222,7 @@ def losses(params: dict, ids: jax.Array, piece: jax.Array) -> tuple[jax.Array, j
 
 
 def schedule(progress: float) -> float:
-    """Learning rate factor: a short rise, a plateau, then linear to zero over the last 60 %."""
+    """Learning rate factor: a short warmup, a plateau, then linear decay to zero over the last 60 %."""
     return min(progress / 0.01, 1.0, (1.0 - progress) / 0.6 + 1e-3)
 
 
@@ -252,7 +252,7 @@ def train(params: dict, stream: np.ndarray, piece: np.ndarray, minutes: float) -
     start, done, seen, recent = time.monotonic(), 0.0, 0, []
     with tqdm(total=round(minutes * 60), unit="s") as bar:
         while done < 1.0:
-            length = 256 if done < 0.8 else 1024  # long contexts once the short ones are learnt
+            length = 256 if done < 0.8 else 1024  # short contexts first, then long ones
             at = rng.integers(0, len(stream) - length - 1, BATCH_TOKENS // length)[:, None] + np.arange(length + 1)
             params, state, loss = step(params, state, stream[at], piece[at], jnp.float32(schedule(done)))
             recent.append(float(loss))
@@ -267,7 +267,7 @@ def train(params: dict, stream: np.ndarray, piece: np.ndarray, minutes: float) -
 
 
 def held_out(params: dict, stream: np.ndarray, piece: np.ndarray) -> float:
-    """Mean loss a token, in nats, over windows of the full context."""
+    """The mean loss per token, in nats, over windows of the full context."""
     length = CONFIG["max_position_embeddings"]
     count = (len(stream) - 1) // length
     run = jax.jit(losses)
@@ -276,7 +276,7 @@ def held_out(params: dict, stream: np.ndarray, piece: np.ndarray) -> float:
 
 
 def named(params: dict) -> dict[str, jax.Array]:
-    """The weights under the names of Hugging Face's Llama."""
+    """The weights by their names in Hugging Face's Llama."""
     out = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["norm"]}
     for i, layer in enumerate(params["layers"]):
         for name, weight in layer["matrices"].items():

@@ -112,7 +112,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _remove_rest(folder: Path) -> None:
-    """What an interrupted conversion has left; a folder of another origin that has this name is refused."""
+    """Removes the rest of an interrupted conversion. Rejects a folder of this name that `jengine convert` did not write."""
     if any(folder.iterdir()) and not holds_orbax(folder):
         raise InvalidArgument("out", str(folder), "is in the way: `jengine convert` did not write it, and would use this name meanwhile")
     for entry in folder.iterdir():

@@ -89,8 +89,7 @@ class BlockManager:
 
     @property
     def version(self) -> int:
-        """A counter that changes when a page becomes findable or stops being so. Until then, `match` returns
-        the same result."""
+        """A counter that changes when a page becomes findable or stops being so. Until then, `match` returns the same result."""
         return self._index.version
 
     def pages_of(self, tokens: int) -> int:
@@ -188,8 +187,7 @@ class BlockManager:
                 self._grow(table, group, self.pages_of(tokens))
 
     def _fetch(self, tier: HostTier, number: int, table: BlockTable) -> None:
-        """Allocates pages for blocks of a hit that are only on the host, and fetches them, the last first, as
-        in `release`."""
+        """Allocates pages for blocks of a hit that are only on the host, and fetches them, the last first, as in `release`."""
         missing = self._finder.missing(table.blocks)
         hosts = [tier.pin(table.blocks[index], group) for group, index in missing]  # pin all first: taking pages could evict them too
         for (group, index), host in zip(missing, hosts, strict=True):
@@ -247,8 +245,7 @@ class BlockManager:
             pages -= 1
 
     def grow(self, number: int, tokens: int) -> list[Entry]:
-        """Allocates missing pages for a sequence's first `tokens` tokens. Returns entries up to there that the
-        device lacks."""
+        """Allocates missing pages for a sequence's first `tokens` tokens. Returns entries up to there that the device lacks."""
         table, pages, entries = self._tables[number], self.pages_of(tokens), []
         for group, own in enumerate(table.pages):
             self._grow(table, group, pages)
@@ -286,8 +283,7 @@ class BlockManager:
         return copies, entries
 
     def commit(self, number: int, tokens: Sequence[int], count: int) -> None:
-        """Makes the whole pages of a sequence's first `count` tokens findable. Their tokens must be known,
-        their steps planned."""
+        """Makes the whole pages of a sequence's first `count` tokens findable. Their tokens must be known, their steps planned."""
         table = self._tables[number]
         if not table.findable or count // self.page_size <= len(table.blocks):
             return

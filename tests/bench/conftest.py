@@ -1,4 +1,4 @@
-"""Servers over a mock engine."""
+"""Servers with a mock engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jengine bench`: what it asks for, what it measures, and over which protocols."""
+"""`jengine bench`: its requests, measurements and protocols."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_plot(tmp_path: Path) -> None:
 
 
 class Counting:
-    """Answers with two tokens, and refuses prompts that begin with 13."""
+    """Answers with two tokens, and rejects prompts that begin with 13."""
 
     def __init__(self) -> None:
         self.running = self.most = 0

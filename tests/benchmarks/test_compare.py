@@ -1,4 +1,4 @@
-"""The parts of the comparison that need no other engine: what is asked, and what is made of the answers."""
+"""The parts of the comparison that need no other engine: the workload, and the summary of answers."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_every_peer_names_what_there_is() -> None:
 
 
 class Counting:
-    """Counts up from each prompt's last token; a prompt of one token gets an answer that is too short."""
+    """Counts up from each prompt's last token. The answer to a prompt of one token is too short."""
 
     def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
         return [list(range(prompt[-1], prompt[-1] + tokens))[len(prompt) == 1 :] for prompt, tokens in zip(prompts, outputs, strict=True)]
@@ -145,7 +145,8 @@ def test_expected_seconds_come_from_the_last_result(tmp_path: Path, monkeypatch:
 
 
 def test_a_run_saves_what_was_measured_and_why_the_rest_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything but the processes: ctranslate2 has no first token, llama.cpp answers one of its sequences differently."""
+    """Everything except the processes: ctranslate2 produces no first token, llama.cpp answers one of its
+    sequences differently."""
     calls: list[str] = []
     saved: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""The GPU suite's own parts: what it counts, how it times, what it keeps; and that it tells right from wrong."""
+"""The GPU suite itself: its counts, timing and stored results; and that it detects wrong results."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_every_part_runs_without_a_gpu(part: str, tmp_path: Path) -> None:
 
 
 def test_a_median_waits_for_what_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that takes 3 ms a call, one after the other, and a host that takes 1 ms to ask for one."""
+    """A device that takes 3 ms per call, one after the other, and a host that takes 1 ms to start one."""
     clock, ready = [0.0], [0.0]
 
     def call() -> float:

@@ -1,4 +1,4 @@
-"""The benchmarks of the host's work run: nothing else calls them. No time is asserted."""
+"""The benchmarks of the host's work run. No other test calls them; no time is asserted."""
 
 from benchmarks import admission, host_cost, page_use
 

@@ -1,4 +1,4 @@
-"""How a profile's times are taken apart."""
+"""How a profile's times are divided among operations."""
 
 from __future__ import annotations
 

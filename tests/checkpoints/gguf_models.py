@@ -1,4 +1,4 @@
-"""Tiny models as GGUF files, written by the gguf package as llama.cpp's converter would."""
+"""Tiny models as GGUF files, written with the gguf package like llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_gguf(
     tensors: Mapping[str, np.ndarray] | None = None,
     **changes: Any,
 ) -> dict[str, np.ndarray]:
-    """Returns what every tensor stands for, by Hugging Face's names.
+    """Writes a model. Returns the unquantized values of every tensor, by Hugging Face's names.
 
     Args:
         kinds: F32 where it says nothing.

@@ -1,5 +1,7 @@
-"""Sixty published repositories, each shrunk: config.json as published but for its sizes, tensors named and stored as there, a tokenizer
-of its kind."""
+"""Sixty published repositories with reduced sizes.
+
+Each has its published config.json except for sizes, its names and storage of tensors, and a tokenizer of the same kind.
+"""
 
 from __future__ import annotations
 

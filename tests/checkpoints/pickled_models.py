@@ -1,4 +1,4 @@
-"""PyTorch's .bin files, written by hand: PyTorch is not needed."""
+"""PyTorch's .bin files, written without PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def archive(file: Path, content: bytes, **members: bytes) -> Path:
 def rebuilt(
     key: str = "0", count: int = 4, offset: int = 0, shape: Sequence[int] = (4,), strides: Sequence[int] = (1,), kind: str = "Float"
 ) -> bytes:
-    """A tensor in a pickle, written by hand. kind: of its storage, Float, Half or BFloat16."""
+    """A tensor in a pickle. kind: of its storage, Float, Half or BFloat16."""
 
     def numbers(values: Sequence[int]) -> bytes:
         return b"(" + b"".join(b"I%d\n" % value for value in values) + b"t"

@@ -1,4 +1,4 @@
-"""Configurations of published repositories but for their sizes: the fields of their config.json files."""
+"""The config.json fields of published repositories, except for sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tiny models quantized in the layouts of AWQ, GPTQ, compressed-tensors and FP8: packed number by number, as each format is described."""
+"""Tiny models quantized in the layouts of AWQ, GPTQ, compressed-tensors and FP8, packed according to each
+format's description."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ CODES = {dtype: code for code, dtype in READABLE.items()}
 
 
 def write_quantized(folder: Path, quantization: dict[str, Any], quantizer: Quantizer, plain: tuple[str, ...] = ()) -> Tensors:
-    """Returns what every weight stands for. plain: ends of names that stay as they are."""
+    """Writes a model. Returns the unquantized values of every weight. plain: suffixes of names that stay unquantized."""
     config = {**VARIANTS[VARIANT], **EVEN, "quantization_config": quantization}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -37,7 +38,7 @@ def write_quantized(folder: Path, quantization: dict[str, Any], quantizer: Quant
 
 
 def write_safetensors(file: Path, tensors: Tensors) -> None:
-    """The package's numpy side knows neither bfloat16 nor float8."""
+    """Writes safetensors with bfloat16 and float8, which the numpy part of the package does not support."""
     header, body = {}, b""
     for name, array in tensors.items():
         header[name] = {"dtype": CODES[array.dtype], "shape": list(array.shape), "data_offsets": [len(body), len(body) + array.nbytes]}
@@ -89,7 +90,7 @@ def awq(group: int) -> Quantizer:
 
 
 def gptq(group: int, bits: int, *, symmetric: bool, shuffled: bool = False, v2: bool = False) -> Quantizer:
-    """shuffled: inputs belong to groups in another order."""
+    """shuffled: whether inputs belong to groups in another order."""
 
     def quantizer(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
         size = weight.shape[1]

@@ -26,7 +26,7 @@ from tests.text.conftest import byte_level, write
 
 
 def inputs(rows: int, size: int) -> jax.Array:
-    """Correlated, as activations are."""
+    """Correlated inputs, like activations."""
     mixed = jax.random.normal(jax.random.key(0), (size // 4, size))
     return jax.random.normal(jax.random.key(1), (rows, size // 4)) @ mixed + 0.1 * jax.random.normal(jax.random.key(2), (rows, size))
 
@@ -45,7 +45,7 @@ def test_products_with_such_inputs_are_nearer(size: int, group: int) -> None:
 
 
 def test_moments_without_an_inverse() -> None:
-    """Of inputs that are always zero, or fewer than there are columns."""
+    """Some inputs are always zero, or there are fewer inputs than columns."""
     x = jnp.zeros((2, 64)).at[:, :3].set(1.0)
     numbers, scale, _ = gptq(jnp.ones((4, 64)), x.T @ x, 32)
     assert np.isfinite(np.asarray(scale)).all() and numbers.dtype == jnp.int8
@@ -53,7 +53,8 @@ def test_moments_without_an_inverse() -> None:
 
 @pytest.mark.parametrize("variant", ["llama_tied", pytest.param("mixtral", marks=pytest.mark.full)])
 def test_a_calibrated_model_is_nearer_on_such_text(variant: str, tmp_path: Path) -> None:
-    """Than one rounded to nearest. Matrices are four bits wide, the vocabulary eight, and matrices of experts are rounded to nearest."""
+    """Nearer than one rounded to nearest. Matrices have four bits, the vocabulary eight; experts' matrices are
+    rounded to nearest."""
     write_model(tmp_path, variant)
     config, mesh = read_config(tmp_path), make_mesh(1)
     text = np.random.default_rng(0).integers(0, config.vocab_size, (6, 48)).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Finding a model and reading its configuration."""
+"""Locating a model and reading its configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.golden.weights import VARIANTS
 
 
 def write(folder: Path, **changes: Any) -> Path:
-    """A config.json; a field changed to ... is left out."""
+    """Writes a config.json; a field changed to ... is left out."""
     config = {name: value for name, value in {**VARIANTS["llama_gqa"], **changes}.items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

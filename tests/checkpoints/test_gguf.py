@@ -1,4 +1,4 @@
-"""Models in GGUF files: logits, four bits in memory, configurations, and what is refused."""
+"""Models in GGUF files: logits, four bits in memory, configurations, and rejected files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_frequencies_of_llama_3_1_are_a_tensor(tmp_path: Path) -> None:
 
 
 def test_four_bits_stay_four_bits(tmp_path: Path) -> None:
-    """And stand for what the gguf package says; a parameter that is not four bits throughout becomes the model's dtype."""
+    """Their values are those of the gguf package. A parameter that is not entirely four bits is converted to
+    the model's dtype."""
     stored = write_gguf(tmp_path / "m.gguf", "llama_gqa", {**MIXED, "v_proj.weight": "Q8_0"}, **EVEN)
     _, params = loaded(tmp_path / "m.gguf")
     layer = params["layers"][1]
@@ -75,7 +76,7 @@ def test_four_bits_stay_four_bits(tmp_path: Path) -> None:
 
 
 def test_logits_of_four_bits(tmp_path: Path) -> None:
-    """Those of the same weights as float32, which quantization='none' makes of them."""
+    """Equal to those of the same weights as float32, obtained with quantization='none'."""
     write_gguf(tmp_path / "m.gguf", "llama_gqa", MIXED, **EVEN)
     tokens = Golden.read("llama_gqa").cases[3].prompt
     plain, params = loaded(tmp_path / "m.gguf", quantization="none")
@@ -114,7 +115,7 @@ def test_other_kinds_become_dtype(kind: str, tmp_path: Path) -> None:
 
 
 def test_configuration(tmp_path: Path) -> None:
-    """That of the checkpoint that it was made from, but for how it is stored."""
+    """Equal to that of the original checkpoint, except for the storage format."""
     ids = {"ggml.eos_token_id": 5, "ggml.eot_token_id": 7}
     write_gguf(tmp_path / "m.gguf", "llama_gqa", MIXED, tokenizer=ids, **EVEN)
     found = read_config(tmp_path / "m.gguf")

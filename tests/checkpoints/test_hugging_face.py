@@ -1,4 +1,4 @@
-"""What each family's configuration becomes, and what is refused."""
+"""Conversion of each family's configuration, and rejected fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.golden.weights import VARIANTS
 
 
 def read(variant: str, **changes: Any) -> ModelConfig:
-    """With fields changed; one changed to ... is left out."""
+    """Reads a configuration with changed fields; one changed to ... is left out."""
     return model_config({name: value for name, value in {**VARIANTS[variant], **changes}.items() if value is not ...})
 
 

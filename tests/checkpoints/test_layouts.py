@@ -1,4 +1,4 @@
-"""Published repositories, shrunk: each loads, or is rejected by name with the reason."""
+"""Reduced versions of published repositories: each loads, or is rejected by name with the reason."""
 
 from __future__ import annotations
 

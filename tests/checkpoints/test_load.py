@@ -1,4 +1,4 @@
-"""Checkpoints onto the device, and every way in which one can be wrong."""
+"""Loading checkpoints onto the device, and errors in checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def loaded(folder: Path, dtype: str = "float32") -> Params:
 
 
 def shard(folder: Path) -> None:
-    """Splits model.safetensors over two files, with the parts of fused parameters apart."""
+    """Splits model.safetensors into two files, separating the parts of fused parameters."""
     tensors = weights(VARIANT)
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     places = {tensor: names[i % 2] for i, tensor in enumerate(sorted(tensors))}
@@ -149,7 +149,7 @@ def test_known_extras_are_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("variant", "prefix"), [("gpt2", "transformer."), ("opt_350m", "model."), ("llama_mha", "model.")])
 def test_checkpoints_of_the_bare_decoder(tmp_path: Path, variant: str, prefix: str) -> None:
-    """The hub's GPT-2 and OPT have no prefix, and GPT-2 has its causal masks, in a dtype that weights do not have."""
+    """GPT-2 and OPT on the hub have no prefix, and GPT-2 includes its causal masks, in a dtype not used for weights."""
     write_model(tmp_path, variant)
     whole = loaded(tmp_path)
     tensors = {name.removeprefix(prefix): array for name, array in weights(variant).items()}

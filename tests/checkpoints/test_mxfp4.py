@@ -1,4 +1,4 @@
-"""gpt-oss's experts in MXFP4: what they stand for, and that they stay in four bits."""
+"""gpt-oss's experts in MXFP4: their values, and that they stay in four bits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def same_on_two_devices(folder: Path) -> bool:
-    """Inputs of down are padded to whole groups for each device; what is padded is zero."""
+    """Each device's inputs of down are padded with zeros to whole groups."""
     four, wide = (loaded(write(folder / name, quantized=name == "four"), shards=2) for name in ("four", "wide"))
 
     def same(got: np.ndarray, want: np.ndarray) -> bool:

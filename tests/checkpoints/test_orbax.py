@@ -1,4 +1,4 @@
-"""Converted checkpoints: they hold what the model's own files hold, bit for bit."""
+"""Converted checkpoints contain the same values as the model's own files, bit for bit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loaded(folder: Path, dtype: str = "float32", devices: int = 1) -> Params:
 
 
 def same(ours: Params, theirs: Params) -> None:
-    """Bit for bit, and in the same places."""
+    """Checks that both are equal bit for bit, and have the same placement."""
 
     def compare(a: jax.Array, b: jax.Array) -> None:
         assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
@@ -58,7 +58,7 @@ def same(ours: Params, theirs: Params) -> None:
 
 
 def write_tensors(folder: Path, tensors: dict[str, np.ndarray]) -> None:
-    """model.safetensors with bfloat16 as well, which the package's numpy side does not write."""
+    """Writes model.safetensors including bfloat16, which the numpy part of the package does not support."""
     kinds = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     header, body = {}, b""
     for name, array in tensors.items():
@@ -102,14 +102,14 @@ def test_quantization_on_load(quantization: str, model: Path, tmp_path: Path) ->
 
 
 def test_round_trip_over_many_devices(model: Path, tmp_path: Path) -> None:
-    """Two, and eight: kv heads repeat then, heads and the vocabulary are padded."""
+    """With eight devices, kv heads are repeated, and heads and the vocabulary are padded."""
     out = convert(str(model), tmp_path / "out", progress=False)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     subprocess.run([sys.executable, "-c", MANY_DEVICES, str(out), str(model)], check=True, env=environment)
 
 
 def test_every_dtype_is_kept(model: Path, tmp_path: Path) -> None:
-    """Of random bits, so that nothing less exact would do: subnormal numbers, infinities and all."""
+    """The values are random bits, with subnormal numbers, infinities and NaN, so only an exact copy passes."""
     kinds = [np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)]
     random, tensors = np.random.default_rng(0), {}
     for i, (name, array) in enumerate(weights(VARIANT).items()):  # neighbours that one parameter is made of differ
@@ -172,7 +172,7 @@ def test_host_memory_peaks_at_the_largest_parameter(tmp_path: Path, monkeypatch:
 
 
 def test_inside_an_event_loop(model: Path, tmp_path: Path) -> None:
-    """As in a notebook."""
+    """Saving and loading work in a running event loop, as in a notebook."""
 
     async def both() -> Params:
         return loaded(convert(str(model), tmp_path / "out", progress=False))

@@ -1,4 +1,4 @@
-"""Converted checkpoints: every way in which one can be wrong, or fail to come about."""
+"""Converted checkpoints: invalid ones, and failed conversions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def converted_once(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture
 def converted(converted_once: Path, tmp_path: Path) -> Path:
-    """To break."""
+    """A converted checkpoint for tests to damage."""
     shutil.copytree(converted_once, tmp_path / "converted")
     return tmp_path / "converted"
 

@@ -1,4 +1,4 @@
-"""PyTorch's .bin files, as PyTorch 2.13 wrote them (tests/golden/record_pickled.py), and such as it never would."""
+"""PyTorch's .bin files: written by PyTorch 2.13 (tests/golden/record_pickled.py), and invalid ones."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_nothing_that_a_pickle_names_is_called(tmp_path: Path, function: Any) ->
 
 
 def tensor(**how: Any) -> bytes:
-    """A pickle of one tensor, named a."""
+    """A pickle with one tensor, named a."""
     return dictionary(a=rebuilt(**how))
 
 
 def test_a_model_without_safetensors(tmp_path: Path) -> None:
-    """As OPT's checkpoints are: a .bin file with the bare decoder's names."""
+    """Like OPT's checkpoints: a .bin file, with the names of the decoder alone."""
     write_model(tmp_path / "a", "opt_125m")
     write_model(tmp_path / "b", "opt_125m")
     (tmp_path / "b" / "model.safetensors").unlink()

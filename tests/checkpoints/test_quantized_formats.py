@@ -1,4 +1,4 @@
-"""Quantized checkpoints: what their weights stand for, in which form they stay, and what is refused."""
+"""Quantized checkpoints: the values of their weights, their form in memory, and rejected ones."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_logits_are_those_of_the_dequantized(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["w4a16", "w8a16", "fp8"])
 def test_what_the_formats_own_package_writes(name: str) -> None:
-    """Logits are those that transformers computes from the same files."""
+    """Logits equal those of transformers for the same files."""
     folder = Path(__file__).parents[1] / "data" / "quantized" / name
     config, golden = read_config(folder), np.load(folder / "logits.npz")
     assert config.stored is not None

@@ -1,4 +1,4 @@
-"""What sentence-transformers' files say of a model, and what is refused."""
+"""Reading sentence-transformers' files, and rejected ones."""
 
 from __future__ import annotations
 

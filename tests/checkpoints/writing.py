@@ -1,4 +1,4 @@
-"""Writes a layout's folder: config.json, tensors with random values in its files, and its tokenizer."""
+"""Writes the folder of a layout: config.json, files with random tensors, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIED = ("falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "st
 
 
 def write(folder: Path, layout: Layout) -> Tensors:
-    """Returns what the model's tensors stand for, by the names in checkpoints of the text model alone."""
+    """Writes a folder. Returns the values of the model's tensors, by their names in checkpoints of the text model alone."""
     form, _, kind = layout.weights.partition(" ")
     if form == "gguf":
         return _write_gguf(folder / f"model-{kind}.gguf", layout, kind)
@@ -71,7 +71,7 @@ def _write_quantized(folder: Path, stored: Tensors, tensors: Tensors, quantizer:
 
 
 def _shards(name: str, index: str, writer: Callable[[Path, Tensors], object], folder: Path, tensors: Tensors) -> None:
-    """In two files, of which each has some tensors of every layer."""
+    """Two files, each with some tensors of every layer."""
     halves = [dict(list(tensors.items())[half::2]) for half in range(2)]
     files = [name.format(half + 1, 2) for half in range(2)]
     for file, half in zip(files, halves, strict=True):

@@ -33,7 +33,7 @@ def name_of(page: Path) -> str:
 
 
 def blocks_of(page: Path, *languages: str) -> list[Block]:
-    """Those in these languages; all where none are given."""
+    """The blocks in these languages, or all."""
     text = page.read_text()
     found = [
         Block(

@@ -1,4 +1,4 @@
-"""Checks commands of the documentation against what would read them, without running them."""
+"""Checks commands in the documentation with their parsers, without running them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNCHECKED = {"source", "echo", "openssl", "chmod", "kill", ".venv/bin/jupyter"}
 
 
 def commands(script: str) -> Iterator[list[str]]:
-    """The words of each simple command: of lines, pipes and lists; without redirections."""
+    """The words of each simple command in lines, pipes and lists, without redirections."""
     text = ""
     for line in script.splitlines():
         text += line
@@ -62,7 +62,7 @@ def _split(words: list[str]) -> Iterator[list[str]]:
 
 
 def check(words: list[str]) -> None:
-    """Raises AssertionError, SystemExit or InvalidArgument for a command that would be refused."""
+    """Raises AssertionError, SystemExit or InvalidArgument for an invalid command."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         _check_variable(*words.pop(0).split("=", 1))
     head, *rest = words

@@ -1,4 +1,4 @@
-"""The documentation: it builds without a warning, its Python runs, its commands parse, and the names in it exist."""
+"""The documentation builds without warnings, its Python runs, its commands parse, and its names exist."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_files_and_metrics_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md"])
 def test_links_beside_the_site(name: str) -> None:
-    """To files and to headings; MkDocs checks those of its pages."""
+    """Links to files and headings outside the site; MkDocs checks those between its pages."""
     page = ROOT / name
     headings = {
         re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", page.read_text(), re.M)
@@ -127,7 +127,7 @@ def _check(block: Block) -> None:
 
 
 def _check_imports(tree: ast.Module) -> None:
-    """Of blocks that are not run: the names that they import from here are defined there."""
+    """Blocks that are not run: the names that they import from this repository exist."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jengine"):
             module = (node.module or "").removeprefix("jengine").strip(".")
@@ -150,7 +150,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 def stand_ins(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The names that the examples import make no engine and no server of their own."""
+    """Replaces imports of the examples so that they create no engines and servers."""
 
     class OneLLM:
         def __new__(cls, model: str, **options: Any) -> Any:
@@ -191,7 +191,7 @@ def stand_ins(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks_of(page, "python"))], **ids)
 def test_python_runs(page: Path, stand_ins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page's blocks from top to bottom, as a reader would paste them into one session."""
+    """Runs a page's blocks from top to bottom in one session."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks_of(page, "python"):

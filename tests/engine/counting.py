@@ -1,4 +1,4 @@
-"""An AsyncLLM over a runner without a model: nothing is compiled, and it fails when it is told to."""
+"""An AsyncLLM over a runner without a model: nothing is compiled, and failures can be requested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = SamplingParams(max_tokens=None, ignore_eos=True)
 
 
 class CountingRunner:
-    """A runner without a model: the tokens of a sampler row are 100, 101, ... Fails at a step if told to."""
+    """A runner without a model: the tokens of a sampler row are 100, 101, ... Can fail at a given step."""
 
     def __init__(self, seconds: float = 0.0, fail_at: int | None = None) -> None:
         self.seconds, self.fail_at, self.steps = seconds, fail_at, 0

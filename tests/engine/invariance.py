@@ -1,4 +1,4 @@
-"""Requests alone and in company, by every way in which company can meet them: what they get is compared to the last bit."""
+"""Compares requests that run alone and together, in all possible combinations, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Answer = tuple[Any, ...]  # of a sample: see `answers`
 
 
 def random_work(count: int, *, vocab: int, seed: int) -> list[Work]:
-    """Requests of all lengths and parameters, many of which begin as others do. Those that are random have seeds."""
+    """Requests with random lengths and parameters, many with common prefixes. Sampled ones have seeds."""
     rng = np.random.default_rng(seed)
 
     def some(least: int, most: int) -> list[int]:
@@ -53,7 +53,7 @@ def random_work(count: int, *, vocab: int, seed: int) -> list[Work]:
 
 
 class Observed:
-    """An engine of which every plan is looked at.
+    """An engine that records facts about its plans.
 
     Attributes:
         chunks: by prompt, the ways in which it was cut: positions where a step's chunk of it ended.
@@ -77,7 +77,7 @@ class Observed:
         return self._begin(plan)
 
     def answers(self, work: List[Work], *, at_once: int = 1, seed: int = 0, pages: int | None = None, warm: bool = False) -> list[Answer]:
-        """Of each sample: tokens, each with its log probability, rank and likeliest tokens, and the same of its prompt, by position.
+        """For each sample, tokens with log probability, rank and likeliest tokens; and the same for its prompt's tokens, by position.
         Samples that compute their prompt by themselves must have the same of it.
 
         Args:
@@ -113,12 +113,12 @@ class Observed:
 
 
 def differences(one: List[Answer], other: List[Answer]) -> int:
-    """Samples that differ in a token or in a bit of a log probability. Python's floats hold float32 exactly, and compare as bits do."""
+    """Samples that differ in a token or in a bit of a log probability. Python's floats represent float32 exactly."""
     return sum(a != b for a, b in zip(one, other, strict=True))
 
 
 def check_invariance(engine: Engine, count: int, *, vocab: int = 96, seed: int = 0) -> None:
-    """Every way of company is forced, asserted to have happened, and changes nothing."""
+    """Forces every kind of combination, asserts that it occurred, and checks that results do not change."""
     observed, scheduler = Observed(engine), engine.scheduler
     work = random_work(count, vocab=vocab, seed=seed)
     alone = [answer for one in work for answer in observed.answers([one])]
@@ -141,6 +141,6 @@ def check_invariance(engine: Engine, count: int, *, vocab: int = 96, seed: int =
 
 
 def preempted(observed: Observed, work: List[Work], *, seed: int = 0) -> list[Answer]:
-    """In a pool that is hardly larger than what the longest request needs."""
+    """Runs the work in a pool hardly larger than the longest request needs."""
     pages = 1 + observed.engine.scheduler.sequence.most_pages(LONGEST) * 9 // 8
     return observed.answers(work, at_once=31, seed=seed + 2, pages=pages)

@@ -1,4 +1,5 @@
-"""Outputs replayed alone and outside the engine: raw logits from one pass over a sequence, then the oracle's choice at each position."""
+"""Replays outputs separately, outside the engine: raw logits from one pass over a sequence, then the oracle's
+choice at each position."""
 
 from __future__ import annotations
 
@@ -74,11 +75,11 @@ class Replay:
         return np.asarray(self._logits(self._params, padded))[: len(tokens)]
 
     def draws(self, seed: int, sample_index: int) -> np.ndarray:
-        """The number in [0, 1) that decides for a token at each position."""
+        """The number in [0, 1) that determines the token at each position."""
         return np.asarray(self._draws(np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF, sample_index], np.uint32)))
 
     def check(self, output: RequestOutput, params: SamplingParams, seed: int) -> None:
-        """Every token, log probability and finish reason of a finished output."""
+        """Checks every token, log probability and finish reason of a finished output."""
         assert output.finished and [completion.index for completion in output.outputs] == list(range(params.n))
         for completion in output.outputs:
             self._check(output, completion, params, seed)
@@ -103,13 +104,13 @@ class Replay:
         self._check_logprobs(output, completion, params, raw)
 
     def _adjusted(self, raw: np.ndarray, prompt: list[int], output: list[int], params: SamplingParams) -> np.ndarray:
-        """Logits for the token after these."""
+        """Logits for the next token."""
         stops = {*params.stop_token_ids, *self._eos} if len(output) < params.min_tokens else ()
         allowed = self._allowed(params, output)
         return adjusted(raw[len(prompt) + len(output) - 1], params, prompt=prompt, output=output, allowed=allowed, stops=stops)
 
     def _end(self, params: SamplingParams, prompt_len: int, output: list[int]) -> tuple[str | None, int | str | None]:
-        """Finish reason and stop reason, once these tokens are generated. Of stop strings it knows one, ASCII, without min_tokens."""
+        """Finish reason and stop reason after these tokens. Supports one ASCII stop string, without min_tokens."""
         if output[-1] in self._eos and not params.ignore_eos:
             return "stop", None
         if output[-1] in params.stop_token_ids:
@@ -120,7 +121,7 @@ class Replay:
         return ("length" if full else None), None
 
     def _text(self, params: SamplingParams, completion: CompletionOutput) -> str:
-        """Without the stop token or the stop string, unless it is to be included."""
+        """The text without the stop token or stop string, unless these are included."""
         if not params.detokenize:
             return ""
         tokens, stop = completion.token_ids, completion.stop_reason
@@ -133,7 +134,7 @@ class Replay:
         return text
 
     def _allowed(self, params: SamplingParams, output: list[int]) -> np.ndarray:
-        """What masks allow next, bool [vocab]."""
+        """Tokens that masks allow next, bool [vocab]."""
         allowed = np.ones(self._vocab, bool)
         if params.allowed_token_ids is not None:
             allowed[:] = False
@@ -146,7 +147,7 @@ class Replay:
         return allowed
 
     def _continues(self, what: StructuredOutputs, output: list[int]) -> np.ndarray:
-        """Tokens that lead on to one of a language's texts, or end-of-sequence after one; after that nothing else."""
+        """Tokens that continue one of a language's texts, or only end-of-sequence after a complete one."""
         eos = self._tokenizer.eos_token_id
         assert eos is not None
         text, ended = "".join(self._texts[token] for token in output if token != eos), eos in output
@@ -176,7 +177,7 @@ class Replay:
 
 
 def _check_entry(token: int, entry: dict[int, Logprob], exact: np.ndarray, count: int) -> None:
-    """The token's own log probability and rank, and the `count` largest."""
+    """Checks the token's own log probability and rank, and the `count` largest."""
     assert next(iter(entry)) == token and count <= len(entry) <= count + 1
     for other, one in entry.items():
         assert abs(one.logprob - exact[other]) < 1e-4

@@ -1,4 +1,4 @@
-"""Running requests through an engine, in tests."""
+"""Helpers that run requests through an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 136, "tile_size": 64, "pag
 
 
 class Estimates(StepCosts):
-    """Costs that plans of tests depend on: none that was measured, so that they do not depend on how busy this machine is."""
+    """Unmeasured costs, so that tests of plans do not depend on this machine's load."""
 
     def observe(self, *_: object) -> None:
         pass
@@ -72,7 +72,8 @@ class Answer:
 
 
 def run(engine: Engine, work: List[Work], each_step: Callable[[], object] = lambda: None) -> list[Answer]:
-    """Answers in order, those of a prompt's samples together. Checks that each ended once, and that every page and slot came back."""
+    """Runs requests. Returns answers in order, grouped by prompt. Checks that each ended once, and that all
+    pages and slots are free."""
     answers = {}
     for i, one in enumerate(work):
         requests = requests_of(str(i), *one)
@@ -94,13 +95,13 @@ def run(engine: Engine, work: List[Work], each_step: Callable[[], object] = lamb
 
 
 def overlapped_steps(engine: Engine) -> tuple[int, int]:
-    """(steps whose successor was dispatched before they were read, steps that had a successor)."""
+    """(steps whose successor was dispatched before they were read, steps with a successor)."""
     pairs = list(pairwise(engine.records.steps))
     return sum(after.dispatched < step.ended for step, after in pairs), len(pairs)
 
 
 def requests_of(name: str, prompt: list[int], params: SamplingParams, salt: str | None = None) -> list[Request]:
-    """One for each of the n samples."""
+    """One request for each of the n samples."""
     return [
         Request(
             request_id=f"{name}.{index}",
@@ -115,7 +116,7 @@ def requests_of(name: str, prompt: list[int], params: SamplingParams, salt: str 
 
 
 def mask_of(params: SamplingParams) -> TokenMask | None:
-    """What needs no tokenizer."""
+    """A mask that needs no tokenizer."""
     return None if params.allowed_token_ids is None else AllowedTokens(params.allowed_token_ids)
 
 

@@ -1,4 +1,4 @@
-"""Engines that share pages, beside one that shares none; what they were made to do is counted."""
+"""Engines that share pages, compared with one that does not; counts of their operations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PARAMS = [
 
 
 def params(number: int, **changes: Any) -> SamplingParams:
-    """One of four kinds: greedy, plain, truncated, with log probabilities."""
+    """One of four kinds: greedy, plain, truncated, or with log probabilities."""
     return dataclasses.replace(PARAMS[number % 4], **changes)
 
 
@@ -71,11 +71,11 @@ class Sharing:
         return any(group.window is not None for group in self.groups)
 
     def most_pages(self, tokens: int) -> int:
-        """Pages that a sequence holds at most on its way to this many tokens."""
+        """Maximum pages that a sequence holds until it has this many tokens."""
         return self.engine.scheduler.sequence.most_pages(tokens)
 
     def fresh(self, pages: int | None = None) -> Engine:
-        """The engine with an empty cache of so many pages, beside the null page; nothing counted."""
+        """The engine with an empty cache of this many pages, without the null page, and counts at zero."""
         engine, scheduler = self.engine, self.engine.scheduler
         limit_pages(engine, self.num_pages if pages is None else pages + 1)
         scheduler.num_preemptions = scheduler.prefix_queries = scheduler.prefix_hits = 0
@@ -84,7 +84,8 @@ class Sharing:
         return engine
 
     def check(self, work: List[Work], each_step: Callable[[], object] = lambda: None) -> list[list[Answer]]:
-        """Runs requests together; the answers of each one's samples. Fails where a token is not the one that the sample gets alone."""
+        """Runs requests together, and returns each one's samples. Fails if a sample's tokens differ from those
+        it gets alone."""
         answers = iter(run(self.engine, work, each_step))
         found = [[next(answers) for _ in range(one[1].n)] for one in work]
         for (prompt, how, *_), samples in zip(work, found, strict=True):
@@ -94,7 +95,7 @@ class Sharing:
         return found
 
     def alone(self, prompt: list[int], how: SamplingParams) -> list[list[int]]:
-        """Tokens of each of its samples, each alone on the engine without a cache."""
+        """Tokens of each sample, run alone on the engine without a cache."""
         key = tuple(prompt), repr(how)
         if key not in self._alone:
             engine, tokens = self.cold, []
@@ -109,7 +110,7 @@ class Sharing:
 
 
 def cached(answers: List[Answer]) -> list[int]:
-    """Tokens that each did not compute."""
+    """Number of tokens that each request did not compute."""
     return [answer.sequence.num_cached for answer in answers]
 
 

@@ -1,4 +1,4 @@
-"""Random things that an output may have to look like, each with a judge that knows nothing of how outputs are made."""
+"""Random structures for outputs, each with an independent checker."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LITERALS = "abcxyz019 _-.,:;/*+?()[]{}|^$#&~=<>!@%'\"\\éß"
 
 
 class Structure(NamedTuple):
-    """What is asked for, and whether a text is that."""
+    """A constraint, and a checker for texts."""
 
     asked: StructuredOutputs
     judge: Callable[[str], bool]
 
 
 def structures(count: int, seed: int) -> list[Structure]:
-    """`count` of them: half are JSON schemas; the rest regular expressions, choices and Lark grammars in turn."""
+    """`count` structures: half are JSON schemas; the others are regular expressions, choices and Lark grammars in turn."""
     rng = random.Random(seed)
     kinds = (json_schema, regular_expression, json_schema, choice, json_schema, grammar)
     return [kinds[i % len(kinds)](rng) for i in range(count)]
@@ -49,7 +49,7 @@ def json_schema(rng: random.Random) -> Structure:
 
 
 def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
-    """Bounded, but for white space between the parts: no string, list or number can go on for ever."""
+    """Bounded except for white space between the parts: strings, lists and numbers have maximum lengths."""
     flat = (_string, _string, _integer, _integer, _number, _boolean, _null, _const, _enum)
     nested = (_object, _object, _array, _array, _any_of)
     return rng.choice(flat + nested if depth else flat)(rng, depth)
@@ -126,7 +126,7 @@ def regular_expression(rng: random.Random) -> Structure:
 
 
 def _pattern(rng: random.Random, depth: int) -> str:
-    r"""Of what Python and llguidance mean the same by; \s they do not."""
+    r"""A pattern with the same meaning for Python and llguidance; \s differs between them."""
     if depth == 0 or rng.random() < 0.2:
         return rng.choice((_literal(rng), _literal(rng), r"\d", "[a-f0-9]", "[A-Z]", "[^a-z ]", "[äöü€🙂]"))
     parts = [_pattern(rng, depth - 1) for _ in range(rng.randint(2, 3))]
@@ -142,7 +142,7 @@ def _literal(rng: random.Random) -> str:
 
 
 def choice(rng: random.Random) -> Structure:
-    """Some options begin with others."""
+    """Options, some of which are prefixes of others."""
     characters = LITERALS + "\n\t🙂名\x7f"
     options = ["".join(rng.choice(characters) for _ in range(rng.randint(1, 10))) for _ in range(rng.randint(1, 5))]
     options += [option + rng.choice(characters) for option in options[:2]]
@@ -154,7 +154,7 @@ def grammar(rng: random.Random) -> Structure:
 
 
 def _rules(rng: random.Random) -> Structure:
-    """Rules that name only later ones, so that a regular expression can say the same."""
+    """Rules that refer only to later ones, so that an equivalent regular expression exists."""
     count = rng.randint(2, 4)
     rules: list[str] = []
     meant: list[str] = []  # the regular expression of rule i, from the last rule to the first
@@ -167,7 +167,7 @@ def _rules(rng: random.Random) -> Structure:
 
 
 def _alternative(rng: random.Random, rule: int, later: list[str]) -> tuple[str, str]:
-    """A sequence in Lark and as a regular expression. `later`: of the rules after this one, in order."""
+    """A sequence in Lark and as a regular expression. `later`: the rules after this one, in order."""
     lark, regex = [], []
     for _ in range(rng.randint(1, 3)):
         kind = rng.choice(("text", "class", "rule")) if later else rng.choice(("text", "class"))
@@ -192,7 +192,7 @@ def _rule_name(i: int) -> str:
 
 
 def _brackets(rng: random.Random) -> Structure:
-    """Brackets that close what they open: no regular expression can say that."""
+    """Balanced brackets, which no regular expression can describe."""
     pairs = rng.sample(("()", "[]", "{}", "<>"), rng.randint(1, 3))
     rules = [f'"{pair[0]}" start "{pair[1]}"' for pair in pairs]
 

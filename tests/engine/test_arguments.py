@@ -1,4 +1,4 @@
-"""SamplingParams and engine options by themselves: what is refused, and how."""
+"""Rejected values of SamplingParams and engine options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_bad_parameters(name: str, value: object) -> None:
 
 
 def test_a_parameter_that_does_not_exist() -> None:
-    """Named, with what to use instead."""
+    """The error names it, with the parameter to use instead."""
     for name, hint in {
         "best_of": "n gives several",
         "max_new_tokens": "max_tokens does this",

@@ -1,4 +1,4 @@
-"""The online face: outputs as LLM gives them, every request ends once, nobody waits for ever, all pages return."""
+"""AsyncLLM: outputs equal LLM's, every request ends once, no caller waits forever, and all pages are released."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def llm(text_model: Path) -> LLM:
 
 @pytest.fixture
 def fresh(llm: LLM) -> Iterator[AsyncLLM]:
-    """Over the engine of `llm`, which is idle again afterwards."""
+    """An AsyncLLM over the engine of `llm`, which is idle again afterwards."""
     online = AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer)
     yield online
     asyncio.run(online.close())
@@ -49,7 +49,7 @@ async def wait_until_idle(llm: AsyncLLM) -> None:
 
 
 def joined(deltas: list[RequestOutput]) -> RequestOutput:
-    """What the deltas of a request add up to."""
+    """The sum of a request's deltas."""
     whole = dataclasses.replace(deltas[-1], prompt_logprobs=deltas[0].prompt_logprobs)
     assert all(delta.prompt_logprobs is None for delta in deltas[1:])
     parts = [delta.outputs[0] for delta in deltas]
@@ -72,7 +72,7 @@ def assert_equal(one: RequestOutput, other: RequestOutput) -> None:
 
 
 def test_outputs_are_those_of_llm(llm: LLM, fresh: AsyncLLM) -> None:
-    """All four at once, each in three ways: the last cumulative one, the deltas together, the final one."""
+    """All four run together, each in three ways: the last cumulative output, the sum of the deltas, the final output."""
     expected = llm.generate([p for p, _ in WORK], [s for _, s in WORK], use_tqdm=False)
     assert {output.outputs[0].finish_reason for output in expected} == {"stop", "length"}, "the work lost its variety"
 
@@ -122,7 +122,7 @@ def test_abort(fresh: AsyncLLM) -> None:
 
 
 def test_an_id_may_be_used_again_at_once(llm: LLM, fresh: AsyncLLM) -> None:
-    """Tokens that were dispatched for its former owner do not reach the next one."""
+    """Tokens dispatched for the id's previous request do not reach the next one."""
     prompt, params = WORK[0]
     expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs
 

@@ -1,4 +1,4 @@
-"""The end of an AsyncLLM: by an error, by close, with its event loop, with the process. Nobody waits for ever."""
+"""The end of an AsyncLLM: by an error, `close`, the end of its event loop or of the process. No caller waits forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With batch_invariant=True, a request's tokens and log probabilities are equal to the last bit whatever runs beside it."""
+"""With batch_invariant=True, a request's tokens and log probabilities are bit-identical in any batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FULL = [
 
 
 def test_whatever_runs_beside_it(make_engine: Callable[..., Engine]) -> None:
-    """tests/parallel does it in float32, on two devices."""
+    """tests/parallel does this in float32, on two devices."""
     check_invariance(make_engine(dtype="bfloat16", **OPTIONS), 30)
 
 
@@ -38,7 +38,7 @@ def test_two_hundred_requests(variant: str, options: dict[str, Any], make_engine
 
 
 def test_where_a_resumed_sequence_is_prefilled_bits_differ(make_engine: Callable[..., Engine]) -> None:
-    """The same programs, one rule less: tiles compute what rows had generated. So the tests above can fail."""
+    """Without one of the rules, tiles compute tokens that rows had generated. This shows that the tests above can fail."""
     engine = make_engine(dtype="bfloat16", **OPTIONS)
     engine.scheduler.composition.prefilled = lambda sequence: len(sequence.tokens)  # type: ignore[method-assign]
     observed, work = Observed(engine), random_work(30, vocab=96, seed=0)
@@ -49,7 +49,7 @@ def test_where_a_resumed_sequence_is_prefilled_bits_differ(make_engine: Callable
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_it_bits_differ(dtype: str, make_engine: Callable[..., Engine]) -> None:
-    """Of some dtype at least: on many a processor products do not depend on the number of rows, whatever is asked for."""
+    """For at least one dtype: on many processors, products never depend on the number of rows."""
     observed, work = Observed(make_engine(dtype=dtype, **{**OPTIONS, "batch_invariant": False})), random_work(30, vocab=96, seed=0)
     alone = [answer for one in work for answer in observed.answers([one])]
     together = [observed.answers(work, at_once=32), preempted(observed, work), observed.answers(work, at_once=7, warm=True)]

@@ -1,4 +1,5 @@
-"""Beam search through the engine: against transformers' logits, transformers' own beams and vLLM's answers; beside other requests."""
+"""Beam search in the engine, compared with transformers' logits and beams and with vLLM's answers; beside other
+requests."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def assert_equal(found: list[Beam], wanted: list[Any]) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_beams_are_those_of_transformers_logits(variant: str, make_engine: Callable[..., Engine]) -> None:
-    """By vLLM's rule; with length_penalty 0 they are those that transformers itself finds."""
+    """Beams are chosen by vLLM's rule. With length_penalty 0 they equal those of transformers' own search."""
     engine = make_engine(variant)
     model, owned = engine.model, 0
 
@@ -150,7 +151,7 @@ def test_what_comes_back(llm: LLM) -> None:
 
 
 def test_beams_and_others_do_not_change_each_other(llm: LLM) -> None:
-    """In batches with sampled, masked and penalized requests, of whose steps beams wait for each."""
+    """Beams run in batches with sampled, masked and penalized requests, and wait for each of their steps."""
     beams = BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True)
     others = [
         SamplingParams(temperature=0.0, max_tokens=30),

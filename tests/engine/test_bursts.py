@@ -28,7 +28,7 @@ WORK = [
 
 
 def bursts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many have run since."""
+    """Number of bursts so far."""
     dispatch, seen = engine.runner.dispatch, list[int]()
     monkeypatch.setattr(engine.runner, "dispatch", lambda plan: seen.append(plan.steps) or dispatch(plan))
     return lambda: sum(steps > 1 for steps in seen)
@@ -36,7 +36,7 @@ def bursts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]
 
 @pytest.fixture(scope="module")
 def llms(text_model: Path) -> list[LLM]:
-    """With single steps, and with bursts."""
+    """An engine with single steps, and one with bursts."""
     options: dict[str, Any] = {**SMALL, "max_model_len": 192, "progress": False}
     return [LLM(text_model, **options), LLM(text_model, **{**options, "max_num_batched_tokens": 72, "num_scheduler_steps": 8})]
 

@@ -1,4 +1,4 @@
-"""Costs are measured at the first start, refined by steps, saved, and loaded by the next; they can be looked at."""
+"""Costs are measured at the first start, refined by steps, saved, loaded by the next start, and can be displayed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start(model: Path, **options: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def saved(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the programs of all tests, whose costs one start has measured."""
+    """A cache with the programs of all tests and measured costs."""
     shared, cache = cache_root(), tmp_path_factory.mktemp("costs")
     spec = start(text_model).runner.spec  # type: ignore[attr-defined]
     for part in "products", "dtypes", f"programs/{folder_name(spec.fingerprint(), spec.num_pages)}":
@@ -54,7 +54,7 @@ def cache(saved: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of tiny models may be done before they are read, and would not count."""
+    """Forces waiting for each step: steps of tiny models may finish before they are read, and would not count."""
     read = start_module.Runner.read
 
     def waited(self: Any, step: InFlight) -> StepResult:
@@ -121,7 +121,7 @@ def test_what_was_cleared_stays_cleared(text_model: Path, cache: Path, waiting: 
 
 
 def test_steps_that_are_more_than_programs_do_not_count(text_model: Path, cache: Path, waiting: None) -> None:
-    """Prompt log probabilities, counts of penalties, masks: each step here has one of them."""
+    """Each step here has prompt log probabilities, counts for penalties, or masks."""
     engine = start(text_model, cache_dir=cache)
     before = engine.scheduler.costs.to_json()
     params = {"max_tokens": 1, "temperature": 0.0}

@@ -1,4 +1,4 @@
-"""What a request is made of where its caller leaves things out, and that it is checked once."""
+"""Default values of requests, and that each request is validated once."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_request_is_validated_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_one_seed_gives_prompts_different_noise(llm: LLM) -> None:
-    """A flat distribution, so that tokens tell of the noise alone; wherever the prompt stands, it gets the same."""
+    """The distribution is flat, so tokens depend only on the noise. A prompt gets the same noise at any index of the list."""
     flat = SamplingParams(temperature=1000.0, seed=7, max_tokens=8, ignore_eos=True)
     prompts: list[Any] = [[5, 6, 7], [5, 6, 8], [9]]
     forth, back = (

@@ -1,4 +1,4 @@
-"""Embeddings and scores are transformers': alone, batched, in chunks, from the cache, preempted and beside requests that generate."""
+"""Embeddings and scores equal transformers': alone, batched, in chunks, cached, preempted, and beside generation."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_after_a_prefix_hit(llm: LLM) -> None:
 
 
 def run(engine: Engine, requests: list[Request], each_step: Callable[[int], object] = lambda step: None) -> dict[str, list[Any]]:
-    """What came for each request."""
+    """The results for each request."""
     got: dict[str, list[Any]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.limits.validate(request)
@@ -117,7 +117,7 @@ def embedding_request(name: str, prompt: list[int], pooling: Any) -> Request:
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("when", [1, 2, 3])
 def test_preempted(when: int, pooling: str, llm: LLM) -> None:
-    """After so many of its prompt's three chunks: what was computed may be read before or after that."""
+    """After this many of its prompt's three chunks: their results may be read before or after the preemption."""
     scheduler = llm.engine.scheduler
 
     def preempt(step: int) -> None:
@@ -146,7 +146,7 @@ def test_beside_requests_that_generate(llm: LLM) -> None:
 
 
 def test_a_prompt_may_fill_the_length(llm: LLM) -> None:
-    """A request that generates must leave room for a token."""
+    """Unlike for a generating request, there need not be room for a token."""
     prompt = [5 + i % 300 for i in range(LENGTH)]
     assert len(vectors(llm, prompt)[0]) == SIZE
     with pytest.raises(InvalidArgument, match=f"193 tokens; at most max_model_len = {LENGTH}"):

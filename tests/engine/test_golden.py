@@ -1,4 +1,4 @@
-"""The engine against transformers: prefill, decode, chunks, batches that cross tile and page borders."""
+"""The engine compared with transformers: prefill, decode, chunks, and batches that cross tile and page boundaries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = [variant if variant in QUICK else pytest.param(variant, marks=pytest.mar
 
 
 def assert_equal(answer: Answer, case: Case) -> None:
-    """Tokens equal, and the likeliest tokens' log probabilities within 1e-4, at every step."""
+    """Checks that tokens are equal, and the most likely tokens' log probabilities within 1e-4, at every step."""
     assert answer.tokens == case.tokens.tolist()
     for update, logits in zip(answer.updates, case.logits.astype(np.float64), strict=True):
         logprobs = logits - np.logaddexp.reduce(logits)

@@ -1,4 +1,4 @@
-"""What comes back from the host is what went there: tokens and log probabilities are those of requests that found it on the device."""
+"""Pages from the host give the same tokens and log probabilities as pages that stayed on the device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tier_of(engine: Engine) -> HostTier:
 
 
 def settled(engine: Engine) -> None:
-    """Waits until all spills have ended; the next step hears of it."""
+    """Waits until all spills have finished; the next step takes notice."""
     runner = engine.runner
     assert isinstance(runner, Runner)
     for one in runner._spilling:
@@ -69,7 +69,7 @@ def answer(engine: Engine, prompt: list[int], how: SamplingParams = LOGPROBS) ->
 
 
 def test_bits_after_a_fetch(sharing: Sharing) -> None:
-    """Of the same requests with their prefixes on the device."""
+    """Compared with the same requests whose prefixes are on the device."""
     prompts = [some(90 + i, seed=i) for i in range(5)]
     engine = sharing.fresh()
     for prompt in prompts:
@@ -88,7 +88,7 @@ def test_bits_after_a_fetch(sharing: Sharing) -> None:
 
 
 def test_samples_copy_a_page_that_was_fetched(sharing: Sharing) -> None:
-    """Copies on write beside fetches and spills."""
+    """Copy on write together with fetches and spills."""
     engine = sharing.fresh(sharing.most_pages(100) + 4 * len(sharing.groups))
     prompts = [some(70 + i, seed=i) for i in range(4)]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""In float32 a request's tokens do not depend on what runs beside it, nor on how it was cut or interrupted."""
+"""In float32, a request's tokens do not depend on other requests, on its chunks, or on preemptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The offline face: prompts in every form, results in vLLM's shapes, and bad input refused before anything is queued."""
+"""LLM: prompts in every form, results with vLLM's types, and invalid input rejected before anything is queued."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def shared(folder: Path) -> LLM:
 
 @pytest.fixture
 def llm(shared: LLM) -> LLM:
-    """One LLM for all tests, which each must leave idle."""
+    """One LLM for all tests. Each must leave it idle."""
     assert_idle(shared)
     return shared
 
@@ -182,7 +182,7 @@ def test_a_stream_that_nobody_reads_queues_nothing(llm: LLM) -> None:
 
 
 def test_streams_and_generate_at_once(llm: LLM) -> None:
-    """Interleaved as a program may: each gives what it gives alone."""
+    """Interleaved in one program: each gives the same as alone."""
     params = SamplingParams(temperature=1.0, seed=8, max_tokens=30)
     alone = [complete(llm, prompt, params).token_ids for prompt in (TEXT, "The end", "of")]
     first, second = llm.stream(TEXT, params), llm.stream("The end", params)

@@ -1,4 +1,4 @@
-"""Conversations through both faces: what chat completes is the rendered template, its special tokens once."""
+"""Conversations with LLM and AsyncLLM: chat completes the rendered template, with its special tokens once."""
 
 from __future__ import annotations
 

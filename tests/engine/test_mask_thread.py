@@ -1,4 +1,4 @@
-"""Calls in a thread, each with a limit."""
+"""Calls in a thread, each with a time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT = 0.1
 
 
 def spin(seconds: float) -> None:
-    """Of processor time."""
+    """Uses CPU time."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
@@ -51,7 +51,7 @@ def test_a_slow_call_fails_alone() -> None:
 
 @pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="the limit is of wall-clock time here")
 def test_a_busy_machine_fails_no_call() -> None:
-    """What does not compute does not count."""
+    """Time without computation does not count."""
     assert MaskThread(0.05).run([lambda: time.sleep(0.3)]) == {}
 
 

@@ -1,4 +1,4 @@
-"""Every parameter through the engine, alone and combined, in mixed batches, against the replay of each request alone."""
+"""Every parameter in the engine, alone and combined, in mixed batches, compared with a replay of each request alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def llm(folder: Path, replay: Replay) -> LLM:
 
 
 def run(llm: LLM, replay: Replay, work: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
-    """In one batch, each output checked."""
+    """Runs requests in one batch, and checks each output."""
     seeds = copy.deepcopy(llm.engine._seeds)  # from which requests without a seed draw theirs, in order
     outputs = llm.generate([prompt for prompt, _ in work], [params for _, params in work], use_tqdm=False)
     for output, (prompt, params) in zip(outputs, work, strict=True):
@@ -65,7 +65,7 @@ def run(llm: LLM, replay: Replay, work: list[tuple[list[int], SamplingParams]]) 
 
 
 def or_default(name: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Two times in three what most requests have."""
+    """The default in two of three cases, else one of these values."""
     default = SamplingParams.__dataclass_fields__[name].default
     return st.one_of(st.just(default), st.just(default), values)
 
@@ -96,7 +96,7 @@ FIELDS = {
 
 
 def possible(fields: dict[str, Any]) -> SamplingParams:
-    """With what would be refused left out, and stop strings that begin before min_tokens, which have a test of their own."""
+    """Leaves out rejected combinations, and stop strings that begin before min_tokens, which have a separate test."""
     n, least, most = fields["n"], fields["min_tokens"], fields["max_tokens"]
     least = 0 if fields["stop"] else least if most is None else min(least, most)
     return SamplingParams(**{**fields, "min_tokens": least, "n": n if fields["temperature"] else 1})
@@ -182,7 +182,7 @@ def test_no_parameter_is_forgotten() -> None:
 
 @pytest.mark.parametrize("name", ALONE)
 def test_alone_beside_neighbours_that_lack_it(name: str, llm: LLM, replay: Replay) -> None:
-    """It does what it should to the requests that have it, which is something, and nothing to their neighbours."""
+    """The parameter affects the requests that have it, and no others."""
     value, context = ALONE[name]
 
     def batch(**field: object) -> list[RequestOutput]:
@@ -195,6 +195,6 @@ def test_alone_beside_neighbours_that_lack_it(name: str, llm: LLM, replay: Repla
 
 
 def shown(output: RequestOutput) -> object:
-    """All but the digits of log probabilities, which may depend on the program's shape."""
+    """Everything except the digits of log probabilities, which may depend on the program's shape."""
     parts = [(c.text, c.token_ids, c.finish_reason, c.stop_reason, [sorted(e) for e in c.logprobs or ()]) for c in output.outputs]
     return parts, [sorted(entry or ()) for entry in output.prompt_logprobs or ()]

@@ -1,4 +1,4 @@
-"""Pages that no sequence holds are filled with NaN after every step: what is read of them shows in tokens and log probabilities."""
+"""Fills pages without holder with NaN after every step, so that any read of them shows in tokens and log probabilities."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Poison:
         self.fill(*every)
 
     def fill(self, *every: list[int]) -> None:
-        """All but these of each pool. Comes after all steps that are dispatched, which may use pages that are free now."""
+        """Fills all pages of each pool except these, after all dispatched steps, which may still use free pages."""
         masks = [np.ones(pages, bool) for pages in self.worker.spec.pool_pages]
         for mask, kept in zip(masks, every, strict=True):
             mask[kept] = False
@@ -69,7 +69,7 @@ class Poison:
 
 
 def _filled(cache: Cache, masks: list[jax.Array]) -> Cache:
-    """Of each pool. Numbers, and an eight-bit kind's scales, become NaN; its numbers the largest there are, which of fp8 are NaN."""
+    """Fills the masked pages of each pool with NaN. An 8-bit cache gets NaN as scales, and as values 127, or 0x7F in fp8, which is NaN."""
 
     def filled(pages: jax.Array, mask: jax.Array) -> jax.Array:
         value: Any = {"int8": 127, "uint8": 0x7F}.get(str(pages.dtype), jnp.nan)
@@ -121,7 +121,7 @@ def test_pages_without_a_holder_are_not_read(engine: Engine) -> None:
 
 
 def test_nor_are_those_that_were_forgotten(engine: Engine) -> None:
-    """Cached pages become free at once, those before pages that running sequences hold among them."""
+    """Cached pages become free at once, including those before pages that running sequences hold."""
     pages, poison, work = (
         engine.scheduler.sequence.most_pages(191) * 2,
         Poison(engine),
@@ -143,7 +143,7 @@ def test_nor_are_those_that_were_forgotten(engine: Engine) -> None:
 
 
 def test_pages_that_are_held_are_read(engine: Engine) -> None:
-    """The poison works: in a page that a sequence holds it changes what follows."""
+    """The poison works: in a page that a sequence holds, it changes the output."""
     poison, step = Poison(engine), itertools.count()
     work: list[Work] = [(list(range(40)), params(3, max_tokens=20))]
     expected = outputs(engine, work, 40, lambda: None)

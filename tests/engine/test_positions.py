@@ -1,4 +1,4 @@
-"""How far a sequence may go: to the end of a table of learned positions, and no further."""
+"""The maximum length of a sequence with learned positions."""
 
 from __future__ import annotations
 

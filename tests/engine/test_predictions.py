@@ -1,4 +1,4 @@
-"""What LLM.predict promises, for prompts and for lengths."""
+"""Predictions of LLM.predict, for prompts and for lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An engine that serves with its first programs while the others are compiled: nothing waits for these, and no token changes."""
+"""An engine that serves with its first programs while others are compiled: no request waits for these, and
+tokens do not change."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ PATIENCE = 300.0  # seconds, of a busy machine
 
 
 class Gate:
-    """Lets compilations in the background through, a number at a time."""
+    """Lets a given number of background compilations proceed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._open, self._arrived = threading.Semaphore(0), threading.Semaphore(0)
@@ -45,7 +46,7 @@ class Gate:
         patch.setattr(programs_module, "compile_all", gated)
 
     def wait(self) -> None:
-        """Until the next one stands before it."""
+        """Waits until the next one has reached the gate."""
         assert self._arrived.acquire(timeout=PATIENCE)
 
     def open(self, count: int = 1000) -> None:
@@ -76,7 +77,8 @@ def whole(model: Path) -> Engine:
 
 
 def work() -> list[Work]:
-    """Of every sampler variant, several samples of one prompt, prompts of several tiles with log probabilities."""
+    """Requests of every sampler variant, several samples of one prompt, and prompts of several tiles with log
+    probabilities."""
     rng = np.random.default_rng(0)
     params = [
         {"temperature": 0.0},
@@ -97,7 +99,7 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 
 def test_no_step_waits_for_a_compilation(gate: Gate, model: Path, whole: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All other compilations are held up: every request is answered, as by an engine with the whole table."""
+    """With all other compilations blocked, every request is answered as by an engine with the whole table."""
     read = Runner.read
     monkeypatch.setattr(Runner, "read", lambda self, step: dataclasses.replace(read(self, step), waited=True))  # so that all steps count
     expected = tokens(whole)
@@ -167,12 +169,12 @@ def test_a_compilation_that_fails_leaves_the_engine_with_the_others(
     engine = start(model, warm_up="progressive", cache_dir=tmp_path)
     assert not engine.wait_until_compiled(PATIENCE)
     assert tokens(engine) == tokens(whole) and engine.scheduler.ready.max_rows == 8
-    assert "the engine goes on with the others: out of registers" in caplog.text
+    assert "the engine continues with the others: out of registers" in caplog.text
 
 
 @pytest.mark.full
 def test_the_interpreter_ends_in_the_midst_of_it(model: Path, tmp_path: Path) -> None:
-    """The compilation that runs is finished and saved; no other is begun."""
+    """The running compilation is finished and saved; no other is started."""
     script = """
 import json, sys, time
 from jengine.config import EngineConfig

@@ -1,4 +1,4 @@
-"""Prompts and schemas that are given in other forms than expected."""
+"""Prompts and schemas in unusual forms."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_conversation_may_have_a_salt() -> None:
 
 def test_a_pydantic_class_is_its_schema() -> None:
     class Answer:
-        """As pydantic's classes look."""
+        """Has the interface of pydantic's classes."""
 
         @classmethod
         def model_json_schema(cls) -> dict[str, Any]:

@@ -28,7 +28,7 @@ WORK = [(prompt, SamplingParams(temperature=0.0, max_tokens=24)) for prompt in p
     ],
 )
 def test_neighbours_do_not_enter(options: dict[str, str], make_engine: Callable[..., Engine]) -> None:
-    """Each token of each head has a scale of its own. (Chunks of other sizes may: float32's rounding then turns an eight-bit one.)"""
+    """Each token of each head has a separate scale. (Other chunk sizes may change results by rounding.)"""
     engine = make_engine(**options)
     alone = [run(engine, [work])[0].tokens for work in WORK]
     engine.reset_prefix_cache()

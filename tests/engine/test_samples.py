@@ -1,4 +1,5 @@
-"""n completions of one prompt: each is what a request with its sample index gives alone, and together they are one request."""
+"""n completions of one prompt: each equals that of a single request with its sample index, and together they
+are one request."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def llm(text_model: Path) -> LLM:
 
 @pytest.fixture
 def online(llm: LLM) -> Iterator[AsyncLLM]:
-    """Over the engine of `llm`, which is idle again afterwards."""
+    """An AsyncLLM over the engine of `llm`, which is idle again afterwards."""
     online = AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer)
     yield online
     asyncio.run(online.close())
@@ -47,7 +48,7 @@ def generate(llm: LLM, **params: Any) -> RequestOutput:
 
 
 def alone(llm: LLM, index: int, **params: Any) -> list[int]:
-    """The tokens of one sample whose siblings are not run."""
+    """The tokens of one sample, run without the others."""
     request = make_requests(llm.tokenizer, TEXT, SamplingParams(**params), "alone")[index]
     assert request.sample_index == index
     tokens = []
@@ -76,7 +77,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_is_what_its_sample_index_gives_alone(kind: str, llm: LLM) -> None:
-    """Masks among them: of n samples each is at another place in its grammar."""
+    """Includes masks: each of n samples is at a different place in its grammar."""
     params = {**SAMPLED, **KINDS[kind], "allowed_token_ids": list(KINDS[kind].get("allowed_token_ids", ())) or None}
     output = generate(llm, **params)
     assert [completion.index for completion in output.outputs] == [0, 1, 2, 3] and output.finished
@@ -94,7 +95,7 @@ def test_they_all_differ_and_repeat(llm: LLM) -> None:
 
 
 def test_beside_other_prompts(llm: LLM) -> None:
-    """Results in the order of the prompts, whatever each one's n, and none changes another."""
+    """Results are in the order of the prompts, for any n of each, and prompts do not affect each other."""
     params = [SamplingParams(n=n, seed=n, max_tokens=10 + n) for n in (3, 1, 5, 2, 1)]
     prompts: list[Any] = [TEXT, [5] * 70, "The end", [7, 8], TEXT]
     together = llm.generate(prompts, params, use_tqdm=False)
@@ -191,7 +192,7 @@ def test_online_in_three_ways(llm: LLM, online: AsyncLLM) -> None:
 
 
 def test_an_abort_ends_those_that_have_not_ended(llm: LLM, online: AsyncLLM) -> None:
-    """The one that has met its stop string keeps what it has."""
+    """A sample that ended with its stop string keeps its output."""
     plain = generate(llm, **LONG).outputs
     stop = next(token for token in plain[1].token_ids[1:] if not any(token in c.token_ids for c in plain if c.index != 1))
     at = plain[1].token_ids.index(stop)

@@ -1,4 +1,4 @@
-"""Each sampling parameter through the engine: its own effect is real, and neighbours that lack it do not notice."""
+"""Each sampling parameter in the engine has an effect on its request, and none on others."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_truncated_tokens_are_among_those_left(engine: Engine) -> None:
 
 
 def test_temperature_flattens(engine: Engine) -> None:
-    """The hotter, the less likely what is chosen."""
+    """The higher the temperature, the less likely are the sampled tokens."""
     means = []
     for temperature in (0.2, 1.0, 3.0):
         wanted = [params(temperature=temperature, seed=seed, logprobs=0) for seed in range(8)]
@@ -127,7 +127,7 @@ def test_temperature_flattens(engine: Engine) -> None:
 @pytest.mark.parametrize("count", [0, 1, 5, MAX_LOGPROBS])
 @pytest.mark.parametrize("base", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_logprobs(base: SamplingParams, count: int, engine: Engine) -> None:
-    """As many as asked for, likeliest first, with the chosen one's own; the tokens are those without."""
+    """As many as requested, likeliest first, and the chosen token's; requesting them does not change the tokens."""
     answer, most = one(engine, params(base, logprobs=count)), one(engine, params(base, logprobs=MAX_LOGPROBS))
     assert answer.tokens == one(engine, base).tokens
     for update, full in zip(answer.updates, most.updates, strict=True):
@@ -143,7 +143,7 @@ def test_logprobs(base: SamplingParams, count: int, engine: Engine) -> None:
 
 
 def test_logprobs_are_those_of_the_raw_logits(engine: Engine) -> None:
-    """Whatever the other parameters do to the first token."""
+    """Other parameters do not change the log probabilities of the first token."""
     first = one(engine, params(GREEDY, logprobs=MAX_LOGPROBS)).updates[0].logprobs
     assert first is not None
     hot = one(engine, params(temperature=4.0, top_k=2, min_tokens=4, stop_token_ids=[first.top[0][0]], logprobs=MAX_LOGPROBS))
@@ -224,7 +224,7 @@ def test_ignore_eos(eos: int, with_eos: Engine, engine: Engine) -> None:
 
 
 def test_min_tokens_suppresses_end_of_sequence(eos: int, with_eos: Engine) -> None:
-    """Also where ignore_eos would let it pass: vLLM suppresses it all the same."""
+    """Also with ignore_eos, as in vLLM."""
     at = one(with_eos, GREEDY).tokens.index(eos)
     for ignore in (False, True):
         answer = one(with_eos, params(GREEDY, min_tokens=at + 4, ignore_eos=ignore))
@@ -269,7 +269,7 @@ def test_penalties_are_those_of_the_formula(engine: Engine) -> None:
 
 
 def test_penalties_survive_preemption(make_engine: Callable[..., Engine]) -> None:
-    """Counts are made anew from all known tokens."""
+    """Counts are computed again from all known tokens."""
     wanted = params(frequency_penalty=1.0, repetition_penalty=1.3, max_tokens=60)
     roomy, tight = make_engine(), make_engine()
     limit_pages(tight, 18)
@@ -279,7 +279,7 @@ def test_penalties_survive_preemption(make_engine: Callable[..., Engine]) -> Non
 
 
 def test_prompt_logprobs(engine: Engine) -> None:
-    """Those of a greedy continuation are what decoding gave for the same tokens."""
+    """For a prompt and its greedy continuation, they equal the log probabilities of decoding."""
     greedy = one(engine, params(GREEDY, logprobs=3))
     longer = PROMPT + greedy.tokens
     scores = [s for answer in [one(engine, params(GREEDY, prompt_logprobs=3, max_tokens=1), longer)] for s in answer.scores]

@@ -1,4 +1,4 @@
-"""Targets, strategies and batching modes with a real engine: what callers see."""
+"""Targets, strategies and batching modes with a real engine, from the caller's view."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.running import Estimates
 
 
 def with_options(engine: Engine, **options: object) -> Engine:
-    """An idle engine's programs and cache, with another scheduler."""
+    """An idle engine's programs and cache with another scheduler."""
     old = engine.scheduler
     engine.scheduler = Scheduler(
         old.table,

@@ -1,4 +1,4 @@
-"""Pages that are shared change no token: each way to share is forced, shown to have happened, and compared with requests alone."""
+"""Sharing pages does not change tokens: each kind of sharing is forced, verified, and compared with requests alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sharing(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) 
 
 
 def whole(tokens: int) -> int:
-    """Of a prompt, what a cache with all of it saves: whole pages, and never the last token."""
+    """Number of a prompt's tokens saved if all of it is cached: whole pages, without the last token."""
     return (tokens - 1) // PAGE * PAGE
 
 
@@ -118,7 +118,7 @@ def test_preempted_in_a_pool_that_is_too_small(sharing: Sharing) -> None:
 
 
 def test_pages_behind_the_window_are_freed(sharing: Sharing) -> None:
-    """A sequence of which the pool cannot hold every page, alone and beside another."""
+    """The pool cannot hold every page of this sequence; it runs alone, and with another."""
     most, every = sharing.most_pages(191), 12 * len(sharing.groups)
     assert (most < every) == sharing.windows
     work: list[Work] = [(some(100, seed=6), params(0, max_tokens=92)), (some(160, seed=7), params(1, max_tokens=32))]

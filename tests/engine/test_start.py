@@ -1,4 +1,4 @@
-"""Compiled before the first request: a second start compiles nothing, and no request does. Steps overlap."""
+"""Programs are compiled before the first request. A second start compiles nothing, nor do requests. Steps overlap."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(json.dumps([started.programs_compiled, started.programs_loaded, compile_co
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    """Counted over the whole life of a process, weights and first tokens included."""
+    """Counted over the whole life of a process, including weights and first tokens."""
     write_model(tmp_path / "model", "llama_gqa")
     options = json.dumps({**SMALL, "max_num_seqs": 4, "max_num_batched_tokens": 68, "max_model_len": 64, "cache_dir": str(tmp_path)})
 

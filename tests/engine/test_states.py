@@ -1,4 +1,5 @@
-"""Recurrent states change no token: alone, beside others, in chunks, preempted, from a snapshot, as samples of one prompt, in bursts."""
+"""Recurrent states do not change tokens: alone, together, in chunks, preempted, from snapshots, with samples,
+and in bursts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form that GPUs take without kernels: attention over a static number of pages, picked from buckets."""
+"""Attention on GPUs without kernels: a static number of pages from buckets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_tokens_are_the_same(make_engine: Callable[..., Engine]) -> None:
 
 
 def test_no_loop_of_unknown_length(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA can count every loop of a static program; of the dynamic form it cannot. Both without kernels."""
+    """XLA can count the iterations of every loop of a static program, but not of the dynamic form. Both without kernels."""
     monkeypatch.setattr("pallas_kernels.products.cpu_refused", lambda: "XLA's form is wanted")
     spec = make_engine().runner.spec  # type: ignore[attr-defined]
     static = dataclasses.replace(spec, table=dataclasses.replace(spec.table, page_buckets=(4, 12)))

@@ -1,4 +1,4 @@
-"""Structured output on the demo model: every output that ends of itself is what was asked for; faults end their own request alone."""
+"""Structured output with the demo model: complete outputs satisfy the constraint, and errors end only their own request."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def llm() -> LLM:
 
 
 def params(structure: Structure, seed: int, temperature: float) -> SamplingParams:
-    """The penalty keeps a small model from writing white space for ever."""
+    """The penalty prevents a small model from generating white space forever."""
     return SamplingParams(
         temperature=temperature, seed=seed, max_tokens=300, frequency_penalty=0.5, structured_outputs=structure.asked, logprobs=0
     )
 
 
 def assert_valid(wanted: list[Structure], got: list[CompletionOutput], llm: LLM) -> None:
-    """All of them; but a few may have been cut off, and these must be the beginning of something valid."""
+    """Checks all outputs. A few may be cut off; these must be prefixes of valid ones."""
     cut = 0
     for structure, completion in zip(wanted, got, strict=True):
         if completion.finish_reason == "length":
@@ -50,7 +50,7 @@ def assert_valid(wanted: list[Structure], got: list[CompletionOutput], llm: LLM)
 
 
 def assert_begins(structure: Structure, completion: CompletionOutput, llm: LLM) -> None:
-    """A mask that has seen the same tokens allowed each, and allows another."""
+    """Checks with a mask that has accepted the same tokens that each was allowed, and that the text can continue."""
     mask = make_mask(SamplingParams(structured_outputs=structure.asked), llm.tokenizer)
     assert mask is not None
     for token in [*completion.token_ids, None]:
@@ -64,7 +64,7 @@ def assert_begins(structure: Structure, completion: CompletionOutput, llm: LLM) 
 
 
 def check_all(llm: LLM, seed: int, temperature: float) -> None:
-    """Beside some requests without structure, whose tokens stay what they are."""
+    """Also runs requests without structure, whose tokens must not change."""
     wanted = structures(COUNT, seed)
     work = [params(structure, i, temperature) for i, structure in enumerate(wanted)]
     outputs = [output.outputs[0] for output in llm.generate([PROMPT] * (COUNT + 8), [PLAIN] * 4 + work + [PLAIN] * 4, use_tqdm=False)]
@@ -92,7 +92,7 @@ def test_judges_can_say_no() -> None:
 
 
 def test_preemption_changes_no_output(text_model: Path) -> None:
-    """Masks keep what they have seen; the tokens are computed anew."""
+    """Masks keep their state; the tokens are computed again."""
     patterns = [f"(?:[a-z]{{2,3}}{i}){{12,14}}" for i in range(16)]
     work = [SamplingParams(seed=i, max_tokens=100, structured_outputs={"regex": pattern}) for i, pattern in enumerate(patterns)]
     got, preemptions = [], []
@@ -122,9 +122,9 @@ def test_the_tokenizers_end_of_sequence_ends_a_structure(text_model: Path) -> No
 @pytest.mark.parametrize(
     "faulty, why",
     [
-        ({"structured_outputs": BEYOND, "seed": 0, "temperature": 5.0}, "llguidance gave up"),
-        ({"structured_outputs": {"regex": "[ab]"}, "min_tokens": 3}, "no token to go on with"),
-        ({"structured_outputs": {"regex": "[ab]{4}"}, "bad_words": ["a", "b", "ab"]}, "no token to go on with"),
+        ({"structured_outputs": BEYOND, "seed": 0, "temperature": 5.0}, "llguidance failed"),
+        ({"structured_outputs": {"regex": "[ab]"}, "min_tokens": 3}, "together allow no token"),
+        ({"structured_outputs": {"regex": "[ab]{4}"}, "bad_words": ["a", "b", "ab"]}, "together allow no token"),
     ],
 )
 def test_a_request_that_cannot_go_on_ends_with_an_error(faulty: dict[str, object], why: str, llm: LLM) -> None:
@@ -154,7 +154,7 @@ class Faulty:
 
 
 def beside(llm: LLM, mask: TokenMask) -> tuple[CompletionOutput, list[int]]:
-    """What a request with this mask gets, and the tokens of one that runs beside it: those that it gets alone."""
+    """The output of a request with this mask. Another request runs with it, and must get the same tokens as alone."""
     ids = llm.tokenizer.encode(PROMPT)
     given = [Request(request_id=f"beside{i}", prompt_token_ids=ids, params=PLAIN, mask=mask if i else None) for i in range(2)]
     call = Call()

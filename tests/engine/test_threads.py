@@ -1,4 +1,4 @@
-"""One LLM in several threads: they share batches, and none disturbs another, whether it is interrupted, fails or leaves."""
+"""One LLM in several threads: they share batches, and do not affect each other when interrupted, failing or leaving."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shared(text_model: Path) -> LLM:
 
 @pytest.fixture
 def llm(shared: LLM) -> Iterator[LLM]:
-    """Idle again afterwards, and in order."""
+    """Must be idle and intact afterwards."""
     yield shared
     shared.engine.scheduler.check_integrity()
     assert not shared.engine.has_work and shared.engine.scheduler.blocks.owned == 0
@@ -80,7 +80,7 @@ def test_all_answers_are_those_of_one_thread(llm: LLM) -> None:
 
 
 def test_a_thread_that_waits_sleeps(llm: LLM) -> None:
-    """While another one steps."""
+    """While another thread steps."""
     steps, turns = llm._shared._step, []
 
     def work(thread: int) -> None:
@@ -122,7 +122,7 @@ def test_threads_that_leave_or_fail_do_not_disturb_others(llm: LLM) -> None:
 
 
 def test_streams_that_are_collected_as_garbage(llm: LLM) -> None:
-    """Anywhere: in the midst of this thread's changes, too."""
+    """At any point, even in the middle of this thread's changes."""
     for change in range(3):
         stream = llm.stream("the", SamplingParams(temperature=0.0, max_tokens=100))
         next(stream)
@@ -140,7 +140,7 @@ def test_streams_that_are_collected_as_garbage(llm: LLM) -> None:
 
 @pytest.mark.parametrize("at", ["dispatch", "read"])
 def test_an_interrupt_in_a_step(at: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comes after it: this call is aborted, another thread's goes on, and the engine is in order."""
+    """Takes effect after the step: this call is aborted, another thread's continues, and the engine is intact."""
     greedy = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     expected = answers(llm.generate("dog", greedy, use_tqdm=False))
     runner: Any = llm.engine.runner
@@ -166,7 +166,7 @@ def test_an_interrupt_in_a_step(at: str, llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_interrupt_while_another_thread_steps(llm: LLM) -> None:
-    """The main thread sleeps then."""
+    """The main thread is sleeping."""
     greedy = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
     parts, main = llm._shared, threading.main_thread().ident
     assert main is not None
@@ -204,7 +204,7 @@ def test_uninterrupted() -> None:
 
 
 def test_a_reset_comes_between_two_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while another thread steps; whichever calls run go on."""
+    """Also while another thread steps. Running calls continue."""
     engine, stepping, calls = llm.engine, [False], []
     step: Any = engine.step
 
@@ -275,7 +275,7 @@ def test_a_step_that_fails_ends_every_call(text_model: Path, monkeypatch: pytest
 
 
 def test_closing(text_model: Path) -> None:
-    """The engine goes, with its cache and its weights; calls in other threads end."""
+    """The engine is freed with its cache and weights; calls in other threads end."""
     with small(text_model) as llm:
         engine, stream = weakref.ref(llm.engine), llm.stream("the")
         next(stream)
@@ -306,7 +306,7 @@ def test_closing(text_model: Path) -> None:
 
 
 def said_by_child(*uses: Callable[[], object]) -> tuple[int, list[str]]:
-    """The id of a forked process, and the errors that these give there."""
+    """The id of a forked process, and the errors that these functions raise there."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python and JAX warn of forks beside threads
@@ -335,7 +335,7 @@ def said_by_child(*uses: Callable[[], object]) -> tuple[int, list[str]]:
 
 
 def test_a_forked_process_cannot_use_it(llm: LLM) -> None:
-    """It says so instead of waiting for threads that are not there."""
+    """It raises an error; the threads that it would wait for do not exist after a fork."""
     stream = llm.stream("the", SamplingParams(max_tokens=5))
     next(stream)
     child, said = said_by_child(lambda: llm.generate("the", use_tqdm=False), lambda: next(stream), llm.close)

@@ -1,4 +1,4 @@
-"""What an engine with a model notes of its steps."""
+"""Step records of an engine with a model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_steps_and_requests(text_model: Path, tmp_path: Path) -> None:
 
 
 def test_a_compilation_is_found(engine: Engine) -> None:
-    """On a real engine, where all else depends on how busy this machine is."""
+    """Only this is tested on a real engine: other findings depend on the load of this machine."""
     assert "compilation" not in [finding.name for finding in explain(engine.trace()).findings]
     at, vocab = iter(range(1000)), engine.model.vocab_size
 

@@ -1,4 +1,5 @@
-"""jengine against what vLLM answered: tokens, text, why it ended, log probabilities. Where jengine means to differ, it is listed here."""
+"""jengine compared with vLLM's recorded answers: tokens, text, finish reasons, log probabilities. Lists the
+intended differences."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def outputs(case_models: dict[str, LLM]) -> dict[str, RequestOutput]:
-    """All cases of a model at once: each has neighbours with other parameters."""
+    """Runs all cases of a model together, so each has neighbours with other parameters."""
     answered = {}
     for model, llm in case_models.items():
         mine = {name: case for name, case in CASES.items() if case.model == model}
@@ -62,7 +63,7 @@ def test_logprobs(name: str, outputs: dict[str, RequestOutput]) -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "structured_outputs" in case.params])
 def test_logprobs_under_a_grammar_are_raw(name: str, outputs: dict[str, RequestOutput]) -> None:
-    """vLLM's are over the tokens that a grammar allows (but not those that allowed_token_ids does); jengine's of raw logits always."""
+    """vLLM normalizes over the tokens that a grammar allows (but not over allowed_token_ids); jengine always uses the raw logits."""
     given = outputs[name].outputs[0]
     assert given.logprobs is not None
     for token, mine, theirs in zip(given.token_ids, given.logprobs, RECORDED["answers"][name]["logprobs"], strict=False):
@@ -80,13 +81,14 @@ def test_refused(name: str, case_models: dict[str, LLM]) -> None:
 
 
 def test_differences_are_real() -> None:
-    """None is listed that is none."""
+    """Every listed difference exists."""
     for name, fields in DIFFERENCES.items():
         assert all(RECORDED["answers"][name][field] != value for field, value in fields.items())
 
 
 def text(name: str, tokenizer: Tokenizer) -> str:
-    """vLLM's, and after it a character that the end cut off, which vLLM leaves out: jengine shows it as the tokenizers library does."""
+    """vLLM's text, followed by an incomplete last character, which vLLM omits and jengine shows as the
+    tokenizers library does."""
     recorded, params = RECORDED["answers"][name], CASES[name].params
     told: str = recorded["text"]
     if not params.get("detokenize", True) or isinstance(recorded["stop_reason"], str):
@@ -97,7 +99,7 @@ def text(name: str, tokenizer: Tokenizer) -> str:
 
 
 def assert_same(given: list[dict[int, Logprob]] | list[dict[int, Logprob] | None] | None, recorded: list[Any] | None) -> None:
-    """The same tokens in the same order with the same ranks, values within 1e-4, and text where a token has any of its own."""
+    """Tokens, their order and their ranks are equal; values are within 1e-4; text is equal where a token has text by itself."""
     if given is None or recorded is None:
         assert given is recorded
         return

@@ -46,7 +46,7 @@ def adjusted(
 
 
 class Oracle:
-    """One row's distribution.
+    """The distribution of one row.
 
     Attributes:
         kept, maybe: bool [vocab], tokens that truncation certainly leaves, and those that it may leave.
@@ -67,7 +67,7 @@ class Oracle:
         self.mass = np.exp(self._z) * self.kept
 
     def possible(self, u: float) -> set[int]:
-        """The tokens that a draw of u may give: one, or more where rounding decides."""
+        """The tokens that a draw of u may give: one, or several if rounding decides."""
         if self._greedy:
             return set(np.flatnonzero(self._z >= -2 * self._error).tolist())
         share = self.mass / self.mass.sum()
@@ -76,7 +76,7 @@ class Oracle:
         return set(np.flatnonzero((ends > u - slack) & (ends - share <= u + slack) & self.maybe & np.isfinite(self._z)).tolist())
 
     def _truncated(self, params: SamplingParams, side: int) -> np.ndarray:
-        """min_p, then top_k, then top_p over what is left: with what lies on a threshold (side 1) or without (side -1)."""
+        """Applies min_p, then top_k, then top_p; tokens on a threshold are included (side 1) or excluded (side -1)."""
         z, swap = self._z, 2 * self._error  # tokens as near as that may stand in another order
         slack = self._error + np.where(np.isfinite(z), 1e-6 * (1 + np.abs(z)), 0.0)
         min_p = 0.0 if side > 0 and params.min_p < SMALLEST else params.min_p

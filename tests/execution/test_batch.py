@@ -1,4 +1,4 @@
-"""What the host packs is what the device reads, word for word."""
+"""The device unpacks exactly what the host packs."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_what_a_batch_has_no_room_for_changes_slots_by_itself(entries: list[tupl
 
 
 def test_each_pack_has_a_buffer_of_its_own() -> None:
-    """The last one may still be on its way to the device."""
+    """The previous one may still be in transfer to the device."""
     table = ProgramTable((8,), (8,), (1,), 16)
     layout = BatchLayout.of(TrunkKey(8, 0), table, page_size=16, groups=1)
     plan = StepPlan(TrunkKey(8, 0), SamplerKey(8, "greedy"), [Span(3, 3, 4)])

@@ -1,4 +1,4 @@
-"""What batch invariance asks of programs: which there are, where it is refused, and that rows of a sampler do not see each other."""
+"""Programs for batch invariance: which exist, where it is rejected, and that rows of a sampler are independent."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_cannot_keep_it_is_refused(where: dict[str, Any], reason: str) -> N
 
 @pytest.mark.parametrize("strategy", ["latency", "auto"])
 def test_it_does_not_go_with_targets_nor_with_simulations(strategy: str) -> None:
-    """Both count on steps that hold rows and prompts."""
+    """Both need steps with rows and prompts."""
     with pytest.raises(InvalidArgument, match=f"batch_invariant=True: not with strategy={strategy}"):
         EngineConfig.of("demo", {"batch_invariant": True, "strategy": strategy})
     assert strategy not in SchedulingOptions(batch_invariant=True).strategies
@@ -108,7 +108,7 @@ def test_rows_that_repeat_take_their_tokens_from_the_batch() -> None:
 
 
 def test_a_samplers_row_does_not_see_where_it_is_nor_what_is_beside_it() -> None:
-    """Each of these rows at every place, beside padding or beside all the others: the same token, the same bits."""
+    """Each of these rows gets a bit-identical result at every index, with padding or with all the others."""
     common: dict[str, Any] = {"logprobs": 3}
     rows = [
         GREEDY_ROW,
@@ -129,7 +129,7 @@ def test_a_samplers_row_does_not_see_where_it_is_nor_what_is_beside_it() -> None
         return tokens, with_wanted_logprobs(logits, tokens, sampling_of(words))
 
     def bits(places: dict[int, int]) -> dict[int, list[bytes]]:
-        """Of the rows at these places, by row."""
+        """The bits of the rows at these places."""
         words, positions = (np.zeros((ROWS, *x.shape[1:]), x.dtype) for x in map(np.asarray, stacked(rows)))
         given = np.zeros((ROWS, VOCAB), np.float32), np.zeros((ROWS, VOCAB), np.int32), np.full((ROWS, mask_words(VOCAB)), ALL_ALLOWED)
         for place, row in places.items():

@@ -1,4 +1,4 @@
-"""The engine's trunks compiled for GPUs that are not there."""
+"""The engine's trunks, compiled for absent GPUs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def check_swaps(spec: ExecutionSpec) -> None:
 
 
 def elsewhere(check: Callable[..., None], *args: Any) -> None:
-    """In a process of its own: one that has compiled kernels for a compute capability compiles for no other, and says no facts."""
+    """Runs `check` in a separate process, since a process compiles kernels for only one compute capability."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         pool.submit(check, *args).result()
 
@@ -93,7 +93,7 @@ QWEN3_30B_A3B = {
 
 
 def check_experts_on_hopper(quantization: str | None) -> None:
-    """Of a layer of Qwen3-30B-A3B. XLA's own form made products with all experts, and transposed their weights."""
+    """The experts of a layer of Qwen3-30B-A3B. XLA's own form multiplied by all experts, and transposed their weights."""
     options = {"max_num_batched_tokens": 136} | ({"quantization": quantization} if quantization else {})
     spec = described("h200", model=QWEN3_30B_A3B, **options)
     config, most = spec.model.config, spec.table.trunks()[-1]
@@ -156,7 +156,7 @@ def check_batch_invariant_on_hopper() -> None:
 
 @pytest.mark.full
 def test_batch_invariant_programs_compile_without_nondeterministic_operations() -> None:
-    """XLA refuses to compile what it has no deterministic form of."""
+    """XLA rejects operations without a deterministic form."""
     elsewhere(check_batch_invariant_on_hopper)
 
 

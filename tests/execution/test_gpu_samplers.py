@@ -1,4 +1,4 @@
-"""What the host launches for samplers compiled for a GPU that is not there."""
+"""The launches of samplers compiled for an absent GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages that go to the host and come back are the same to the last bit, in every form of cache."""
+"""Pages copied to the host and back are bit-identical, for every form of cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def spec(request: pytest.FixtureRequest) -> ExecutionSpec:
 
 
 def contents(worker: Worker) -> list[np.ndarray]:
-    """Of the cache's arrays, as bytes: [num_pages, ...]."""
+    """The contents of the cache's arrays, as bytes [num_pages, ...]."""
     return [np.array(array).view(np.uint8) for array in jax.tree.leaves(worker.cache)]
 
 

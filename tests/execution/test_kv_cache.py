@@ -1,4 +1,4 @@
-"""The cache is what groups declare: any arrays, sharded or not, in pools."""
+"""The cache consists of the arrays that groups declare, sharded or not, in pools."""
 
 from __future__ import annotations
 

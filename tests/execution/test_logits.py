@@ -1,4 +1,4 @@
-"""What parameters do to logits, against plain numpy."""
+"""Effects of parameters on logits, compared with plain numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sampling(*params: SamplingParams):
 
 
 def counts_of(prompt: list[int], output: list[int]) -> np.ndarray:
-    """As the device keeps them: count by count."""
+    """Counts as stored on the device."""
     row = np.zeros(VOCAB, np.int32)
     for token in output:
         row[token] += 2

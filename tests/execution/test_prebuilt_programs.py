@@ -1,4 +1,4 @@
-"""Programs compiled ahead, on a CPU: an engine loads them and compiles nothing, or refuses the folder and says why."""
+"""Prebuilt programs on a CPU: an engine loads them and compiles nothing, or rejects the folder with the reason."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def programs(compiled: Path, tmp_path: Path) -> Path:
-    """A copy, to be damaged."""
+    """A copy that tests may damage."""
     folder: Path = shutil.copytree(compiled / "programs", tmp_path / "programs")
     return folder
 
 
 def refusal(compiled: Path, programs: Path, **options: Any) -> str:
-    """Why an engine does not start."""
+    """The reason why an engine does not start."""
     config = EngineConfig(**{"model": str(compiled / "model"), **OPTIONS, "programs": programs, **options})
     with pytest.raises(InvalidArgument, match=r"^programs=") as refused:
         start_engine(config, progress=False)

@@ -1,4 +1,4 @@
-"""The forms of a CPU's products: measured once, kept, and part of what programs are known by."""
+"""Forms of a CPU's products: measured once, stored, and part of a program's identity."""
 
 from __future__ import annotations
 

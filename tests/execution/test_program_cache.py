@@ -1,4 +1,4 @@
-"""The cache of programs while it is filled: nothing compiled is lost, processes share the work, and it does not grow for ever."""
+"""Filling the program cache: compiled programs are not lost, processes share the work, and its size is limited."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def counts(programs: Programs) -> tuple[int, int]:
 
 
 def pausing(after: int, pause: Callable[[], object]) -> Callable[..., Iterator[Built]]:
-    """compile_all that pauses before each program but the first ones; those before it have been saved."""
+    """compile_all with a pause before each program except the first ones; earlier ones have been saved."""
     compile_all = programs_module.compile_all
 
     def compiled(*args: Any, **options: Any) -> Iterator[Built]:
@@ -136,7 +136,7 @@ def test_starts_at_once_compile_each_program_once(
 
 
 def test_processes_of_one_engine_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """Of two engines that start at once, each could have the lock that the other one's process needs."""
+    """Otherwise, if two engines start at once, each could hold the lock that the other's process needs."""
     spec = make_spec()
     lock = FolderLock(open_cache(spec, tmp_path, LIMIT).folder)
     assert lock.acquire()
@@ -199,7 +199,7 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing_half_written(tmp_path: Path
 
 
 def saved(root: Path, number: int, *, days: float, size: int = 1000, **identity: object) -> Path:
-    """A folder as a start leaves it, last used so many days ago."""
+    """A folder as left by a start, last used this many days ago."""
     folder = root / "programs" / f"{number:024x}-64"
     folder.mkdir(parents=True, mode=0o700)
     (folder / "trunk-8-0-0-0000.bin").write_bytes(b"x" * size)

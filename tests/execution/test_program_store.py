@@ -1,4 +1,4 @@
-"""Saved programs: kept privately, and taken for absent as soon as anything about them is in doubt."""
+"""Saved programs are private, and count as absent if there is any doubt about them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(root: Path) -> Programs:
-    """What an engine does with its store, warm-up left out."""
+    """An engine's use of its store, without warm-up."""
     spec = make_spec()
     return Programs(spec, open_cache(spec, root, LIMIT), threads=1, progress=False)
 
 
 def answers(programs: Programs) -> list[list[int]]:
-    """What the saved samplers make of random weights: the programs work, and are the same ones."""
+    """The saved samplers' output for random weights: the programs work, and are the same."""
     spec, rng = make_spec(), np.random.default_rng(0)
 
     def filled(x: Any) -> Any:
@@ -102,7 +102,7 @@ def truncate(folder: Path) -> None:
 
 
 def swap(folder: Path) -> None:
-    """Each file is a good program; they only stand in each other's place."""
+    """Each file is a valid program, but under the other's name."""
     other = next(file for file in folder.iterdir() if file.name.startswith("sampler-24-greedy"))
     one_program(folder).write_bytes(other.read_bytes())
 
@@ -216,7 +216,7 @@ def _start_with_jax_cache(root: Path) -> None:
 
 
 def test_what_came_from_jaxs_own_cache_is_not_saved(tmp_path: Path) -> None:
-    """Such a program runs, but serialized again it would lack its functions."""
+    """Such a program runs, but if serialized again, it would lack its functions."""
     process = multiprocessing.get_context("spawn").Process(target=_start_with_jax_cache, args=(tmp_path,))
     process.start()
     process.join()

@@ -1,4 +1,5 @@
-"""What XLA says of every program of a table: memory updated in place, nothing that grows with the cache, nothing closed over."""
+"""XLA's report on every program of a table: memory is updated in place, nothing grows with the cache, and there
+are no closures."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_cache_and_slots_are_updated_in_place(programs: tuple[ExecutionSpec, Pro
 
 @pytest.mark.parametrize("case", [case if case == CASES[0] else pytest.param(case, marks=pytest.mark.full) for case in CASES])
 def test_a_burst_copies_no_cache(case: dict[str, Any]) -> None:
-    """Nor do its steps: the cache is the carry of a loop, and updated in place there."""
+    """Neither the burst nor its steps copy it: the cache is the carry of a loop, updated in place."""
     spec = make_spec(**case, num_pages=MANY)
     spec = dataclasses.replace(spec, table=dataclasses.replace(spec.table, steps=8))
     for key in spec.table.bursts():

@@ -1,4 +1,4 @@
-"""The sampler against an oracle in float64, its distribution, and what its random numbers depend on."""
+"""The sampler: compared with an oracle in float64, its distribution, and the inputs of its random numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def truncated(scaled: jax.Array, words: jax.Array) -> jax.Array:
 
 @dataclass
 class Row:
-    """A sampler row: what its slot holds, and the position it samples for."""
+    """A sampler row: the content of its slot, and the position of the sample."""
 
     params: SamplingParams
     seed: int = 1
@@ -91,7 +91,7 @@ def logits_for(kinds: list[str], seed: int) -> np.ndarray:
 
 
 def assert_like_oracle(logits: np.ndarray, rows: list[Row], tokens: list[int]) -> int:
-    """Returns in how many rows only one token was possible."""
+    """Returns the number of rows for which only one token was possible."""
     draws, certain = np.asarray(uniforms(*stacked(rows)), np.float64), 0
     for scores, row, token, u in zip(logits, rows, tokens, draws, strict=True):
         expected = row.oracle(scores).possible(u)
@@ -241,7 +241,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_place(batch: tuple[list[
 
 
 def test_each_variant_does_all_that_those_before_it_do() -> None:
-    """A neighbour that needs a larger variant changes nothing for a row that does not."""
+    """A row's result does not change if another row needs a larger variant."""
     logits = logits_for(["normal", "wide"] * (ROWS // 2), 0)
     plain = [Row(SamplingParams(temperature=0.0 if i % 3 == 0 else 0.8), seed=i, stops=(3, 5)) for i in range(ROWS)]
     greedy = [Row(GREEDY)] * ROWS

@@ -1,4 +1,4 @@
-"""What a CPU's samplers skip where no row uses it, and that nothing else is skipped."""
+"""The parts that a CPU's samplers skip if no row uses them, and only these."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ USES: dict[str, Row] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_what_one_row_uses_is_not_skipped_and_changes_no_other_row(use: str) -> None:
-    """Of each feature alone, in a batch that uses none otherwise: padding, greedy rows, and random ones. Token 7 is the likeliest."""
+    """One row uses one feature; the others are padding, greedy rows and sampled rows without it. Token 7 is the likeliest."""
     logits = np.random.default_rng(1).normal(0, 0.1, (ROWS, VOCAB)).astype(np.float32)
     logits[:, 7] = 0.8
     plain = [Row(SamplingParams(), seed=i) if i % 2 else GREEDY_ROW for i in range(ROWS)]

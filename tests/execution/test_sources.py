@@ -1,4 +1,4 @@
-"""Which source files a saved program depends on: no program is loaded that other sources would not have made."""
+"""The source files on which a saved program depends: no program is loaded if they changed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_module_that_lowering_imports_is_hashed() -> None:
-    """Executed by a process that imports what lowers programs, and nothing else."""
+    """Modules executed by a process that only imports the code that lowers programs."""
     code = f"import sys, {TRACED}; print(*(m.__file__ for n, m in sys.modules.items() if n.startswith(('jengine.', '{KERNELS}'))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     imported = {Path(file).relative_to(PACKAGES).as_posix() for file in done.stdout.split()}

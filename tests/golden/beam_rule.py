@@ -1,4 +1,4 @@
-"""vLLM's rule for beams, in a few lines: what jengine's are compared with. Knows no model."""
+"""vLLM's rule for beams in a few lines, as a reference. Independent of models."""
 
 from __future__ import annotations
 

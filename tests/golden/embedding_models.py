@@ -46,14 +46,14 @@ def write_model(folder: Path, **changes: Any) -> Path:
 
 
 def write_embedder(folder: Path, pooling: str = "lasttoken", normalize: bool = True, **changes: Any) -> Path:
-    """With sentence-transformers' files."""
+    """Writes an embedding model with sentence-transformers' files."""
     write_modules(folder, "Transformer", "Pooling", *(["Normalize"] if normalize else []))
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": SIZE, f"pooling_mode_{pooling}": True}))
     return write_model(folder, **changes)
 
 
 def write_reranker(folder: Path, **fields: Any) -> Path:
-    """With sentence-transformers' files, and a chat template. fields: of the LogitScore's configuration."""
+    """Writes a reranker with sentence-transformers' files and a chat template. `fields` are those of LogitScore's configuration."""
     write_modules(folder, "Transformer", "LogitScore")
     (folder / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": TRUE, "false_token_id": FALSE, **fields}))
     (folder / "chat_template.jinja").write_text(TEMPLATE)

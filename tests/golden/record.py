@@ -31,7 +31,8 @@ MARGIN = 1e-3  # between the two best tokens, for greedy tokens to be equal else
 
 
 class Oracle:
-    """A model that sees each sequence whole, padded to its longest: that fixes dynamic rotary frequencies as the engine does."""
+    """A model that computes each sequence at once, padded to its maximum length, which fixes dynamic rotary
+    frequencies as in the engine."""
 
     def __init__(self, variant: str) -> None:
         self.length = max_model_len(variant)

@@ -42,7 +42,7 @@ class Searches:
         return [int(x) for x in (noise / np.sqrt(12.0) + 0.5) * self.vocab]
 
     def rule(self, prompt: list[int], width: int, **how: Any) -> tuple[list[Found], float]:
-        """By vLLM's rule."""
+        """The beams that vLLM's rule chooses."""
 
         def candidates(beams: list[list[int]]) -> list[dict[int, float]]:
             with torch.no_grad():
@@ -53,7 +53,7 @@ class Searches:
         return beam_search(prompt, candidates, width=width, steps=STEPS, **how)
 
     def own(self, prompt: list[int], width: int, eos: int | None) -> list[list[Any]]:
-        """By transformers, with length_penalty 0."""
+        """The beams of transformers' own search, with length_penalty 0."""
         found = self.oracle.model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -75,7 +75,7 @@ class Searches:
         return beams
 
     def attempt(self, number: int, width: int, kind: int) -> tuple[float, list[int], dict[str, Any], list[Found]] | None:
-        """Margin, prompt, how, beams; None where an end-of-sequence token was wanted and no beam came upon it."""
+        """Margin, prompt, options, beams; None if an end-of-sequence token was wanted and no beam generated it."""
         prompt = self.prompt(number)
         how: dict[str, Any] = {"eos": None, "length_penalty": 2.0 if kind == 2 else 0.0}
         if kind:

@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors in Hugging Face's checkpoints, written down apart from what jengine declares."""
+"""Names and shapes of the tensors in Hugging Face's checkpoints, written independently of jengine's declarations."""
 
 from __future__ import annotations
 

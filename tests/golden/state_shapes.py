@@ -68,7 +68,7 @@ def qwen3_next(config: dict[str, Any]) -> Shapes:
 
 
 def qwen3_5(config: dict[str, Any]) -> Shapes:
-    """As published: a text model beside one for images, of which some tensors; and a layer that predicts further ahead."""
+    """As published: also with some tensors of a vision model, and with a layer for multi-token prediction."""
     text = qwen3_next(config["text_config"])
     named = {name.replace("model.", "model.language_model.", 1): shape for name, shape in text.items()}
     hidden = config["text_config"]["hidden_size"]

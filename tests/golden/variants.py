@@ -30,7 +30,7 @@ _LLAMA: dict[str, Any] = {
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the fields that only Llama reads."""
+    """The configuration without the fields that only Llama uses."""
     return {name: value for name, value in config.items() if name not in ("attention_bias", "mlp_bias")}
 
 

@@ -76,7 +76,7 @@ def write_model(folder: Path, variant: str, **changes: Any) -> None:
 
 
 class Case(NamedTuple):
-    """A prompt and what transformers makes of it."""
+    """A prompt, and transformers' results for it."""
 
     prompt: np.ndarray  # int32[length]
     tokens: np.ndarray  # int32[24], the greedy continuation

@@ -26,7 +26,7 @@ Landing = Literal["early", "late"]
 
 
 class Ref:
-    """A reference to part of an array; an index outside of it fails, where a GPU would read or write something else."""
+    """A reference to part of an array. Indices outside of it raise an error; a GPU would access other memory."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -89,7 +89,8 @@ class Copies:
 
 @contextmanager
 def emulated(landing: Landing) -> Iterator[None]:
-    """Kernels called within are emulated, their scratch memory and results NaN at first; a copy that nobody waits for fails."""
+    """In this context, kernels are emulated. Scratch memory and results are NaN at first; a copy without a wait
+    is an error."""
     place: dict[str, int] = {}
     copies = Copies(landing)
 

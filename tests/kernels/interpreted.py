@@ -39,7 +39,7 @@ class Cache(NamedTuple):
     lengths: jax.Array  # [rows]
 
     def clean(self) -> Cache:
-        """In float32, with zeros for NaN."""
+        """The values in float32, with zeros instead of NaN."""
         return self._replace(k=jnp.nan_to_num(self.k.astype(jnp.float32)), v=jnp.nan_to_num(self.v.astype(jnp.float32)))
 
 
@@ -71,7 +71,7 @@ SINKS = 1.0, 300.0, -40.0, 3.0  # of heads, in turn: as large as scores, so larg
 
 
 def with_sinks(ways: dict[str, Any], heads: int) -> dict[str, Any]:
-    """Options of attention, where sinks=True stands for those of so many heads."""
+    """Options of attention; sinks=True is replaced by sinks for this number of heads."""
     return {**ways, "sinks": jnp.resize(jnp.array(SINKS), heads)} if ways.get("sinks") else ways
 
 

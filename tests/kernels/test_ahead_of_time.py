@@ -1,4 +1,4 @@
-"""Kernels compiled for an H200 that is not there: what the compiler says of them."""
+"""Kernels compiled for an absent H200: the compiler's report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BARRIERS = 512  # bytes, which `KernelFacts.shared` leaves out
 
 
 def every_second(cases: dict[str, Case]) -> list[Any]:
-    """The others are long tests: each compiles for seconds."""
+    """The other half are long tests, since each compiles for seconds."""
     return [pytest.param(case, id=name, marks=[pytest.mark.full] if index % 2 else []) for index, (name, case) in enumerate(cases.items())]
 
 
@@ -210,5 +210,5 @@ def test_a_step_updates_its_cache_in_place_in_its_kernels(kind: str) -> None:
 
 
 def test_targets_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"target='h20': one of .*h200"):
+    with pytest.raises(ValueError, match=r"target='h20': must be one of .*h200"):
         device("h20")

@@ -1,4 +1,4 @@
-"""The kernels for Ampere and Ada: emulated on a CPU against the float32 reference, and compiled for GPUs that are not there."""
+"""The kernels for Ampere and Ada: emulated on a CPU, compared with the float32 reference, and compiled for absent GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SINKS: Ways = {"scale": 0.3, "window": 70, "sinks": True}
 
 
 def close(got: jax.Array, want: jax.Array, paged: Cache) -> None:
-    """Within what is rounded to the dtype: each weight, and the result. Anything else is float32."""
+    """Within the rounding of weights and results to the dtype; everything else is float32."""
     rounding = float(jnp.finfo(got.dtype).eps) / 2
     wanted = np.asarray(want, np.float32)
     allowed = 1.05 * rounding * (np.abs(wanted) + float(jnp.abs(paged.clean().v).max())) + 1e-5

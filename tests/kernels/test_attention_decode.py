@@ -67,7 +67,7 @@ def check(head_dim: int, kv_heads: int, group: int, page_size: int, blocks: int,
 
 
 def eight_bits(paged: Cache, kind: str) -> tuple[Any, Cache]:
-    """The cache as it is stored, and what that stands for, in float32, with zeros for NaN."""
+    """The cache as stored, and its values in float32, with zeros instead of NaN."""
     k, v = (movable(quantize(pages, kind)) for pages in paged[:2])
     numbers = (dequantize(replace(pages, dtype="float32")) for pages in (k, v))
     return paged._replace(k=k, v=v), paged._replace(k=next(numbers), v=next(numbers)).clean()

@@ -1,4 +1,4 @@
-"""The devices at hand are found without noise, and without hiding what is wrong with a GPU's installation."""
+"""Local devices are found without log noise, and without hiding problems in a GPU's installation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is taken by the kernels, what by XLA, and what is refused."""
+"""The choice between kernels and XLA, and rejected arguments."""
 
 from __future__ import annotations
 

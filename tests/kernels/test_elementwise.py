@@ -24,7 +24,7 @@ SHARED_ROWS = 90  # enough that threads share the work
 
 
 def close(got: jax.Array, exact: np.ndarray[Any, Any]) -> None:
-    """To half of the last bit of bfloat16, or about as exactly as float32 computes."""
+    """Equal to within half of bfloat16's last bit, or about float32's rounding."""
     error = {"bfloat16": 2.0**-8, "float32": 1e-6}[str(got.dtype)]
     np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=error * 1.01, atol=1e-6)
 
@@ -35,7 +35,7 @@ def rotation(tokens: int, pairs: int) -> tuple[jax.Array, jax.Array]:
 
 
 def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> np.ndarray[Any, Any]:
-    """By complex numbers, float64."""
+    """The rotation as a product of complex numbers, in float64."""
     wide, pairs = np.array(x, np.float64), cos.shape[1]
     turn = (np.asarray(cos, np.float64) + 1j * np.asarray(sin, np.float64))[:, None]
     turned = (wide[..., :pairs] + 1j * wide[..., pairs : 2 * pairs]) * turn

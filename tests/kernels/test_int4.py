@@ -29,7 +29,7 @@ shapes = st.tuples(st.integers(1, 70), st.integers(1, 400), st.one_of(st.integer
 
 
 def packed(outs: int, size: int, group: int, *, offset: bool, parts: int = 1, kind: str = "int4") -> tuple[Int4, np.ndarray[Any, Any]]:
-    """Random weights, whose inputs divide into groups, and what they stand for."""
+    """Random quantized weights, whose inputs divide into groups, and their values."""
     rng = np.random.default_rng(size)
     numbers = rng.integers(LOWEST, HIGHEST + 1, (outs, size))
     if kind == "e2m1":
@@ -61,7 +61,7 @@ def test_words_hold_neighbours_as_the_kernel_takes_them() -> None:
 
 
 def test_a_part_is_what_a_device_has() -> None:
-    """Cut in two, each half stands for its own inputs."""
+    """If the weight is split in two, each half has the values of its own inputs."""
     made, wide = packed(2, 320, 32, offset=True, parts=2)
     halves = [made.map(partial(lambda half, array: jnp.split(array, 2, axis=1)[half], half)) for half in range(2)]
     np.testing.assert_allclose(np.concatenate([dequantize(half) for half in halves], 1), wide, rtol=1e-6, atol=1e-6)
@@ -70,7 +70,7 @@ def test_a_part_is_what_a_device_has() -> None:
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 90]), st.floats(-10, 10))
 def test_a_weight_is_near_what_it_stands_for(seed: int, size: int, magnitude: float) -> None:
-    """No farther than half a step of its group's range, shrunk as it may be: the best of all tries is no worse than plain rounding."""
+    """The error is at most half a step of its group's range. Shrinking the range is never worse than plain rounding."""
     x = jnp.asarray(np.random.default_rng(seed).normal(size=(3, 2 * size)) * 10.0**magnitude, jnp.float32)
     made = jax.jit(quantize_int4, static_argnames=("group", "parts"))(x, group=32, parts=2)
     assert made.shape == x.shape

@@ -75,7 +75,7 @@ def numbers_at(pages: Pages, where: Any) -> np.ndarray:
 
 
 def compare(got: np.ndarray, want: np.ndarray, kind: str, *, exact: bool) -> None:
-    """Rotation and scales are in float32, and what they give may be rounded otherwise by one step of the cache's numbers."""
+    """Rotation and scales are in float32; the rounded results may differ by one step of the cache's dtype."""
     step = np.abs(want).max(-1, keepdims=True) / 127 if kind == "int8" else np.abs(want) * float(jnp.finfo(kind).eps) + 1e-6
     assert (np.abs(got - want) <= (0 if exact else step * 1.01)).all()  # false where one is NaN
 

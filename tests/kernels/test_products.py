@@ -38,7 +38,7 @@ def arrays(rows: int, size: int, outs: int, x: str, kind: str, *, spread: bool =
 
 
 def exact(x: jax.Array, weight: Any) -> np.ndarray[Any, Any]:
-    """float64, of the numbers as they are multiplied."""
+    """The product in float64, of the numbers that the kernel multiplies."""
     if isinstance(weight, Quantized):
         if weight.inputs:
             x = dequantize(jax.jit(lambda x: quantize(transform(x.astype(jnp.float32), weight.hadamard), weight.kind))(x))
@@ -103,7 +103,7 @@ def test_the_transform_spreads_outliers() -> None:
 
 @pytest.mark.parametrize("size", [1, 10, 64, 96, 576, 1536])
 def test_the_transform_is_orthogonal(size: int) -> None:
-    """And spreads a number over its block: evenly, but for threes."""
+    """It also spreads a number over its block, evenly except for sizes with a factor of three."""
     block = block_of(size)
     made = np.asarray(transform(jnp.eye(size), block), np.float64)
     np.testing.assert_allclose(made @ made.T, gain(block) * np.eye(size), atol=1e-4 * gain(block))

@@ -1,4 +1,4 @@
-"""One call computed by several threads, of a pool that stands for XLA's."""
+"""One call computed by several threads of a pool that replaces XLA's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PART = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)
 
 
 class Frame:
-    """What XLA calls with, as far as the team reads it."""
+    """XLA's call frame, as far as the team reads it."""
 
     def __init__(self, schedule: Callable[[Any], Any], parts: int = PARTS) -> None:
         self.schedule = SCHEDULE(lambda args: schedule(TASK(args[3])))
@@ -54,7 +54,7 @@ class Frame:
         self.words[2] = self.api.ctypes.data
 
     def run(self, function: int, times: int = 1) -> list[int]:
-        """How often each part was done."""
+        """Number of times that each part was run."""
         run = PART(team.runner())
         for _ in range(times):
             run(function, self.words.ctypes.data, len(self.words) - 10)
@@ -68,7 +68,7 @@ def count() -> int:
 
 @pytest.fixture(autouse=True)
 def of_three(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """However many cores there are."""
+    """Uses three threads for any number of cores."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
         patch.delenv("NPROC", raising=False)
@@ -151,7 +151,7 @@ def test_a_process_forked_during_a_job_computes_too(count: int, pool: Any) -> No
 
 
 def test_xla_has_a_pool_where_it_is_looked_for() -> None:
-    """The real interface: a wrong place in its table would crash, or compute on one thread."""
+    """Uses the real interface: a wrong offset in its table would crash, or compute on one thread."""
     x, weight = jnp.ones((64, 64)), jnp.ones((512, 64))
     run = jax.jit(product).lower(x, weight).compile()
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Products by AMX: the same code with tiles that are emulated, and what the compiler makes of it for a processor that has them."""
+"""Products with AMX: the same code with emulated tiles, and its compilation for a processor with AMX."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ CALLBACKS = {name: ctypes.CFUNCTYPE(None, *kinds)(function) for name, (function,
 
 
 def emulated(text: str) -> str:
-    """A module that calls Python for what this processor lacks."""
+    """A module that calls Python for instructions that this processor lacks."""
     for name, callback in CALLBACKS.items():
         kinds = {I8: "i8", I64: "i64", PTR: "ptr"}
         args = ", ".join(f"{kinds[kind]} %a{n}" for n, kind in enumerate(INTRINSICS[name][1:]))

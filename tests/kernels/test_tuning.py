@@ -51,7 +51,7 @@ def test_the_table_goes_before_the_default(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_file_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is, which may be empty, and with an entry."""
+    """The file in the repository, which may be empty, and one with an entry."""
     before = json.loads(tuning.FILE.read_text())
     assert tuning.table() == before
     file = tmp_path / "tuned.json"
@@ -99,7 +99,7 @@ def test_what_is_found_is_written_beside_what_was_there(
 
 
 class Asked(Exception):
-    """In place of a kernel's compilation."""
+    """Replaces a kernel's compilation."""
 
 
 @pytest.mark.parametrize("max_model_len", [8192, 131072])
@@ -128,7 +128,7 @@ def test_every_case_of_the_default_engine_is_tuned(cache: str, max_model_len: in
 
 
 def test_a_choice_is_timed_by_all_loads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With XLA's form in the kernel's place, which needs no GPU."""
+    """XLA's form replaces the kernel, so no GPU is needed."""
     for name, value in {"POOL": 1 << 18, "EVEN": 32, "LONGEST": 64, "SHORT": (4, 9)}.items():
         monkeypatch.setattr(tune, name, value)
     monkeypatch.setattr(timing, "SAMPLE", 0.0)

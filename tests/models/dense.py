@@ -1,4 +1,4 @@
-"""Attention and recurrences at their plainest, over whole sequences."""
+"""Reference implementations of attention and recurrences over whole sequences."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DenseCausal:
         return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores)[..., : k.shape[0]], v)
 
     def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """Sequences lie one after the other, so what is `back` tokens before one is there on the axis."""
+        """Sequences follow each other on the token axis, so the token `back` before another is `back` places before it."""
         x, weight, out = x.astype(jnp.float32), weight.astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
         for back in range(weight.shape[1]):
             earlier = jnp.pad(x, ((back, 0), (0, 0)))[: len(x)]

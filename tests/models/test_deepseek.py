@@ -1,4 +1,5 @@
-"""What DeepSeek's checkpoints have beside what goldens cover: blocks of fp8, layers that predict further ahead, other model_types."""
+"""Features of DeepSeek's checkpoints that the golden tests do not cover: fp8 blocks, multi-token prediction
+layers, other model_types."""
 
 from __future__ import annotations
 

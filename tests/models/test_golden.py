@@ -1,4 +1,4 @@
-"""Models against transformers, with attention at its plainest."""
+"""Models compared with transformers, using reference attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 
 
 def differences(variant: str, folder: Path, tensor_parallel_size: int = 1) -> list[float]:
-    """How far logits are from the recorded ones at most, for each prompt; checks the greedy tokens as well."""
+    """Maximum difference of logits from the recorded ones, for each prompt. Also checks the greedy tokens."""
     golden, mesh = Golden.read(variant), make_mesh(tensor_parallel_size)
     write_model(folder, variant)
     model = build(read_config(folder), "float32", max_model_len(variant), shards=tensor_parallel_size)
@@ -74,7 +74,7 @@ SHARDED = ["llama_attention_bias", *(pytest.param(variant, marks=pytest.mark.ful
 
 @pytest.mark.parametrize("variant", SHARDED)
 def test_sharded_over_two_devices(variant: str, tmp_path: Path) -> None:
-    """In a process of its own: the number of a CPU's devices is fixed when JAX starts."""
+    """Runs in a separate process, since the number of CPU devices is fixed when JAX starts."""
     code = "import sys, pathlib; from tests.models.test_golden import differences; "
     code += f"print(max(differences('{variant}', pathlib.Path(sys.argv[1]), 2)))"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}

@@ -39,7 +39,7 @@ def test_each_row_goes_through_its_expert(form: str, count: int, rows: int, spre
 
 
 def test_the_cpu_program_has_no_copy_of_all_experts() -> None:
-    """Nor a product with all of them: temporaries stay far below the weights."""
+    """It does not multiply by all of them either: its temporaries are far smaller than the weights."""
     graph, state = nnx.split(experts(64))
 
     def run(params: object, x: jax.Array) -> jax.Array:

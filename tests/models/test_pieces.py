@@ -31,7 +31,7 @@ def filled(config: ModelConfig, source: tuple[Piece, ...], tensors: dict[str, np
 
 
 def numbered(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Rows of queries, keys and values, each with a number of its own."""
+    """Rows of queries, keys and values; each element is a different number."""
     sizes = {"q": config.num_heads * DIM, "k": config.num_kv_heads * DIM, "v": config.num_kv_heads * DIM}
     return {part: 1000 * i + np.arange(1, size + 1, dtype=np.float32) for i, (part, size) in enumerate(sizes.items())}
 

@@ -1,4 +1,4 @@
-"""Quantized models against the same models with the weights that quantization leaves."""
+"""Quantized models compared with the same models with dequantized weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logits(model: Model, params: Params, tokens: np.ndarray) -> np.ndarray:
 
 
 def models(folder: Path, variant: str, quantization: str, devices: int = 1) -> tuple[tuple[Model, Params], tuple[Model, Params]]:
-    """The quantized model, and the plain one with the weights that quantization leaves."""
+    """The quantized model, and the plain one with dequantized weights."""
     write_model(folder, variant)
     config, mesh = read_config(folder), make_mesh(devices)
     model = build(config, "float32", max_model_len(variant), quantization)

@@ -1,4 +1,4 @@
-"""What tests of records share."""
+"""Fixtures for tests of records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_new_callbacks() -> Iterator[None]:
-    """Of the garbage collector, whose pauses an engine on a virtual clock notes for itself."""
+    """Removes the garbage collector callbacks that a test added: engines on a virtual clock record pauses themselves."""
     before = [*gc.callbacks]
     yield
     gc.callbacks[:] = before

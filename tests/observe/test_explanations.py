@@ -1,4 +1,4 @@
-"""Each rule speaks when what it is about is provoked, alone, and is silent where an engine is as it should be."""
+"""Each rule reports its problem when that is provoked, and only then."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def busy(virtual: Virtual, requests: int = 8, output: int = 200) -> Virtual:
-    """As many requests as there are places, all at once."""
+    """A run with as many requests as can run at once, all of them from the start."""
     for _ in range(requests):
         virtual.ask(TILE, output)
     return virtual
@@ -221,6 +221,6 @@ def test_a_loop_without_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_trunk_is_known(healthy: Trace) -> None:
-    """Effects are predicted by the engine's own costs, which travel with a trace."""
+    """The engine's own costs predict effects, and are part of a trace."""
     costs = Trace.from_json(healthy.to_json()).step_costs
     assert costs.trunk_seconds(TrunkKey(8, 0)) == pytest.approx(10.16 * MS, rel=0.05)

@@ -1,4 +1,4 @@
-"""What the loop notes of its steps, on a virtual clock."""
+"""The loop's records of its steps, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_rings_are_bounded(virtual: Virtual) -> None:
 
 
 def test_totals(virtual: Virtual) -> None:
-    """In parts or at once, of however small a ring: each step counts once."""
+    """Each step counts once, whether totals are read once or often, and however small the ring is."""
     records = virtual.engine.records
     for _ in range(8):
         virtual.ask(TILE, 50)

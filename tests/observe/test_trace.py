@@ -1,4 +1,4 @@
-"""A trace is saved as Perfetto reads it, and read back."""
+"""Traces are saved in Perfetto's format, and can be loaded again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Event = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    """With everything in it: prompts in chunks beside rows, preemptions, a pause, a request that waits."""
+    """A trace with all features: chunked prompts together with rows, preemptions, a pause, a waiting request."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(step_recorder, "memory", lambda now: Memory(now, 1 << 30, 1 << 33))
         virtual = make_virtual(monkeypatch, pages=60, load=Load(away=0.1 * MS))
@@ -79,7 +79,7 @@ def test_files_that_there_are_not(trace: Trace, tmp_path: Path) -> None:
 
 
 def test_the_format(events: list[Event]) -> None:
-    """As the format's description says, for the events that are used."""
+    """The events follow the description of the format."""
     for event in events:
         assert event["ph"] in "XCiM" and isinstance(event["name"], str) and event["pid"] in (1, 2), event
         if event["ph"] != "M":

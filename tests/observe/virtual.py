@@ -1,4 +1,5 @@
-"""The real engine and scheduler on a virtual clock: what a step takes of the host and of the device is given, so findings are certain."""
+"""The real engine and scheduler on a virtual clock. Durations on host and device are given, so findings are
+deterministic."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ TILE = 64
 
 @dataclass
 class Clock:
-    """Seconds, and those in which the loop's thread had a processor."""
+    """Seconds, and those for which the loop's thread had a processor."""
 
     now: float = 1000.0
     cpu: float = 0.0
@@ -46,7 +47,7 @@ class InFlight:
 
 @dataclass
 class Load:
-    """What a step takes, in seconds, beside what the device takes by its costs.
+    """Seconds that a step takes besides the device's time according to its costs.
 
     Attributes:
         slower: times as long as costs say that the device takes.
@@ -95,7 +96,7 @@ class VirtualRunner:
 
 @dataclass
 class Virtual:
-    """An engine, its clock and what it has to do."""
+    """An engine, its clock and its requests."""
 
     engine: Engine
     clock: Clock
@@ -105,7 +106,7 @@ class Virtual:
     asked: int = 0
 
     def ask(self, prompt: int, output: int, at: float = 0.0, mask: TokenMask | None = None) -> None:
-        """A request of these lengths; requests come in order."""
+        """Adds a request with these lengths. Requests arrive in order."""
         number, self.asked = self.asked, self.asked + 1
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         tokens = [number + 10, *range(prompt - 1)]
@@ -113,13 +114,13 @@ class Virtual:
         self.arrivals.append((1000.0 + at, request))
 
     def run(self) -> Trace:
-        """Until all are answered. Returns the trace."""
+        """Runs until all requests are answered. Returns the trace."""
         while self.arrivals or self.engine.has_work:
             self.turn()
         return self.engine.trace()
 
     def turn(self) -> None:
-        """A turn of the loop; where there is nothing to do, until the next request."""
+        """An iteration of the loop. Without work, advances to the next request."""
         engine, clock, load = self.engine, self.clock, self.load
         while self.arrivals and self.arrivals[0][0] <= clock.now:
             engine.add(self.arrivals.popleft()[1])
@@ -145,7 +146,7 @@ def make_virtual(
     trunk: Callable[[TrunkKey], float] | None = None,
     budget: int = 0,
 ) -> Virtual:
-    """A step takes `base` and `token` for each of its program's tokens, or what `trunk` says."""
+    """A step takes `base` plus `token` for each of its program's tokens, or the time returned by `trunk`."""
     clock, load = Clock(), load or Load()
     virtual_time = SimpleNamespace(
         perf_counter=lambda: clock.now, thread_time=lambda: clock.cpu, time=lambda: clock.now, monotonic=lambda: clock.now, sleep=clock.work
@@ -179,7 +180,7 @@ def make_virtual(
 
 
 def slow(owner: Any, method: str, work: Callable[[], None]) -> None:
-    """The method takes time."""
+    """Makes the method take time."""
     inner = getattr(owner, method)
 
     def slowed(*arguments: Any) -> Any:

@@ -37,14 +37,14 @@ def cluster() -> Iterator[None]:
 
 
 def mock_llm(folder: Path, pids: Path, seconds: float, _: Any) -> AsyncLLM:
-    """Over a mock engine; leaves a file with its process's id."""
+    """An LLM with a mock engine, which leaves a file with its process's id."""
     (pids / str(os.getpid())).touch()
     return AsyncLLM.over(EngineThread(MockEngine(vocab_size=501, max_num_seqs=8, seconds=seconds)), Tokenizer.load(folder))
 
 
 @pytest.fixture
 def pids(tmp_path: Path) -> Path:
-    """Where workers leave the ids of their processes."""
+    """The folder with the ids of the workers' processes."""
     folder = tmp_path / "pids"
     folder.mkdir()
     return folder

@@ -19,7 +19,7 @@ PARAMS = {"max_tokens": 4, "temperature": 0.0}
 
 
 def killed_once(dataset: Any, pids: Path) -> list[dict[str, Any]]:
-    """The dataset's rows; a worker is killed once some have come."""
+    """The dataset's rows; a worker is killed after the first ones."""
     rows: list[dict[str, Any]] = []
     first: set[str] = set()
 
@@ -56,7 +56,7 @@ def test_every_row_once_when_a_worker_is_killed(make_llm: Callable[..., AsyncLLM
 
 
 def test_columns(make_llm: Callable[..., AsyncLLM], model: Path) -> None:
-    """Every kind of prompt; Ray's names; rows that fail among those that do not."""
+    """Every kind of prompt, Ray's column names, and rows that fail among others."""
     import ray
 
     from jengine.ray.data import ProcessorConfig, build_processor
@@ -86,7 +86,7 @@ def test_columns(make_llm: Callable[..., AsyncLLM], model: Path) -> None:
 
 
 def test_a_model(pids: Path) -> None:
-    """The same with engines: a worker is killed among 2,000 prompts, and the answers are those of one engine."""
+    """A worker is killed during 2,000 prompts, and the answers equal those of one engine."""
     import ray
 
     from jengine import LLM, SamplingParams

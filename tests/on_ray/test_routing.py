@@ -1,4 +1,4 @@
-"""Which replica answers, and how many there are: plain functions, but for their base classes."""
+"""The choice of replicas and of their number: plain functions, except for their base classes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_options() -> None:
 
 
 def test_health(model: Path) -> None:
-    """A replica whose engine has failed says so."""
+    """A replica reports the failure of its engine."""
     from jengine import AsyncLLM, EngineDead, EngineThread, Tokenizer
     from jengine.ray.serve import Engine, ServeConfig
     from jengine.serving.mock_engine import MockEngine

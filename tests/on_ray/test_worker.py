@@ -1,4 +1,4 @@
-"""What a Ray Data stage's worker makes of a batch; without a cluster, so without ray."""
+"""How a Ray Data stage's worker processes a batch; without a cluster, thus without ray."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_wrong_parameters_end_the_job(params: Any, field: str, model: Path) -> N
 
 
 def test_a_dead_engine_ends_the_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that Ray starts another one."""
+    """Ray then starts another process."""
 
     class Exited(BaseException):
         pass

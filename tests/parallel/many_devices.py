@@ -1,4 +1,5 @@
-"""Tests that need eight devices. A CPU's number of them is fixed when JAX starts: test_many_devices.py has a process for these."""
+"""Tests that need eight devices. The number of CPU devices is fixed when JAX starts, so test_many_devices.py
+runs them in a process."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def answers(folder: Path, variant: str, devices: int, **options: Any) -> list[An
 
 
 def check_samples(engine: Engine, prompt: list[int]) -> None:
-    """Samples that begin at a hit and copy the page that they share are those of requests that share nothing."""
+    """Samples that begin with a hit and copy a shared page equal those of requests that share nothing."""
     how = SamplingParams(temperature=0.9, seed=7, max_tokens=9, n=3)
     together = run(engine, [(prompt, how)])
     hit = 48 if engine.scheduler.blocks.states is None else 0  # the first snapshot comes after a tile
@@ -115,7 +116,7 @@ def test_fewer_bits_on_four_devices(quantization: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_stored_groups_are_cut(devices: int, tmp_path: Path) -> None:
-    """Each device has whole groups of its inputs, and together they stand for what is stored."""
+    """Each device has whole groups of inputs; together, the devices have the stored values."""
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "dynamic": {"-:.*o_proj": {}}}
     stored = write_quantized(tmp_path, config, gptq(32, 4, symmetric=True), plain=("o_proj.weight",))
     model = build(read_config(tmp_path), "float32", 64, shards=devices)
@@ -243,7 +244,7 @@ def test_rows_and_columns_are_exchanged(devices: int) -> None:
 
 
 def test_layouts_hold_every_head_once() -> None:
-    """By numbers: for every count of heads, kv heads and devices, the q rows and o columns of a head meet."""
+    """For every number of heads, kv heads and devices, the q rows and o columns of a head are on the same device."""
     from jengine.checkpoints.hugging_face import model_config
     from jengine.checkpoints.safetensors import Tensor
     from jengine.checkpoints.weights import assemble

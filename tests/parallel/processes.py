@@ -72,7 +72,7 @@ async def wait_for_ever(model: str, options: dict[str, Any]) -> None:
 
 
 def widened(llm: LLM, file: Path) -> list[tuple[int, int, int, bool]]:
-    """Before and after process 1 has compiled its programs: those that are ready, all, rows at most, whether all could be waited for."""
+    """Ready programs, all programs, the largest number of rows, and whether the wait succeeded: before and after process 1 compiles."""
     engine: Any = llm.engine
     found = []
     for _ in range(2):

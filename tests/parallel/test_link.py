@@ -1,4 +1,4 @@
-"""What processes of one engine say to each other, between threads that stand for processes."""
+"""Messages between the processes of an engine, with threads in place of processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey
 
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[np.ndarray]:
-    """Process 0's word, in place of JAX's broadcast: one copy for each who asks."""
+    """Replaces JAX's broadcast of process 0's value: one copy for each process."""
     said: queue.Queue[np.ndarray] = queue.Queue()
 
     def broadcast(word: np.ndarray) -> np.ndarray:

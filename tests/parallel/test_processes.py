@@ -1,4 +1,4 @@
-"""Two real processes of two devices each that share a model."""
+"""Two real processes with two devices each that share a model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def two(folder: Path, act: str) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def line(process: subprocess.Popen[str], start: str) -> str:
-    """The next line of output that starts so; Gloo prints lines of its own."""
+    """The next line of output with this prefix; Gloo prints other lines."""
     assert process.stdout is not None and process.stderr is not None
     for text in process.stdout:
         if start in text:

@@ -1,4 +1,4 @@
-"""Estimated times against arithmetic by hand, and XLA's text as it is read for them."""
+"""Estimated times compared with arithmetic by hand, and parsing of XLA's text."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_programs_follow_each_other_and_layers_are_alike() -> None:
 
 
 def test_what_xla_writes_is_read() -> None:
-    """Of a CPU's program, whose text has the same form."""
+    """Reads a program for the CPU, whose text has the same form."""
     table, ids, w = np.zeros((1000, 64), np.float32), np.zeros(8, np.int32), np.zeros((64, 32), np.float32)
     text = jax.jit(lambda table, ids, w: jnp.tanh(table[ids] @ w)).lower(table, ids, w).compile().as_text()
     assert text is not None

@@ -1,4 +1,4 @@
-"""Programs for GPUs that are not there, and plans. A tiny model is compiled; Llamas are checked by hand, and compiled in the long run."""
+"""Programs for absent GPUs, and plans. A tiny model is compiled; Llamas are checked by hand, and compiled in long tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LLAMAS = [("8b", 1), ("70b", 8)]  # and on how many devices
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but config.json."""
+    """A folder that only has config.json."""
     folder: Path = tmp_path_factory.mktemp("config only")
     (folder / "config.json").write_text(json.dumps({**VARIANTS["llama_gqa"], "dtype": "bfloat16"}))
     return folder
@@ -49,7 +49,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def texts(module: ModuleType) -> Iterator[dict[Key, str]]:
-    """What becomes of the programs that a module compiles: XLA's text of each."""
+    """Compiles the programs of a module; returns XLA's text of each."""
     seen: dict[Key, str] = {}
 
     def compile_all(*args: Any, **how: Any) -> Iterator[Built]:
@@ -63,7 +63,7 @@ def texts(module: ModuleType) -> Iterator[dict[Key, str]]:
 
 
 def check_products(texts: dict[Key, str]) -> None:
-    """All are cuBLASLt's: Triton's would run as nobody has tuned them."""
+    """All products use cuBLASLt: Triton's would not be tuned."""
     for key in (TrunkKey(8, 0, 1), TrunkKey(8, 1, 1), SamplerKey(9, "full")):
         assert "__cublas$lt$matmul" in texts[key], key
     assert not any("gemm_fusion" in text for text in texts.values())
@@ -154,7 +154,7 @@ def test_pages_of_8b_on_an_h200_by_hand() -> None:
 
 
 def test_staging_is_taken_from_the_cache(tiny: Path) -> None:
-    """Of 64 GiB on the host, 8,192 pages of 8 MiB; 32 are under way in each direction."""
+    """64 GiB on the host hold 8,192 pages of 8 MiB; up to 32 are copied in each direction at a time."""
     config = EngineConfig(model=str(DATA / "llama-3.1-8b"), swap_space=64)
     spec = describe_for(config, "h200")
     memory = DeviceMemory.of(memory_limit(config, spec, "h200"), spec, [ProgramMemory(0, 0, 0, 60_000_000)])
@@ -178,7 +178,7 @@ def test_70b_on_eight_h200s_by_hand() -> None:
 
 
 def check_plan(plan: Plan, weights: int, kv_bytes: int) -> None:
-    """What XLA reports for the plan's programs is what arithmetic says."""
+    """XLA's report for the plan's programs agrees with the arithmetic."""
     memory, spec = plan.memory, plan.spec
     assert (memory.weights, memory.page) == (weights, 64 * kv_bytes)
     unused = device_bytes(spec.params["lm_head"])  # a trunk has no use for it

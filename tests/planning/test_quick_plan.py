@@ -1,4 +1,4 @@
-"""`jengine plan` as anybody has it: without the extra aot, from arithmetic alone."""
+"""`jengine plan` without the extra aot, from arithmetic alone."""
 
 from __future__ import annotations
 

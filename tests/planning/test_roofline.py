@@ -1,4 +1,4 @@
-"""The plan's arithmetic against figures worked out by hand, and against the parameters that models declare."""
+"""The plan's arithmetic compared with figures calculated by hand, and with the parameters that models declare."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_llamas_parameters(size: str, parameters: int, layers: int, head: int, n
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_familys_matrices_are_counted(variant: str) -> None:
-    """What declares itself a matrix, by its shape of two axes or more; less positions, which are looked up."""
+    """Counts the declared parameters with two or more axes as matrices, except position embeddings, which are looked up."""
     config = model_config(VARIANTS[variant])
     model = build(config, "float32", 64)
     leaves = jax.tree_util.tree_leaves_with_path(model.params)

@@ -1,4 +1,4 @@
-"""Profiles made by hand, and one of an engine on a virtual clock."""
+"""Artificial profiles, and one of an engine on a virtual clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def process(**fields: Any) -> ProcessProfile:
 
 
 def stepping(monkeypatch: pytest.MonkeyPatch, late: float = 0.0) -> Virtual:
-    """An engine that has made 200 steps of 10 ms from BEGIN on; the 100th planned for `late` seconds more."""
+    """An engine that has run 200 steps of 10 ms from BEGIN on; planning the 100th took `late` seconds longer."""
     monkeypatch.setattr(step_recorder, "memory", lambda now: Memory(now, 1 << 30, 1 << 33))
     virtual = make_virtual(monkeypatch)
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""`jengine profile -- COMMAND`: its Python processes that use jengine take profiles of themselves."""
+"""`jengine profile -- COMMAND`: Python processes that use jengine profile themselves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ sys.exit(3)
 
 
 def test_a_program(tmp_path: Path) -> None:
-    """It runs as without a profile, its own sitecustomize included, and its exit code is passed on."""
+    """The program runs as it does without a profile, including its own sitecustomize, and its exit code is returned."""
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.CUSTOMIZED = True")
     (tmp_path / "program.py").write_text("assert CUSTOMIZED\n" + USES)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -62,7 +62,7 @@ def test_what_cannot_be_profiled(command: list[str], words: str, capsys: pytest.
 @pytest.mark.parametrize("flag", [["--seconds", "3"], ["--tls"], ["--api-key-file", "key"]])
 def test_flags_of_servers_are_refused(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["profile", *flag, "--", sys.executable]) == 2
-    assert "is for a server" in capsys.readouterr().err
+    assert "is only for a server" in capsys.readouterr().err
 
 
 @pytest.mark.full

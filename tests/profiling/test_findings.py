@@ -1,4 +1,4 @@
-"""Each rule names what it is about, alone, and is silent where a process is as it should be."""
+"""Each rule reports its problem, and nothing for a healthy process."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_silent_when_healthy(fields: dict[str, Any]) -> None:
 
 
 def test_a_storm_is_no_matter_of_the_interpreters_lock() -> None:
-    """What waits while another thread collects is the collector's."""
+    """Waiting while another thread collects garbage is attributed to the collector."""
     long = [Collection(BEGIN + i / 2, 0.1, 2, 0, "storm") for i in range(20)]
     waits = [InterpreterWait(one.at + 0.001, 0.09, "storm") for one in long]
     assert named(collections=long, interpreter_waits=waits) == ["garbage_collection"]

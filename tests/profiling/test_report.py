@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing else, its findings first."""
+"""The report is one self-contained page with the findings first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOID = {"meta", "rect", "line", "tr", "td", "th", "li", "p"}
 
 
 class Page(HTMLParser):
-    """Its text, links and tags that were not closed."""
+    """A page's text, links and unclosed tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

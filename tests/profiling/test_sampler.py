@@ -1,4 +1,5 @@
-"""Threads are seen where they are: in stacks, at locks, in system calls. They wait until the sampler has seen them; no time is measured."""
+"""The sampler sees threads in stacks, at locks and in system calls. They wait until it has seen them; no time
+is measured."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
 
 class Account:
-    """Something with a lock, of which two threads want to have it."""
+    """An object with a lock that two threads acquire."""
 
     def __init__(self) -> None:
         self._lock, self.condition = threading.Lock(), threading.Condition()

@@ -1,4 +1,4 @@
-"""What tools write is read."""
+"""Parsing of tools' output."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_perf_trace() -> None:
 
 
 def test_strace() -> None:
-    """A call that was interrupted by others' lines is known by its end. What only waits is counted, and not listed."""
+    """A call interrupted by other lines is identified by its end. Calls that only wait are counted, but not listed."""
     counts, slow = parse_strace(STRACE)
     assert sorted(counts) == [
         (14018, "write", 3, pytest.approx(0.002017)),

@@ -1,4 +1,4 @@
-"""What a request of the scheduler's tests gets: functions of its seed and of the tokens before, that need no model."""
+"""Expected answers in the scheduler's tests: functions of the seed and the previous tokens, without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def next_token(seed: int, sample: int, tokens: list[int], params: SamplingParams
 
 
 def found_after(tokens: list[int], seed: int, sample: int, width: int, temperature: float) -> Found:
-    """2 x width candidates, and a sampled one, which may be another."""
+    """2 x width candidates, and a sampled token, which may be another one."""
     draw = random.Random(hash((seed, *tokens)))
     likely = draw.sample(range(VOCAB), 2 * width + 1)
     values = sorted([-draw.uniform(0.1, 1.0) for _ in likely], reverse=True)
@@ -31,7 +31,7 @@ def found_after(tokens: list[int], seed: int, sample: int, width: int, temperatu
 
 
 def beams_alone(request: Request, seed: int, max_model_len: int) -> list[Beam]:
-    """What a search finds that has the device for itself."""
+    """The result of a beam search that runs alone."""
     params, prompt = request.beams, request.prompt_token_ids
     assert params is not None and params.temperature == 0.0
 
@@ -45,7 +45,7 @@ def beams_alone(request: Request, seed: int, max_model_len: int) -> list[Beam]:
 
 
 def alone(request: Request, seed: int, max_model_len: int) -> tuple[list[int], str, int | None]:
-    """Output, finish reason and stop reason of a request that has the device for itself."""
+    """Output, finish reason and stop reason of a request that runs alone."""
     params, prompt_len = request.params, len(request.prompt_token_ids)
     tokens = list(request.prompt_token_ids)
     while True:

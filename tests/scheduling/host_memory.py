@@ -1,4 +1,4 @@
-"""A host's memory without a host: what lies in its pages, and copies that take a while and end in any order."""
+"""Simulated host memory: the contents of its pages, and copies that take time and finish in any order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HostMemory:
             self._staging[place] = host, self._pages[host]
 
     def ended(self, draw: random.Random, share: float) -> tuple[list[int], list[int]]:
-        """Some of the copies under way end, in any order: (host pages, places)."""
+        """Some of the copies in flight finish, in any order: (host pages, places)."""
         saved, staged = ([one for one in under_way if draw.random() < share] for under_way in (self._spilling, self._staging))
         for ended in (saved, staged):
             draw.shuffle(ended)

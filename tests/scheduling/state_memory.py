@@ -1,4 +1,5 @@
-"""The strict device's recurrent states: a tile or a row that begins with another state than that of all tokens before fails at once."""
+"""The strict device's recurrent states: a tile or row that starts with any state except that of all previous
+tokens fails."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class StateMemory:
         self._held: dict[int, int] = {}  # by page: hash of the salt and all tokens that it stands for
 
     def turn(self, span: Span, content: Callable[[int], int]) -> None:
-        """A span's tiles, or its row, one after the other. content: the hash of a sequence's tokens up to a position."""
+        """Runs a span's tiles or row in order. content: the hash of a sequence's tokens up to a position."""
         assert (span.states is not None) == (self.pages > 0)
         if span.states is None:
             return

@@ -34,7 +34,7 @@ FULL = (GroupPages(),)
 
 @dataclass
 class Slot:
-    """A slot's state; its block tables, by cache group, are empty on reset, so a stale entry cannot pass."""
+    """A slot's state. Its block tables, by cache group, are cleared on reset, so stale entries are detected."""
 
     reset: SlotReset
     tables: list[dict[int, int]]
@@ -68,7 +68,7 @@ class StrictDevice:
         self.host = HostMemory(self._page, self._set_page)
 
     def run(self, plan: StepPlan) -> tuple[list[list[int]], dict[int, Found]]:
-        """The tokens of every sample, and what is found after beams."""
+        """Runs a plan. Returns the tokens of every sample, and the candidates of beams."""
         rows = self._check_size(plan)
         self._take_updates(plan)
         if plan.steps > 1:
@@ -164,7 +164,7 @@ class StrictDevice:
         return rows
 
     def _check_places(self, spans: List[Span], rows: int) -> None:
-        """A token's program, and its place in a tile, follow from its request alone."""
+        """Checks that a token's program, and its place in a tile, depend on its request alone."""
         assert not 0 < rows < len(spans), "rows beside tiles"
         for span in spans:
             prompt_len, end = len(self.sequences[span.seq].request.prompt_token_ids), span.start + span.length
@@ -175,7 +175,7 @@ class StrictDevice:
                 assert end % self.table.tile_size == 0 or end == prompt_len
 
     def _check_ready(self, plan: StepPlan, rows: int, tiles: int) -> None:
-        """Only programs that are ready, and of these the smallest."""
+        """Checks that programs are ready, and are the smallest ready ones."""
         table = self.table
         assert plan.trunk in self.ready and plan.sampler in self.ready, "a program that is not ready"
         assert ScoreKey(plan.trunk.tiles) in self.ready or not any(span.targets for span in plan.spans)
@@ -205,7 +205,7 @@ class StrictDevice:
                     self.cache[target, offset] = self.cache[source, offset]
 
     def _start(self, span: Span) -> None:
-        """A sequence that does not begin at its first token claims that the cache has those before."""
+        """A sequence that does not begin at its first token requires that earlier ones are cached."""
         slot, sequence = self.slots[span.slot], self.sequences[span.seq]
         if not slot.tokens and span.start:
             assert span.start % self.page_size == 0 and sequence.request.params.prompt_logprobs is None
@@ -225,7 +225,8 @@ class StrictDevice:
         assert page_bucket == 0 or (len(slot.tokens) - 1) // self.page_size < page_bucket, "a program that reads too few pages"
 
     def _read(self, span: Span) -> None:
-        """What the span's queries see: in a group with a window, what the first of them sees and all after it."""
+        """The tokens that the span's queries attend to: in a group with a window, those of the first query and
+        all after it."""
         slot = self.slots[span.slot]
         for group, table in enumerate(slot.tables):
             window = self.groups[group].window
@@ -307,7 +308,7 @@ class Loop:
         return first
 
     def begin_with_few(self) -> None:
-        """Has only the programs that serve any request; `get_more` brings the others."""
+        """Starts with only the programs that serve any request; `get_more` adds the others."""
         table = self.scheduler.table
         self._coming = [key for key in by_use(table) if key not in first_needed(table)]
         self._let_use(first_needed(table))
@@ -327,12 +328,13 @@ class Loop:
         self.check()
 
     def stop_at_string(self, sequence: Sequence) -> None:
-        """What the engine does when a sequence's text completes a stop string."""
+        """Does what the engine does when a sequence's text completes a stop string."""
         self.scheduler.finish(sequence, "stop", "text")
         self.check()
 
     def step(self, ahead: int) -> bool:
-        """Plans and runs one step, then collects all but the last `ahead` steps. False if there was nothing to run."""
+        """Plans and runs one step, then collects all but the last `ahead` steps. Returns False if there was
+        nothing to run."""
         if self.scheduler.blocks.tier is not None:
             self.scheduler.swapped(*self.device.host.ended(self._draw, self.ending))
         plan = self.scheduler.schedule()
@@ -355,7 +357,7 @@ class Loop:
         return plan is not None
 
     def drain(self, ahead: int, limit: int = 10_000) -> None:
-        """Steps until everything has ended."""
+        """Runs steps until all requests have ended."""
         for _ in range(limit):
             if not self.scheduler.has_work:
                 break

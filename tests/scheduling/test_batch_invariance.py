@@ -1,4 +1,4 @@
-"""Batch-invariant steps: what they hold, where prompts are cut, what is found and how a preempted sequence resumes.
+"""Batch-invariant steps: their contents, the chunks of prompts, prefix cache hits, and how a preempted sequence resumes.
 
 Every plan runs on the strict device, which fails where a token's program or place does not follow from its request alone.
 """
@@ -31,14 +31,14 @@ def loop(**options):
 
 
 def computed(loop: Loop, ahead: int = 1) -> int:
-    """Prompt tokens that tiles compute until all is done."""
+    """Number of prompt tokens computed in tiles until all requests have ended."""
     before = loop.device.prefilled
     loop.drain(ahead)
     return loop.device.prefilled - before
 
 
 def kinds(loop: Loop) -> Iterator[str]:
-    """Of each step, whether it holds rows or tiles."""
+    """For each step, whether it contains rows or tiles."""
     while loop.step(ahead=1):
         yield "tiles" if loop.dispatched[-1][0].trunk.tiles else "rows"
     loop.drain(ahead=1)
@@ -76,7 +76,7 @@ def test_hits_are_whole_tiles_and_whole_pages(tile, page):
 
 
 def test_prompts_come_first_and_rows_have_their_turn():
-    """Three long prompts beside a stream: a row after every 32 tokens of prompts."""
+    """Three long prompts and a stream: a step with rows follows every 32 prompt tokens."""
     one = loop()
     one.add([7], max_tokens=40, **NO_END)
     assert [next(kinds(one)) for _ in range(3)] == ["tiles", "rows", "rows"]
@@ -147,7 +147,7 @@ def test_a_resumed_sequence_repeats_its_own_tokens_in_rows(ahead, prefix_caching
 
 
 def test_what_was_generated_is_not_taken_from_prompts_that_hold_it():
-    """While a sequence waits to resume, another's prompt goes on as it did: those pages were computed in tiles."""
+    """A prompt finds only the pages computed in tiles (16 tokens), although a sequence with all of its tokens waits to resume."""
     one = loop(num_pages=1 + 40)
     one.add([1] * 21, max_tokens=30, **NO_END)
     last = one.add([2] * 21, max_tokens=30, **NO_END)

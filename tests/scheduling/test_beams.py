@@ -1,4 +1,4 @@
-"""Beams in the scheduler: vLLM's rule, pages that are shared and copied, families that are admitted and preempted as one."""
+"""Beams in the scheduler: vLLM's rule, shared and copied pages, and searches that are admitted and preempted as a unit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def loop(**changes: Any) -> Loop:
 
 
 def searched(one: Loop, prompt: list[int] = PROMPT, ahead: int = 1, **params: Any) -> Sequence:
-    """A search that has ended; that it found what it should is checked."""
+    """A finished search, whose result has been checked."""
     sequence = one.add_beams(prompt, BeamSearchParams(**{"max_tokens": 20, **params}))
     one.drain(ahead)
     return sequence

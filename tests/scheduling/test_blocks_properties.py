@@ -1,4 +1,4 @@
-"""Sequences come, grow, fork, end and are found again, over any groups and pools; pages remember what they hold."""
+"""Sequences arrive, grow, fork, end and hit the cache, with any groups and pools. Pages remember their contents."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class BlocksMachine(RuleBasedStateMachine):
             self.held[pool, page, offset] = token
 
     def swap(self):
-        """What was planned happens before anything is copied or written."""
+        """Planned copies take place before anything else is copied or written."""
         if self.blocks.tier is not None and (swaps := self.blocks.tier.take_swaps()):
             self.host.swap(swaps)
 
@@ -76,7 +76,7 @@ class BlocksMachine(RuleBasedStateMachine):
         return group, self.salts[number], tuple(self.tokens[number][: at + 1])
 
     def places(self, number, group, start):
-        """Of tokens from `start` on: position, and (pool, page, offset)."""
+        """Places of tokens from `start` on: position, and (pool, page, offset)."""
         size, pages = self.blocks.page_size, self.blocks._tables[number].pages[group]
         return [(at, (self.blocks.groups[group].pool, pages[at // size], at % size)) for at in range(start, len(self.tokens[number]))]
 
@@ -111,7 +111,7 @@ class BlocksMachine(RuleBasedStateMachine):
         self.compute(number, tokens[: LONGEST - len(self.tokens[number])])
 
     def compute(self, number, tokens):
-        """As far as there is room, as a step does: shared pages are copied, then tokens are written, then read."""
+        """Computes tokens while there is room, like a step: shared pages are copied, then tokens are written, then read."""
         known, blocks = self.tokens[number], self.blocks
         start = len(known)
         blocks.pass_windows(number, start)
@@ -143,7 +143,7 @@ class BlocksMachine(RuleBasedStateMachine):
         self.read(number, start)
 
     def read(self, number, position):
-        """What queries from a position on see."""
+        """The contents that queries from a position on attend to."""
         for group, (window, _) in enumerate(self.blocks.groups):
             for at, place in self.places(number, group, 0 if window is None else max(position - window + 1, 0)):
                 assert self.held[place] == self.content(number, group, at)

@@ -1,4 +1,4 @@
-"""Bursts in the scheduler: outputs are those of single steps, whatever ends or waits in between."""
+"""Bursts in the scheduler: outputs equal those of single steps, with any ends and waiting requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def loop(**changes: Any) -> Loop:
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_tokens_are_those_of_single_steps(ahead: int, page_size: int, windows: tuple[int | None, ...]) -> None:
-    """With ends and stops at every place of a burst, and the longest lengths there are."""
+    """Sequences end or stop at every position of a burst, and reach the maximum length."""
     one = loop(page_size=page_size, groups=[GroupPages(window) for window in windows], num_pages=900)
     for seed in range(24):
         one.add(
@@ -45,7 +45,7 @@ def test_a_row_takes_part_as_long_as_it_may() -> None:
 
 
 def test_the_longest_sequence_ends_within_a_burst() -> None:
-    """Beside one that goes on: no program for more pages than max_model_len has is asked for."""
+    """Another sequence continues. No program for more pages than max_model_len needs is requested."""
     one = loop(max_model_len=40, page_size=4, page_buckets=(1, 5, 10))
     one.add([1] * 20, max_tokens=None, ignore_eos=True)
     for tokens in (31, 36):

@@ -1,4 +1,4 @@
-"""What requests are told to expect, against what the scheduler then does on a virtual clock."""
+"""Predictions for requests, compared with the scheduler on a virtual clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.simulation.shapes import make_shape, poisson
 
 
 class Asking(VirtualEngine):
-    """Asks, before a request comes, what it may expect: the last one of a trace."""
+    """Asks for a prediction before the last request of a trace arrives."""
 
     def _request(self, row: int) -> Request:
         request = super()._request(row)

@@ -1,4 +1,4 @@
-"""Cached pages go to the host before they are lost, and come back where that takes less than computing them."""
+"""Cached pages are copied to the host before they are lost, and fetched if that is faster than computing them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLOW = SwapCosts(0.0, 1e6, 0.0)
 
 
 def make(*, pages: int = 10, host_pages: int = 40, swaps: SwapCosts = FREE, **options: Any) -> Loop:
-    """A device that holds one prompt and its output, and not two."""
+    """A device that can hold one prompt with its output, but not two."""
     loop = Loop(
         max_model_len=32,
         tile_size=4,
@@ -39,7 +39,7 @@ def prompt(number: int, length: int = LENGTH) -> list[int]:
 
 
 def answer(loop: Loop, number: int, **options: Any) -> int:
-    """Runs a prompt alone; how many of its tokens were not computed."""
+    """Runs a prompt alone. Returns the number of its tokens that were not computed."""
     sequence = loop.add(prompt(number), max_tokens=4, ignore_eos=True, **options)
     loop.drain(ahead=1)
     return sequence.num_cached
@@ -77,7 +77,7 @@ def test_computing_is_preferred_where_it_takes_less() -> None:
 
 
 def test_a_page_that_saves_no_tile_is_not_fetched() -> None:
-    """Tiles are computed whole: four tokens less of one that remains save next to nothing."""
+    """Tiles are computed completely, so four tokens less in the remaining tile save almost nothing."""
     scheduler = make(swaps=SwapCosts(0.0, 1e-6, 0.0)).scheduler
     near, one, more = Hit([], 9), Hit([], 11, fetches=1, from_host=2), Hit([], 13, fetches=1, from_host=4)
     assert scheduler._or_fetch(near, one, 12) == near._replace(from_host=2)
@@ -141,7 +141,7 @@ def test_salts_and_resets() -> None:
 @pytest.mark.parametrize("event", ["abort", "reset", "preempt"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_while_pages_are_on_their_way(event: str, steps: int) -> None:
-    """Nothing is lost, and the same is answered, whatever becomes of a sequence that waits for its pages."""
+    """Whatever happens to a sequence that waits for its pages, no pages are lost and answers do not change."""
     loop = make()
     for number in range(3):
         answer(loop, number)
@@ -164,7 +164,7 @@ def test_while_pages_are_on_their_way(event: str, steps: int) -> None:
 
 
 def test_others_run_meanwhile() -> None:
-    """A sequence that waits for pages holds up none behind it."""
+    """A sequence that waits for pages does not block those behind it."""
     loop = make(pages=16)
     for number in range(4):
         answer(loop, number)

@@ -1,4 +1,4 @@
-"""Looking up prompts: the longest hit, and no more often than what can be found changes."""
+"""Looking up prompts: finds the longest hit, and repeats a lookup only after the cache has changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = list(range(PAGES * PAGE_SIZE + 1))
 
 
 def is_hit(present: list[list[bool]], count: int) -> bool:
-    """Whether each group has what the query after `count` pages sees."""
+    """Whether each group has the tokens that the query after `count` pages attends to."""
     return all(
         all(pages[0 if group.window is None else max(count * PAGE_SIZE - group.window + 1, 0) // PAGE_SIZE : count])
         for group, pages in zip(GROUPS, present, strict=True)

@@ -1,4 +1,4 @@
-"""Who is next: ageing, fair shares, batches."""
+"""Admission order: ageing, fair shares, batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = 0.010  # seconds, more or less
 
 
 class Run:
-    """A scheduler on a virtual clock, and what came of its requests."""
+    """A scheduler on a virtual clock, and the results of its requests."""
 
     def __init__(self, requests, max_num_seqs=SEQS, **options):
         self.engine = VirtualEngine(Linear(10.0, 0.0, 0.0, 0.0))
@@ -57,7 +57,7 @@ def request(i, arrival=0.0, *, prompt=8, output=4, **level):
     work=st.lists(st.tuples(st.floats(0.0, 0.05), st.integers(-2, 3)), min_size=2, max_size=40),
 )
 def test_a_request_is_overtaken_only_by_those_that_arrive_soon_after_it(ageing, work):
-    """By one of `levels` lower priority, at most levels * ageing seconds after it: so nobody waits for ever."""
+    """A request whose priority value is lower by `levels` overtakes it only if it comes within levels * ageing seconds. So none starves."""
     at, requests = 0.0, []
     for i, (gap, priority) in enumerate(work):
         at += gap

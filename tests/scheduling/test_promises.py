@@ -1,4 +1,4 @@
-"""What was accepted is in time, where costs are what was predicted."""
+"""Accepted requests are on time if costs are as predicted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TABLE = ProgramTable.build(max_num_seqs=SEQS, max_num_batched_tokens=SEQS + 8 * 
 
 
 class Linear(StepCosts):
-    """Costs that grow with rows, tiles and contexts, each at a rate drawn for it: in milliseconds, as the targets."""
+    """Costs that grow with rows, tiles and contexts at random rates: in milliseconds, like the targets."""
 
     def __init__(self, step: float, row: float, tile: float, context: float) -> None:
         super().__init__(TABLE)
@@ -50,7 +50,7 @@ def serve(costs, requests, lengths, options, num_pages=400, ahead=1, budget=SEQS
 
 
 def random_work(draw, known):
-    """Requests that come in clumps, with targets that are just possible, or just not."""
+    """Bursts of requests with targets that are just possible, or just impossible."""
     requests, lengths, at = [], {}, 0.0
     for i in range(25):
         at += draw.random() * draw.choice([0.0, 0.02, 0.1])
@@ -84,7 +84,7 @@ def test_with_exact_costs_no_accepted_request_misses_its_target(seed, known, cos
 
 
 def test_promises_are_not_kept_by_rejecting_everything():
-    """More requests are in time than any that are served as they come, with the same costs."""
+    """More requests are on time than if all were served in order of arrival, at the same costs."""
     draw, met = random.Random(1), {"throughput": 0, "serve": 0, "reject": 0}
     for _ in range(15):
         costs = Linear(draw.uniform(0.1, 10), draw.uniform(0, 0.5), draw.uniform(0.1, 20), draw.uniform(0, 0.01))

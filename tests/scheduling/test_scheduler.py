@@ -1,4 +1,4 @@
-"""What the scheduler plans, refuses and promises, case by case."""
+"""The scheduler's plans, rejections and guarantees, case by case."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_the_last_under_the_policy_is_preempted_and_resumes_first(policy, victim
 
 
 def test_a_preempted_sequence_keeps_the_token_in_flight():
-    """It is read after the preemption, counts, and is computed again with the others, not sampled again."""
+    """The token is read after the preemption and counts. Its KV is recomputed with the others; it is not sampled again."""
     one = loop(num_pages=1 + 16)
     for token in (1, 2):
         one.add([token] * 16, max_tokens=33, **NO_END)

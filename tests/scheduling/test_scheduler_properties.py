@@ -22,7 +22,7 @@ from tests.scheduling.strict_device import Loop
 
 
 def random_costs(seed: int) -> StepCosts:
-    """Costs without sense: they may change how long things take, never what comes out."""
+    """Arbitrary costs: they may change durations, but never outputs."""
 
     class Drawn(StepCosts):
         def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK) -> float:

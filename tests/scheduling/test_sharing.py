@@ -19,7 +19,7 @@ def loop(**options):
 
 
 def computed(loop: Loop, ahead: int = 1) -> int:
-    """Prompt tokens that steps compute until all is done."""
+    """Number of prompt tokens computed in steps until all requests have ended."""
     before = loop.device.prefilled
     loop.drain(ahead)
     return loop.device.prefilled - before
@@ -46,7 +46,7 @@ def test_the_next_turn_of_a_chat_finds_the_answer_as_well():
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_followers_of_a_cold_prefix_compute_none_of_it(ahead):
-    """They arrive together; the step has room for all, or for a part of the first alone."""
+    """They arrive together; a step fits all of them, or only part of the first."""
     for tokens in (8 * 8 + 8, 8 + 8):
         one = loop(max_num_batched_tokens=tokens)
         for i in range(6):
@@ -107,7 +107,7 @@ def test_samples_that_find_no_slot_find_the_pages_later():
 
 
 def test_samples_end_one_by_one():
-    """The sharer of a page may be gone before it is written: nothing is copied then."""
+    """If the other owner of a page ends before it is written, the page is not copied."""
     one = loop()
     one.add(PROMPT, n=2, max_tokens=9, **NO_END)
     one.step(ahead=0)

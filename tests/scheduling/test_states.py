@@ -1,4 +1,5 @@
-"""Recurrent states: where snapshots lie, what hits take from them, and how samples part. The strict device checks every state read."""
+"""Recurrent states: places of snapshots, their use in hits, and diverging samples. The strict device checks
+every state read."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def cached(one: Loop, prompt: list[int], **how: object) -> int:
-    """Tokens of a prompt that are not computed, when it runs alone."""
+    """Number of a prompt's tokens that are not computed, when it runs alone."""
     sequence = one.add(prompt, max_tokens=3, **how)
     one.drain(1)
     return sequence.num_cached

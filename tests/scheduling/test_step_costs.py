@@ -1,4 +1,4 @@
-"""Costs learn what steps take, whatever disturbs some of them; and how many tiles run is a matter of useful tokens a second."""
+"""Costs follow the duration of steps despite disturbances; the number of tiles maximizes useful tokens a second."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = st.sampled_from(TABLE.trunks())
 
 
 class Machine:
-    """A device whose steps take what these costs say, times `slow`, and some noise."""
+    """A device whose steps take the time given by these costs, times `slow`, plus noise."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random, self.slow = random.Random(seed), 1.0
@@ -33,7 +33,7 @@ class Machine:
         return self.trunks[trunk] + self.samplers[sampler] + self.slopes.seconds(work)
 
     def steps(self, count: int):
-        """(trunk, sampler, work, seconds), as a mixed load has them."""
+        """(trunk, sampler, work, seconds) of a mixed load."""
         for _ in range(count):
             trunk = self.random.choice(TABLE.trunks())
             sampler = TABLE.sampler(trunk, self.random.choice(VARIANTS))
@@ -47,7 +47,7 @@ class Machine:
 
 
 def run(costs: StepCosts, machine: Machine, count: int) -> list[float]:
-    """Lets it observe so many steps; how far each was from its prediction, relative to it."""
+    """Runs this many steps. Returns the relative deviation of each from its prediction."""
     errors = []
     for trunk, sampler, work, seconds in machine.steps(count):
         errors.append(abs(seconds / costs.seconds(trunk, sampler, work) - 1.0))

@@ -1,4 +1,4 @@
-"""What a step should hold: pure functions of costs."""
+"""The contents of a step as pure functions of costs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_of_equal_rates_the_larger_bucket_wins():
 
 
 def by_costs(costs, rows, pending, work=NO_WORK):
-    """By a cost model, in a table of row buckets 8 and 32."""
+    """The strategy's choice under a cost model, with a table of row buckets 8 and 32."""
 
     def seconds(rows, tiles):
         return costs.seconds(TABLE.trunk(rows, tiles), work=work)
@@ -71,7 +71,7 @@ def test_before_measurement_a_nearly_empty_bucket_is_not_worth_it():
 
 
 def test_rows_with_long_contexts_make_padding_cheap():
-    """They cost as much in each step: so fewer steps, although of eight places three are empty."""
+    """They cost the same in each step, so fewer steps are better, although three of eight rows are padding."""
     assert by_costs(StepCosts(TABLE), 8, 5) == 4
     assert by_costs(StepCosts(TABLE), 8, 5, Work(context=10**8)) == 5
 
@@ -109,7 +109,7 @@ def test_tiles_run_only_when_no_stream_is_late_for_them():
 
 
 def test_a_stream_of_known_length_makes_up_for_a_burst():
-    """It gains 20 ms with each token: 80 ms, which the burst takes it, in the last four of five."""
+    """It gains 20 ms with each token, so the last four of its five tokens make up for the burst's 80 ms."""
     prompts = [Prompt(8, 0.120)]
     assert latency(situation(8, slack=0.050, tpot=0.050, length=5, prompts=prompts)) == (8, "all in time")
     assert latency(situation(8, slack=0.050, tpot=0.050, length=3, prompts=prompts))[1] != "all in time"

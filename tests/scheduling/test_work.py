@@ -1,4 +1,4 @@
-"""Work in closed form is what counting one token after the other gives; plans carry it."""
+"""Work in closed form equals counting token by token; plans contain it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WINDOWS = st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=4)
 
 
 def seen(position: int, window: int | None) -> int:
-    """Tokens that a query attends to."""
+    """Number of tokens that a query attends to."""
     return position + 1 if window is None else min(position + 1, window)
 
 
@@ -31,7 +31,7 @@ def test_prompts_attend_to_what_each_token_sees(start, length, windows):
 
 
 def test_a_plan_says_its_work():
-    """A prompt of 20 tokens in tiles of 16, beside a row that has 4 and a window of 8."""
+    """A prompt of 20 tokens in tiles of 16, with a row that has 4 tokens, and a window of 8."""
     loop = Loop(
         max_model_len=64,
         tile_size=16,

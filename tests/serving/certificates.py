@@ -22,7 +22,7 @@ class Pair:
 
 
 class Authority:
-    """A certificate authority that signs what it is asked to."""
+    """A certificate authority that signs any request."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self._key = folder, ec.generate_private_key(ec.SECP256R1())

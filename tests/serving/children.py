@@ -1,4 +1,4 @@
-"""Engine processes in tests."""
+"""Engine processes for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server over a mock engine, in a thread of this process, and a channel to it."""
+"""A server with a mock engine, in a thread of this process, and a channel to it."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class MockServer:
 
     @contextmanager
     def stub(self, key: str | None = None) -> Iterator[GenerateServiceStub]:
-        """With an API key, or without."""
+        """A stub that sends this API key, if any."""
         with grpc.insecure_channel(self.address) as channel:
             yield GenerateServiceStub(channel if key is None else with_key(channel, key))
 
     def wait_until_idle(self) -> None:
-        """Nothing runs, nothing waits, nobody is remembered, and every page is back."""
+        """Waits until nothing runs or waits, no client is remembered, and all pages are free."""
         until = time.monotonic() + 60
         while self.engine.has_work or self.llm._handles or self.engine.load.free_pages != self.engine.load.pages:
             assert time.monotonic() < until, self.engine.load
@@ -84,7 +84,7 @@ def serve_mock(
     defaults: SamplingParams | None = None,
     **engine_options: Any,
 ) -> Iterator[MockServer]:
-    """Options of ServerConfig, and of MockEngine; the model's name, and its sampling parameters by default."""
+    """`serve_mock` takes options of ServerConfig and MockEngine, the model's name, and its default sampling parameters."""
     engine = MockEngine(**{"vocab_size": 501, **engine_options})
     info = ModelInfo(name=name, limits=engine.limits, dtype="float32", devices="1 mock", mesh={"tensor": 1}, has_chat_template=True)
     metrics = PrometheusMetrics(name, lambda: engine.load, lambda: 0)

@@ -1,4 +1,4 @@
-"""Engines for engine processes that go wrong: functions as in serving/engines.py, called in the child."""
+"""Faulty engines for engine processes: functions as in serving/engines.py, called in the child."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ FACTS = EngineInfo(tokenizer_folder=None, dtype="", devices="")
 
 
 def refuses(error: str, text: str) -> Made:
-    """Cannot start."""
+    """Raises an error at the start."""
     raise InvalidArgument("max_model_len", 10**30, text) if error == "InvalidArgument" else getattr(jengine, error, RuntimeError)(text)
 
 
 def exits(code: int) -> Made:
-    """Does not come to say why."""
+    """Exits without an error message."""
     os._exit(code)
 
 
 def starts_slowly(mark: str) -> Made:
-    """Says in a file that it has begun, and is not done within a test."""
+    """Creates a file when it starts, and does not finish within a test."""
     Path(mark).write_text(str(os.getpid()))
     time.sleep(3600)
     raise AssertionError
 
 
 class Babbling(MockEngine):
-    """Its fifth step writes on the socket."""
+    """Writes to the socket in its fifth step."""
 
     def step(self) -> Any:
         if self.steps == 4:
@@ -48,7 +48,7 @@ def babbles(**options: Any) -> Made:
 
 
 class Picky(MockEngine):
-    """Stumbles over prompts that begin with token 13, some of whose requests it has queued."""
+    """Fails for prompts that begin with token 13, after queueing some of their requests."""
 
     def add(self, *requests: Request) -> None:
         super().add(*requests[:-1] if requests[0].prompt_token_ids[0] == 13 else requests)
@@ -69,7 +69,7 @@ def starts_once(mark: str, **options: Any) -> Made:
 
 
 class NoVocabulary(Tokenizer):
-    """Has no text, so that structured output, which needs the whole vocabulary, and bad words fail."""
+    """Has no text, so structured output, which needs the whole vocabulary, and bad words fail."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise OSError("the vocabulary is gone")
@@ -81,12 +81,12 @@ def cannot_mask(tokenizer_folder: str, **options: Any) -> Made:
 
 
 def starts_late(seconds: float) -> Made:
-    """The mock engine, after this time."""
+    """The mock engine, after a delay."""
     time.sleep(seconds)
     return mock_engine()
 
 
 def slow_but_known(seconds: float) -> Made:
-    """Its warm-up has shown how long a step takes."""
+    """Its warm-up has measured the duration of a step."""
     made = mock_engine(seconds=seconds)
     return made._replace(info=EngineInfo(tokenizer_folder=None, dtype="", devices="", longest_step=seconds))

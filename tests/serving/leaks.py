@@ -1,4 +1,4 @@
-"""What a process holds, counted before and after."""
+"""Resources of a process, counted before and after."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def held() -> Counter[str]:
-    """File descriptors, threads (but those of executors, which stay), and child processes, the dead and unawaited too."""
+    """File descriptors, threads (except those of executors, which stay), and child processes, including zombies."""
     threads = (thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_"))
     children = (f"process {child}" for task in Path("/proc/self/task").iterdir() for child in _children(task))
     return Counter({"descriptors": len(os.listdir("/proc/self/fd")), **Counter(threads), **Counter(children)})
@@ -26,7 +26,7 @@ def nothing_leaks() -> Iterator[None]:
 
 
 def wait_until(condition, message=lambda: "") -> None:  # type: ignore[no-untyped-def]
-    """What is under way in other threads and processes comes to its end."""
+    """Waits for work in other threads and processes to finish."""
     until = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until, message()
@@ -34,7 +34,7 @@ def wait_until(condition, message=lambda: "") -> None:  # type: ignore[no-untype
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs: neither gone nor a zombie."""
+    """Whether a process runs, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -42,7 +42,7 @@ def alive(pid: int) -> bool:
 
 
 def _children(task: Path) -> list[str]:
-    """Of a thread, which may have ended meanwhile."""
+    """Children of a thread, which may have ended."""
     try:
         return (task / "children").read_text().split()
     except FileNotFoundError:

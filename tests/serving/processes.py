@@ -1,4 +1,4 @@
-"""Servers as processes of their own, as users start them."""
+"""Servers as separate processes, as users start them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ServerProcess:
         return found
 
     def children(self) -> list[int]:
-        """Its processes: the engine's."""
+        """Its child processes: the engine's."""
         lists = Path(f"/proc/{self.pid}/task").glob("*/children")
         found = []
         for children in lists:
@@ -81,7 +81,7 @@ class ServerProcess:
         self._process.send_signal(number)
 
     def wait(self, seconds: float = 60.0) -> tuple[int, str]:
-        """Its exit code, and what it has written to stdout after the ready line."""
+        """Its exit code, and its output to stdout after the ready line."""
         code = self._process.wait(seconds)
         self._reader.join()
         assert self._process.stdout is not None
@@ -95,7 +95,7 @@ class ServerProcess:
 
 @contextmanager
 def process(command: list[str]) -> Iterator[ServerProcess]:
-    """It may have ended when this is left; else it is killed. Nothing of it is left either way."""
+    """A process that is killed at the end of this context if it has not exited. Its child processes must have ended too."""
     server = ServerProcess(command)
     try:
         yield server
@@ -109,7 +109,8 @@ def process(command: list[str]) -> Iterator[ServerProcess]:
 def mock_process(
     folder: Path, *, engine: str = "jengine.serving.engines:mock_engine", server: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[ServerProcess]:
-    """Over a mock engine with these options; `server` are ServerConfig's, by default without a lame-duck period."""
+    """A server process with a mock engine with these options; `server`: options of ServerConfig, by default
+    without lame-duck time."""
     if engine.endswith(":mock_engine"):
         options = {"tokenizer_folder": str(folder), "vocab_size": 501, **options}
     arguments = json.dumps([{"port": 0, "lame_duck_seconds": 0, **(server or {})}, engine, options])
@@ -118,7 +119,7 @@ def mock_process(
 
 
 class HealthWatch:
-    """What a server says of its health, from the call on."""
+    """The health that a server reports after the call."""
 
     def __init__(self, channel: grpc.Channel, service: str = "") -> None:
         self.seen: list[str] = []
@@ -143,7 +144,7 @@ class HealthWatch:
 
 
 def wait_for_server(address: str) -> None:
-    """Until somebody listens there."""
+    """Waits until a server is listening there."""
     with grpc.insecure_channel(address, [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 50)]) as channel:
         grpc.channel_ready_future(channel).result(timeout=30)
 

@@ -1,4 +1,4 @@
-"""A model's engine in an engine process where something else goes wrong beside it, so that a profile can name it."""
+"""A model's engine in an engine process with additional problems, so that a profile can detect them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELD, FREE = 0.15, 0.3  # seconds
 
 
 class Provoked:
-    """The engine, whose steps also take a lock and write a log."""
+    """The engine, whose steps also acquire a lock and write a log."""
 
     def __init__(self, engine: Any, causes: list[str]) -> None:
         self._engine, self._causes, self._lock, self._steps = engine, causes, threading.Lock(), 0

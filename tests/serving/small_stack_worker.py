@@ -1,4 +1,5 @@
-"""A sandbox's worker whose grammars overflow the stack, as a fault in llguidance might: `python -m tests.serving.small_stack_worker`."""
+"""A sandbox worker in which grammars overflow the stack, like a fault in llguidance: `python -m
+tests.serving.small_stack_worker`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Requests that run while a test does something else."""
+"""Requests that run in the background of a test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stream:
             self.error = error
 
     def end(self) -> tuple[int, object, object]:
-        """How many tokens there were, and why there were no more."""
+        """The number of tokens, and the reason for the end."""
         self.thread.join(30)
         assert self.error is None and self.outputs[-1].finished
         last = self.outputs[-1].outputs[0]

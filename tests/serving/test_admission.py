@@ -1,4 +1,4 @@
-"""Counting at the door: whatever comes and goes in whatever order, never more than may, and in the end nothing."""
+"""Counts of admission control: for any order of events, limits are never exceeded, and all counts return to zero."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNNING, WAITING, PER_CLIENT = 3, 4, 5
 
 @dataclass
 class Context:
-    """What Admission asks of gRPC's context."""
+    """The part of gRPC's context that Admission uses."""
 
     address: str
     callbacks: list[Callable[[Any], None]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Context:
 
 
 def of(client: int = 0, port: int = 1) -> Any:
-    """A call of this client's."""
+    """A call of this client."""
     return Context(f"ipv4:10.0.0.{client}:{port}")
 
 

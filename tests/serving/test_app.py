@@ -1,4 +1,4 @@
-"""A server's life, as a process over a mock engine: start, ready, drain, crash, end."""
+"""The life of a server, as a process with a mock engine: start, ready, drain, crash, end."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_second_interrupt_ends_it_at_once(tokenizer_folder: Path) -> None:
 
 
 def test_before_it_is_ready(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """Health is told, requests are put off; SIGTERM ends the start, too."""
+    """Health is reported, and requests are asked to retry. SIGTERM also interrupts the start."""
     port, mark = free_port(), tmp_path / "mark"
     starts_slowly = {"engine": "tests.serving.faulty_engines:starts_slowly", "mark": str(mark)}
     with mock_process(tokenizer_folder, server={"port": port}, **starts_slowly) as server:

@@ -1,4 +1,4 @@
-"""Grammars and templates that crashed or stalled a server: they cost their own request, and nothing restarts."""
+"""Grammars and templates that used to crash or block a server only affect their own request, and nothing restarts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
 
 
 class Beside:
-    """Calls GetLoad all the time."""
+    """Calls GetLoad continuously."""
 
     def __init__(self, stub: GenerateServiceStub) -> None:
         self._stub, self._stop, self.calls = stub, threading.Event(), 0

@@ -72,7 +72,7 @@ def test_an_answer_can_be_stopped_before_it_begins(make_server: MakeServer) -> N
 
 
 def test_over_tls_with_a_key(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """Also: what is said reaches no log."""
+    """The text of the conversation also does not reach the log."""
     ours = Authority(tmp_path, "ours")
     pair = ours.sign("server")
     (tmp_path / "key").write_text("k" * 32 + "\n")

@@ -1,4 +1,4 @@
-"""The client, blocking and asyncio: against a server over a mock engine; and its patience, against one that fails as it is told."""
+"""The blocking and the asyncio client: with a server with a mock engine; and its retries, with a faulty server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.serving.conftest import MakeServer
 
 
 class Blocked:
-    """An AsyncClient with Client's methods, in an event loop of its own: what is tested of one is tested of both."""
+    """An AsyncClient with Client's methods, in a separate event loop, so that the same tests cover both."""
 
     def __init__(self, address: str, **options: Any) -> None:
         self._runner = asyncio.Runner()
@@ -197,7 +197,7 @@ def test_errors_name_the_field(client: Client) -> None:
 
 
 class Faulty(GenerateServiceServicer):
-    """Answers with these, one after the other: a Refusal, or what is to be streamed before one."""
+    """Answers with these in turn: a Refusal, or messages to stream before one."""
 
     def __init__(self, *script: list[Any]) -> None:
         self.script, self.times, self.keys = list(script), list[float](), list[Any]()

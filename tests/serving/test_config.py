@@ -1,4 +1,4 @@
-"""ServerConfig, and where its values and the engine's come from."""
+"""ServerConfig, and the sources of its and the engine's values."""
 
 from __future__ import annotations
 

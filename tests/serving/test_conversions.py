@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_refused(field: str, value: Any) -> None:
 
 @given(st.text(alphabet=string.printable, max_size=30))
 def test_json_options(text: str) -> None:
-    """Whatever is no array is refused by its name."""
+    """Anything but an array is rejected; the error names the field."""
     try:
         fits = isinstance(json.loads(text), list)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The manifests in serving/deploy, read: their flags, ports, paths and metrics are those that there are."""
+"""The manifests in serving/deploy: their flags, ports, paths and metrics exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEPLOY = Path(__file__).parent.parent.parent / "serving" / "deploy"
 
 
 def manifests() -> dict[str, Any]:
-    """By kind."""
+    """The manifests, by kind."""
     found = [*yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())]
     assert len({one["kind"] for one in found}) == len(found)
     return {one["kind"]: one for one in found}
@@ -42,7 +42,7 @@ def container() -> Any:
 
 
 def server_of(arguments: list[str]) -> ServerConfig:
-    """What the command makes of them."""
+    """The options that result from the command."""
     options = vars(cli._parser().parse_args(["serve", *arguments]))
     return resolve_config({name: value for name, value in options.items() if name != "run"}, {})[0]
 

@@ -1,4 +1,4 @@
-"""The Dockerfiles, read: what a build would fail on here, and what nobody should run."""
+"""Static checks of the Dockerfiles: references that must exist here, and unsafe instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's API within a program: as from the server, without a port."""
+"""OpenAI's API inside a program: the same as from the server, without a port."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jengine.serving.mock_engine import MockEngine
 
 
 def within(folder: Path, work: Callable[[AsyncLLM, EmbeddedApi], Awaitable[None]], **options: Any) -> None:
-    """Do it over a mock engine."""
+    """Runs a function with a mock engine."""
 
     async def main() -> None:
         async with AsyncLLM.over(EngineThread(MockEngine(vocab_size=501, **options)), Tokenizer.load(folder)) as llm:
@@ -44,7 +44,7 @@ def test_whole_answers(tokenizer_folder: Path) -> None:
 
 
 def test_tokens_of_unfinished_requests(tokenizer_folder: Path) -> None:
-    """Also of one that fails."""
+    """Also counts those of a request that fails."""
 
     async def work(llm: AsyncLLM, api: EmbeddedApi) -> None:
         assert api.unfinished_tokens == 0

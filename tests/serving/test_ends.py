@@ -1,4 +1,4 @@
-"""How requests end before their time: cancelled, too late, aborted, timed out, not read. What they held comes back."""
+"""Early ends of requests: cancelled, too late, aborted, timed out, not read. Their resources are freed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 65536), ("grpc.http2.bdp_probe", 
 
 @pytest.fixture
 def slow(make_server: MakeServer) -> Iterator[MockServer]:
-    """A token in 5 ms; two requests run, others wait."""
+    """One token per 5 ms; two requests run, others wait."""
     with make_server(seconds=0.005, max_num_seqs=2, max_model_len=2**20, pages=2**18) as server:
         yield server
         server.wait_until_idle()
@@ -112,7 +112,8 @@ def test_the_server_closes_in_mid_stream(make_server: MakeServer) -> None:
 
 
 def test_a_slow_reader_loses_his_request_alone(make_server: MakeServer) -> None:
-    """He reads the first message and no more: within write_timeout his pages are back, though he is still there. Others go on."""
+    """A client reads only the first message. Within write_timeout its pages are freed, although it is still
+    connected. Others continue."""
     server_options = {"write_timeout": 0.3, "max_waiting": 0}
     with (
         make_server(server=server_options, seconds=0.001, max_num_seqs=2, max_model_len=2**20, pages=2**18) as server,
@@ -147,7 +148,7 @@ def test_a_slow_reader_who_goes(make_server: MakeServer) -> None:
 
 
 def test_a_pause_is_not_the_end(make_server: MakeServer) -> None:
-    """A reader who rests for less than write_timeout gets everything, in fewer messages."""
+    """A reader that pauses for less than write_timeout gets everything, in fewer messages."""
     with make_server(server={"write_timeout": 30.0}, max_model_len=2**20, pages=2**18) as server, server.stub() as stub:
         stream = stub.GenerateStream(request_of(sampling_params=pb.SamplingParams(max_tokens=20_000, logprobs=5)))
         events = [next(stream)]

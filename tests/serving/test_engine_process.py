@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the tokens are those of one in a thread, and starting and quitting leave nothing behind."""
+"""An engine in a separate process: its tokens equal those of one in a thread, and starting and quitting leak nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_is_known_when_it_has_started(tokenizer_folder: Path) -> None:
 
 
 def test_the_load_is_known_without_tokens(tokenizer: Tokenizer) -> None:
-    """Of requests that wait, and after one was taken out."""
+    """The load includes waiting requests, and changes when one is removed."""
 
     async def main(llm: AsyncLLM) -> None:
         tasks = [asyncio.create_task(collect(llm, PROMPT, LONG, request_id=str(i))) for i in range(5)]

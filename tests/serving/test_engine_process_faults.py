@@ -1,4 +1,5 @@
-"""An engine process that dies, fails or babbles, and one whose server does: nobody waits, and nothing is left."""
+"""An engine process that dies, fails or sends garbage, and one whose server does: no caller waits, and nothing
+is leaked."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_all_streams_of_a_killed_engine_end(tokenizer: Tokenizer) -> None:
     "engine, options, text",
     [
         (MOCK, {"fail_at": 7}, "FloatingPointError: the mock engine fails as requested"),
-        ("tests.serving.faulty_engines:babbles", {}, "not understood"),
+        ("tests.serving.faulty_engines:babbles", {}, "sent an invalid message"),
     ],
 )
 def test_an_engine_that_fails_tells_once(tokenizer: Tokenizer, engine: str, options: dict[str, Any], text: str) -> None:
@@ -157,7 +158,7 @@ EngineProcess("tests.serving.faulty_engines:starts_slowly", {"mark": sys.argv[1]
 
 @contextmanager
 def parent(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of a group of its own."""
+    """A process in a separate process group."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": environment}
     with subprocess.Popen([sys.executable, "-c", script, *arguments], **options) as process:
@@ -197,7 +198,7 @@ def test_the_child_of_a_killed_server_ends_while_it_starts(tmp_path: Path) -> No
 
 
 def test_a_request_larger_than_a_frame_is_rejected(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine, which would not read it, goes on."""
+    """It is not sent to the engine, which continues."""
 
     async def main() -> None:
         async with AsyncLLM.over(process, tokenizer) as llm:

@@ -1,4 +1,4 @@
-"""A model in an engine process: its answers are those of LLM."""
+"""A model in an engine process: its answers equal LLM's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""What befalls a server from outside, over real sockets and processes: its engine killed under load, clients that vanish or do not
-read, garbage. It goes on, and holds no more than before."""
+"""External faults over real sockets and processes: an engine killed under load, clients that vanish or do not
+read, garbage.
+
+The server continues, and leaks nothing.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,14 @@ SPARE = 4  # threads that gRPC adds to its pool where the cores are busy, and ke
 
 
 def held(server: ServerProcess) -> dict[str, int]:
-    """By the server's process; its children are counted with those that nobody has awaited."""
+    """Resources of the server's process; children include zombies."""
     folder = Path(f"/proc/{server.pid}")
     counts = {name: len(os.listdir(folder / name)) for name in ("fd", "task")}
     return {**counts, "children": len(server.children())}
 
 
 def wait_until_idle(client: Client) -> None:
-    """Nothing runs or waits in the engine, and every page is back."""
+    """Waits until no request runs or waits in the engine, and every page is free."""
 
     def idle() -> bool:
         load = client.load()
@@ -62,7 +65,7 @@ def wait_until_held(server: ServerProcess, before: dict[str, int]) -> None:
 
 @contextmanager
 def serving(folder: Path, **options: Any) -> Iterator[tuple[ServerProcess, Client]]:
-    """A server and a client that stays: what else comes and goes is seen in what is held."""
+    """A server and a client that stays, so that resources of other clients can be counted."""
     with mock_process(folder, server=options, **ENGINE) as server:
         server.wait_until_ready()
         with Client(server.address) as client:
@@ -80,7 +83,8 @@ def answers(client: Client) -> bool:
 
 
 def test_an_engine_killed_under_32_streams(tokenizer_folder: Path) -> None:
-    """All are told within 2 s, with a time to come again; the service returns by itself, and nothing is left of the dead engine."""
+    """All clients get an error within 2 s, with a retry time. The service recovers, and nothing is left of the
+    dead engine."""
 
     async def main() -> None:
         async with grpc.aio.insecure_channel(server.address) as channel:
@@ -143,7 +147,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 @contextmanager
 def clients(address: str, count: int, request: pb.GenerateRequest) -> Iterator[subprocess.Popen[str]]:
-    """A process of clients that have begun, for as long as this lasts; the kernel alone tells the server of their end."""
+    """A process of clients whose requests run, for this context. Only the kernel reports their end to the server."""
     command = [sys.executable, "-c", CLIENTS, address, str(count), request.SerializeToString().hex()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -168,8 +172,10 @@ def test_clients_that_vanish(tokenizer_folder: Path, rounds: int) -> None:
 
 
 def test_a_client_that_never_reads(tokenizer_folder: Path) -> None:
-    """Its process stands still, so that nothing is read from its socket: its request ends by write_timeout, others go on meanwhile,
-    and when it is gone nothing is held for it."""
+    """Its process is stopped, so that nothing is read from its socket.
+
+    Its request ends after write_timeout, others continue meanwhile, and when it is gone no resources are held for it.
+    """
     verbose = pb.GenerateRequest()
     verbose.CopyFrom(ENDLESS)
     verbose.sampling_params.MergeFrom(pb.SamplingParams(n=8, logprobs=20))
@@ -217,7 +223,7 @@ def garbage() -> dict[str, bytes]:
 
 
 def test_garbage_on_the_port(tokenizer_folder: Path) -> None:
-    """The connections stay open meanwhile, as far as it goes by the client."""
+    """The clients keep their connections open."""
     with serving(tokenizer_folder) as (server, client):
         before = held(server)
         host, _, port = server.address.rpartition(":")

@@ -15,7 +15,7 @@ TEXTS = st.lists(st.text(max_size=3), max_size=5)
 
 
 def fields(message: Message) -> int:
-    """As protobuf's own reflection has them, packed numbers as one."""
+    """The number of fields by protobuf's reflection; packed numbers count as one."""
     count = 0
     for field, value in message.ListFields():
         if field.message_type is not None and field.message_type.GetOptions().map_entry:

@@ -1,4 +1,4 @@
-"""Requests made at random from the protos: each gets an answer or a reason, and the server goes on."""
+"""Random requests generated from the protos: each gets an answer or an error, and the server continues."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def scalar(field: FieldDescriptor, rng: random.Random) -> Any:
 
 
 def fill(message: Message, rng: random.Random, share: float) -> Message:
-    """Set about this share of a message's fields."""
+    """Sets about this share of a message's fields."""
     for field in message.DESCRIPTOR.fields:
         if rng.random() > share:
             continue
@@ -108,7 +108,7 @@ def fill(message: Message, rng: random.Random, share: float) -> Message:
 
 
 def likely(message: Message) -> Message:
-    """Changed so that more than the first check of a request is met."""
+    """Changes a request so that it passes more than the first check."""
     if isinstance(message, pb.GenerateRequest | pb.ChatRequest | pb.TokenizeRequest | pb.DetokenizeRequest):
         message.model = ""
     if isinstance(message, pb.GenerateRequest) and not (message.text or message.token_ids.ids):
@@ -154,7 +154,7 @@ async def ask(channel: grpc.aio.Channel, rng: random.Random, seen: Counter[tuple
 
 
 def fuzz(make_server: MakeServer, seed: int, requests: int) -> Counter[tuple[str, str]]:
-    """What came of this many requests."""
+    """The results of this many requests."""
     seen: Counter[tuple[str, str]] = Counter()
     rng = random.Random(seed)
 

@@ -47,7 +47,7 @@ def test_token_ids_are_taken_as_they_are(stub: GenerateServiceStub) -> None:
 
 
 def test_the_models_defaults_where_nothing_is_set(make_server: MakeServer) -> None:
-    """Of a gRPC request, of the client's, and of one with SamplingParams, which are taken as they are."""
+    """They apply to gRPC requests and to the client's, but not to requests with SamplingParams."""
     with make_server(defaults=SamplingParams(max_tokens=5, logprobs=1)) as server, server.stub() as stub:
 
         def lengths(params: pb.SamplingParams) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""OpenAI's API with OpenAI's client: every endpoint, streaming and not, and what is refused."""
+"""OpenAI's API with OpenAI's client: every endpoint, streamed and not, and rejected requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(server: MockServer) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def plain(server: MockServer) -> Iterator[httpx.Client]:
-    """For what OpenAI's client has no method for."""
+    """For requests that OpenAI's client has no method for."""
     with httpx.Client(base_url=server.http.removesuffix("/v1"), timeout=60) as client:
         yield client
 
@@ -79,7 +79,7 @@ def test_prompts_of_every_form(server: MockServer, client: OpenAI, stream: bool,
 
 
 def test_echo_with_log_probabilities(server: MockServer, client: OpenAI) -> None:
-    """As evaluation harnesses ask for the probabilities of a text."""
+    """Evaluation harnesses request the probabilities of a text this way."""
     tokens = prompt_ids(server)
     shown = [server.llm.tokenizer.token_text(token) for token in tokens]
     for most in (0, 2):
@@ -263,12 +263,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0]",
-        "text only",
+        "only text is supported",
     ),
     ({"messages": [{"role": "user", "content": "x"}] * 5000}, "messages", "at most 4096"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name", "required"),
-    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "only one thing"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "only one of these"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": "x"}, "structured_outputs", "must be an object"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "llguidance"),
@@ -330,7 +330,7 @@ def test_request_ids_that_no_header_can_hold(client: OpenAI, request_id: str) ->
 
 
 def test_what_clients_always_send_is_taken(plain: httpx.Client) -> None:
-    """And null is as nothing."""
+    """null is the same as an absent field."""
     extra = {name: "x" for name in IGNORED} | {"store": True, "metadata": {"a": "b"}, "suffix": None, "seed": None, "modalities": ["text"]}
     assert plain.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2, **extra}).status_code == 200
 

@@ -1,4 +1,4 @@
-"""/v1/embeddings with OpenAI's client: what is asked for in every form, and what is refused."""
+"""/v1/embeddings with OpenAI's client: every form of input, and rejected requests."""
 
 from __future__ import annotations
 

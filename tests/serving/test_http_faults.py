@@ -1,4 +1,4 @@
-"""What befalls the HTTP port: clients that vanish, do not read or send too much, keys, limits, TLS, and an engine that is killed."""
+"""Faults at the HTTP port: clients that vanish, do not read or send too much, keys, limits, TLS, and a killed engine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def connect(server: MockServer, receive_buffer: int | None = None) -> socket.soc
 
 
 def received(connection: socket.socket) -> bytes:
-    """All that comes until the server hangs up."""
+    """Everything received until the server closes the connection."""
     answer = b""
     with contextlib.suppress(ConnectionResetError):  # it has not read all
         while part := connection.recv(65536):
@@ -152,7 +152,7 @@ def test_heads_and_bodies_that_do_not_come(server: MockServer, monkeypatch: pyte
 
 
 def test_bodies_that_are_too_large(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told before they have come, and however their length is said."""
+    """They are rejected before they arrive, with a Content-Length or in chunks."""
     monkeypatch.setattr(calls, "DISCARD_SECONDS", 0.1)
     with make_server(server={"http_port": 0, "max_message_bytes": 2048}) as server:
         for head in (
@@ -223,7 +223,7 @@ def test_keys(make_server: MakeServer, tmp_path: Path) -> None:
 
 
 def test_a_refusal_reaches_a_client_that_sends_much(make_server: MakeServer, tmp_path: Path) -> None:
-    """Though nothing of the body is wanted; and the connection goes on."""
+    """The server discards the body, and the connection can be used again."""
     file = tmp_path / "keys"
     file.write_text(hash_line(KEY))
     with make_server(server={"http_port": 0, "api_keys": file}) as server, httpx.Client(base_url=server.http, timeout=60) as client:
@@ -259,7 +259,7 @@ def test_request_ids_in_use(server: MockServer) -> None:
 
 
 def test_an_engine_that_is_killed_and_a_stop(tokenizer_folder: Path) -> None:
-    """Streams end with an error, new requests are put off with a time to come again, and then answered. A stop lets streams end."""
+    """Streams end with an error; new requests get a retry time, and are answered later. A stop lets streams finish."""
     engine = {**ENGINE, "seconds": 0.01}
     with mock_process(tokenizer_folder, server={"http_port": 0, "drain_seconds": 1.5}, **engine) as server:
         server.wait_until_ready()
@@ -290,7 +290,7 @@ def test_an_engine_that_is_killed_and_a_stop(tokenizer_folder: Path) -> None:
 
 
 def test_tls_and_a_reload(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """Mutual TLS with a key; a new certificate is for new connections, what is open goes on."""
+    """Mutual TLS with a key. A new certificate is for new connections; open ones continue."""
     ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
     pair, new, mine, stranger = ours.sign("server"), ours.sign("new"), ours.sign("mine"), others.sign("stranger")
     (tmp_path / "keys").write_text(hash_line(KEY, "anna"))

@@ -1,4 +1,4 @@
-"""HTTP requests at random: each gets an answer or a reason, none an internal error, and the server goes on."""
+"""Random HTTP requests: each gets an answer or an error, but no internal one, and the server continues."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def ask(client: httpx.AsyncClient, rng: random.Random, seen: Counter[tuple
 
 
 def fuzz(server: MockServer, seed: int, requests: int) -> Counter[tuple[str, int]]:
-    """What came of this many requests."""
+    """The results of this many requests."""
     seen: Counter[tuple[str, int]] = Counter()
     rng = random.Random(seed)
 

@@ -1,4 +1,5 @@
-"""Tool calls and reasoning through OpenAI's client. The mock engine answers with its prompt, so messages tell what the model says."""
+"""Tool calls and reasoning with OpenAI's client. The mock engine repeats its prompt, so messages determine the
+model's output."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def client(server: MockServer) -> Iterator[OpenAI]:
 
 
 def asked(says: str, **options: Any) -> dict[str, Any]:
-    """A request whose answer is this."""
+    """A request that gets this answer."""
     messages = [{"role": "user", "content": says + END}]
     return {"model": "mock", "messages": messages, "stop": [END], "max_tokens": 500, "tools": [WEATHER], **options}
 
@@ -51,7 +52,7 @@ def whole(client: OpenAI, says: str, **options: Any) -> tuple[Any, str]:
 
 
 def streamed(client: OpenAI, says: str, **options: Any) -> tuple[str, str, list[dict[str, Any]], str | None]:
-    """Content, reasoning, calls, and why it ended."""
+    """Content, reasoning, calls, and the finish reason."""
     content = reasoning = ""
     calls: list[dict[str, Any]] = []
     reason = None
@@ -106,7 +107,7 @@ def test_reasoning(client: OpenAI) -> None:
 
 
 def test_a_cut_off_call(client: OpenAI) -> None:
-    """Ended by max_tokens: what there is of it, and why there is no more."""
+    """max_tokens ends the call: the answer has its beginning, and finish_reason is length."""
     message, reason = whole(client, CALL, max_tokens=40)
     [call] = message.tool_calls
     assert reason == "length" and '{"city": "Köln"}'.startswith(call.function.arguments)

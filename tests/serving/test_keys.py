@@ -1,4 +1,4 @@
-"""What belongs to a key: its request ids, priorities, limits, counts and log entries. Over sockets."""
+"""Data of a key: its request ids, priorities, limits, counts and log entries. Over sockets."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_completions_are_counted(make_server: MakeServer, keys: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["whole", "stream", "left"])
 def test_tokens_a_minute(make_server: MakeServer, keys: Any, kind: str) -> None:
-    """Prompt and generated; also of who leaves before anything was sent to him."""
+    """Prompt and generated tokens, also for clients that disconnect before any output."""
     with make_server(server=keys("tokens_per_minute=40"), seconds=0.002) as server, server.stub(ANNA) as anna:
         request = generate(token_ids=pb.TokenIds(ids=[1] * 20), sampling_params=pb.SamplingParams(max_tokens=900 if kind == "left" else 30))
         if kind == "left":

@@ -1,4 +1,4 @@
-"""The open inference protocol: a real client of it, and what that client never sends."""
+"""The open inference protocol: a real client, and requests that it never sends."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_stream_works_on_many_requests_but_not_on_all(make_server: MakeServer)
 
 
 def test_a_stream_that_is_not_read(make_server: MakeServer) -> None:
-    """All of its requests are freed, and it ends with an error of its own."""
+    """All of its requests are freed, and the stream ends with an error."""
     options = {"server": {"write_timeout": 0.3}, "seconds": 0.0005, "max_model_len": 2**20, "pages": 2**18}
     with make_server(**options) as server, grpc.insecure_channel(server.address, SMALL_WINDOW) as channel:
         requests = [request_of("word " * 50, n=8, max_tokens=10**6) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Large requests against a server: they are answered or rejected, nothing restarts, and other requests are answered meanwhile."""
+"""Large requests: the server answers or rejects them, nothing restarts, and other requests are answered meanwhile."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Others:
 
 
 def attack(server: ServerProcess, name: str) -> list[grpc.StatusCode]:
-    """How three such requests are answered. The engine's process must remain, and others be answered."""
+    """The responses to three such requests. The engine's process must survive, and others be answered."""
     before, others, codes = server.children(), Others(server.address), []
     try:
         with grpc.insecure_channel(server.address) as channel:

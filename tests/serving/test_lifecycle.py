@@ -1,4 +1,4 @@
-"""How a server ends and what signals do to it: lame duck, drain, SIGHUP, a closed terminal, an engine that hangs meanwhile."""
+"""The end of a server, and its signals: lame duck, drain, SIGHUP, a closed terminal, a hanging engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_stop_is_within_what_kubernetes_grants() -> None:
 
 
 def test_a_lame_duck_still_answers(tokenizer_folder: Path) -> None:
-    """Newcomers as well, while health has told load balancers to leave."""
+    """New requests too, while health tells load balancers to leave."""
     with mock_process(tokenizer_folder, seconds=0.02, server={"lame_duck_seconds": 3.0, "metrics_port": 0}) as server:
         server.wait_until_ready()
         with Client(server.address) as client, grpc.insecure_channel(server.address) as channel:

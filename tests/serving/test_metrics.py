@@ -1,4 +1,4 @@
-"""What Prometheus reads, over HTTP; and that it adds up."""
+"""Prometheus metrics over HTTP, and their consistency."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make(load: Load | None = LOAD, totals: StepTotals | None = None) -> Promethe
 
 
 def scraped(metrics: PrometheusMetrics) -> dict[tuple[Any, ...], float]:
-    """By the name, and the labels' values, by the labels' names but for the model's."""
+    """Values by metric name and label values, without the model's label."""
     page = asyncio.run(pages_of(metrics, lambda: None)["/metrics"](""))  # type: ignore[arg-type]
     text = page.body.decode()
     out = {}
@@ -49,7 +49,7 @@ def scraped(metrics: PrometheusMetrics) -> dict[tuple[Any, ...], float]:
 
 
 def output(arrival: float, first: float | None, end: float | None, *completions: tuple[int, str | None], prompt: int = 4) -> RequestOutput:
-    """News of a request: of each completion, how many tokens, and why it ended."""
+    """An update of a request: for each completion, its number of tokens and finish reason."""
     made = RequestOutput(
         request_id="r",
         prompt=None,
@@ -217,7 +217,7 @@ async def _written(request: bytes, context: grpc.aio.ServicerContext) -> None:
 
 
 def test_what_a_stranger_calls_is_no_label(tmp_path: Path) -> None:
-    """Else whoever reaches the port could fill the memory, with a key or without."""
+    """Otherwise, anyone who can reach the port could exhaust the memory, with or without a key."""
     (tmp_path / "keys").write_text(hash_line("k" * 32))
     metrics = make()
 

@@ -1,4 +1,4 @@
-"""Metrics and probes over plain HTTP; and that the port cannot be used up."""
+"""Metrics and probes over plain HTTP, and limits of the port."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def serving(why: str | None = None, host: str = "127.0.0.1") -> AsyncItera
 
 
 async def ask(server: MetricsServer, request: bytes, host: str = "127.0.0.1") -> tuple[int, bytes]:
-    """The answer's status and body; 0 where there is none."""
+    """The response's status and body; 0 if there is none."""
     reader, writer = await asyncio.open_connection(host, server.port)
     try:
         writer.write(request)

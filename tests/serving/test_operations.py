@@ -1,4 +1,4 @@
-"""What orchestrators and operators do to a server process: probe it, reload it, read its logs."""
+"""Operations on a server process: probes, reloads, logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OLD, NEW = "o" * 32, "n" * 32
 
 
 def probe(address: str, path: str) -> tuple[int, str]:
-    """Status and text; 0 where nobody listens."""
+    """Status and text; 0 if there is no server."""
     try:
         with urllib.request.urlopen(f"http://{address}{path}", timeout=20) as answer:
             return answer.status, answer.read().decode()
@@ -78,7 +78,7 @@ def http_of(server: ServerProcess) -> str:
 
 
 def test_sighup_reloads_keys_and_certificates(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """And neither ends the server nor a request; a broken file changes nothing. Probes need no certificate."""
+    """A reload does not end the server or any request; a broken file changes nothing. Probes need no certificate."""
     ours, keys, requests = Authority(tmp_path, "ours"), tmp_path / "keys", tmp_path / "requests.jsonl"
     pair, mine = ours.sign("server"), ours.sign("mine")
     keys.write_text(hash_line(OLD, "old"))

@@ -1,4 +1,4 @@
-"""Under load tokens gather in fewer messages, and nothing is late at a stream's beginning or end."""
+"""Under load several tokens share a message, without delay at a stream's beginning or end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_outputs_gather_in_a_pause(tokenizer_folder: Path) -> None:
 
 
 class Handle:
-    """A request's, whose outputs are there at once."""
+    """A request's handle, whose outputs are available immediately."""
 
     def __init__(self) -> None:
         self.output = RequestOutput(request_id="", prompt=None, prompt_token_ids=[1], outputs=[CompletionOutput(token_ids=[1])])
@@ -76,7 +76,7 @@ class Handle:
 
 
 def test_each_output_of_a_stream_is_followed_by_a_pause() -> None:
-    """As long as there are streams; a request with one output neither counts nor waits."""
+    """Only streams pause; a request with one output does not count as a stream, and does not wait."""
 
     async def run() -> None:
         pace, first, second, whole = Pace(cores=2), Handle(), Handle(), Handle()

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in models' texts, whole and cut anywhere."""
+"""Tool calls and reasoning in models' texts, whole and in arbitrary pieces."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_arguments_come_before_their_end() -> None:
 
 
 def test_long_arguments_take_linear_time() -> None:
-    """A string that is built anew with each character would take minutes."""
+    """Rebuilding the string for each character would take minutes."""
     text = json.dumps({"a": "x" * 2_000_000})
     assert parsed(Hermes(), f'<tool_call>{{"name": "f", "arguments": {text}}}</tool_call>') == [Call(0, "f"), Arguments(0, text)]
 

@@ -1,4 +1,4 @@
-"""The playground: what it serves, to whom, and what its events hold. In a browser: test_playground_browser.py."""
+"""The playground: its pages, access, and the content of its events. In a browser: test_playground_browser.py."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Tags(HTMLParser):
 
 
 def test_nothing_is_inline_or_from_elsewhere() -> None:
-    """What the content security policy would not let run, and what would not be there in a wheel."""
+    """The content security policy would block inline code, and a wheel would lack external files."""
     page = Tags()
     assert page.inline == "" and not [tag for tag, _ in page.seen if tag == "style"]
     for tag, attributes in page.seen:
@@ -141,7 +141,7 @@ def test_domains_are_rejected_without_keys(make_server: MakeServer, tmp_path: Pa
 
 
 def test_keys(make_server: MakeServer, tmp_path: Path) -> None:
-    """The page itself is no secret; the chat needs a key, the engine's records one that sees all clients."""
+    """The page itself is public. The chat needs a key; the engine's records need a key that may see all clients."""
     (tmp_path / "keys").write_text(f"{hash_line('a' * 32, 'anna')}\n{hash_line('b' * 32, 'root', 'admin=1')}\n")
     with make_server(server={**PAGE, "api_keys": tmp_path / "keys"}) as server, httpx.Client(base_url=server.page) as client:
         anna, root = ({"authorization": f"Bearer {key * 32}"} for key in "ab")
@@ -154,7 +154,7 @@ def test_keys(make_server: MakeServer, tmp_path: Path) -> None:
 
 
 def test_with_tls_the_port_speaks_tls(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """And asks for a client's certificate where the other ports do: its chat is no way around them."""
+    """It also requires a client certificate if the other ports do, so its chat does not bypass them."""
     ours = Authority(tmp_path, "ours")
     pair, mine = ours.sign("server"), ours.sign("mine")
     options = {**PAGE, "tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(ours.cert)}

@@ -42,7 +42,7 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, url: str) -> Iterator[Any]:
-    """A page, in which nothing may go wrong that the browser reports, but for requests that the server rejects."""
+    """A page. Errors reported by the browser fail the test, except for requests that the server rejects."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(SECONDS)
     page, wrong = context.new_page(), []
@@ -69,7 +69,7 @@ def serving(page: Any) -> None:
 
 
 def ask(page: Any, text: str, number: int) -> str:
-    """Send a text; the answer, when it has come. number: of the answers before it."""
+    """Sends a text and waits for the answer. number: of answers before it."""
     page.fill("#prompt", text)
     page.keyboard.press("Enter")
     page.wait_for_function("n => document.querySelectorAll('.note:not(:empty)').length > n", arg=number)
@@ -78,7 +78,7 @@ def ask(page: Any, text: str, number: int) -> str:
 
 
 def coloured(page: Any, canvas: str) -> int:
-    """How many colours a drawing has."""
+    """Number of colours in a drawing."""
     script = """id => {
       const canvas = document.getElementById(id), seen = new Set();
       const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;

@@ -1,4 +1,5 @@
-"""The prefix cache as clients meet it: what an answer says of it, who shares with whom, who may reset it. Over sockets."""
+"""The prefix cache from the client's view: usage in answers, sharing between clients, and permission to reset
+it. Over sockets."""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ def keys(tmp_path: Path) -> dict[str, Any]:
 
 
 def cached(client: Client, salt: str | None = None) -> int:
-    """Prompt tokens that were, of IDS."""
+    """Number of cached prompt tokens of IDS."""
     output = client.generate(IDS, max_tokens=2, cache_salt=salt)
     assert output.usage is not None and output.num_cached_tokens == output.usage.cached_prompt_tokens
     return output.usage.cached_prompt_tokens
 
 
 def salts_of(server: MockServer) -> list[str | None]:
-    """Of the requests that the engine gets from now on."""
+    """Salts of the requests that the engine receives from now on."""
     seen: list[str | None] = []
     add = server.engine.add
 
@@ -102,7 +103,7 @@ def test_without_keys_all_share_but_for_their_salts(make_server: MakeServer) -> 
 
 
 def test_keys_share_nothing(make_server: MakeServer, keys: dict[str, Any]) -> None:
-    """Not with an equal salt, and not with the salt that the engine knows."""
+    """Neither an equal salt nor the engine's internal salt makes them share pages."""
     with (
         make_server(server={**keys, "client_chat_templates": True}) as server,
         Client(server.address, api_key=ANNA) as anna,
@@ -124,7 +125,7 @@ def test_keys_share_nothing(make_server: MakeServer, keys: dict[str, Any]) -> No
 
 
 def test_long_texts_too(make_server: MakeServer, keys: dict[str, Any]) -> None:
-    """They are tokenized in a thread, which does not know the key."""
+    """Long texts are tokenized in another thread, which does not know the key."""
     with make_server(server=keys, max_model_len=100_000, pages=20_000) as server, Client(server.address, api_key=ANNA) as anna:
         seen = salts_of(server)
         for prompt in ("x", "long " * 4000):
@@ -142,7 +143,7 @@ def salt_with(name: str | None, salt: str | None) -> str | None:
 
 
 def test_salts_of_keys_cannot_be_forged() -> None:
-    """Wherever the name ends and the salt begins: all are different."""
+    """Different pairs of name and salt give different results, even if their concatenations are equal."""
     names, salts = ("a", "ab", "abc", "\x07", "key anna", "é"), (None, "a", "b", "bc", "c", "\0", "é" * 256)
     made = [salt_with(name, salt) for name in names for salt in salts]
     assert len(set(made)) == len(names) * len(salts) and all(salt and len(salt) == 64 for salt in made)

@@ -1,4 +1,4 @@
-"""`jengine profile` of a server: who may take one, of which processes, and what it names."""
+"""`jengine profile` of a server: permissions, processes, and findings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_one_at_a_time(mock_server: MockServer) -> None:
         request = pb.ProfileRequest(seconds=100.0, heap=False, jax=False, system_calls="off")
         first = GenerateServiceStub(channel).Profile.future(request)
         wait_until(lambda: any(thread.name == "profile-sampler" for thread in threading.enumerate()))
-        with pytest.raises(InvalidArgument, match="another profile of this process is being taken"):
+        with pytest.raises(InvalidArgument, match="this process is already being profiled"):
             client.profile(SHORT)
         first.cancel()
 
@@ -86,13 +86,13 @@ def test_only_admins_may_ask(make_server: MakeServer, tmp_path: Path, capsys: py
 
 
 def test_an_engine_process(tmp_path: Path) -> None:
-    """It leaves its profile in a folder; a second one is refused meanwhile."""
+    """The process writes its profile into a folder; a second profile is rejected until then."""
     with started() as process:
         said: list[str] = []
         process.connect(lambda updates: None, lambda error: None)
         process.profile(SHORT, tmp_path / "engine", said.append)
         process.profile(SHORT, tmp_path / "other", said.append)
-        assert said == ["another profile of this process is being taken"]
+        assert said == ["this process is already being profiled"]
         wait_until(lambda: len(said) == 2)
         assert said[1] == "" and not (tmp_path / "other").exists()
         pid = process.pid
@@ -104,7 +104,7 @@ def test_an_engine_process(tmp_path: Path) -> None:
 
 @contextmanager
 def under_load(folder: Path, causes: list[str]) -> Iterator[ServerProcess]:
-    """A server of the demo model beside which these go wrong, and four clients of it."""
+    """A server of the demo model with these problems, and four clients."""
     engine = {"model": "demo", "causes": causes, "max_num_seqs": 8, "max_model_len": 512, "warm_up": "all"}
     made: Any = mock_process(folder, engine="tests.serving.provoked_engines:provoked", server={"watchdog_seconds": 60.0}, **engine)
     with made as server:
@@ -132,7 +132,7 @@ def under_load(folder: Path, causes: list[str]) -> Iterator[ServerProcess]:
 @pytest.mark.skipif(sys.platform != "linux", reason="system calls are counted on Linux")
 @pytest.mark.parametrize("causes, names", [([], set()), (["gc", "log", "lock"], {"garbage_collection", "system_calls", "lock"})])
 def test_what_was_provoked_is_named(causes: list[str], names: set[str], tokenizer_folder: Path, tmp_path: Path) -> None:
-    """On a real serving run: all three of these, and nothing where all is well."""
+    """On a real server, all three causes are found, and none if nothing is wrong."""
     with under_load(tokenizer_folder, causes) as server, Client(server.address) as client:
         profile, capture = client.profile(ProfileOptions(seconds=5.0))
     engine = profile.processes[0]

@@ -1,4 +1,4 @@
-"""What is refused, with which status and details: at the door, before the engine hears of it."""
+"""Rejected requests: statuses and details, before they reach the engine."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_nothing_is_logged_of_ordinary_requests(make_server: MakeServer, caplog:
 
 
 def test_ids_that_clients_choose_do_not_meet_those_of_others(make_server: MakeServer) -> None:
-    """Whoever takes the names that AsyncLLM would give next blocks nobody."""
+    """Clients that use the names that AsyncLLM would generate next do not block others."""
     with make_server(seconds=0.002) as server:
 
         async def main() -> None:

@@ -176,7 +176,7 @@ def test_an_embedding_that_is_aborted_is_an_error(run: Callable[..., None]) -> N
 
 
 def test_embeddings_go_through_handles_too(run: Callable[..., None]) -> None:
-    """As services submit them."""
+    """Services submit embedding requests this way."""
 
     async def test(llm: AsyncLLM) -> None:
         handle = llm.submit(llm.prepare_embedding({"prompt_token_ids": [5, 6], "cache_salt": "a"}, dimensions=6), output_kind="final")

@@ -1,4 +1,4 @@
-"""Lines of the request log: written by a thread, lost rather than waited for, into whatever file has the name now."""
+"""The request log: lines are written by a thread, dropped rather than waited for, and follow log rotation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_rotation(tmp_path: Path) -> None:
 
 
 def test_a_reader_who_stands_still_delays_no_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A pipe that is full: lines are lost, and the server's log says so, once."""
+    """A full pipe: lines are dropped, and the server's log reports this once."""
     monkeypatch.setattr(request_log, "MOST_WAITING", 3)
     reading, writing = os.pipe()
     with os.fdopen(reading), os.fdopen(writing, "w") as pipe, caplog.at_level(logging.ERROR, "jengine.serving"):

@@ -1,4 +1,4 @@
-"""Disposable processes: what crashes, hangs or grows there costs its own request."""
+"""Disposable processes: a crash, hang or excessive memory only affects its own request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
 
 
 def within(work: Callable[[Sandbox], Awaitable[None]], **options: Any) -> None:
-    """Do it with a sandbox, of which nothing is left."""
+    """Runs a function with a sandbox, and checks that the sandbox leaks nothing."""
 
     async def main() -> None:
         sandbox = Sandbox(**options)
@@ -102,9 +102,9 @@ def test_a_hanging_template_is_ended_and_others_go_on(tokenizer: Tokenizer) -> N
 @pytest.mark.parametrize(
     "template, field, why",
     [
-        ("{% if %}", "chat_template", "no Jinja template"),
+        ("{% if %}", "chat_template", "not a valid Jinja template"),
         ("{{ 'x' * 10**11 }}", "messages", "MemoryError"),
-        ("{{ raise_exception('no') }}", "messages", "refuses"),
+        ("{{ raise_exception('no') }}", "messages", "rejects"),
         ("{{ 'x ' * 10**7 }}", "", "processor time|too complex|tokens|memory"),
     ],
 )

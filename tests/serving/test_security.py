@@ -85,7 +85,7 @@ def test_settings_of_keys(tmp_path: Path) -> None:
 
 
 def test_two_keys_of_one_name_are_one_client(tmp_path: Path) -> None:
-    """So that a key can be replaced without an interruption."""
+    """This allows replacing a key without an interruption."""
     file = tmp_path / "keys"
     file.write_text(f"{hash_line(KEY, 'anna', 'max_streams=1')}\n{hash_line(OTHER, 'anna', 'max_streams=1')}\n")
     known = ApiKeys.load(file)

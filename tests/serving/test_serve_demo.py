@@ -30,13 +30,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    """It also compiles what the server will load."""
+    """This engine also compiles the programs that the server will load."""
     return LLM("demo", progress=False, max_num_seqs=8)  # a smaller table than the default: CI compiles it
 
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[str]:
-    """The library's answers, one after the other, as below: in bfloat16 a neighbour may turn a near tie."""
+    """The library's answers, computed one after the other: in bfloat16, other requests may decide near-ties."""
     return [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].text for prompt in PROMPTS]
 
 
@@ -58,7 +58,7 @@ def test_greedy_text_is_the_librarys(server: ServerProcess, expected: list[str])
 
 
 def test_chat_is_that_without_a_server(server: ServerProcess, expected: list[str]) -> None:
-    """A model without a chat template goes on with the text."""
+    """A model without a chat template continues the text."""
     flags = ["--temperature=0", "--max-tokens=48"]
     lines = "def fibonacci(n):\n/reset\nclass Stack:\n"
     done = [
@@ -96,7 +96,7 @@ CHAT: dict[str, Any] = {
 
 
 class Weather(BaseModel):
-    """Few texts fit, so that any model comes to an end."""
+    """Few texts match, so that any model finishes."""
 
     city: Literal["Köln", "Bonn"]
     degrees: Literal[10, 20]
@@ -153,7 +153,7 @@ def test_http_grpc_and_the_library_give_the_same_tokens(server: ServerProcess, o
 
 @pytest.mark.full
 def test_1000_requests_at_once_give_the_same_tokens() -> None:
-    """In float32, where neighbours turn nothing."""
+    """In float32, other requests in the batch do not change tokens."""
     requests = random_requests(1000)
     with LLM("demo", dtype="float32", progress=False) as llm:
         outputs = llm.generate([prompt for prompt, _ in requests], [greedy(most) for _, most in requests], use_tqdm=False)

@@ -1,4 +1,4 @@
-"""JENGINE_* variables that Kubernetes sets for Services are no options; misspelt options are still refused."""
+"""JENGINE_* variables that Kubernetes sets for Services are ignored; misspelt options are still rejected."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def spans_of(*metadata: tuple[str, str], fails: Exception | None = None) -> list[Any]:
-    """Of one request that came with this."""
+    """The spans of one request with this metadata."""
     exporter = export.InMemorySpanExporter()
     tracker = RequestTracker(Metrics(), None, spans := Spans("tiny", exporter, at_once=True))
     call: Any = SimpleNamespace(invocation_metadata=lambda: metadata, time_remaining=lambda: None)

@@ -1,4 +1,4 @@
-"""What clients of no particular server expect: health, reflection, keepalive, and a server that outlives garbage."""
+"""Standard behaviour for any client: health, reflection, keepalive, and robustness against garbage."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_port_that_is_taken(mock_server: MockServer) -> None:
 
 
 def frame(kind: int, payload: bytes = b"", flags: int = 0) -> bytes:
-    """Of HTTP/2, of the connection itself."""
+    """An HTTP/2 frame of the connection (stream 0)."""
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + bytes(4) + payload
 
 
@@ -112,7 +112,7 @@ def test_garbage_on_the_port(mock_server: MockServer) -> None:
 
 
 def test_what_is_no_message(channel: grpc.Channel, caplog: pytest.LogCaptureFixture) -> None:
-    """Bytes that are no GenerateRequest, and methods that nobody has."""
+    """Bytes that are not a GenerateRequest, and methods that do not exist."""
     for method in ("Generate", "GenerateStream"):
         call = channel.unary_unary(f"/jengine.v1.GenerateService/{method}")
         with pytest.raises(grpc.RpcError) as wrong:

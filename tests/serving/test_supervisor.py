@@ -1,4 +1,4 @@
-"""Engines die and come back; what callers, the health and the process see of it."""
+"""Engines die and are replaced; effects on callers, health and the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = SamplingParams(max_tokens=None, ignore_eos=True)
 
 
 class Watched:
-    """A supervisor, and what it told."""
+    """A supervisor, and its state reports."""
 
     def __init__(self, folder: Path, engine: str = MOCK, back_off: BackOff | None = None, **options: Any) -> None:
         self.engines: list[EngineProcess] = []

@@ -1,4 +1,4 @@
-"""Targets, clients and strategies over the service: what the engine gets, and who may change it. Over sockets."""
+"""Targets, clients and strategies over the service: what reaches the engine, and which keys may change it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANNA, ADMIN = "a" * 32, "r" * 32
 
 
 def levels_of(server: MockServer) -> list[tuple[float | None, float | None, str]]:
-    """Of the requests that the engine gets from now on."""
+    """Service levels of the requests that the engine receives from now on."""
     seen: list[tuple[float | None, float | None, str]] = []
     add = server.engine.add
 

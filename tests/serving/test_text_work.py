@@ -1,4 +1,4 @@
-"""Long text is worked on in few threads, of which no client has all, whatever clients cancel."""
+"""Long text is processed in few threads, which no client can occupy completely, even by cancelling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jengine.serving.text_work import LONG_TEXT, MAX_CLIENT_BYTES, THREADS, Text
 
 
 class Jobs:
-    """Work that lasts until it is released, in the order in which it begins."""
+    """Work that lasts until it is released, in the order in which it started."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []

@@ -124,7 +124,7 @@ def channel_to(address: str, authority: Authority) -> grpc.aio.Channel:
 
 
 def seen(address: str) -> bytes:
-    """The certificate that a new connection gets."""
+    """The certificate that a new connection receives."""
     host, _, port = address.rpartition(":")
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -160,8 +160,8 @@ def test_keys_are_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 
     with caplog.at_level(logging.INFO, "jengine.serving"):
         asyncio.run(run())
-    reloads = [record.getMessage() for record in caplog.records if "reloaded" in record.getMessage()]
-    assert reloads[0] == "reloaded 1 API keys" and [line.startswith("not reloaded") for line in reloads[1:]] == [True] * 3
+    reloads = [record.getMessage() for record in caplog.records if "reload" in record.getMessage()]
+    assert reloads[0] == "reloaded 1 API keys" and [line.startswith("reload failed") for line in reloads[1:]] == [True] * 3
     assert "cannot be read: No such file" in reloads[-1]
 
 

@@ -1,4 +1,4 @@
-"""A rate limit holds whatever is charged whenever, and says truly when to come again."""
+"""The rate limit holds for any sequence of charges, and its retry times are correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server tells of its engine's steps: to whom, and through which commands."""
+"""Traces of a server's engine: permissions and commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Engine processes that hang: noticed, reported with their stacks, killed and replaced. Limits are short here, and waits long."""
+"""Hanging engine processes are detected, reported with their stacks, killed and replaced. Limits are short
+here, and waits long."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def verdicts(*events: tuple[float, Beat | None]) -> list[bool]:
 
 
 def test_silence() -> None:
-    """In a start it may be longer."""
+    """A longer silence is allowed during the start."""
     assert verdicts((9, None), (1, None), (0.1, None)) == [False] * 3
     assert verdicts((60, None), (0.1, None)) == [False, True]
     for phase in (IDLE, WORKING):
@@ -86,7 +87,7 @@ def test_a_heartbeat_knows_the_longest_step(monkeypatch: pytest.MonkeyPatch) -> 
 
 @contextmanager
 def watched(limit: float = 1.5, engine: str = MOCK, **options: Any) -> Iterator[tuple[EngineProcess, list[Any], list[Any]]]:
-    """A running engine process, what its callers were told, and its ends."""
+    """A running engine process, the errors of its callers, and its ends."""
     deaths: list[Any] = []
     ends: list[Any] = []
     with nothing_leaks():
@@ -130,7 +131,7 @@ def test_long_steps_that_were_measured_do_no_harm() -> None:
 
 
 def test_a_start_is_as_long_as_it_takes() -> None:
-    """But not without a sign of life."""
+    """A start may take any time, but needs signs of life."""
     with watched(0.2, "tests.serving.faulty_engines:starts_late", seconds=1.0) as (process, _, ends):
         assert process.info and not ends
 
@@ -232,7 +233,7 @@ def test_a_server_replaces_an_engine_that_is_stopped(tokenizer_folder: Path) -> 
 
 
 def test_time_in_which_the_server_stood_still_too_does_not_count(tokenizer_folder: Path) -> None:
-    """As in a container that is paused."""
+    """The case of a paused container."""
     with mock_process(tokenizer_folder, server={"watchdog_seconds": 1.5}) as server:
         server.wait_until_ready()
         [engine] = server.children()
@@ -249,7 +250,7 @@ def test_time_in_which_the_server_stood_still_too_does_not_count(tokenizer_folde
 
 @pytest.mark.full
 def test_a_stopped_engine_is_noticed_within_15_s(tokenizer_folder: Path) -> None:
-    """By default."""
+    """With the default options."""
     with mock_process(tokenizer_folder) as server:
         server.wait_until_ready()
         with grpc.insecure_channel(server.address) as channel:

@@ -1,4 +1,4 @@
-"""Requests and updates over the wire are what they were, in whatever pieces the bytes come."""
+"""Requests and updates are the same after transmission, in whatever pieces the bytes arrive."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ BATCHES = st.builds(
 
 
 def send(messages: Sequence[Message], kind: Any, cuts: list[int]) -> list[Any]:
-    """Over a wire that cuts the bytes there."""
+    """Sends over a connection that cuts the bytes there."""
     data = b"".join(map(frame, messages))
     places = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     frames: Frames[Any] = Frames(kind)
@@ -193,7 +193,7 @@ def test_samples_share_their_prompt() -> None:
 
 
 def test_samples_share_their_parameters() -> None:
-    """Only the first has the prompt scored, on either side."""
+    """On either side, only the first sample has the prompt's log probabilities."""
     first, others = params_of_samples(SamplingParams(n=64, stop_token_ids=[7], allowed_token_ids=list(range(10_000)), prompt_logprobs=2))
     requests = [Request(request_id=str(i), prompt_token_ids=[5], params=others if i else first, sample_index=i) for i in range(64)]
     one, all_of_them = len(frame(add_order((requests[0],)))), len(frame(add_order(tuple(requests))))

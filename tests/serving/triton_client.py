@@ -1,4 +1,5 @@
-"""What a user of tritonclient does, in a process of its own: its descriptors have the names of ours. Prints what it got, as JSON."""
+"""A user's program with tritonclient, in a separate process, since its descriptors have the same names as ours.
+Prints JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jengine simulate` and `jengine tune`, over an engine that is not there."""
+"""`jengine simulate` and `jengine tune`, without an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trace(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
-    """Engines of make_shape, whatever the model; the configurations that were asked for."""
+    """Replaces every model with make_shape. Returns the requested configurations."""
     asked: list[EngineConfig] = []
 
     def of(config: EngineConfig, costs_file: Path | None = None) -> Setup:

@@ -1,4 +1,4 @@
-"""Many steps at once give what the same steps one by one give, to the last bit."""
+"""Running many steps at once gives bit-identical results to single steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's recording is a trace of what it was asked for, and tells nothing else."""
+"""An engine's recording is a trace of its requests, and contains nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = [12345] * (2 * BLOCK)
 
 
 class NoModel:
-    """In place of a runner: every token is 7."""
+    """Replaces a runner: every token is 7."""
 
     def dispatch(self, plan: StepPlan) -> Any:
         return SimpleNamespace(plan=plan, started=time.perf_counter())

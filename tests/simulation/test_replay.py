@@ -1,4 +1,4 @@
-"""What a replay gives, against arithmetic and against what must hold for any trace."""
+"""Results of a replay, compared with arithmetic and with properties of any trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates written for these tests, in the manner of those that models bring."""
+"""Chat templates written for these tests, similar to those of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of the two kinds that models use, trained on the spot."""
+"""Small tokenizers of the two common kinds, trained in the tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Llama 2's kind: SentencePiece's space mark, and single bytes for what the vocabulary lacks."""
+    """A tokenizer like Llama 2's: SentencePiece's space mark, and single bytes for characters outside of the vocabulary."""
     trained = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

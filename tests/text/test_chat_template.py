@@ -1,4 +1,5 @@
-"""Chat templates against transformers, what is wrong with them or with messages, and what they may not do."""
+"""Chat templates compared with transformers; errors in templates and messages; and operations that templates
+may not use."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_joined_deltas_are_the_text(kind: str, request: pytest.FixtureRequest) -
 
 
 def test_byte_level_is_exact_for_any_ids(byte_level: Tokenizer) -> None:
-    """Whatever a model with random weights writes: broken UTF-8, special ids, ids beyond the tokenizer's vocabulary."""
+    """A model with random weights may generate anything: broken UTF-8, special ids, ids beyond the tokenizer's vocabulary."""
 
     @given(st.lists(st.integers(0, byte_level.vocab_size + 20) | st.sampled_from(single_bytes(byte_level, "🙂é")), max_size=60))
     def check(ids: list[int]) -> None:
@@ -71,7 +71,7 @@ def test_byte_level_is_exact_for_any_ids(byte_level: Tokenizer) -> None:
 
 
 def test_byte_fallback_survives_any_ids(byte_fallback: Tokenizer) -> None:
-    """Broken bytes give U+FFFD, perhaps fewer than at once; the characters around them stay, and nothing waits for ever."""
+    """Broken bytes become U+FFFD, possibly fewer than when decoded at once. Other characters are kept, and all text is emitted."""
 
     @given(st.lists(st.integers(0, byte_fallback.vocab_size + 20), max_size=60))
     def check(ids: list[int]) -> None:
@@ -125,7 +125,7 @@ def test_cost_of_a_token_does_not_grow(kind: str, request: pytest.FixtureRequest
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 def test_after_a_prompt_a_space_at_the_start_stays(kind: str, request: pytest.FixtureRequest) -> None:
-    """Text and its continuation join as their ids do, wherever they are cut."""
+    """A text and its continuation, cut anywhere, concatenate to the decoded text of all ids."""
     tokenizer = request.getfixturevalue(kind)
     ids = tokenizer.encode("The quick brown fox jumps over the lazy dog. The end of the story is the end.")
     for cut in range(1, len(ids)):

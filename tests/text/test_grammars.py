@@ -1,4 +1,4 @@
-"""Limits of grammars, and how they are compiled: on a large stack, once for all samples of a prompt."""
+"""Limits of grammars, and their compilation: on a large stack, once for all samples of a prompt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def schema(refs: int) -> StructuredOutputs:
 
 
 def short_schema(refs: int) -> StructuredOutputs:
-    """With as few characters to a level as there can be."""
+    """A schema with the fewest possible characters per level."""
     defs: dict[str, Any] = {f"{i:x}": {"items": {"$ref": f"#/d/{i + 1:x}"}} for i in range(refs)}
     return StructuredOutputs(json=json.dumps({"$ref": "#/d/0", "d": {**defs, f"{refs:x}": {}}}, separators=(",", ":")))
 
@@ -48,7 +48,7 @@ def test_the_deepest_that_pass_the_limits_do_not_overflow_the_stack(what: Struct
 
 
 def test_what_the_limits_do_not_see_does_not_overflow_the_stack(tokenizer: Tokenizer) -> None:
-    """They read text, not JSON: an escape hides a name from them. Size alone bounds the depth then."""
+    """The limits read text, not JSON, so an escape hides a name from them. Then only the size bounds the depth."""
     deepest = next(what for refs in range(4_000, 0, -100) if len(str((what := hidden(refs)).json)) <= MAX_CHARACTERS)
     assert not compile_structure(deepest, tokenizer).is_error()
 
@@ -118,7 +118,7 @@ def test_a_copy_does_not_wait_for_a_call_that_was_given_up(tokenizer: Tokenizer)
 
 
 def test_a_choice_may_have_thousands_of_texts(tokenizer: Tokenizer) -> None:
-    """As alternatives of a rule they exceeded the parser's limit at the first token."""
+    """As alternatives of one rule, they exceeded the parser's limit at the first token."""
     matcher = compile_structure(StructuredOutputs(choice=[f"x{i:04d}" for i in range(5_000)]), tokenizer)
     assert matcher.consume_tokens(tokenizer.encode("x1234", False)) and matcher.is_accepting()
 

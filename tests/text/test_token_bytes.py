@@ -1,4 +1,4 @@
-"""A text's length bounds its number of tokens from below, or the tokenizer says that it does not."""
+"""A text's length gives a lower bound on its number of tokens, or the tokenizer reports that it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer against transformers' own reading of the same folder."""
+"""The tokenizer compared with transformers' for the same folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM is asked, and jengine after it: two tiny models, and requests whose meaning was in doubt. Plain data."""
+"""Requests for vLLM and jengine: two tiny models, and requests whose meaning was unclear. Plain data."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def refusal(llm: LLM, params: dict[str, Any]) -> str | None:
 
 
 def record(name: str) -> tuple[dict[str, Any], dict[str, str | None], dict[str, Any]]:
-    """A model's answers, refusals and beams, in a process of its own: vLLM takes one model a process."""
+    """A model's answers, rejections and beams, from a separate process, since vLLM supports one model per process."""
     with tempfile.TemporaryDirectory() as folder:
         write_case_model(Path(folder), name)
         llm = LLM(
