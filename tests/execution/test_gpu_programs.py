@@ -138,16 +138,16 @@ def test_on_hopper_kernels_do_all_that_touches_the_cache(devices: int) -> None:
 
 def check_launches(devices: int) -> None:
     """Heads as those of Llama 3.1 8B."""
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "num_hidden_layers": 3}
     rows, mixed = TrunkKey(8, 0), TrunkKey(8, 1)
     several, alone = (described("h200", n, {**MODEL, **heads}, max_model_len=8192) for n in (devices, 1))
     [program] = compiled(several, [mixed], threads=1, progress=False)
     assert program.launches == 1
     for program in compiled(alone, [rows, mixed], threads=1, progress=False):
         kernels = [one.source for one, _, _ in program.program.kernels()]
-        first, second = (i for i, source in enumerate(kernels) if "/kv_write/" in source)
+        _, first, second = (i for i, source in enumerate(kernels) if "/kv_write/" in source)  # the work list follows the first one
         assert program.launches == 1
-        assert second - first <= (12 if program.key == rows else 17), kernels[first:second]
+        assert second - first <= (12 if program.key == rows else 14), kernels[first:second]
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.full)])
