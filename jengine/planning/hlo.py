@@ -73,9 +73,16 @@ class Program:
         for one in inside.values():
             if one.opcode in ("while", "call", "async-start"):
                 found += [(inner, (one.trips or 1) * times, where) for inner, times, where in self.kernels(one.called)]
+            elif wrapped := self._wrapped(one):
+                found.append((wrapped, 1, self.computations[one.called]))
             elif one.opcode not in FREE and not one.opcode.endswith(("-done", "-update")):
                 found.append((one, 1, inside))
         return found
+
+    def _wrapped(self, one: Instruction) -> Instruction | None:
+        """The custom call in a fusion that only slices its operands and results."""
+        body = self.computations.get(one.called, {}) if one.opcode == "fusion" else {}
+        return next((inner for inner in body.values() if inner.opcode == "custom-call"), None)
 
     def bytes_of(self, one: Instruction, inside: dict[str, Instruction]) -> int:
         """Minimum bytes that a kernel reads and writes: each array once; only the slices or updates of sliced

@@ -113,6 +113,35 @@ def test_flashinfers_kernel_reads_what_live_rows_have(rows: int) -> None:
     assert found.seconds["cache"] == pytest.approx(found.bytes / (parts * 4 * rows * 1e10))
 
 
+PREFILL = """
+%address_computation (p0: bf16[136,32,128], p1: bf16[100,8,64,128], p2: bf16[100,8,64,128], p3: s32[2,16]) -> bf16[2,64,32,128] {
+  %p0 = bf16[136,32,128]{2,1,0} parameter(0)
+  %p1 = bf16[100,8,64,128]{3,2,1,0} parameter(1)
+  %p2 = bf16[100,8,64,128]{3,2,1,0} parameter(2)
+  %p3 = s32[2,16]{1,0} parameter(3)
+  %slice.1 = bf16[128,32,128]{2,1,0} slice(%p0), slice={[8:136], [0:32], [0:128]}
+  %tiles = bf16[2,64,32,128]{3,2,1,0} bitcast(%slice.1)
+  ROOT %one = bf16[2,64,32,128]{3,2,1,0} custom-call(%tiles, %p3, %p1, %p2), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/paged_attention_prefill/mpmd_map"}
+}
+
+ENTRY %main (q: bf16[136,32,128]) -> bf16[2,64,32,128] {
+  %q = bf16[136,32,128]{2,1,0} parameter(0)
+  %k = bf16[100,8,64,128]{3,2,1,0} parameter(1)
+  %v = bf16[100,8,64,128]{3,2,1,0} parameter(2)
+  %tables = s32[2,16]{1,0} parameter(3)
+  ROOT %fusion = bf16[2,64,32,128]{3,2,1,0} fusion(%q, %k, %v, %tables), kind=kCustom, calls=%address_computation
+}
+"""  # noqa: E501
+
+
+def test_a_kernel_that_xla_wraps_with_slices_of_its_operands_is_that_kernel() -> None:
+    found = estimate(parse(HEAD + PREFILL), Step(1, 1000), DEVICE, launches=1, assumed=EXACT)
+    queries = 2 * 64 * 32 * 128
+    assert (found.kernels, found.operations) == (1, 4 * queries * (1000 - 32))
+    assert found.bytes == 2 * 1000 * 2 * 8 * 128 * 2 + 2 * 2 * queries
+    assert found.seconds["cache"] == pytest.approx(found.bytes / 1e12 + EXACT.fill)
+
+
 GROUPED = """
 ENTRY %main (x: bf16[520,256]) -> bf16[520,512] {
   %x = bf16[520,256]{1,0} parameter(0)
