@@ -2,8 +2,8 @@
 
     python -m benchmarks.quantization [--parts perplexity speed] [--arms ... [--update]] [--repeat 5] [--quick]
 
-Perplexity is that of a fixed English text (english.txt) and of greedy answers at float32 to sixteen chats (tests/golden/smollm2.json), each
-token given all before it. The model is stored in four bits by groups of 32 (GGUF's Q4_1): other forms start from what those stand for.
+Perplexity is that of a fixed English text (english.txt) and of greedy answers at float32 to chats (chats.json and tests/golden/smollm2.json), each
+token given all before it. The standard error is that of the logarithm of an arm's ratio to bfloat16, over tokens. The model is stored in four bits by groups of 32 (GGUF's Q4_1): other forms start from what those stand for.
 int4 is calibrated on text that the model itself generates.
 Speed is taken with all engines in one process, in turn: one stream (prompt 128, 64 tokens out), 32 streams (prompt 128, 32 tokens
 out), and prompts of 1024 tokens.
@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.chats import CHATS
 from benchmarks.machine import MODELS, RESULTS, made_model, save
 from jengine import LLM, SamplingParams
 from tests.golden.smollm2 import ANSWERS
@@ -61,7 +62,8 @@ def texts(tokenizer: Any) -> dict[str, list[Scored]]:
     """The English text in pieces, and chats, of which the answers count."""
     ids = tokenizer.encode(ENGLISH.read_text(), add_special_tokens=False)
     pieces = [(ids[start : start + PIECE], 1) for start in range(0, len(ids), PIECE)]
-    chats = [(chat["prompt"] + chat["answer"], len(chat["prompt"])) for chat in json.loads(ANSWERS.read_text())]
+    asked = [chat for file in (ANSWERS, CHATS) for chat in json.loads(file.read_text())]
+    chats = [(chat["prompt"] + chat["answer"], len(chat["prompt"])) for chat in asked]
     return {"english": pieces, "chats": chats}
 
 
@@ -78,7 +80,12 @@ def write_calibration() -> None:
     file.write_text("".join(llm.tokenizer.decode(some, skip_special_tokens=False) for some in ids))
 
 
-def perplexity(arm: str) -> dict[str, Any]:
+def perplexity(arm: str, base: dict[str, list[float]]) -> dict[str, Any]:
+    """Perplexities, and the standard errors of their ratios to bfloat16's.
+
+    Args:
+        base: bfloat16's log probabilities by text, which that arm fills.
+    """
     if "calibration_data" in ARMS[arm]:
         write_calibration()
     llm = make(str(smollm2()), arm, max_model_len=1024, max_num_seqs=4)
@@ -91,7 +98,9 @@ def perplexity(arm: str) -> dict[str, Any]:
             assert output.prompt_logprobs is not None
             entries = zip(ids[start:], output.prompt_logprobs[start:], strict=True)
             scores += [entry[token].logprob for token, entry in entries if entry is not None]
-        found |= {name: math.exp(-statistics.fmean(scores)), f"{name}_tokens": len(scores)}
+        differences = [score - other for score, other in zip(scores, base.setdefault(name, scores), strict=True)]
+        error = statistics.stdev(differences) / math.sqrt(len(scores))
+        found |= {name: math.exp(-statistics.fmean(scores)), f"{name}_tokens": len(scores), f"{name}_ratio_error": error}
     return {**found, **sizes(llm)}
 
 
@@ -160,10 +169,11 @@ def main() -> None:
     options = parser.parse_args()
     arms = ["bfloat16", "w8a8"] if options.quick else options.arms or list(ARMS)
     result: dict[str, Any] = {}
+    base: dict[str, list[float]]
     if "perplexity" in options.parts:
-        result["perplexity"] = {}
-        for arm in arms:
-            result["perplexity"][arm] = perplexity(arm)
+        result["perplexity"], base = {}, {}
+        for arm in dict.fromkeys(["bfloat16", *arms]):
+            result["perplexity"][arm] = perplexity(arm, base)
             if options.update:
                 update(result["perplexity"])
         show_perplexity(result["perplexity"])

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from jengine.checks import check_number, check_targets, check_whole
 from jengine.errors import InvalidArgument
-from jengine.model_parts import LatentAttention, LinearAttention, RopeScaling, StoredWeights
+from jengine.model_parts import Converted, LatentAttention, LinearAttention, RopeScaling, StoredWeights
 from jengine.scheduling.options import Batching, OnLate, Policy, StrategyName
 from jengine.vllm_options import without_no_ops
 
@@ -60,6 +60,7 @@ class ModelConfig:
             sigmoid(alpha * gate) * (up + 1).
         latent: heads share keys and values in a compressed form; None: they have their own.
         stored: the format of quantized matrices; None: they are not quantized, or are to be converted to dtype.
+        converted: how `jengine convert` quantized the parameters; None: it did not.
         shards: the number of devices that the parameters are laid out for. Kv heads are repeated if there are fewer of them than
             devices; heads, intermediate sizes and the vocabulary are padded with zeros to a multiple. The other fields have the
             checkpoint's values.
@@ -118,6 +119,7 @@ class ModelConfig:
     linear: LinearAttention | None = None
     attention_gate: bool = False
     stored: StoredWeights | None = None
+    converted: Converted | None = None
     shards: int = 1
 
     @property
@@ -164,8 +166,10 @@ class EngineConfig:
             to be faster with it.
         quantization: quantizes weights on load. By default they stay as the checkpoint has them. int8: weights in eight bits, with a
             scale for each output channel; w8a8: activations too, with a scale for each row; fp8: both as e4m3, emulated on devices
-            older than Hopper and Ada; int4: weights in four bits, with a scale and an offset for each group of 128 inputs, and
+            older than Hopper and Ada; int4: weights in four bits, with a scale and an offset for each group of inputs, and
             embeddings in int8; none: converts the weights of a quantized checkpoint to dtype.
+        quantization_group_size: for int4, inputs that share a scale and an offset: 32, 64 or 128. Smaller groups lose less; a weight
+            takes 6, 5 or 4.5 bits.
         calibration_data: a file of text, for int4: the model reads it at the start, and weights are rounded so that errors cancel on such
             text (GPTQ). Takes longer, and the memory of unquantized weights; on one device only.
         kv_cache_dtype: number format of the KV cache. int8 and fp8 (e4m3) have a scale for each token and kv head; auto: the same as
@@ -242,6 +246,7 @@ class EngineConfig:
     generation_config: Literal["auto", "vllm"] | None = "auto"
     dtype: Dtype = "auto"
     quantization: Quantization | None = None
+    quantization_group_size: int = 128
     calibration_data: str | Path | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     attention_backend: AttentionBackend = "auto"
@@ -319,6 +324,10 @@ class EngineConfig:
             raise InvalidArgument("dtype", self.dtype, f"must be auto, {', '.join(DTYPES)}")
         if self.quantization not in (None, *get_args(Quantization)):
             raise InvalidArgument("quantization", self.quantization, f"must be None, {', '.join(get_args(Quantization))}")
+        if self.quantization_group_size not in (32, 64, 128):
+            raise InvalidArgument("quantization_group_size", self.quantization_group_size, "must be 32, 64 or 128")
+        if self.quantization_group_size != 128 and self.quantization != "int4":
+            raise InvalidArgument("quantization_group_size", self.quantization_group_size, "needs quantization=int4")
         if self.calibration_data is not None and self.quantization != "int4":
             raise InvalidArgument("calibration_data", self.calibration_data, "needs quantization=int4")
         if self.kv_cache_dtype not in ("auto", "int8", "fp8"):

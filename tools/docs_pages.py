@@ -149,7 +149,9 @@ def perplexity() -> str:
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, row in found["perplexity"].items():
-        texts = " | ".join(f"{row[text]:.3f} | {row[text] / base[text]:.3f}" for text in ("english", "chats"))
+        texts = " | ".join(
+            f"{row[text]:.3f} | {row[text] / base[text]:.3f} ± {row[f'{text}_ratio_error']:.3f}" for text in ("english", "chats")
+        )
         rows.append(f"| {name} | {texts} | {row['weights_mib']:.1f} | {row['cache_kib_a_token']:.2f} |")
     return "\n".join([*rows, "", _machine(found)])
 

@@ -46,7 +46,7 @@ from jengine.models.pieces import Piece
 from jengine.parallel.mesh import RULES
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.hadamard import block_of
-from pallas_kernels.int4 import KINDS, pack, quantize_int4
+from pallas_kernels.int4 import KINDS, TILE, pack, quantize_int4
 from pallas_kernels.quantized import quantize
 
 QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations are quantized to it as well
@@ -90,7 +90,7 @@ class Model:
         params: what programs take: a jax.ShapeDtypeStruct, or a Quantized or an Int4 of several, for each parameter.
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors each parameter is made of, a tuple of pieces.Piece.
-        calibrated: as in build.
+        group_size, calibrated: as in build.
         prefix: the Decoder's.
         text_part, skipped: the family's.
     """
@@ -98,6 +98,7 @@ class Model:
     config: ModelConfig
     dtype: jnp.dtype
     quantization: str | None
+    group_size: int
     calibrated: bool
     params: Params
     axes: Any
@@ -106,6 +107,13 @@ class Model:
     text_part: TextPart | None
     skipped: tuple[str, ...]
     graph: nnx.GraphDef[Any] = field(repr=False)
+
+    @property
+    def weights(self) -> str | None:
+        """How they are quantized, in words."""
+        if self.quantization != "int4":
+            return self.quantization
+        return f"int4, groups of {self.group_size}{', calibrated' if self.calibrated else ''}"
 
     def bind(self, params: Params) -> Decoder:
         """The module over these parameters, inside a traced function or outside."""
@@ -120,6 +128,7 @@ def build(
     quantization: str | None = None,
     shards: int = 1,
     *,
+    group_size: int = TILE,
     calibrated: bool = False,
 ) -> Model:
     """Declares the model of a family; allocates nothing.
@@ -130,15 +139,23 @@ def build(
         quantization: as in EngineConfig, of the matrices in products and of embeddings; routers, norms, biases and learned positions
             keep dtype.
         shards: devices that the parameters are laid out for, see ModelConfig.
+        group_size: inputs of four-bit weights that share a scale.
         calibrated: four-bit weights are, see checkpoints/calibration.py.
 
     Raises:
+        InvalidArgument: a converted folder's parameters are quantized in another way, or cannot be cut for so many devices.
         ModelError: the family or its activation is not supported.
     """
     if config.family not in FAMILIES:
         raise ModelError(f"model_type {config.family!r} is not supported; {', '.join(sorted(FAMILIES))} are")
     if config.activation not in ACTIVATIONS:
         raise ModelError(f"hidden_act {config.activation!r} is not supported; {', '.join(sorted(ACTIVATIONS))} are")
+    if (done := config.converted) is not None:
+        if quantization not in (None, done.quantization):
+            raise InvalidArgument("quantization", quantization, f"must be None or {done.quantization}, as the folder was converted with")
+        if shards > 1:
+            raise InvalidArgument("tensor_parallel_size", shards, "must be 1 with a folder that was converted with quantization")
+        quantization, group_size, calibrated = done.quantization, done.group_size, done.calibrated
     config = dataclasses.replace(config, shards=shards, stored=config.stored if quantization is None else None)
     module = FAMILIES[config.family].module(config, jnp.dtype(dtype), max_model_len)
     graph, state = nnx.split(module)
@@ -155,7 +172,7 @@ def build(
             return _stored(plain, config.stored, parameter.get_metadata("source"), parts)
         if quantization == "int4" and not vocabulary:
             hadamard = block_of(plain.shape[-1] // parts) if calibrated else 1  # rounded to nearest, little is gained
-            return jax.eval_shape(partial(quantize_int4, parts=parts, hadamard=hadamard), plain)
+            return jax.eval_shape(partial(quantize_int4, group=group_size, parts=parts, hadamard=hadamard), plain)
         if quantization in (None, "none"):
             return plain
         name = EMBEDDINGS.get(quantization, quantization)
@@ -167,6 +184,7 @@ def build(
         config=config,
         dtype=jnp.dtype(dtype),
         quantization=quantization,
+        group_size=group_size,
         calibrated=calibrated,
         params=tree(abstract),
         axes=tree(lambda p: p.get_metadata("axes")),

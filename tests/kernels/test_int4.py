@@ -172,7 +172,7 @@ def test_weights_are_unpacked_once_for_all_rows() -> None:
     functions = int4_module(native.Target(triple, features=features), "bfloat16", 128, True).split("define ")[1:]
     where = {re.split(r"[@\"(]+", text)[1] for text in functions if "permvar" in text}
     assert where == {"block", "single", "unpack"}
-    assert "call void @\"unpack\"" in next(text for text in functions if "@\"multiply\"" in text.splitlines()[0])
+    assert 'call void @"unpack"' in next(text for text in functions if '@"multiply"' in text.splitlines()[0])
 
 
 def test_xla_dequantizes_in_the_dtype_of_activations() -> None:
