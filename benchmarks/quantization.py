@@ -2,8 +2,9 @@
 
     python -m benchmarks.quantization [--parts perplexity speed] [--arms ... [--update]] [--repeat 5] [--quick]
 
-Perplexity is that of a fixed English text (english.txt) and of greedy answers at float32 to chats (chats.json and tests/golden/smollm2.json), each
-token given all before it. The standard error is that of the logarithm of an arm's ratio to bfloat16, over tokens. The model is stored in four bits by groups of 32 (GGUF's Q4_1): other forms start from what those stand for.
+Perplexity is that of a fixed English text (english.txt) and of greedy answers at float32 to chats (chats.json and
+tests/golden/smollm2.json), each token given all before it. Beside an arm's ratio to bfloat16 is the standard error of that ratio's
+logarithm, over tokens. The model is stored in four bits by groups of 32 (GGUF's Q4_1): other forms start from what those stand for.
 int4 is calibrated on text that the model itself generates.
 Speed is taken with all engines in one process, in turn: one stream (prompt 128, 64 tokens out), 32 streams (prompt 128, 32 tokens
 out), and prompts of 1024 tokens.
