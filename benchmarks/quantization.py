@@ -32,12 +32,14 @@ from tools.smollm2 import smollm2
 
 PLAIN = {"quantization": "none"}
 CALIBRATION = str(MODELS / "calibration.txt")
-ARMS: dict[str, dict[str, str]] = {
+ARMS: dict[str, dict[str, Any]] = {
     "bfloat16": PLAIN,
     "float32": {"dtype": "float32", **PLAIN},
     "as stored": {},
     "int4": {"quantization": "int4"},
     "int4, calibrated": {"quantization": "int4", "calibration_data": CALIBRATION},
+    "int4, groups of 32": {"quantization": "int4", "quantization_group_size": 32},
+    "int4_mixed, calibrated": {"quantization": "int4_mixed", "calibration_data": CALIBRATION},
     "int8 weights": {"quantization": "int8"},
     "w8a8": {"quantization": "w8a8"},
     "fp8": {"quantization": "fp8"},

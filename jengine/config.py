@@ -167,11 +167,12 @@ class EngineConfig:
         quantization: quantizes weights on load. By default they stay as the checkpoint has them. int8: weights in eight bits, with a
             scale for each output channel; w8a8: activations too, with a scale for each row; fp8: both as e4m3, emulated on devices
             older than Hopper and Ada; int4: weights in four bits, with a scale and an offset for each group of inputs, and
-            embeddings in int8; none: converts the weights of a quantized checkpoint to dtype.
-        quantization_group_size: for int4, inputs that share a scale and an offset: 32, 64 or 128. Smaller groups lose less; a weight
-            takes 6, 5 or 4.5 bits.
-        calibration_data: a file of text, for int4: the model reads it at the start, and weights are rounded so that errors cancel on such
-            text (GPTQ). Takes longer, and the memory of unquantized weights; on one device only.
+            embeddings in int8; int4_mixed: the same, but the matrices that lose most are in int8: queries, keys and values, and an
+            MLP's last one; none: converts the weights of a quantized checkpoint to dtype.
+        quantization_group_size: inputs that share a scale and an offset in four bits: 32, 64 or 128. Smaller groups lose less; a
+            weight takes 6, 5 or 4.5 bits.
+        calibration_data: a file of text, for weights in four bits: the model reads it at the start, and weights are rounded so that
+            errors cancel on such text (GPTQ). Takes longer, and the memory of unquantized weights; on one device only.
         kv_cache_dtype: number format of the KV cache. int8 and fp8 (e4m3) have a scale for each token and kv head; auto: the same as
             dtype.
         attention_backend: the implementation of decode attention on a GPU. mosaic: jengine's kernel; flashinfer: FlashInfer's, which
@@ -326,10 +327,11 @@ class EngineConfig:
             raise InvalidArgument("quantization", self.quantization, f"must be None, {', '.join(get_args(Quantization))}")
         if self.quantization_group_size not in (32, 64, 128):
             raise InvalidArgument("quantization_group_size", self.quantization_group_size, "must be 32, 64 or 128")
-        if self.quantization_group_size != 128 and self.quantization != "int4":
-            raise InvalidArgument("quantization_group_size", self.quantization_group_size, "needs quantization=int4")
-        if self.calibration_data is not None and self.quantization != "int4":
-            raise InvalidArgument("calibration_data", self.calibration_data, "needs quantization=int4")
+        four_bits = self.quantization in FOUR_BITS
+        if self.quantization_group_size != 128 and not four_bits:
+            raise InvalidArgument("quantization_group_size", self.quantization_group_size, "needs quantization=int4 or int4_mixed")
+        if self.calibration_data is not None and not four_bits:
+            raise InvalidArgument("calibration_data", self.calibration_data, "needs quantization=int4 or int4_mixed")
         if self.kv_cache_dtype not in ("auto", "int8", "fp8"):
             raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, "must be auto, int8 or fp8")
         if self.generation_config not in ("auto", "vllm", None):

@@ -51,7 +51,7 @@ class Converted:
         calibrated: with calibration_data.
     """
 
-    quantization: Literal["int4", "int8", "w8a8", "fp8"]
+    quantization: Literal["int4", "int4_mixed", "int8", "w8a8", "fp8"]
     group_size: int = 128
     calibrated: bool = False
 

@@ -32,10 +32,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--quantization", choices=get_args(Quantization), help="quantize weights now instead of at each start")
     parser.add_argument(
-        "--quantization-group-size", type=int, choices=(32, 64, 128), default=128, help="for int4: inputs that share a scale (default: 128)"
+        "--quantization-group-size",
+        type=int,
+        choices=(32, 64, 128),
+        default=128,
+        help="for int4 and int4_mixed: inputs that share a scale (default: 128)",
     )
     parser.add_argument(
-        "--calibration-data", metavar="FILE", type=Path, help="for int4: a text; weights are rounded so that errors cancel on such text"
+        "--calibration-data",
+        metavar="FILE",
+        type=Path,
+        help="for int4 and int4_mixed: a text; weights are rounded so that errors cancel on such text",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no closing line")
     parser.set_defaults(run=_convert)

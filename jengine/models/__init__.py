@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.config import ModelConfig
+from jengine.config import FOUR_BITS, ModelConfig
 from jengine.errors import InvalidArgument, ModelError
 from jengine.model_parts import StoredWeights
 from jengine.models import (
@@ -55,7 +55,7 @@ QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations ar
     "fp8": ("float8_e4m3fn", True),
 }
 TRANSFORMED = ("w8a8",)  # outliers of activations would leave few of eight bits to the others
-EMBEDDINGS = {"int4": "int8"}  # and output heads, which bear four bits less well
+IN_EIGHT_BITS = "int8"  # of a model in four bits, embeddings, output heads, and with int4_mixed what `_loses_much`
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 _FILES = (
     deepseek,
@@ -111,9 +111,9 @@ class Model:
     @property
     def weights(self) -> str | None:
         """How they are quantized, in words."""
-        if self.quantization != "int4":
+        if self.quantization not in FOUR_BITS:
             return self.quantization
-        return f"int4, groups of {self.group_size}{', calibrated' if self.calibrated else ''}"
+        return f"{self.quantization}, groups of {self.group_size}{', calibrated' if self.calibrated else ''}"
 
     def bind(self, params: Params) -> Decoder:
         """The module over these parameters, inside a traced function or outside."""
@@ -170,12 +170,12 @@ def build(
         vocabulary, parts = axes[0] == "vocab", config.shards if axes[-1] in RULES else 1
         if config.stored is not None and not vocabulary:
             return _stored(plain, config.stored, parameter.get_metadata("source"), parts)
-        if quantization == "int4" and not vocabulary:
+        if quantization in FOUR_BITS and not vocabulary and not (quantization == "int4_mixed" and _loses_much(axes)):
             hadamard = block_of(plain.shape[-1] // parts) if calibrated else 1  # rounded to nearest, little is gained
             return jax.eval_shape(partial(quantize_int4, group=group_size, parts=parts, hadamard=hadamard), plain)
         if quantization in (None, "none"):
             return plain
-        name = EMBEDDINGS.get(quantization, quantization)
+        name = IN_EIGHT_BITS if quantization in FOUR_BITS else quantization
         kind, inputs = QUANTIZATIONS[name]
         hadamard = block_of(plain.shape[-1] // parts) if name in TRANSFORMED else 1
         return jax.eval_shape(partial(quantize, dtype=kind, inputs=inputs, hadamard=hadamard), plain)
@@ -194,6 +194,11 @@ def build(
         skipped=tuple(name.format(num_layers=config.num_layers) for name in FAMILIES[config.family].skipped),
         graph=graph,
     )
+
+
+def _loses_much(axes: tuple[str | None, ...]) -> bool:
+    """In four bits: queries, keys and values, whose errors enter every score, and an MLP's last matrix, whose inputs have outliers."""
+    return axes[0] == "kv_heads" or (axes[-1] == "ffn" and len(axes) == 2)
 
 
 def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence[Piece], parts: int) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jengine.checkpoints.weights import num_bytes
-from jengine.config import EngineConfig
+from jengine.config import FOUR_BITS, EngineConfig
 from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.errors import OutOfMemory
@@ -119,7 +119,7 @@ def formats_of(spec: ExecutionSpec) -> Formats:
     kind, inputs = QUANTIZATIONS.get(model.quantization or "", (str(dtype), False))
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if len(leaf.shape) > 1]
     width = jnp.dtype(kind).itemsize
-    if model.quantization == "int4" or model.config.stored is not None:  # formats vary between weights, and scales count
+    if model.quantization in FOUR_BITS or model.config.stored is not None:  # formats vary between weights, and scales count
         width = num_bytes(matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
     row = model.config.head_dim if model.config.latent is None else model.config.latent.cached_dim
     scale = 4 / row if spec.kv_cache_dtype else 0.0  # float32, for each token and head

@@ -11,13 +11,14 @@ import pytest
 
 from jengine import cli
 from jengine.checkpoints import conversion, convert, load, load_calibrated, read_config
+from jengine.checkpoints.orbax import by_name
 from jengine.config import EngineConfig, ModelConfig
 from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument
 from jengine.models import Model, Params, build
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import is_quantized
+from pallas_kernels.quantized import Quantized, is_quantized
 from tests.golden.weights import write_model
 
 VARIANT = "llama_tied"
@@ -68,6 +69,15 @@ def test_calibrated_parameters_are_as_calibrated_at_the_start(folder: Path, tmp_
     assert (loaded.weights, loaded.params) == (direct.weights, direct.params) and loaded.weights == "int4, groups of 128, calibrated"
 
 
+@pytest.mark.parametrize(("variant", "eight"), [("llama_tied", {"embed", "qkv", "down"}), ("gpt2", {"embed", "qkv", "down"})])
+def test_mixed_keeps_what_loses_most_in_eight_bits(variant: str, eight: set[str], tmp_path: Path) -> None:
+    write_model(tmp_path, variant)
+    model = declared(read_config(tmp_path), quantization="int4_mixed", group_size=64)
+    forms = {name.rpartition(".")[2]: leaf for name, leaf in by_name(model.params).items() if is_quantized(leaf)}
+    assert {name for name, leaf in forms.items() if isinstance(leaf, Quantized)} == eight and not forms["qkv"].inputs
+    assert all(leaf.group == 64 for leaf in forms.values() if isinstance(leaf, Int4))
+
+
 def test_options_that_a_converted_folder_rejects(folder: Path, tmp_path: Path) -> None:
     out = convert(str(folder), tmp_path / "out", quantization="int8", progress=False)
     config = read_config(out)
@@ -82,9 +92,9 @@ def test_options_that_a_converted_folder_rejects(folder: Path, tmp_path: Path) -
 
 
 def test_options_that_convert_rejects(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"calibration_data='text': needs quantization=int4"):
+    with pytest.raises(InvalidArgument, match=r"calibration_data='text': needs quantization=int4 or int4_mixed"):
         convert(str(folder), tmp_path / "out", quantization="int8", calibration_data="text")
-    with pytest.raises(InvalidArgument, match=r"quantization_group_size=64: needs quantization=int4"):
+    with pytest.raises(InvalidArgument, match=r"quantization_group_size=64: needs quantization=int4 or int4_mixed"):
         convert(str(folder), tmp_path / "out", quantization_group_size=64)
     with pytest.raises(InvalidArgument, match=r"quantization_group_size=16: must be 32, 64 or 128"):
         EngineConfig.of(str(folder), {"quantization": "int4", "quantization_group_size": 16})
