@@ -157,8 +157,9 @@ def show_speed(result: dict[str, Any]) -> None:
 
 
 def update(found: dict[str, Any]) -> None:
-    """These arms' perplexities among the saved ones."""
-    known = {**json.loads((RESULTS / "quantization_perplexity.json").read_text())["perplexity"], **found}
+    """These arms' perplexities among the saved ones, of which those of other texts are dropped."""
+    saved, tokens = json.loads((RESULTS / "quantization_perplexity.json").read_text())["perplexity"], found["bfloat16"]["chats_tokens"]
+    known = {arm: row for arm, row in saved.items() if row["chats_tokens"] == tokens} | found
     save("quantization_perplexity", {"perplexity": {arm: known[arm] for arm in ARMS if arm in known}})
 
 

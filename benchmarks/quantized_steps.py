@@ -23,7 +23,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "w8a8": {"quantization": "w8a8"},
     "int4": {"quantization": "int4"},
-    "int4, groups of 32": {"quantization": "int4", "group_size": 32},
     "int4, calibrated": {"quantization": "int4", "calibrated": True},
     "int4_mixed, calibrated": {"quantization": "int4_mixed", "calibrated": True},
 }
