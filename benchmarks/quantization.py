@@ -84,7 +84,7 @@ def write_calibration() -> None:
 
 
 def perplexity(arm: str, base: dict[str, list[float]]) -> dict[str, Any]:
-    """Perplexities, and the standard errors of their ratios to bfloat16's.
+    """Perplexities and, where bfloat16 was measured before, the standard errors of their ratios to its own.
 
     Args:
         base: bfloat16's log probabilities by text, which that arm fills.
@@ -101,9 +101,12 @@ def perplexity(arm: str, base: dict[str, list[float]]) -> dict[str, Any]:
             assert output.prompt_logprobs is not None
             entries = zip(ids[start:], output.prompt_logprobs[start:], strict=True)
             scores += [entry[token].logprob for token, entry in entries if entry is not None]
-        differences = [score - other for score, other in zip(scores, base.setdefault(name, scores), strict=True)]
-        error = statistics.stdev(differences) / math.sqrt(len(scores))
-        found |= {name: math.exp(-statistics.fmean(scores)), f"{name}_tokens": len(scores), f"{name}_ratio_error": error}
+        found |= {name: math.exp(-statistics.fmean(scores)), f"{name}_tokens": len(scores)}
+        if arm == "bfloat16":
+            base[name] = scores
+        if name in base:
+            differences = [score - other for score, other in zip(scores, base[name], strict=True)]
+            found[f"{name}_ratio_error"] = statistics.stdev(differences) / math.sqrt(len(scores))
     return {**found, **sizes(llm)}
 
 
@@ -158,7 +161,8 @@ def show_speed(result: dict[str, Any]) -> None:
 
 def update(found: dict[str, Any]) -> None:
     """These arms' perplexities among the saved ones, of which those of other texts are dropped."""
-    saved, tokens = json.loads((RESULTS / "quantization_perplexity.json").read_text())["perplexity"], found["bfloat16"]["chats_tokens"]
+    saved = json.loads((RESULTS / "quantization_perplexity.json").read_text())["perplexity"]
+    tokens = next(iter(found.values()))["chats_tokens"]
     known = {arm: row for arm, row in saved.items() if row["chats_tokens"] == tokens} | found
     save("quantization_perplexity", {"perplexity": {arm: known[arm] for arm in ARMS if arm in known}})
 
@@ -176,7 +180,7 @@ def main() -> None:
     base: dict[str, list[float]]
     if "perplexity" in options.parts:
         result["perplexity"], base = {}, {}
-        for arm in dict.fromkeys(["bfloat16", *arms]):
+        for arm in arms:
             result["perplexity"][arm] = perplexity(arm, base)
             if options.update:
                 update(result["perplexity"])

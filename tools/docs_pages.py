@@ -149,9 +149,8 @@ def perplexity() -> str:
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, row in found["perplexity"].items():
-        texts = " | ".join(
-            f"{row[text]:.3f} | {row[text] / base[text]:.3f} ± {row[f'{text}_ratio_error']:.3f}" for text in ("english", "chats")
-        )
+        errors = {text: f" ± {row[f'{text}_ratio_error']:.3f}" for text in ("english", "chats") if f"{text}_ratio_error" in row}
+        texts = " | ".join(f"{row[text]:.3f} | {row[text] / base[text]:.3f}{errors.get(text, '')}" for text in ("english", "chats"))
         rows.append(f"| {name} | {texts} | {row['weights_mib']:.1f} | {row['cache_kib_a_token']:.2f} |")
     return "\n".join([*rows, "", _machine(found)])
 
