@@ -327,11 +327,9 @@ class EngineConfig:
             raise InvalidArgument("quantization", self.quantization, f"must be None, {', '.join(get_args(Quantization))}")
         if self.quantization_group_size not in (32, 64, 128):
             raise InvalidArgument("quantization_group_size", self.quantization_group_size, "must be 32, 64 or 128")
-        four_bits = self.quantization in FOUR_BITS
-        if self.quantization_group_size != 128 and not four_bits:
-            raise InvalidArgument("quantization_group_size", self.quantization_group_size, "needs quantization=int4 or int4_mixed")
-        if self.calibration_data is not None and not four_bits:
-            raise InvalidArgument("calibration_data", self.calibration_data, "needs quantization=int4 or int4_mixed")
+        for name, default in (("quantization_group_size", 128), ("calibration_data", None)):
+            if (value := getattr(self, name)) != default and self.quantization not in FOUR_BITS:
+                raise InvalidArgument(name, value, "needs quantization=int4 or int4_mixed")
         if self.kv_cache_dtype not in ("auto", "int8", "fp8"):
             raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, "must be auto, int8 or fp8")
         if self.generation_config not in ("auto", "vllm", None):
