@@ -160,10 +160,14 @@ def show_speed(result: dict[str, Any]) -> None:
 
 
 def update(found: dict[str, Any]) -> None:
-    """These arms' perplexities among the saved ones, of which those of other texts are dropped."""
-    saved = json.loads((RESULTS / "quantization_perplexity.json").read_text())["perplexity"]
-    tokens = next(iter(found.values()))["chats_tokens"]
-    known = {arm: row for arm, row in saved.items() if row["chats_tokens"] == tokens} | found
+    """These arms' perplexities among the saved ones, without those of other texts."""
+    known = json.loads((RESULTS / "quantization_perplexity.json").read_text())["perplexity"] | found
+    current = next(iter(found.values()))
+    for text in ("english", "chats"):
+        for row in known.values():
+            if row.get(f"{text}_tokens") != current[f"{text}_tokens"]:
+                for field in (text, f"{text}_tokens", f"{text}_ratio_error"):
+                    row.pop(field, None)
     save("quantization_perplexity", {"perplexity": {arm: known[arm] for arm in ARMS if arm in known}})
 
 
