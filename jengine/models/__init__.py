@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.config import FOUR_BITS, ModelConfig
+from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument, ModelError
-from jengine.model_parts import StoredWeights
+from jengine.model_parts import FOUR_BITS, StoredWeights
 from jengine.models import (
     deepseek,
     falcon,
