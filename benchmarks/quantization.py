@@ -2,8 +2,9 @@
 
     python -m benchmarks.quantization [--parts perplexity speed] [--arms ... [--update]] [--repeat 5] [--quick]
 
-Perplexity is that of a fixed English text (english.txt) and of greedy answers at float32 to sixteen chats (tests/golden/smollm2.json), each
-token given all before it. The model is stored in four bits by groups of 32 (GGUF's Q4_1): other forms start from what those stand for.
+Perplexity is that of a fixed English text (english.txt) and of greedy answers at float32 to chats (chats.json and
+tests/golden/smollm2.json), each token given all before it. Beside an arm's ratio to bfloat16 is the standard error of that ratio's
+logarithm, over tokens. The model is stored in four bits by groups of 32 (GGUF's Q4_1): other forms start from what those stand for.
 int4 is calibrated on text that the model itself generates.
 Speed is taken with all engines in one process, in turn: one stream (prompt 128, 64 tokens out), 32 streams (prompt 128, 32 tokens
 out), and prompts of 1024 tokens.
@@ -23,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.chats import CHATS
 from benchmarks.machine import MODELS, RESULTS, made_model, save
 from jengine import LLM, SamplingParams
 from tests.golden.smollm2 import ANSWERS
@@ -30,12 +32,14 @@ from tools.smollm2 import smollm2
 
 PLAIN = {"quantization": "none"}
 CALIBRATION = str(MODELS / "calibration.txt")
-ARMS: dict[str, dict[str, str]] = {
+ARMS: dict[str, dict[str, Any]] = {
     "bfloat16": PLAIN,
     "float32": {"dtype": "float32", **PLAIN},
     "as stored": {},
     "int4": {"quantization": "int4"},
     "int4, calibrated": {"quantization": "int4", "calibration_data": CALIBRATION},
+    "int4, groups of 32": {"quantization": "int4", "quantization_group_size": 32},
+    "int4_mixed, calibrated": {"quantization": "int4_mixed", "calibration_data": CALIBRATION},
     "int8 weights": {"quantization": "int8"},
     "w8a8": {"quantization": "w8a8"},
     "fp8": {"quantization": "fp8"},
@@ -61,7 +65,8 @@ def texts(tokenizer: Any) -> dict[str, list[Scored]]:
     """The English text in pieces, and chats, of which the answers count."""
     ids = tokenizer.encode(ENGLISH.read_text(), add_special_tokens=False)
     pieces = [(ids[start : start + PIECE], 1) for start in range(0, len(ids), PIECE)]
-    chats = [(chat["prompt"] + chat["answer"], len(chat["prompt"])) for chat in json.loads(ANSWERS.read_text())]
+    asked = [chat for file in (ANSWERS, CHATS) for chat in json.loads(file.read_text())]
+    chats = [(chat["prompt"] + chat["answer"], len(chat["prompt"])) for chat in asked]
     return {"english": pieces, "chats": chats}
 
 
@@ -78,7 +83,12 @@ def write_calibration() -> None:
     file.write_text("".join(llm.tokenizer.decode(some, skip_special_tokens=False) for some in ids))
 
 
-def perplexity(arm: str) -> dict[str, Any]:
+def perplexity(arm: str, base: dict[str, list[float]]) -> dict[str, Any]:
+    """Perplexities and, where bfloat16 was measured before, the standard errors of their ratios to its own.
+
+    Args:
+        base: bfloat16's log probabilities by text, which that arm fills.
+    """
     if "calibration_data" in ARMS[arm]:
         write_calibration()
     llm = make(str(smollm2()), arm, max_model_len=1024, max_num_seqs=4)
@@ -92,6 +102,11 @@ def perplexity(arm: str) -> dict[str, Any]:
             entries = zip(ids[start:], output.prompt_logprobs[start:], strict=True)
             scores += [entry[token].logprob for token, entry in entries if entry is not None]
         found |= {name: math.exp(-statistics.fmean(scores)), f"{name}_tokens": len(scores)}
+        if arm == "bfloat16":
+            base[name] = scores
+        if name in base:
+            differences = [score - other for score, other in zip(scores, base[name], strict=True)]
+            found[f"{name}_ratio_error"] = statistics.stdev(differences) / math.sqrt(len(scores))
     return {**found, **sizes(llm)}
 
 
@@ -145,8 +160,14 @@ def show_speed(result: dict[str, Any]) -> None:
 
 
 def update(found: dict[str, Any]) -> None:
-    """These arms' perplexities among the saved ones."""
-    known = {**json.loads((RESULTS / "quantization_perplexity.json").read_text())["perplexity"], **found}
+    """These arms' perplexities among the saved ones, without those of other texts."""
+    known = json.loads((RESULTS / "quantization_perplexity.json").read_text())["perplexity"] | found
+    current = next(iter(found.values()))
+    for text in ("english", "chats"):
+        for row in known.values():
+            if row.get(f"{text}_tokens") != current[f"{text}_tokens"]:
+                for field in (text, f"{text}_tokens", f"{text}_ratio_error"):
+                    row.pop(field, None)
     save("quantization_perplexity", {"perplexity": {arm: known[arm] for arm in ARMS if arm in known}})
 
 
@@ -160,10 +181,11 @@ def main() -> None:
     options = parser.parse_args()
     arms = ["bfloat16", "w8a8"] if options.quick else options.arms or list(ARMS)
     result: dict[str, Any] = {}
+    base: dict[str, list[float]]
     if "perplexity" in options.parts:
-        result["perplexity"] = {}
+        result["perplexity"], base = {}, {}
         for arm in arms:
-            result["perplexity"][arm] = perplexity(arm)
+            result["perplexity"][arm] = perplexity(arm, base)
             if options.update:
                 update(result["perplexity"])
         show_perplexity(result["perplexity"])

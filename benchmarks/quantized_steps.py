@@ -19,11 +19,12 @@ from benchmarks.step_profile import bandwidth
 from benchmarks.steps import Model, least
 from jengine.checkpoints import resolve
 
-FORMS: dict[str, tuple[str | None, bool]] = {
-    "bfloat16": (None, False),
-    "w8a8": ("w8a8", False),
-    "int4": ("int4", False),
-    "int4, calibrated": ("int4", True),
+FORMS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "w8a8": {"quantization": "w8a8"},
+    "int4": {"quantization": "int4"},
+    "int4, calibrated": {"quantization": "int4", "calibrated": True},
+    "int4_mixed, calibrated": {"quantization": "int4_mixed", "calibrated": True},
 }
 
 
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the demo model, nothing saved")
     options = parser.parse_args()
     folder = resolve("demo") if options.quick else made_model("134m")
-    models = {name: Model(folder, "bfloat16", kind, calibrated=calibrated) for name, (kind, calibrated) in FORMS.items()}
+    models = {name: Model(folder, "bfloat16", **form) for name, form in FORMS.items()}
     steps = {rows: {name: model.step(rows=rows, context=options.context) for name, model in models.items()} for rows in options.rows}
     speed = bandwidth()
     result: dict[str, Any] = {"context": options.context, "bandwidth_gbs": speed / 1e9}

@@ -25,13 +25,15 @@ class Model:
     """A model's weights on the device, for steps of several shapes.
 
     Args:
-        quantization: as in the engine's option.
+        quantization, group_size: as in the engine's options quantization and quantization_group_size.
         calibrated: whether four-bit weights have the form of calibrated ones; they are rounded to nearest.
     """
 
-    def __init__(self, folder: Path, dtype: str, quantization: str | None = None, *, calibrated: bool = False) -> None:
+    def __init__(
+        self, folder: Path, dtype: str, quantization: str | None = None, *, group_size: int = 128, calibrated: bool = False
+    ) -> None:
         self.config, self.mesh, self.quantization = read_config(folder), make_mesh(1), quantization
-        self.model = build(self.config, dtype, self.config.max_position, quantization, calibrated=calibrated)
+        self.model = build(self.config, dtype, self.config.max_position, quantization, group_size=group_size, calibrated=calibrated)
         self.params = load(folder, self.model, self.mesh, progress=False)
 
     def step(self, *, rows: int = 0, context: int = 0, tiles: int = 0, tile_size: int = 256, past: int = 0) -> Step:

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jengine.checks import check_number, check_targets, check_whole
+from jengine.checks import check_four_bits, check_number, check_targets, check_whole
 from jengine.errors import InvalidArgument
-from jengine.model_parts import LatentAttention, LinearAttention, RopeScaling, StoredWeights
+from jengine.model_parts import Converted, LatentAttention, LinearAttention, RopeScaling, StoredWeights
 from jengine.scheduling.options import Batching, OnLate, Policy, StrategyName
 from jengine.vllm_options import without_no_ops
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["int4", "int8", "w8a8", "fp8", "none"]
+Quantization = Literal["int4", "int4_mixed", "int8", "w8a8", "fp8", "none"]
 AttentionBackend = Literal["auto", "mosaic", "flashinfer"]
 BURST_STEPS = 8
 
@@ -118,6 +118,7 @@ class ModelConfig:
     linear: LinearAttention | None = None
     attention_gate: bool = False
     stored: StoredWeights | None = None
+    converted: Converted | None = None  # how `jengine convert` quantized the parameters, if it did
     shards: int = 1
 
     @property
@@ -164,10 +165,12 @@ class EngineConfig:
             to be faster with it.
         quantization: quantizes weights on load. By default they stay as the checkpoint has them. int8: weights in eight bits, with a
             scale for each output channel; w8a8: activations too, with a scale for each row; fp8: both as e4m3, emulated on devices
-            older than Hopper and Ada; int4: weights in four bits, with a scale and an offset for each group of 128 inputs, and
-            embeddings in int8; none: converts the weights of a quantized checkpoint to dtype.
-        calibration_data: a file of text, for int4: the model reads it at the start, and weights are rounded so that errors cancel on such
-            text (GPTQ). Takes longer, and the memory of unquantized weights; on one device only.
+            older than Hopper and Ada; int4: weights in four bits, with a scale and an offset for each group of inputs, embeddings in
+            int8; int4_mixed: the same, but queries, keys and values, and an MLP's last matrix, which lose most, in int8; none: converts
+            the weights of a quantized checkpoint to dtype.
+        quantization_group_size: inputs that share a scale and an offset in four bits: 32, 64 or 128. Smaller groups lose less.
+        calibration_data: for four bits, a file of text: the model reads it at the start, and weights are rounded so that errors cancel
+            on such text (GPTQ). Takes longer, and the memory of unquantized weights; on one device only.
         kv_cache_dtype: number format of the KV cache. int8 and fp8 (e4m3) have a scale for each token and kv head; auto: the same as
             dtype.
         attention_backend: the implementation of decode attention on a GPU. mosaic: jengine's kernel; flashinfer: FlashInfer's, which
@@ -242,6 +245,7 @@ class EngineConfig:
     generation_config: Literal["auto", "vllm"] | None = "auto"
     dtype: Dtype = "auto"
     quantization: Quantization | None = None
+    quantization_group_size: int = 128
     calibration_data: str | Path | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     attention_backend: AttentionBackend = "auto"
@@ -319,8 +323,7 @@ class EngineConfig:
             raise InvalidArgument("dtype", self.dtype, f"must be auto, {', '.join(DTYPES)}")
         if self.quantization not in (None, *get_args(Quantization)):
             raise InvalidArgument("quantization", self.quantization, f"must be None, {', '.join(get_args(Quantization))}")
-        if self.calibration_data is not None and self.quantization != "int4":
-            raise InvalidArgument("calibration_data", self.calibration_data, "needs quantization=int4")
+        check_four_bits(self.quantization, self.quantization_group_size, self.calibration_data)
         if self.kv_cache_dtype not in ("auto", "int8", "fp8"):
             raise InvalidArgument("kv_cache_dtype", self.kv_cache_dtype, "must be auto, int8 or fp8")
         if self.generation_config not in ("auto", "vllm", None):

@@ -42,6 +42,23 @@ class StoredWeights:
     others: tuple[str, ...] = ()
 
 
+FOUR_BITS = ("int4", "int4_mixed")  # values of the option quantization
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """How `jengine convert` quantized a folder's parameters, which are stored as programs take them.
+
+    Attributes:
+        quantization, group_size: the options quantization and quantization_group_size.
+        calibrated: with calibration_data.
+    """
+
+    quantization: Literal["int4", "int4_mixed", "int8", "w8a8", "fp8"]
+    group_size: int = 128
+    calibrated: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
     """Multi-head latent attention: caches one vector per token, from which the keys and values of all heads are

@@ -149,9 +149,17 @@ def perplexity() -> str:
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, row in found["perplexity"].items():
-        texts = " | ".join(f"{row[text]:.3f} | {row[text] / base[text]:.3f}" for text in ("english", "chats"))
+        texts = " | ".join(_beside(row, base, text) for text in ("english", "chats"))
         rows.append(f"| {name} | {texts} | {row['weights_mib']:.1f} | {row['cache_kib_a_token']:.2f} |")
     return "\n".join([*rows, "", _machine(found)])
+
+
+def _beside(row: dict[str, float], base: dict[str, float], text: str) -> str:
+    """A text's perplexity, and its ratio to the base's with the standard error; empty cells where it was not measured."""
+    if text not in row:
+        return "|"
+    error = f" ± {row[f'{text}_ratio_error']:.3f}" if f"{text}_ratio_error" in row else ""
+    return f"{row[text]:.3f} | {row[text] / base[text]:.3f}{error}"
 
 
 def quantized_steps() -> str:

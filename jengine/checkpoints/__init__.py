@@ -1,6 +1,6 @@
 """Models on disk: locating them, reading their configuration, and loading their weights onto the device."""
 
-from jengine.checkpoints.calibration import load_calibrated, read_text
+from jengine.checkpoints.calibration import check_calibrated, load_calibrated, read_text
 from jengine.checkpoints.conversion import convert
 from jengine.checkpoints.folder import read_config, read_sampling_defaults, resolve
 from jengine.checkpoints.sentence_transformers import Reranker, choose_embedder, read_reranker
@@ -8,6 +8,7 @@ from jengine.checkpoints.weights import has_output_head, load
 
 __all__ = [
     "Reranker",
+    "check_calibrated",
     "choose_embedder",
     "convert",
     "has_output_head",

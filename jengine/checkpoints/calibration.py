@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jengine.checkpoints.quantization import fitted
 from jengine.checkpoints.weights import load
+from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument
 from jengine.models import Model, Params, build
 from jengine.models.layers import Attend, Calibrated, flattened
@@ -52,6 +53,14 @@ def read_text(file: str | Path, tokenizer: Tokenizer) -> np.ndarray:
     every = np.array(tokens[: count * LENGTH], np.int32).reshape(count, LENGTH)
     chosen: np.ndarray = every[np.linspace(0, count - 1, min(count, SEQUENCES)).astype(int)]
     return chosen
+
+
+def check_calibrated(model: ModelConfig, file: str | Path) -> None:
+    """Raises InvalidArgument where a model cannot be calibrated."""
+    if model.linear is not None:
+        raise InvalidArgument("calibration_data", str(file), "models with recurrent states cannot be calibrated")
+    if model.converted is not None:
+        raise InvalidArgument("calibration_data", str(file), "the folder was converted with quantization: it is calibrated before that")
 
 
 def load_calibrated(path: Path, model: Model, mesh: Mesh, tokens: np.ndarray, progress: bool = True) -> Params:

@@ -16,32 +16,50 @@ import jax.numpy as jnp
 import numpy as np
 
 from jengine.checkpoints import orbax
+from jengine.checkpoints.calibration import check_calibrated, load_calibrated, read_text
 from jengine.checkpoints.converted import PARAMS, holds_orbax, is_converted, write_config
 from jengine.checkpoints.folder import IN_FOLDERS, read_config, resolve
 from jengine.checkpoints.stored import Tensor
-from jengine.checkpoints.weights import assemble, read
-from jengine.config import DTYPES, Dtype
+from jengine.checkpoints.weights import assemble, load, parts_by_name, read
+from jengine.config import DTYPES, Dtype, EngineConfig, ModelConfig, Quantization
 from jengine.errors import InvalidArgument, ModelError
 from jengine.gguf_file import is_gguf
+from jengine.model_parts import Converted
 from jengine.models import Model, build
 from jengine.observe.progress import progress_bar
+from jengine.parallel.mesh import make_mesh
+from jengine.text.tokenizer import Tokenizer
 
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", *IN_FOLDERS)
 
 
-def convert(model: str, out: str | Path, *, revision: str | None = None, dtype: Dtype = "auto", progress: bool = True) -> Path:
+def convert(
+    model: str,
+    out: str | Path,
+    *,
+    revision: str | None = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization | None = None,
+    quantization_group_size: int = 128,
+    calibration_data: str | Path | None = None,
+    progress: bool = True,
+) -> Path:
     """Writes a folder that loads as any model does, with parameters as programs take them. Returns its path.
 
     The host holds up to orbax.BATCH bytes of parameters, and the one that fills the batch; the model's files are mapped.
+    With quantization it holds all parameters, and unquantized ones too where they are calibrated.
     The folder gets its name when all is written. Until then it is `out` with the ending .incomplete.
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, or a hub id.
         out: a folder that is new or empty.
-        dtype: to store parameters in. auto: each as the model has it, so that nothing is lost whatever it is loaded as.
+        dtype: to store parameters in. auto: each as the model has it, so that nothing is lost whatever it is loaded as. With quantization,
+            that of what is not quantized; auto is the checkpoint's.
+        quantization, quantization_group_size, calibration_data: as in EngineConfig, done here once instead of at each start. The
+            folder loads on one device.
 
     Raises:
-        InvalidArgument: `out` is not empty, cannot be written, or is being written.
+        InvalidArgument: an option is not supported; `out` is not empty, cannot be written, or is being written.
         ModelError: the model cannot be read, is not supported or is converted already; writing failed.
     """
     if dtype not in ("auto", *DTYPES):
@@ -51,7 +69,15 @@ def convert(model: str, out: str | Path, *, revision: str | None = None, dtype: 
         raise ModelError("is a GGUF file, which cannot be converted; it loads as it is", file=folder)
     if is_converted(folder):
         raise ModelError("is converted already", file=folder)
+    how = EngineConfig(
+        model=model,
+        quantization=None if quantization == "none" else quantization,
+        quantization_group_size=quantization_group_size,
+        calibration_data=calibration_data,
+    )
     config = dataclasses.replace(read_config(folder), stored=None)
+    if how.quantization is not None:
+        return _convert_quantized(folder, Path(out), how, config if dtype == "auto" else dataclasses.replace(config, dtype=dtype), progress)
     declared = build(config, config.dtype, config.max_position)
     tensors = read(folder, declared)
     with _new_folder(Path(out)) as unfinished:
@@ -59,6 +85,26 @@ def convert(model: str, out: str | Path, *, revision: str | None = None, dtype: 
         _copy_files(folder, unfinished)
         write_config(unfinished, config if dtype == "auto" else dataclasses.replace(config, dtype=dtype))
     return Path(out)
+
+
+def _convert_quantized(folder: Path, out: Path, how: EngineConfig, config: ModelConfig, progress: bool) -> Path:
+    """Parameters as they lie on one device."""
+    if how.calibration_data is not None:
+        check_calibrated(config, how.calibration_data)
+    assert how.quantization is not None and how.quantization != "none"
+    calibrated = how.calibration_data is not None
+    done = Converted(quantization=how.quantization, group_size=how.quantization_group_size, calibrated=calibrated)
+    declared = build(config, config.dtype, config.max_position, done.quantization, group_size=done.group_size, calibrated=calibrated)
+    with _new_folder(out) as unfinished:
+        if how.calibration_data is None:
+            params = load(folder, declared, make_mesh(1), progress)
+        else:
+            tokens = read_text(how.calibration_data, Tokenizer.load(folder))
+            params = load_calibrated(folder, declared, make_mesh(1), tokens, progress)
+        orbax.save(unfinished / PARAMS, ((name, np.asarray(array)) for name, array in parts_by_name(params).items()))
+        _copy_files(folder, unfinished)
+        write_config(unfinished, dataclasses.replace(config, converted=done))
+    return out
 
 
 def _parameters(model: Model, tensors: dict[str, Tensor], dtype: Dtype, progress: bool) -> Iterator[tuple[str, np.ndarray]]:

@@ -51,7 +51,7 @@ def load(path: Path, model: Model, mesh: Mesh, progress: bool = True) -> Params:
         ModelError: a file is missing, truncated or corrupt; a tensor is missing, unknown or of the wrong shape.
         OutOfMemory: the device cannot hold the weights.
     """
-    fill = _from_orbax if is_converted(path) else _from_safetensors
+    fill = _from_safetensors if not is_converted(path) else _from_orbax if model.config.converted is None else _as_it_is
     total = num_bytes(model.params)
     with progress_bar(total=total, desc="weights", unit="B", unit_scale=True, show=progress) as bar:
         try:
@@ -82,6 +82,18 @@ def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int]
         return fitted(array, target)
 
     return orbax.restore(path / PARAMS, jax.tree.map(where, one.params, targets), finish, count)
+
+
+def _as_it_is(path: Path, model: Model, targets: Params, count: Callable[[int], object]) -> Params:
+    """A folder that was converted with quantization: arrays as programs take them."""
+    wanted = parts_by_name(targets)
+    arrays = orbax.restore(path / PARAMS, wanted, lambda name, array: array, count)
+    return jax.tree.unflatten(jax.tree.structure(targets), [arrays[name] for name in wanted])
+
+
+def parts_by_name(params: Params) -> dict[str, Any]:
+    """All arrays by name, those of quantized parameters one by one."""
+    return orbax.by_name(params, is_leaf=lambda node: False)
 
 
 def _from_safetensors(path: Path, model: Model, targets: Params, count: Callable[[int], object]) -> Params:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from jengine.checkpoints.calibration import check_calibrated
 from jengine.config import EngineConfig, ModelConfig
 from jengine.devices.device_defaults import PROMPT_TOKENS, sizes
 from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype
@@ -32,10 +33,10 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
     """
     device = mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
-    if config.calibration_data is not None and mesh.devices.size > 1:
-        raise InvalidArgument("tensor_parallel_size", mesh.devices.size, "must be 1 with calibration_data")
-    if config.calibration_data is not None and model.linear is not None:
-        raise InvalidArgument("calibration_data", str(config.calibration_data), "models with recurrent states cannot be calibrated")
+    if config.calibration_data is not None:
+        check_calibrated(model, config.calibration_data)
+        if mesh.devices.size > 1:
+            raise InvalidArgument("tensor_parallel_size", mesh.devices.size, "must be 1 with calibration_data")
     check_formats(config, device)
     max_model_len = _max_model_len(config, model)
     chosen = sizes(config, device.platform)
@@ -63,6 +64,7 @@ def describe(config: EngineConfig, model: ModelConfig, mesh: Mesh, root: Path) -
             max_model_len,
             config.quantization,
             mesh.devices.size,
+            group_size=config.quantization_group_size,
             calibrated=config.calibration_data is not None,
         ),
         mesh=mesh,

@@ -193,7 +193,7 @@ class ExecutionSpec:
             "source": source_digest(),
             "model": model,
             "dtype": str(np.dtype(self.model.dtype)),
-            "quantization": f"{self.model.quantization}, calibrated" if self.model.calibrated else self.model.quantization,
+            "quantization": self.model.weights,
             "cache_dtype": str(self.cache_dtype),
             "max_model_len": self.max_model_len,
             "table": dataclasses.asdict(self.table),

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument, ModelError
-from jengine.model_parts import StoredWeights
+from jengine.model_parts import FOUR_BITS, StoredWeights
 from jengine.models import (
     deepseek,
     falcon,
@@ -46,7 +46,7 @@ from jengine.models.pieces import Piece
 from jengine.parallel.mesh import RULES
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.hadamard import block_of
-from pallas_kernels.int4 import KINDS, pack, quantize_int4
+from pallas_kernels.int4 import KINDS, TILE, pack, quantize_int4
 from pallas_kernels.quantized import quantize
 
 QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations are quantized to it as well
@@ -55,7 +55,7 @@ QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations ar
     "fp8": ("float8_e4m3fn", True),
 }
 TRANSFORMED = ("w8a8",)  # outliers of activations would leave few of eight bits to the others
-EMBEDDINGS = {"int4": "int8"}  # and output heads, which bear four bits less well
+IN_EIGHT_BITS = "int8"  # of a model in four bits, embeddings, output heads, and with int4_mixed what `_loses_much`
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 _FILES = (
     deepseek,
@@ -90,7 +90,7 @@ class Model:
         params: what programs take: a jax.ShapeDtypeStruct, or a Quantized or an Int4 of several, for each parameter.
         axes: each parameter's logical axis names, a tuple of str or None.
         sources: the checkpoint tensors each parameter is made of, a tuple of pieces.Piece.
-        calibrated: as in build.
+        group_size, calibrated: as in build.
         prefix: the Decoder's.
         text_part, skipped: the family's.
     """
@@ -98,6 +98,7 @@ class Model:
     config: ModelConfig
     dtype: jnp.dtype
     quantization: str | None
+    group_size: int
     calibrated: bool
     params: Params
     axes: Any
@@ -106,6 +107,13 @@ class Model:
     text_part: TextPart | None
     skipped: tuple[str, ...]
     graph: nnx.GraphDef[Any] = field(repr=False)
+
+    @property
+    def weights(self) -> str | None:
+        """How they are quantized, in words."""
+        if self.quantization not in FOUR_BITS:
+            return self.quantization
+        return f"{self.quantization}, groups of {self.group_size}{', calibrated' if self.calibrated else ''}"
 
     def bind(self, params: Params) -> Decoder:
         """The module over these parameters, inside a traced function or outside."""
@@ -120,6 +128,7 @@ def build(
     quantization: str | None = None,
     shards: int = 1,
     *,
+    group_size: int = TILE,
     calibrated: bool = False,
 ) -> Model:
     """Declares the model of a family; allocates nothing.
@@ -130,15 +139,23 @@ def build(
         quantization: as in EngineConfig, of the matrices in products and of embeddings; routers, norms, biases and learned positions
             keep dtype.
         shards: devices that the parameters are laid out for, see ModelConfig.
+        group_size: inputs of four-bit weights that share a scale.
         calibrated: four-bit weights are, see checkpoints/calibration.py.
 
     Raises:
+        InvalidArgument: a converted folder's parameters are quantized in another way, or cannot be cut for so many devices.
         ModelError: the family or its activation is not supported.
     """
     if config.family not in FAMILIES:
         raise ModelError(f"model_type {config.family!r} is not supported; {', '.join(sorted(FAMILIES))} are")
     if config.activation not in ACTIVATIONS:
         raise ModelError(f"hidden_act {config.activation!r} is not supported; {', '.join(sorted(ACTIVATIONS))} are")
+    if (done := config.converted) is not None:
+        if quantization not in (None, done.quantization):
+            raise InvalidArgument("quantization", quantization, f"must be None or {done.quantization}, as the folder was converted with")
+        if shards > 1:
+            raise InvalidArgument("tensor_parallel_size", shards, "must be 1 with a folder that was converted with quantization")
+        quantization, group_size, calibrated = done.quantization, done.group_size, done.calibrated
     config = dataclasses.replace(config, shards=shards, stored=config.stored if quantization is None else None)
     module = FAMILIES[config.family].module(config, jnp.dtype(dtype), max_model_len)
     graph, state = nnx.split(module)
@@ -153,12 +170,12 @@ def build(
         vocabulary, parts = axes[0] == "vocab", config.shards if axes[-1] in RULES else 1
         if config.stored is not None and not vocabulary:
             return _stored(plain, config.stored, parameter.get_metadata("source"), parts)
-        if quantization == "int4" and not vocabulary:
+        if quantization in FOUR_BITS and not vocabulary and not (quantization == "int4_mixed" and _loses_much(axes)):
             hadamard = block_of(plain.shape[-1] // parts) if calibrated else 1  # rounded to nearest, little is gained
-            return jax.eval_shape(partial(quantize_int4, parts=parts, hadamard=hadamard), plain)
+            return jax.eval_shape(partial(quantize_int4, group=group_size, parts=parts, hadamard=hadamard), plain)
         if quantization in (None, "none"):
             return plain
-        name = EMBEDDINGS.get(quantization, quantization)
+        name = IN_EIGHT_BITS if quantization in FOUR_BITS else quantization
         kind, inputs = QUANTIZATIONS[name]
         hadamard = block_of(plain.shape[-1] // parts) if name in TRANSFORMED else 1
         return jax.eval_shape(partial(quantize, dtype=kind, inputs=inputs, hadamard=hadamard), plain)
@@ -167,6 +184,7 @@ def build(
         config=config,
         dtype=jnp.dtype(dtype),
         quantization=quantization,
+        group_size=group_size,
         calibrated=calibrated,
         params=tree(abstract),
         axes=tree(lambda p: p.get_metadata("axes")),
@@ -176,6 +194,11 @@ def build(
         skipped=tuple(name.format(num_layers=config.num_layers) for name in FAMILIES[config.family].skipped),
         graph=graph,
     )
+
+
+def _loses_much(axes: tuple[str | None, ...]) -> bool:
+    """In four bits: queries, keys and values, whose errors enter every score, and an MLP's last matrix, whose inputs have outliers."""
+    return axes[0] == "kv_heads" or (axes[-1] == "ffn" and len(axes) == 2)
 
 
 def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence[Piece], parts: int) -> Any:

@@ -19,6 +19,7 @@ from jengine.errors import OutOfMemory
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside, temporaries_bound
 from jengine.execution.programs import Key, program_keys
 from jengine.execution.spec import ExecutionSpec
+from jengine.model_parts import FOUR_BITS
 from jengine.models import QUANTIZATIONS
 from jengine.parallel.collectives import AXIS
 from jengine.planning.ahead_of_time import check_target, describe_for, describe_on, largest, memory_limit
@@ -119,7 +120,7 @@ def formats_of(spec: ExecutionSpec) -> Formats:
     kind, inputs = QUANTIZATIONS.get(model.quantization or "", (str(dtype), False))
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_quantized) if len(leaf.shape) > 1]
     width = jnp.dtype(kind).itemsize
-    if model.quantization == "int4" or model.config.stored is not None:  # formats vary between weights, and scales count
+    if model.quantization in FOUR_BITS or model.config.stored is not None:  # formats vary between weights, and scales count
         width = num_bytes(matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
     row = model.config.head_dim if model.config.latent is None else model.config.latent.cached_dim
     scale = 4 / row if spec.kv_cache_dtype else 0.0  # float32, for each token and head

@@ -53,10 +53,10 @@ def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
 def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str | None) -> None:
     """Args: converted: the dtype to which weights are converted once, if they are multiplied by more rows than
     a block has."""
-    _dispatch(code, "strip", at, how, out, (NONE, ALL) if converted else (NONE, ALL, LOWER, UPPER))
+    dispatch(code, "strip", at, how, out, (NONE, ALL) if converted else (NONE, ALL, LOWER, UPPER))
     if converted:
         inner = replace(plain_format(at, how.x, converted), factor=how.factor)
-        _dispatch(code, "converted", at, inner, out, (NONE,))
+        dispatch(code, "converted", at, inner, out, (NONE,))
         _convert(code, at, how.weight, converted)
     frame, part, parts = code.function("multiply", [I64] * 3, internal=False)
     b, frame = code.b, code.b.inttoptr(frame, PTR)
@@ -152,7 +152,7 @@ def heights(at: Processor) -> list[int]:
     return [count for count in (1, 2, 4, 6) if count <= at.rows]
 
 
-def _dispatch(code: Code, name: str, at: Processor, how: Format, out: Out, fetches: Sequence[int]) -> None:
+def dispatch(code: Code, name: str, at: Processor, how: Format, out: Out, fetches: Sequence[int]) -> None:
     """A function of ARGUMENTS, the number of rows (one of `heights`), the number of outputs (at most a
     block's), and the prefetch mode."""
     half, made = at.outs // 2, {}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.cpu import native, tiles
 from pallas_kernels.cpu.calls import call, register
 from pallas_kernels.cpu.hadamard import transform_module
-from pallas_kernels.cpu.int4 import int4_module, needs_sums
+from pallas_kernels.cpu.int4 import int4_module
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.cpu.multiply import bytes_module, product_module
 from pallas_kernels.int4 import Int4
@@ -62,13 +62,9 @@ def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike) -> 
     if weight.hadamard > 1:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape, jnp.float32)]
         x = call(register_transform(str(x.dtype), weight.hadamard), shapes, x)[0]
-    shapes = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32)]
+    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32)
     offset = [] if weight.offset is None else [weight.offset]
-    if needs_sums(native.host(), str(x.dtype), bool(offset)):
-        shapes.append(jax.ShapeDtypeStruct((x.shape[0], weight.scale.shape[1]), jnp.float32))
-    y: jax.Array = call(
-        register_int4(str(x.dtype), weight.group, bool(offset), weight.kind), shapes, x, weight.values, weight.scale, *offset
-    )[0]
+    y: jax.Array = call(register_int4(str(x.dtype), weight.group, bool(offset), weight.kind), out, x, weight.values, weight.scale, *offset)
     return y.astype(dtype)
 
 
@@ -111,11 +107,8 @@ def register_bytes(x: str, hadamard: int = 1) -> str:
 
 
 def register_int4(x: str, group: int, offset: bool, kind: str = "int4") -> str:
-    def make() -> list[int | tuple[int, int]]:
-        names = ["sums", "multiply"] if needs_sums(native.host(), x, offset) else ["multiply"]
-        return [*native.compiled(int4_module(native.host(), x, group, offset, kind), *names)]
-
-    return register(f"jengine_product_{x}_{kind}_{group}{'_offset' if offset else ''}", make)
+    name = f"jengine_product_{x}_{kind}_{group}{'_offset' if offset else ''}"
+    return register(name, lambda: native.compiled(int4_module(native.host(), x, group, offset, kind), "multiply"))
 
 
 def register_transform(x: str, block: int) -> str:

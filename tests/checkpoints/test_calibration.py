@@ -89,7 +89,7 @@ def test_text_is_cut_into_sequences(tmp_path: Path) -> None:
 
 
 def test_options_that_it_needs() -> None:
-    with pytest.raises(InvalidArgument, match=r"calibration_data='a': needs quantization=int4"):
+    with pytest.raises(InvalidArgument, match=r"calibration_data='a': needs quantization=int4 or int4_mixed"):
         EngineConfig.of("demo", {"calibration_data": "a", "quantization": "int8"})
     model = read_config(resolve("demo"))
     config, plain = (EngineConfig.of("demo", {**options, "quantization": "int4"}) for options in ({"calibration_data": "a"}, {}))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pallas_kernels import products
 from pallas_kernels.cpu import calls, native
 from pallas_kernels.cpu import products as cpu_products
+from pallas_kernels.cpu.formats import processor
 from pallas_kernels.cpu.int4 import int4_module
 from pallas_kernels.cpu.kinds import INPUTS
 from pallas_kernels.int4 import E2M1, GROUPS, HIGHEST, KINDS, LOWEST, Int4, groups, pack, quantize_int4, words
@@ -37,10 +38,17 @@ def packed(outs: int, size: int, group: int, *, offset: bool, parts: int = 1, ki
     scale, low = rng.uniform(0.5, 1.5, (outs, size // group)), rng.normal(size=(outs, size // group)) if offset else None
     wide = numbers * np.repeat(scale.astype(np.float32), group, 1)
     if low is not None:
-        wide = wide + np.repeat(low.astype(np.float32), group, 1)
+        wide = wide + np.repeat(low.astype(np.float32), group, 1).astype(np.float64)
     given_low = None if low is None else jnp.asarray(low)
     made = pack(jnp.asarray(numbers, jnp.int8), jnp.asarray(scale), given_low, group=group, parts=parts, kind=kind)
     return made, wide
+
+
+def multiplied(wide: np.ndarray[Any, Any], x_dtype: str) -> np.ndarray[Any, Any]:
+    """Weights as a CPU's kernel multiplies them: rounded to bfloat16 where it multiplies pairs of these, else to float32."""
+    pairs = processor(native.host()).pairs and processor(native.host()).lanes == 16 and x_dtype == "bfloat16"
+    rounded = wide.astype(np.float32).astype(jnp.bfloat16) if pairs else wide
+    return rounded.astype(np.float64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,9 +129,9 @@ def test_the_kernel_is_the_exact_product_of_mxfp4(x_dtype: str) -> None:
 
 def check_product(x_dtype: str, group: int, shape: tuple[int, int, int], dtype: str, offset: bool, kind: str) -> None:
     rows, size, outs = shape
-    weight, _ = packed(outs, -(-size // group) * group, group, offset=offset, kind=kind)
+    weight, wide = packed(outs, -(-size // group) * group, group, offset=offset, kind=kind)
     x = jax.random.normal(jax.random.key(rows), (rows, weight.shape[1])).astype(x_dtype)
-    want = np.asarray(x, np.float64) @ np.asarray(dequantize(weight), np.float64).T
+    want = np.asarray(x, np.float64) @ multiplied(wide, x_dtype).T
     got = in_form("kernel", x, weight, dtype)
     rounding = 2.0**-8 if dtype == "bfloat16" else 0
     assert (np.abs(got - want) <= rounding * np.abs(want) + 4e-6 * np.abs(want).max() + 1e-9).all()
@@ -156,6 +164,15 @@ def test_a_row_is_the_same_alone_and_among_others(x_dtype: str) -> None:
     every = in_form("kernel", x, weight, "float32")
     for first, end in ((0, 1), (3, 5), (7, 15), (2, 71)):
         np.testing.assert_array_equal(in_form("kernel", x[first:end], weight, "float32"), every[first:end])
+
+
+def test_weights_are_unpacked_once_for_all_rows() -> None:
+    """What multiplies several rows holds no look-up."""
+    triple, features, *_ = SETS["avx512bf16"]
+    functions = int4_module(native.Target(triple, features=features), "bfloat16", 128, True).split("define ")[1:]
+    where = {re.split(r"[@\"(]+", text)[1] for text in functions if "permvar" in text}
+    assert where == {"block", "single", "unpack"}
+    assert 'call void @"unpack"' in next(text for text in functions if '@"multiply"' in text.splitlines()[0])
 
 
 def test_xla_dequantizes_in_the_dtype_of_activations() -> None:

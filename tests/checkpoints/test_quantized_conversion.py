@@ -1,0 +1,101 @@
+"""Folders that `jengine convert` wrote with quantized parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jengine import cli
+from jengine.checkpoints import conversion, convert, load, load_calibrated, read_config
+from jengine.checkpoints.orbax import by_name
+from jengine.config import EngineConfig, ModelConfig
+from jengine.engine.shapes import describe
+from jengine.errors import InvalidArgument
+from jengine.models import Model, Params, build
+from jengine.parallel.mesh import make_mesh
+from pallas_kernels.int4 import Int4
+from pallas_kernels.quantized import Quantized, is_quantized
+from tests.golden.weights import write_model
+
+VARIANT = "llama_tied"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path / "model", VARIANT)
+    return tmp_path / "model"
+
+
+def declared(config: ModelConfig, **options: object) -> Model:
+    return build(config, config.dtype, config.max_position, **options)  # type: ignore[arg-type]
+
+
+def restored(folder: Path) -> Params:
+    return load(folder, declared(read_config(folder)), make_mesh(1), progress=False)
+
+
+def same(ours: Params, theirs: Params) -> None:
+    """Bit for bit, and in the same forms."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert mine.dtype == other.dtype and np.asarray(mine).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"), [("int4", 32), *(pytest.param(kind, 128, marks=pytest.mark.full) for kind in ("int4", "int8", "w8a8", "fp8"))]
+)
+def test_parameters_are_as_quantized_on_load(kind: str, group: int, folder: Path, tmp_path: Path) -> None:
+    out = convert(str(folder), tmp_path / "out", quantization=kind, quantization_group_size=group, progress=False)  # type: ignore[arg-type]
+    same(restored(out), load(folder, declared(read_config(folder), quantization=kind, group_size=group), make_mesh(1), progress=False))
+
+
+def test_calibrated_parameters_are_as_calibrated_at_the_start(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(folder)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24)).astype(np.int32)
+    monkeypatch.setattr(conversion, "read_text", lambda file, tokenizer: tokens)
+    monkeypatch.setattr(conversion, "Tokenizer", SimpleNamespace(load=lambda folder: None))
+    out = tmp_path / "out"
+    cli.main(["convert", str(folder), str(out), "--quantization", "int4", "--calibration-data", "text", "--quiet"])
+    model = declared(config, quantization="int4", calibrated=True)
+    params = restored(out)
+    same(params, load_calibrated(folder, model, make_mesh(1), tokens, progress=False))
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    assert any(isinstance(leaf, Int4) and leaf.hadamard > 1 for leaf in leaves)
+    loaded, direct = declared(read_config(out)), model
+    assert (loaded.weights, loaded.params) == (direct.weights, direct.params) and loaded.weights == "int4, groups of 128, calibrated"
+
+
+@pytest.mark.parametrize(("variant", "eight"), [("llama_tied", {"embed", "qkv", "down"}), ("gpt2", {"embed", "qkv", "down"})])
+def test_mixed_keeps_what_loses_most_in_eight_bits(variant: str, eight: set[str], tmp_path: Path) -> None:
+    write_model(tmp_path, variant)
+    model = declared(read_config(tmp_path), quantization="int4_mixed", group_size=64)
+    forms = {name.rpartition(".")[2]: leaf for name, leaf in by_name(model.params).items() if is_quantized(leaf)}
+    assert {name for name, leaf in forms.items() if isinstance(leaf, Quantized)} == eight and not forms["qkv"].inputs
+    assert all(leaf.group == 64 for leaf in forms.values() if isinstance(leaf, Int4))
+
+
+def test_options_that_a_converted_folder_rejects(folder: Path, tmp_path: Path) -> None:
+    out = convert(str(folder), tmp_path / "out", quantization="int8", progress=False)
+    config = read_config(out)
+    assert declared(config, quantization="int8").params == declared(config).params
+    with pytest.raises(InvalidArgument, match=r"quantization='w8a8': must be None or int8, as the folder was converted with"):
+        declared(config, quantization="w8a8")
+    with pytest.raises(InvalidArgument, match=r"tensor_parallel_size=2: must be 1 with a folder that was converted with quantization"):
+        declared(config, shards=2)
+    options = {"quantization": "int4", "calibration_data": "text"}
+    with pytest.raises(InvalidArgument, match=r"calibration_data='text': the folder was converted with quantization"):
+        describe(EngineConfig.of(str(out), options), config, make_mesh(1), Path())
+
+
+def test_options_that_convert_rejects(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"calibration_data='text': needs quantization=int4 or int4_mixed"):
+        convert(str(folder), tmp_path / "out", quantization="int8", calibration_data="text")
+    with pytest.raises(InvalidArgument, match=r"quantization_group_size=64: needs quantization=int4 or int4_mixed"):
+        convert(str(folder), tmp_path / "out", quantization_group_size=64)
+    with pytest.raises(InvalidArgument, match=r"quantization_group_size=16: must be 32, 64 or 128"):
+        EngineConfig.of(str(folder), {"quantization": "int4", "quantization_group_size": 16})
+    assert not (tmp_path / "out").exists()
