@@ -11,21 +11,15 @@ the default backend. What builds a GPU's kernels is imported where one is taken:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import products, tuning, work_list, xla
 from pallas_kernels.flashinfer import decode as flashinfer
-from pallas_kernels.groups import Groups, one_group
-from pallas_kernels.hadamard import transform
-from pallas_kernels.int4 import Int4
-from pallas_kernels.products import Weight
 from pallas_kernels.qkv import Qkv, QkvProduct
-from pallas_kernels.quantized import Pages, Quantized, dequantize, quantize
+from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.work_list import WorkList
 from pallas_kernels.xla import Queries, Rotation
 
@@ -36,8 +30,6 @@ STORED = (*DTYPES, "quantized int8", "quantized uint8")
 STORED_ON_CPU = ("bfloat16", "float32", "quantized int8", "quantized uint8")
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)  # and multiples of the last
-GROUPED_GRID = 64  # of outputs and inputs
-EIGHT_BIT_ROWS = 512  # of a dense product; for more, XLA converts the weight once, and cuBLAS is faster
 why_flashinfer_unsupported = flashinfer.why_unsupported
 
 
@@ -46,7 +38,7 @@ def why_decode_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, devi
     if _on_cpu(device):
         return _why_cpu_attention_unsupported(k_pages, v_pages)
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
-    if _capability(device) in HOPPER:
+    if capability(device) in HOPPER:
         from pallas_kernels.attention_decode import QUERIES
 
         if heads > QUERIES * kv_heads:
@@ -85,13 +77,13 @@ def paged_attention_decode(
     if flashinfer.serves(impl, q, k_pages, v_pages, window, soft_cap, device):
         del how["soft_cap"]
         return flashinfer.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how, device=device)
-    if not _kernel_serves(impl, why_decode_unsupported(q, k_pages, v_pages, device=device), device):
+    if not kernel_serves(impl, why_decode_unsupported(q, k_pages, v_pages, device=device), device):
         return xla.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, pages=pages)
     if _on_cpu(device):
         from pallas_kernels.cpu import attention
 
         return attention.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how)
-    if _capability(device) in AMPERE:
+    if capability(device) in AMPERE:
         from pallas_kernels import ampere
 
         return ampere.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how)
@@ -120,7 +112,7 @@ def decode_work(
     Returns:
         None where the device has no kernel that takes one.
     """
-    if _capability(device) not in HOPPER:
+    if capability(device) not in HOPPER:
         return None
     kv_heads, _, head_dim = k_pages.shape[1:]
     stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
@@ -135,7 +127,7 @@ def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, dev
     if _on_cpu(device):
         return _why_cpu_attention_unsupported(k_pages, v_pages)
     refused = _why_attention_unsupported(q, k_pages, v_pages, device)
-    if refused is None and _capability(device) in HOPPER:
+    if refused is None and capability(device) in HOPPER:
         from pallas_kernels.attention_prefill import TILE_GRID
 
         if q.shape[1] % TILE_GRID:
@@ -169,13 +161,13 @@ def paged_attention_prefill(
         ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
     """
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    if not _kernel_serves(impl, why_prefill_unsupported(q, k_pages, v_pages, device=device), device):
+    if not kernel_serves(impl, why_prefill_unsupported(q, k_pages, v_pages, device=device), device):
         return xla.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how, pages=pages)
     if _on_cpu(device):
         from pallas_kernels.cpu import attention
 
         return attention.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how)
-    if _capability(device) in AMPERE:
+    if capability(device) in AMPERE:
         from pallas_kernels import ampere
 
         return ampere.paged_attention_prefill(q, _plain(k_pages), _plain(v_pages), block_tables, positions, lengths, **how)
@@ -227,7 +219,7 @@ def kv_write(
     Raises:
         ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
     """
-    serves = _kernel_serves(impl, why_kv_write_unsupported(k_pages, v_pages, qkv, device=device), device)
+    serves = kernel_serves(impl, why_kv_write_unsupported(k_pages, v_pages, qkv, device=device), device)
     if not serves:
         if rotation is not None and impl != "xla":
             q, k, v = qkv.split()
@@ -262,101 +254,12 @@ def copy_pages(
     Raises:
         ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
     """
-    serves = _kernel_serves(impl, why_copy_pages_unsupported(k_pages, v_pages, device=device), device)
+    serves = kernel_serves(impl, why_copy_pages_unsupported(k_pages, v_pages, device=device), device)
     if not serves:
         return xla.copy_pages(k_pages, v_pages, sources, destinations)
     from pallas_kernels import copy_pages as kernel
 
     return kernel.copy_pages(k_pages, v_pages, sources, destinations)
-
-
-def why_grouped_product_unsupported(x: jax.Array, weight: Weight, *, device: jax.Device | None = None) -> str | None:
-    """Why no kernel for `grouped_product` can take these, or None."""
-    if not isinstance(weight, Quantized | Int4) and weight.dtype != x.dtype:
-        return f"weight={weight.dtype}: the kernel takes x's dtype, {x.dtype}, or a quantized weight"
-    return _why_product_unsupported(x, weight, 1, device)
-
-
-def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None) -> jax.Array:
-    """Each row of x by the matrix of its group, as it lies.
-
-    Args:
-        x: [places, in], rows as `groups.grouped` has placed them.
-        weight: [groups, *out, in].
-        impl, device: see the module.
-
-    Returns:
-        [places, *out], in x's dtype; undefined where there is no row.
-
-    Raises:
-        ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
-    """
-    serves = _kernel_serves(impl, why_grouped_product_unsupported(x, weight, device=device), device)
-    if isinstance(weight, Int4) and serves:
-        from pallas_kernels import int4_product as of_four_bits
-
-        matrices = weight.map(lambda array: array.reshape(array.shape[0], -1, array.shape[-1]))
-        y: jax.Array = of_four_bits.grouped_int4_product(_transformed(x, weight), matrices, groups)
-        return y.reshape(len(x), *weight.shape[1:-1])
-    values: jax.Array = dequantize(weight) if isinstance(weight, Int4) else weight  # type: ignore[assignment]
-    scale = None
-    if isinstance(weight, Quantized):
-        values, scale = weight.values, weight.scale.reshape(weight.shape[0], -1)
-        if weight.inputs:  # as if they were multiplied in eight bits
-            x = dequantize(quantize(transform(x, weight.hadamard), weight.kind)).astype(x.dtype)
-    form: Any = xla.grouped_product
-    if serves:
-        from pallas_kernels import grouped_product as kernel
-
-        form = kernel.grouped_product
-    y = form(x, values.reshape(values.shape[0], -1, values.shape[-1]), scale, groups)
-    return y.reshape(len(x), *weight.shape[1:-1])
-
-
-def why_quantized_product_unsupported(x: jax.Array, weight: Quantized | Int4, *, device: jax.Device | None = None) -> str | None:
-    """Why no kernel for `quantized_product` can take these, or None."""
-    if isinstance(weight, Quantized):
-        if weight.inputs:
-            return "inputs=True: XLA multiplies eight-bit numbers"
-        if x.shape[0] > EIGHT_BIT_ROWS:
-            return f"rows={x.shape[0]}: the kernel for eight-bit weights takes at most {EIGHT_BIT_ROWS}"
-    return _why_product_unsupported(x, weight, 0, device)
-
-
-def quantized_product(
-    x: jax.Array,
-    weight: Quantized | Int4,
-    dtype: jax.typing.DTypeLike | None = None,
-    *,
-    impl: Impl = "auto",
-    device: jax.Device | None = None,
-) -> jax.Array:
-    """x [rows, in] by a quantized weight [out, in], on a GPU; `products.product` is for any device.
-
-    Args:
-        dtype: of the result; None: x's.
-        impl, device: see the module.
-
-    Returns:
-        [rows, out].
-
-    Raises:
-        ValueError: impl="mosaic" where no kernel can serve, or "llvm"; says why.
-    """
-    if not _kernel_serves(impl, why_quantized_product_unsupported(x, weight, device=device), device):
-        return products.by_xla(x, weight, jnp.dtype(dtype or x.dtype))
-    if isinstance(weight, Int4):
-        from pallas_kernels import int4_product as of_four_bits
-
-        cores = tuning.cores(device or jax.devices()[0])
-        return of_four_bits.int4_product(_transformed(x, weight), weight, dtype=dtype, cores=cores)
-    from pallas_kernels import grouped_product as of_eight_bits
-
-    rows = len(x)
-    groups, block = one_group(rows)
-    x = jnp.pad(_transformed(x, weight), ((0, -rows % block), (0, 0)))
-    y = of_eight_bits.grouped_product(x, weight.values[None], weight.scale[None], groups, block=block, dtype=dtype)
-    return y[:rows]
 
 
 def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Device | None = None) -> None:
@@ -377,7 +280,7 @@ def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Devic
                 products.prepare(weight)
 
 
-def _kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) -> bool:
+def kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) -> bool:
     """Whether the device's kernel is taken, which refuses for the reason given, if any."""
     if impl not in get_args(Impl):
         raise ValueError(f"impl={impl!r}: one of {', '.join(map(repr, get_args(Impl)))}")
@@ -410,36 +313,13 @@ def _why_attention_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, dev
         return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
     if not isinstance(k_pages, Quantized) and k_pages.dtype != q.dtype:
         return f"k_pages={k_pages.dtype}: the kernel takes the queries' dtype, {q.dtype}, or a quantized cache"
-    if _capability(device) in AMPERE and isinstance(k_pages, Quantized):
+    if capability(device) in AMPERE and isinstance(k_pages, Quantized):
         return f"k_pages={k_pages.kind}: the kernel for Ampere and Ada takes no quantized cache"
     return _cache_refused(k_pages, v_pages, device, HOPPER + AMPERE)
 
 
-def _capability(device: jax.Device | None) -> str | None:
+def capability(device: jax.Device | None) -> str | None:
     return getattr(device or jax.devices()[0], "compute_capability", None)
-
-
-def _transformed(x: jax.Array, weight: Quantized | Int4) -> jax.Array:
-    """As the weight's inputs are."""
-    return transform(x, weight.hadamard).astype(x.dtype)
-
-
-def _why_product_unsupported(x: jax.Array, weight: Weight, leading: int, device: jax.Device | None) -> str | None:
-    """Why no kernel takes these rows and a weight [*leading, *out, in], or None."""
-    if _capability(device) not in HOPPER:
-        return f"device={(device or jax.devices()[0]).device_kind}: the kernel is for GPUs of compute capability {', '.join(HOPPER)}"
-    if str(x.dtype) not in DTYPES:
-        return f"dtype={x.dtype}: the kernel takes {' and '.join(DTYPES)}"
-    sizes = {"out": math.prod(weight.shape[leading:-1])}
-    if isinstance(weight, Int4):
-        if (parts := weight.shape[-1] // weight.size) != 1:
-            return f"parts={parts}: the kernel takes inputs in one part"
-    else:
-        sizes["in"] = weight.shape[-1]
-    for name, size in sizes.items():
-        if size % GROUPED_GRID:
-            return f"{name}={size}: the kernel takes multiples of {GROUPED_GRID}"
-    return None
 
 
 def _plain(pages: Pages) -> jax.Array:
@@ -450,7 +330,7 @@ def _plain(pages: Pages) -> jax.Array:
 
 def _cache_refused(k_pages: Pages, v_pages: Pages, device: jax.Device | None, capabilities: tuple[str, ...]) -> str | None:
     """Why no kernel for these compute capabilities can take such a cache, or None."""
-    if _capability(device) not in capabilities:
+    if capability(device) not in capabilities:
         kind = (device or jax.devices()[0]).device_kind
         return f"device={kind}: the kernel is for GPUs of compute capability {', '.join(capabilities)}"
     stored, same = _stored(k_pages), _stored(v_pages)

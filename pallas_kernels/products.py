@@ -85,9 +85,9 @@ def product(x: jax.Array, weight: Weight, dtype: jax.typing.DTypeLike | None = N
     xla = partial(by_xla, dtype=dtype)
     form = _form(x, weight)
     if form == "xla" and isinstance(weight, Quantized | Int4) and not traced_for_cpu():
-        from pallas_kernels import dispatch
+        from pallas_kernels import product_dispatch
 
-        return dispatch.quantized_product(x, weight, dtype, device=traced_for())
+        return product_dispatch.quantized_product(x, weight, dtype, device=traced_for())
     if form == "xla":
         return xla(x, weight)
     y: jax.Array = lax.platform_dependent(x, weight, cpu=partial(_by_cpu_kernel, dtype=dtype, form=form), default=xla)

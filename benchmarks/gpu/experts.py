@@ -14,7 +14,8 @@ from benchmarks.gpu.ceilings import Ceilings, ceilings
 from benchmarks.gpu.correctness import compare
 from benchmarks.gpu.inputs import KINDS as STORED
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
-from pallas_kernels import dispatch
+from pallas_kernels import product_dispatch
+from pallas_kernels.dispatch import Impl
 from pallas_kernels.groups import grouped
 from pallas_kernels.int4 import quantize_int4
 from pallas_kernels.quantized import dequantize, is_quantized, quantize
@@ -43,7 +44,7 @@ def measure(small: bool) -> Iterator[Row]:
     for kind in KINDS:
         weight = _weight(load, kind)
         x = jax.ShapeDtypeStruct((1, load.hidden), jnp.bfloat16)
-        refused = None if small else dispatch.why_grouped_product_unsupported(x, weight)  # type: ignore[arg-type]
+        refused = None if small else product_dispatch.why_grouped_product_unsupported(x, weight)  # type: ignore[arg-type]
         for tokens in load.tokens:
             case = f"{kind or 'bfloat16'} weights, {tokens} tokens"
             yield skipped(case, refused) if refused else attempt(case, partial(_row, case, load, weight, tokens, most, small))
@@ -65,11 +66,11 @@ def _row(case: str, load: Load, weight: Any, tokens: int, most: Ceilings, small:
     rng = np.random.default_rng(tokens)
     chosen = np.stack([[rng.permutation(load.experts)[: load.each] for _ in range(tokens)] for _ in range(CHAIN)]).reshape(CHAIN, -1)
     x = jax.random.normal(jax.random.key(1), (tokens * load.each, load.hidden)).astype(jnp.bfloat16)
-    impl: dispatch.Impl = "xla" if small else "mosaic"
+    impl: Impl = "xla" if small else "mosaic"
 
     def run(x: jax.Array, chosen: jax.Array, weight: Any) -> jax.Array:
         groups = grouped(chosen, load.experts)
-        return dispatch.grouped_product(x[groups.row], weight, groups, impl=impl)[groups.place]
+        return product_dispatch.grouped_product(x[groups.row], weight, groups, impl=impl)[groups.place]
 
     error = _error(jax.jit(run)(x, jnp.asarray(chosen[0]), weight), x, chosen[0], weight)
     seconds = chained(run, x, jnp.asarray(chosen), weight)

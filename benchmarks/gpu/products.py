@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.gpu.ceilings import Ceilings, ceilings
 from benchmarks.gpu.correctness import compare
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
-from pallas_kernels import dispatch
+from pallas_kernels import product_dispatch
 from pallas_kernels.int4 import E2M1, pack, quantize_int4
 from pallas_kernels.quantized import dequantize, quantize
 from pallas_kernels.timing import CHAIN, chained
@@ -58,7 +58,7 @@ def measure(small: bool) -> Iterator[Row]:
         for rows in load.rows:
             x: Any = jax.ShapeDtypeStruct((rows, load.hidden), jnp.bfloat16)
             one = jax.eval_shape(lambda weights: jax.tree.map(lambda array: array[0], weights), weights)
-            refused = None if small else dispatch.why_quantized_product_unsupported(x, one)
+            refused = None if small else product_dispatch.why_quantized_product_unsupported(x, one)
             case = f"{kind} weights, {rows} rows"
             yield skipped(case, refused) if refused else attempt(case, partial(_row, case, load, weights, rows, most, small))
 
@@ -74,7 +74,7 @@ def _weights(load: Load, kind: str, count: int) -> Any:
 
 def _row(case: str, load: Load, weights: Any, rows: int, most: Ceilings, small: bool) -> Row:
     x = jax.random.normal(jax.random.key(1), (rows, load.hidden)).astype(jnp.bfloat16)
-    run = partial(dispatch.quantized_product, impl="xla" if small else "mosaic")
+    run = partial(product_dispatch.quantized_product, impl="xla" if small else "mosaic")
     first = jax.tree.map(lambda array: array[0], weights)
     error = _error(jax.jit(run)(x, first), x, first)
     seconds = chained(run, x, weights)

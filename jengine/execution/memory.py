@@ -17,7 +17,7 @@ from jengine.errors import OutOfMemory
 from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec
 from jengine.table.program_table import SamplerKey, TrunkKey
-from pallas_kernels import dispatch
+from pallas_kernels import product_dispatch
 from pallas_kernels.delta_rule import chunk_size
 from pallas_kernels.devices import skip_cuda_check
 from pallas_kernels.int4 import Int4
@@ -218,7 +218,7 @@ def _converted(spec: ExecutionSpec, matrix: Quantized | Int4) -> int:
     experts = len(matrix.shape) > 2 and matrix.shape[0] == spec.model.config.num_experts
     own = matrix.map(lambda array: jax.ShapeDtypeStruct(_own(array), array.dtype))
     x: Any = jax.ShapeDtypeStruct((1, own.shape[-1]), spec.model.dtype)
-    why_unsupported = dispatch.why_grouped_product_unsupported if experts else dispatch.why_quantized_product_unsupported
+    why_unsupported = product_dispatch.why_grouped_product_unsupported if experts else product_dispatch.why_quantized_product_unsupported
     if why_unsupported(x, own, device=spec.mesh.devices.flat[0]) is None:
         return 0 if experts else numbers
     return 64 * numbers  # a word holds eight four-bit numbers, which are first expanded to int32

@@ -195,16 +195,7 @@ def _mosaic(
         drawn = min(max(1.0, share * weight.shape[0]) * (weight.shape[1] // OUTPUTS), slots) * assumed.block_bandwidth
         return _Work("weights", x.bytes + read + one.bytes, 2.0 * x.size * weight.shape[1], DTYPES[x.dtype], drawn)
     if kernel == "int4_product":
-        x, weight, scale, blocks = operands[:4]
-        experts, out, _ = weight.shape
-        share = _share(met, experts)
-        read = share * (weight.bytes + sum(array.bytes for array in operands if array.shape == scale.shape))
-        splits, parts = one.results[0].shape[0], -(-out // OUTPUTS)
-        blocks_of_rows = blocks.size if experts == 1 else 1
-        drawn = min(max(blocks_of_rows, share * experts) * parts * splits, slots) * assumed.block_bandwidth
-        unpacked = assumed.unpacked / (1 if 8 * weight.shape[2] > 64 * scale.shape[2] else SMALL_GROUPS)
-        most = min(drawn, device.cores * unpacked / 2 / blocks_of_rows)
-        return _Work("weights", x.bytes + read + one.bytes, 2.0 * x.size * out, DTYPES[x.dtype], most)
+        return _four_bits(operands, one.results[0], device, met, assumed)
     return _Work("activations", one.bytes + sum(array.bytes for array in operands))
 
 
@@ -232,6 +223,18 @@ def _decode(operands: list[Array], step: Step, assumed: Assumptions) -> _Work:
     size = min(step.rows, rows) * step.context * _token_bytes(operands) + 2 * share * queries.bytes + cut
     drawn = assumed.block_bandwidth * tiles / math.ceil(tiles / busy)
     return _Work("cache", size, 4.0 * queries.size * share * step.context, DTYPES[queries.dtype], drawn)
+
+
+def _four_bits(operands: list[Array], out: Array, device: DeviceSpec, met: float, assumed: Assumptions) -> _Work:
+    """Work of a product with four-bit weights: each block of rows unpacks them again."""
+    x, weight, scale, groups = operands[:4]
+    experts, outs, words = weight.shape
+    share, rows = _share(met, experts), groups.size if experts == 1 else 1  # blocks of rows that read the same weights
+    read = share * (weight.bytes + sum(array.bytes for array in operands if array.shape == scale.shape))
+    blocks = max(rows, share * experts) * -(-outs // OUTPUTS) * out.shape[0]
+    unpacked = assumed.unpacked / (1 if 8 * words > 64 * scale.shape[2] else SMALL_GROUPS)
+    drawn = min(min(blocks, 2 * device.cores) * assumed.block_bandwidth, device.cores * unpacked / 2 / rows)
+    return _Work("weights", x.bytes + read + out.bytes, 2.0 * x.size * outs, DTYPES[x.dtype], drawn)
 
 
 def _share(met: float, experts: int) -> float:

@@ -21,7 +21,7 @@ from benchmarks.gpu import correctness, decode, experts, inputs, prefill, produc
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
-from pallas_kernels import dispatch, timing
+from pallas_kernels import dispatch, product_dispatch, timing
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 
@@ -309,8 +309,8 @@ def test_products_of_experts_are_checked_before_they_are_timed(monkeypatch: pyte
     monkeypatch.setattr(experts, "chained", lambda *args: 1.0)
     monkeypatch.setattr(experts, "ceilings", lambda small: Ceilings(1e9, 1e9))
     assert [row.outcome for row in experts.measure(small=True)] == 8 * ["ok"]
-    product = dispatch.grouped_product
-    monkeypatch.setattr(dispatch, "grouped_product", lambda *args, **how: product(*args, **how) * 1.05)
+    product = product_dispatch.grouped_product
+    monkeypatch.setattr(product_dispatch, "grouped_product", lambda *args, **how: product(*args, **how) * 1.05)
     assert [row.outcome for row in experts.measure(small=True)] == 8 * ["failed"]
 
 
@@ -319,6 +319,6 @@ def test_quantized_products_are_checked_before_they_are_timed(monkeypatch: pytes
     monkeypatch.setattr(products, "chained", lambda *args: 1.0)
     monkeypatch.setattr(products, "ceilings", lambda small: Ceilings(1e9, 1e9))
     assert [row.outcome for row in products.measure(small=True)] == 10 * ["ok"]
-    product = dispatch.quantized_product
-    monkeypatch.setattr(dispatch, "quantized_product", lambda *args, **how: product(*args, **how) * 1.05)
+    product = product_dispatch.quantized_product
+    monkeypatch.setattr(product_dispatch, "quantized_product", lambda *args, **how: product(*args, **how) * 1.05)
     assert [row.outcome for row in products.measure(small=True)] == 10 * ["failed"]

@@ -26,7 +26,7 @@ from jengine.parallel.mesh import make_mesh
 from jengine.planning.compiled import compiled
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import TrunkKey
-from pallas_kernels import ahead_of_time, dispatch
+from pallas_kernels import ahead_of_time, product_dispatch
 from pallas_kernels.groups import GRID
 from pallas_kernels.thunks import compiled_with_thunks
 from tests.golden.weights import VARIANTS
@@ -135,7 +135,7 @@ def check_four_bit_experts_on_hopper() -> None:
         moved = re.findall(r"= \S*\[128,(?:2880,2|5760|2880),\d+\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text)
         assert not moved, "expert weights are read as they lie"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "why_grouped_product_unsupported", lambda *args, **how: "as before")
+        patch.setattr(product_dispatch, "why_grouped_product_unsupported", lambda *args, **how: "as before")
         before = lower(spec, TrunkKey(8, 0)).compile().memory_analysis()
         assert before is not None and before.temp_size_in_bytes >= dequantized
 

@@ -11,11 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ampere, attention_decode, attention_prefill, dispatch, products, tuning, xla
+from pallas_kernels import ampere, attention_decode, attention_prefill, dispatch, tuning, xla
 from pallas_kernels.cpu import attention
-from pallas_kernels.dispatch import paged_attention_decode, why_decode_unsupported, why_grouped_product_unsupported
-from pallas_kernels.groups import grouped
-from pallas_kernels.int4 import Int4, pack
+from pallas_kernels.dispatch import paged_attention_decode, why_decode_unsupported
 from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import movable, quantize
 
@@ -195,68 +193,3 @@ def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     where = jnp.array([4, 0]), jnp.array([1, 1])
     dispatch.paged_attention_prefill(tiles, k, v, jnp.asarray(TABLES), *where, scale=0.3, device=AMPERE, impl="mosaic")
     assert given == ["paged_attention_decode", "paged_attention_prefill"]
-
-
-def test_what_the_grouped_product_takes_and_why_not() -> None:
-    x, weight = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((2, 32, 2, 64), jnp.bfloat16)
-    for stored in weight, quantize(weight, "int8"), quantize(weight, "float8_e4m3fn"):
-        assert why_grouped_product_unsupported(x, stored, device=HOPPER) is None
-    refusals: list[tuple[Any, Any, str]] = [
-        ((x, weight), AMPERE, "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"),
-        ((x.astype(jnp.float32), weight), HOPPER, "dtype=float32: the kernel takes bfloat16 and float16"),
-        ((x, weight.astype(jnp.float16)), HOPPER, "weight=float16: the kernel takes x's dtype, bfloat16, or a quantized weight"),
-        ((x, weight[:, :24]), HOPPER, "out=48: the kernel takes multiples of 64"),
-        ((x[:, :32], weight[..., :32]), HOPPER, "in=32: the kernel takes multiples of 64"),
-    ]
-    for arrays, device, reason in refusals:
-        assert why_grouped_product_unsupported(*arrays, device=device) == reason
-    with pytest.raises(ValueError, match=r"impl='mosaic': device=.*compute capability 9\.0"):
-        dispatch.grouped_product(x, weight, grouped(jnp.zeros(1, jnp.int32), 2), impl="mosaic")
-
-
-def four_bits(*shape: int, **how: Any) -> Int4:
-    """A weight of zeros."""
-    return pack(jnp.zeros(shape, jnp.int8), jnp.ones((*shape[:-1], shape[-1] // 32)), None, group=32, **how)
-
-
-def test_what_quantized_products_take_and_why_not() -> None:
-    x, weight = jnp.zeros((8, 192), jnp.bfloat16), four_bits(64, 192)
-    assert dispatch.why_quantized_product_unsupported(x, weight, device=HOPPER) is None
-    experts = four_bits(3, 32, 2, 96)
-    assert why_grouped_product_unsupported(x, experts, device=HOPPER) is None
-    eight_bits = quantize(jnp.zeros((64, 192)), "int8")
-    assert dispatch.why_quantized_product_unsupported(x, eight_bits, device=HOPPER) is None
-    halves = four_bits(64, 192, parts=2)
-    refusals: list[tuple[Any, Any, Any, str]] = [
-        (x, weight, AMPERE, "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"),
-        (x.astype(jnp.float32), weight, HOPPER, "dtype=float32: the kernel takes bfloat16 and float16"),
-        (x, weight[:48], HOPPER, "out=48: the kernel takes multiples of 64"),
-        (x, halves, HOPPER, "parts=2: the kernel takes inputs in one part"),
-        (x, quantize(jnp.zeros((64, 192)), "int8", inputs=True), HOPPER, "inputs=True: XLA multiplies eight-bit numbers"),
-        (jnp.zeros((513, 192), jnp.bfloat16), eight_bits, HOPPER, "rows=513: the kernel for eight-bit weights takes at most 512"),
-        (x[:, :96], quantize(jnp.zeros((64, 96)), "int8"), HOPPER, "in=96: the kernel takes multiples of 64"),
-    ]
-    for *arrays, device, reason in refusals:
-        assert dispatch.why_quantized_product_unsupported(*arrays, device=device) == reason
-    assert why_grouped_product_unsupported(x, experts[:, :24], device=HOPPER) == "out=48: the kernel takes multiples of 64"
-    with pytest.raises(ValueError, match=r"impl='mosaic': device=.*compute capability 9\.0"):
-        dispatch.quantized_product(x, weight, impl="mosaic")
-    np.testing.assert_array_equal(dispatch.quantized_product(x, weight, jnp.float32), np.zeros((8, 64)))
-
-
-def test_quantized_weights_are_read_as_they_lie_where_programs_are_traced_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[Any] = []
-
-    def kernel(x: jax.Array, *arrays: Any, dtype: Any, **how: Any) -> jax.Array:
-        taken.append((x.shape, str(x.dtype), dtype))
-        return jnp.zeros((len(x), 64))
-
-    monkeypatch.setattr("pallas_kernels.int4_product.int4_product", kernel)
-    monkeypatch.setattr("pallas_kernels.grouped_product.grouped_product", kernel)
-    x, eight_bits = jnp.zeros((9, 192), jnp.bfloat16), quantize(jnp.zeros((64, 192)), "int8")
-    for capability in "9.0", "8.0":
-        device = SimpleNamespace(device_kind="GPU", platform="gpu", compute_capability=capability, core_count=132)
-        monkeypatch.setattr(products, "traced_for", lambda device=device: device)
-        for weight in four_bits(64, 192, hadamard=64), eight_bits:
-            assert products.product(x, weight, jnp.float32).shape == (9, 64)
-    assert taken == [((9, 192), "bfloat16", jnp.float32), ((16, 192), "bfloat16", jnp.float32)], "transformed, and padded to a block"
