@@ -12,7 +12,7 @@ the default backend. What builds a GPU's kernels is imported where one is taken:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 
@@ -20,30 +20,35 @@ from pallas_kernels import products, tuning, work_list, xla
 from pallas_kernels.flashinfer import decode as flashinfer
 from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized
+from pallas_kernels.support import (
+    AMPERE,
+    capability,
+    kernel_serves,
+    on_cpu,
+    why_no_cache,
+    why_no_cpu_attention,
+    why_no_gpu_attention,
+)
+from pallas_kernels.support import DTYPES as DTYPES
+from pallas_kernels.support import HOPPER as HOPPER
+from pallas_kernels.support import Impl as Impl
 from pallas_kernels.work_list import WorkList
 from pallas_kernels.xla import Queries, Rotation
 
-Impl = Literal["auto", "mosaic", "llvm", "flashinfer", "xla"]
-HOPPER, AMPERE = ("9.0",), ("8.0", "8.6", "8.9")  # compute capabilities; Ada counts as Ampere
-DTYPES = ("bfloat16", "float16")
-STORED = (*DTYPES, "quantized int8", "quantized uint8")
-STORED_ON_CPU = ("bfloat16", "float32", "quantized int8", "quantized uint8")
-HEAD_DIMS = (64, 128, 256)
-PAGE_SIZES = (16, 32, 64)  # and multiples of the last
 why_flashinfer_unsupported = flashinfer.why_unsupported
 
 
 def why_decode_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_decode` cannot take these, or None."""
-    if _on_cpu(device):
-        return _why_cpu_attention_unsupported(k_pages, v_pages)
+    if on_cpu(device):
+        return why_no_cpu_attention(k_pages, v_pages)
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
     if capability(device) in HOPPER:
         from pallas_kernels.attention_decode import QUERIES
 
         if heads > QUERIES * kv_heads:
             return f"heads={heads}: the kernel takes at most {QUERIES} for each of {kv_heads} kv heads"
-    return _why_attention_unsupported(q, k_pages, v_pages, device)
+    return why_no_gpu_attention(q, k_pages, v_pages, device)
 
 
 def paged_attention_decode(
@@ -79,7 +84,7 @@ def paged_attention_decode(
         return flashinfer.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), block_tables, lengths, **how, device=device)
     if not kernel_serves(impl, why_decode_unsupported(q, k_pages, v_pages, device=device), device):
         return xla.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how, pages=pages)
-    if _on_cpu(device):
+    if on_cpu(device):
         from pallas_kernels.cpu import attention
 
         return attention.paged_attention_decode(q, k_pages, v_pages, block_tables, lengths, **how)
@@ -124,9 +129,9 @@ def decode_work(
 
 def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_prefill` cannot take these, or None."""
-    if _on_cpu(device):
-        return _why_cpu_attention_unsupported(k_pages, v_pages)
-    refused = _why_attention_unsupported(q, k_pages, v_pages, device)
+    if on_cpu(device):
+        return why_no_cpu_attention(k_pages, v_pages)
+    refused = why_no_gpu_attention(q, k_pages, v_pages, device)
     if refused is None and capability(device) in HOPPER:
         from pallas_kernels.attention_prefill import TILE_GRID
 
@@ -163,7 +168,7 @@ def paged_attention_prefill(
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if not kernel_serves(impl, why_prefill_unsupported(q, k_pages, v_pages, device=device), device):
         return xla.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how, pages=pages)
-    if _on_cpu(device):
+    if on_cpu(device):
         from pallas_kernels.cpu import attention
 
         return attention.paged_attention_prefill(q, k_pages, v_pages, block_tables, positions, lengths, **how)
@@ -179,7 +184,7 @@ def paged_attention_prefill(
 
 def rotate(x: jax.Array, rotation: Rotation, *, device: jax.Device | None = None) -> jax.Array:
     """Rotary embedding; see `xla.rotate`. GPUs have no kernel for it alone: `kv_write` rotates, and elsewhere XLA fuses it."""
-    if _on_cpu(device) and products.cpu_refused() is None:
+    if on_cpu(device) and products.cpu_refused() is None:
         from pallas_kernels.cpu import elementwise
 
         if elementwise.why_no_rotation(str(x.dtype), x.shape[-1], rotation[0].shape[-1]) is None:
@@ -194,7 +199,7 @@ def why_kv_write_unsupported(k_pages: Pages, v_pages: Pages, qkv: Qkv | QkvProdu
     for pages in (k_pages, v_pages):
         if not isinstance(pages, Quantized) and pages.dtype != qkv.dtype:
             return f"qkv={qkv.dtype}: the kernel takes the cache's dtype, {pages.dtype}"
-    return _cache_refused(k_pages, v_pages, device, HOPPER)
+    return why_no_cache(k_pages, v_pages, device, HOPPER)
 
 
 def kv_write(
@@ -233,7 +238,7 @@ def kv_write(
 
 def why_copy_pages_unsupported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `copy_pages` cannot take these, or None."""
-    return _cache_refused(k_pages, v_pages, device, HOPPER)
+    return why_no_cache(k_pages, v_pages, device, HOPPER)
 
 
 def copy_pages(
@@ -269,10 +274,10 @@ def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Devic
         weights: of products, arrays or Quantized; they, q and k_pages may be whatever has their shapes and dtypes.
         q: queries of attention, [..., heads, head_dim].
     """
-    if _on_cpu(device) and products.cpu_refused() is None:
+    if on_cpu(device) and products.cpu_refused() is None:
         from pallas_kernels.cpu import attention, elementwise
 
-        if _why_cpu_attention_unsupported(k_pages, k_pages) is None:
+        if why_no_cpu_attention(k_pages, k_pages) is None:
             attention.prepare(q, k_pages)
         elementwise.prepare(str(q.dtype))
         for weight in weights:
@@ -280,71 +285,7 @@ def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Devic
                 products.prepare(weight)
 
 
-def kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) -> bool:
-    """Whether the device's kernel is taken, which refuses for the reason given, if any."""
-    if impl not in get_args(Impl):
-        raise ValueError(f"impl={impl!r}: one of {', '.join(map(repr, get_args(Impl)))}")
-    if impl == "flashinfer":
-        raise ValueError(f"impl={impl!r}: only paged_attention_decode has FlashInfer's kernel")
-    if impl not in ("auto", "xla"):
-        if refused is None and (impl == "llvm") != _on_cpu(device):
-            refused = f"device={(device or jax.devices()[0]).device_kind}: Mosaic's kernels are for GPUs, LLVM's for CPUs"
-        if refused is not None:
-            raise ValueError(f"impl={impl!r}: {refused}")
-    return impl != "xla" and refused is None
-
-
-def _on_cpu(device: jax.Device | None) -> bool:
-    return getattr(device or jax.devices()[0], "platform", None) == "cpu"
-
-
-def _why_cpu_attention_unsupported(k_pages: Pages, v_pages: Pages) -> str | None:
-    refused = products.cpu_refused()
-    if refused is not None:
-        return refused
-    for name, pages in ("k_pages", k_pages), ("v_pages", v_pages):
-        if _stored(pages) not in STORED_ON_CPU:
-            return f"{name}={_stored(pages)}: the kernel takes {', '.join(STORED_ON_CPU)} (uint8: the bits of float8_e4m3fn)"
-    return None if _stored(k_pages) == _stored(v_pages) else f"v_pages={_stored(v_pages)}: the kernel takes what k_pages has"
-
-
-def _why_attention_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, device: jax.Device | None) -> str | None:
-    if str(q.dtype) not in DTYPES:
-        return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
-    if not isinstance(k_pages, Quantized) and k_pages.dtype != q.dtype:
-        return f"k_pages={k_pages.dtype}: the kernel takes the queries' dtype, {q.dtype}, or a quantized cache"
-    if capability(device) in AMPERE and isinstance(k_pages, Quantized):
-        return f"k_pages={k_pages.kind}: the kernel for Ampere and Ada takes no quantized cache"
-    return _cache_refused(k_pages, v_pages, device, HOPPER + AMPERE)
-
-
-def capability(device: jax.Device | None) -> str | None:
-    return getattr(device or jax.devices()[0], "compute_capability", None)
-
-
 def _plain(pages: Pages) -> jax.Array:
     """As the support function says."""
     assert not isinstance(pages, Quantized)
     return pages
-
-
-def _cache_refused(k_pages: Pages, v_pages: Pages, device: jax.Device | None, capabilities: tuple[str, ...]) -> str | None:
-    """Why no kernel for these compute capabilities can take such a cache, or None."""
-    if capability(device) not in capabilities:
-        kind = (device or jax.devices()[0]).device_kind
-        return f"device={kind}: the kernel is for GPUs of compute capability {', '.join(capabilities)}"
-    stored, same = _stored(k_pages), _stored(v_pages)
-    if stored not in STORED:
-        return f"k_pages={stored}: the kernel takes {', '.join(STORED)} (uint8: the bits of float8_e4m3fn)"
-    if same != stored:
-        return f"v_pages={same}: the kernel takes what k_pages has, {stored}"
-    page_size, head_dim = k_pages.shape[2:]
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim={head_dim}: the kernel takes {', '.join(map(str, HEAD_DIMS))}"
-    if page_size not in PAGE_SIZES and page_size % PAGE_SIZES[-1]:
-        return f"page_size={page_size}: the kernel takes {', '.join(map(str, PAGE_SIZES))} and multiples of {PAGE_SIZES[-1]}"
-    return None
-
-
-def _stored(pages: Pages) -> str:
-    return f"quantized {pages.values.dtype}" if isinstance(pages, Quantized) else str(pages.dtype)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import products, tuning, xla
-from pallas_kernels.dispatch import DTYPES, HOPPER, Impl, capability, kernel_serves
 from pallas_kernels.groups import Groups, one_group
 from pallas_kernels.hadamard import transform
 from pallas_kernels.int4 import Int4
 from pallas_kernels.products import Weight
 from pallas_kernels.quantized import Quantized, dequantize, quantize
+from pallas_kernels.support import DTYPES, HOPPER, Impl, capability, kernel_serves
 
 GRID = 64  # of outputs and inputs
 EIGHT_BIT_ROWS = 512  # of a dense product; for more, XLA converts the weight once, and cuBLAS is faster
