@@ -72,6 +72,7 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
     """What becomes of each question; the later ones are asked even where the first is answered with no."""
     from benchmarks.gpu.model import Chosen, random_params
     from jengine.errors import InvalidArgument
+    from jengine.execution.kernels import prepare
     from jengine.execution.prebuilt_programs import PrebuiltPrograms
     from jengine.execution.program_store import UntrustedProgram
     from jengine.execution.programs import file_name, program_keys
@@ -89,6 +90,7 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
         yield Row(f"{name}: for this model and device", outcome="ok")
     except InvalidArgument as error:
         yield failed(f"{name}: for this model and device", str(error))
+    prepare(spec)
     start = time.perf_counter()
     digests, programs, doubts = store.manifest().programs, {}, []
     for key in program_keys(spec):
