@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from jengine.checks import check_number, check_targets, check_whole
 from jengine.errors import InvalidArgument
-from jengine.model_parts import LatentAttention, LinearAttention, RopeScaling, StoredWeights
+from jengine.model_parts import AltUp, FullAttention, LatentAttention, LayerInputs, LinearAttention, RopeScaling, StoredWeights
 from jengine.scheduling.options import Batching, OnLate, Policy, StrategyName
 from jengine.vllm_options import without_no_ops
 
@@ -32,13 +32,18 @@ class ModelConfig:
         local_rope_theta: rope_theta of layers with a window, if it differs from that of the others. Their frequencies are then not
             scaled.
         unrotated_layers: layers without rotary embedding.
-        query_scaling_beta: a query at position p is multiplied by 1 + beta * log(1 + p // rope_scaling.original_max_position).
+        query_scaling_beta: a query at position p is multiplied by 1 + beta * log(1 + p // rope_scaling.original_max_position); in
+            Llama 4, in unrotated layers alone, by 1 + beta * log(1 + (p + 1) // query_scaling_step).
         windows: for each layer, how many tokens a query sees, itself included; None: all. An empty tuple: all, in every layer.
-        linear: layers with a recurrent state in place of attention; None: there are none.
+        linear: layers with a recurrent state in place of attention.
+        full_attention: heads of layers without a window, if they differ.
+        shared_kv_layers: so many layers at the end read the keys and values of the last one before them with the same window.
+        double_wide_mlp: in these layers, MLPs are twice as wide.
+        layer_inputs, altup: embeddings of tokens for each layer; several residual streams.
         attention_gate: what attention gives is multiplied by a gate for each channel.
         attention_scale: multiplies scores; None is head_dim ** -0.5.
         attention_soft_cap, logit_soft_cap: x becomes cap * tanh(x / cap).
-        norm_offset: added to the weight of every RMS norm.
+        norm_offset: added to the weight of every norm.
         pre_norm: norms come before attention and MLP, and there is one at the end; otherwise they come after each.
         parallel_residual: attention and MLP of a layer read the same input, and both results are added to it.
         shared_norm: with parallel_residual, they share one norm.
@@ -89,6 +94,7 @@ class ModelConfig:
     local_rope_theta: float | None = None
     unrotated_layers: tuple[int, ...] = ()
     query_scaling_beta: float = 0.0
+    query_scaling_step: int = 0
     windows: tuple[int | None, ...] = ()
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
@@ -116,6 +122,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     latent: LatentAttention | None = None
     linear: LinearAttention | None = None
+    full_attention: FullAttention | None = None
+    shared_kv_layers: int = 0
+    double_wide_mlp: bool = False
+    layer_inputs: LayerInputs | None = None
+    altup: AltUp | None = None
     attention_gate: bool = False
     stored: StoredWeights | None = None
     shards: int = 1

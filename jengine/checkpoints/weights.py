@@ -154,7 +154,7 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
         if model.text_part is not None:
             tensors = _of_text(tensors, model.text_part)
         tensors = _without(tensors, model.skipped, "only the next token is predicted")
-        tensors = _named(tensors, model.prefix)
+        tensors = {name: tensor for name, tensor in _named(tensors, model.prefix).items() if name not in model.unread}
     _check(path, tensors, pieces, model.config.tie_embeddings)
     return tensors
 

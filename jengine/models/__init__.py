@@ -20,17 +20,28 @@ from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument, ModelError
 from jengine.model_parts import StoredWeights
 from jengine.models import (
+    bloom,
     deepseek,
+    ernie,
+    exaone,
     falcon,
     gemma,
+    gemma3n,
+    gemma4,
     glm,
+    glm_moe,
     gpt2,
     gpt_neox,
     gpt_oss,
+    gptj,
     granite,
+    lfm2,
     llama,
+    llama4,
+    minimax,
     mistral,
     moe,
+    nemotron,
     olmo,
     opt,
     phi,
@@ -58,17 +69,28 @@ TRANSFORMED = ("w8a8",)  # outliers of activations would leave few of eight bits
 EMBEDDINGS = {"int4": "int8"}  # and output heads, which bear four bits less well
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 _FILES = (
+    bloom,
     deepseek,
+    ernie,
+    exaone,
     falcon,
     gemma,
+    gemma3n,
+    gemma4,
     glm,
+    glm_moe,
     gpt2,
     gpt_neox,
     gpt_oss,
+    gptj,
     granite,
+    lfm2,
     llama,
+    llama4,
+    minimax,
     mistral,
     moe,
+    nemotron,
     olmo,
     opt,
     phi,
@@ -92,7 +114,7 @@ class Model:
         sources: the checkpoint tensors each parameter is made of, a tuple of pieces.Piece.
         calibrated: as in build.
         prefix: the Decoder's.
-        text_part, skipped: the family's.
+        text_part, skipped, unread: the family's.
     """
 
     config: ModelConfig
@@ -105,6 +127,7 @@ class Model:
     prefix: str
     text_part: TextPart | None
     skipped: tuple[str, ...]
+    unread: frozenset[str]
     graph: nnx.GraphDef[Any] = field(repr=False)
 
     def bind(self, params: Params) -> Decoder:
@@ -174,6 +197,7 @@ def build(
         prefix=module.prefix,
         text_part=FAMILIES[config.family].text_part,
         skipped=tuple(name.format(num_layers=config.num_layers) for name in FAMILIES[config.family].skipped),
+        unread=FAMILIES[config.family].unread(config),
         graph=graph,
     )
 
