@@ -54,9 +54,10 @@ def views(place: Place, group: CacheGroup, page_size: int) -> Place:
     """The arrays of a place as those of one layer, [parts * pages, ...]: page p of the layer's part i is parts * p + i. The same memory."""
 
     def view(pages: Any, array: PageArray) -> Any:
-        if len(pages.shape) > len(array.shape):  # groups of the pool have one shape
+        _, *rest = array.page(page_size)
+        if group.parts == 1 and tuple(pages.shape[2:]) == tuple(rest):
             return pages
-        return pages.reshape(group.parts * pages.shape[0], -1, *array.page(page_size)[1:])
+        return pages.reshape(group.parts * pages.shape[0], -1, *rest)
 
     return tuple(view(pages, array) for pages, array in zip(place, group.arrays, strict=True))
 

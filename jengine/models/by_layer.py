@@ -1,4 +1,4 @@
-"""What a model's layers have each: their sizes, and the layer whose keys and values they read."""
+"""Sizes of single layers, and the layer whose keys and values each layer reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def at(config: ModelConfig, layer: int) -> ModelConfig:
 
 
 def kv_layer(config: ModelConfig, layer: int) -> int:
-    """The layer whose keys and values a layer reads: itself, unless it is one of the last shared_kv_layers.
+    """Index of the layer whose keys and values a layer reads: its own, except in the last shared_kv_layers.
 
     Raises:
         ValueError: no layer before these has the layer's window.
@@ -29,7 +29,7 @@ def kv_layer(config: ModelConfig, layer: int) -> int:
 
 
 def key_value_rows(config: ModelConfig, layer: int) -> int:
-    """How many of keys and values a layer makes with matrices of its own: 2, 1 or 0."""
+    """Number of matrices that a layer has for keys and values: 2, 1 or 0."""
     if kv_layer(config, layer) != layer:
         return 0
     full = config.full_attention

@@ -44,8 +44,8 @@ class CacheGroup:
     """Layers that share a block table: what they keep of a token lies in one page, for equally long.
 
     A page holds `page_size` tokens of every layer of its group. Groups of a pool have pages of one size, that of the largest group: layer
-    `layers[i]` of each of them has the pool's i-th arrays. Where layers of one group keep less of a token than those of another, several
-    of them have one place in the pool: the first part of each of its pages is the first one's.
+    `layers[i]` of each of them has the pool's i-th arrays. If layers of one group store less per token than those of another, several
+    of them share a place in the pool: each has its part of every page.
 
     Attributes:
         kind: "full": a query reads all tokens before it; "window": the last `window` of them, its own included;
@@ -54,7 +54,7 @@ class CacheGroup:
         arrays: of each layer, in the order in which its attention takes them: keys and values, or what both are made of; of a state those
             of the convolution and of the recurrence.
         pool: index of the pool of its pages.
-        parts: layers that have one place.
+        parts: number of layers that share a place.
     """
 
     kind: Literal["full", "window", "latent", "state"]
@@ -119,10 +119,11 @@ def paged(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
 
 
 def places(groups: tuple[CacheGroup, ...], pool: int) -> list[tuple[PageArray, ...]]:
-    """The arrays of a pool, by place. Where its groups' differ they are flat, [elements, tokens], and each group has a view of them."""
+    """The arrays of a pool, by place. If its groups' arrays differ, these have the smallest head, and each group has a view of them."""
     own = [group for group in groups if group.pool == pool]
+    dim = min(array.shape[-1] for group in own for array in group.arrays)
     one = alike(groups, pool)
-    [arrays] = {tuple(array if one else _joined(array, group.parts) for array in group.arrays) for group in own}
+    [arrays] = {tuple(array if one else _joined(array, group.parts, dim) for array in group.arrays) for group in own}
     return [arrays] * max(-(-len(group.layers) // group.parts) for group in own)
 
 
@@ -131,8 +132,8 @@ def alike(groups: tuple[CacheGroup, ...], pool: int = 0) -> bool:
     return len({group.arrays for group in groups if group.pool == pool}) == 1
 
 
-def _joined(array: PageArray, parts: int) -> PageArray:
-    return PageArray((parts * array.elements, TOKENS), array.sharded, array.dtype)
+def _joined(array: PageArray, parts: int, dim: int) -> PageArray:
+    return PageArray((parts * array.elements // dim, TOKENS, dim), array.sharded, array.dtype)
 
 
 def homes(groups: tuple[CacheGroup, ...]) -> dict[int, tuple[int, int, int]]:

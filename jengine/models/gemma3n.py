@@ -31,7 +31,7 @@ from pallas_kernels.xla import Rotation
 
 
 class SparseMlp(GatedMlp):
-    """Only gates far above their token's mean are taken, by as many standard deviations as leave the given share out."""
+    """Keeps only gates above a cutoff: the token's mean plus as many standard deviations as drop the given share."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, sparsity: float) -> None:
         super().__init__(config, dtype, name)
@@ -48,7 +48,7 @@ class SparseMlp(GatedMlp):
 
 
 class Streams(nnx.Module):
-    """AltUp (Baykal et al. 2023): streams are mixed before a layer, which computes one; its change of that one then reaches all."""
+    """AltUp (Baykal et al. 2023): streams are mixed before a layer; the layer updates one, and a share of its change is added to all."""
 
     def __init__(self, config: ModelConfig, parts: AltUp, dtype: jax.typing.DTypeLike, name: str) -> None:
         hidden, count = config.hidden_size, parts.streams
@@ -67,19 +67,19 @@ class Streams(nnx.Module):
         return jnp.tanh(routed.astype(jnp.float32)).astype(x.dtype)
 
     def predicted(self, streams: jax.Array) -> jax.Array:
-        """[streams, N, hidden] before a layer -> as it finds them."""
+        """[streams, N, hidden] -> the same, mixed."""
         count, tokens, _ = streams.shape
         mix = dense(self.kinds(streams[self.active]), self.mix[...]).reshape(tokens, count, count)
         mixed = jnp.einsum("nij,jnd->ind", mix, streams, precision="highest", preferred_element_type=jnp.float32)
         return streams + mixed.astype(streams.dtype)
 
     def corrected(self, streams: jax.Array, computed: jax.Array) -> jax.Array:
-        """As predicted, and what the layer makes of the active one -> after it."""
+        """Mixed streams, and the layer's result for the active one -> the streams after the layer."""
         share = dense(self.kinds(computed), self.share[...]) + 1
         return streams + (computed - streams[self.active]) * share.T[:, :, None]
 
     def own(self, streams: jax.Array) -> jax.Array:
-        """The active one, as its embedding for a layer meets it."""
+        """The active stream, scaled for the gate of the layer's own embedding."""
         return streams[self.active] * self.scale[...] if self.scaled else streams[self.active]
 
 
@@ -155,13 +155,13 @@ class Gemma3n(Gemma4):
 
 
 def _as_large(x: jax.Array, like: jax.Array) -> jax.Array:
-    """With the root mean square of another, row by row."""
+    """x, scaled row by row to the root mean square of another array."""
     squares = [jnp.mean(jnp.square(y.astype(jnp.float32)), -1, keepdims=True) for y in (x, like)]
     return (x * (jnp.sqrt(squares[1]) / jnp.sqrt(jnp.maximum(squares[0], 1e-5)))).astype(x.dtype)
 
 
 def read_gemma3n(hf: Fields) -> dict[str, Any]:
-    """Raises ModelError where layers differ in ways that no published model's do."""
+    """Raises ModelError if layers have different sizes, or a share is out of range."""
     layers, sizes = int(hf["num_hidden_layers"]), hf["intermediate_size"]
     if isinstance(sizes, list):
         if len(sizes) != layers or len(set(sizes)) != 1:

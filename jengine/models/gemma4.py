@@ -47,7 +47,7 @@ from pallas_kernels.xla import Rotation
 
 
 class Gemma4Attention(Attention):
-    """Queries, keys and values are normed. A layer may have no matrix for values, which keys are then too, or for neither."""
+    """Norms queries, keys and values. Some layers have no matrix for values, which are then made from keys, and some for neither."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> None:
         self.own = key_value_rows(config, index)
@@ -101,7 +101,7 @@ class Gemma4Experts(Experts):
 
 
 class LayerInput(nnx.Module):
-    """What a layer's own embedding of a token adds to the residual stream."""
+    """Adds a layer's own embedding of each token to the residual stream, through a gate."""
 
     def __init__(self, config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> None:
         hidden, self.activation = config.hidden_size, config.activation
@@ -178,9 +178,9 @@ class Gemma4(Llama):
 
 
 def read_gemma4(hf: Fields) -> dict[str, Any]:
-    """Raises ModelError where layers are arranged as none of the published models' are."""
+    """Raises ModelError for an arrangement of layers that is not supported."""
     layers, bidirectional = int(hf["num_hidden_layers"]), hf.get("use_bidirectional_attention")
-    if bidirectional not in (None, "vision"):  # of images' tokens, which a text has none of
+    if bidirectional not in (None, False, "vision"):  # of images' tokens, which a text has none of
         raise ModelError(f"use_bidirectional_attention={bidirectional!r} is not supported")
     types = full_attention_every(layers, 6)
     types = list(hf.get("layer_types") or [*types[:-1], "full_attention"])
@@ -214,7 +214,7 @@ def read_gemma4(hf: Fields) -> dict[str, Any]:
 
 
 def _full_attention(hf: Fields, types: list[str]) -> FullAttention:
-    """Named once for all of these layers, or, by newer files, for each."""
+    """Older files have these sizes once, newer ones for each layer."""
     one_matrix, kv_heads = bool(hf.get("attention_k_eq_v")), int(hf["num_key_value_heads"])
     by_layer: dict[str, dict[str, int]] | None = hf.get("per_layer_config")
     if by_layer is None:
@@ -240,7 +240,7 @@ def _experts(hf: Fields, layers: int) -> dict[str, Any]:
 
 
 def unread(config: ModelConfig) -> frozenset[str]:
-    """Keys and values of layers that read those of others."""
+    """Tensors for keys and values in layers that read those of other layers."""
     shared = [i for i in range(config.num_layers) if kv_layer(config, i) != i]
     return frozenset(f"model.layers.{i}.self_attn.{part}.weight" for i in shared for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
 

@@ -28,7 +28,7 @@ class MiniMaxM2(Llama):
 
 
 def read_minimax_m2(hf: Fields) -> dict[str, Any]:
-    """Raises ModelError for what M2's own code could do and transformers' cannot."""
+    """Raises ModelError for settings that transformers does not implement either."""
     for name, value in (("use_qk_norm", True), ("qk_norm_type", "per_layer"), ("scoring_func", "sigmoid"), ("use_routing_bias", True)):
         if hf.get(name, value) != value:
             raise ModelError(f"{name}={hf[name]!r} is not supported; {value!r} is")

@@ -67,7 +67,7 @@ class Experts(nnx.Module):
         return weights, chosen
 
     def entering(self, x: jax.Array) -> jax.Array:
-        """What experts take of the router's input."""
+        """The experts' input, made from the router's."""
         return x
 
     def gate(self, gate_up: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ def test_pages_have_no_gaps() -> None:
     groups = cache_groups(model_config(LARGE))
     assert [(group.kind, len(group.layers), group.parts) for group in groups] == [("full", 10, 2)] + [("window", 5, 1)] * 10
     pool = places(groups, 0)
-    assert {array.shape for place in pool for array in place} == {(4096, TOKENS)} and len(pool) == 5
+    assert {array.shape for place in pool for array in place} == {(16, TOKENS, 256)} and len(pool) == 5
     assert {group.token_bytes(2) for group in groups} == {5 * 2 * 4096 * 2}
     home = homes(groups)
     assert [home[layer] for layer in groups[0].layers] == [(0, place, part) for place in range(5) for part in range(2)]
