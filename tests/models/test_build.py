@@ -28,14 +28,14 @@ def test_every_checkpoint_tensor_is_declared_once_and_fills_its_parameter(varian
     read = {name: np.zeros(shape, int) for name, shape in expected.items()}
     for piece in pieces:
         assert piece.shape == expected[piece.name]
-        turned(read[piece.name], piece)[piece.rows] += 1
+        taken(read[piece.name], piece)[...] += 1
     assert all((times == 1).all() for times in read.values())
 
     def check(target: jax.ShapeDtypeStruct, axes: tuple[str | None, ...], source: tuple[Piece, ...]) -> None:
         filled = np.zeros(target.shape, int)
         for piece in source:
             tensor = np.empty(piece.shape)
-            assert filled[piece.part].size == turned(tensor, piece)[piece.rows].size
+            assert filled[piece.part].size == taken(tensor, piece).size
             filled[piece.part] += 1
         assert filled.max() == 1 and (filled.min() == 1 or variant == "bloom"), "whose heads have further channels, which are zero"
         assert len(axes) == len(target.shape)
@@ -43,8 +43,10 @@ def test_every_checkpoint_tensor_is_declared_once_and_fills_its_parameter(varian
     jax.tree.map(check, model.params, model.axes, model.sources)
 
 
-def turned(array: np.ndarray, piece: Piece) -> np.ndarray:
-    return array.swapaxes(-1, -2) if piece.transposed and array.ndim > 1 else array
+def taken(array: np.ndarray, piece: Piece) -> np.ndarray:
+    """The part of a tensor that a piece takes; a view."""
+    turned = array.swapaxes(-1, -2) if piece.transposed and array.ndim > 1 else array
+    return turned[piece.rows][..., piece.columns]
 
 
 def test_fused_shapes_and_axes() -> None:
