@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jengine.config import ModelConfig
 from jengine.execution.kv_cache import SHARED, page_bytes
+from jengine.model_config import ModelConfig
 from jengine.models.cache import cache_groups
 from jengine.request import Request, SamplingParams
 from jengine.scheduling.block_table import NO_HIT, GroupPages

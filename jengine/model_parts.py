@@ -10,7 +10,7 @@ from typing import Literal
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context. Fields as in Hugging Face configs."""
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
     factor: float
     original_max_position: int
     low_freq_factor: float = 1.0  # llama3
@@ -23,6 +23,7 @@ class RopeScaling:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()  # longrope: for each pair of channels, within the trained context
     long_factor: tuple[float, ...] = ()  # the same beyond it
+    share: float = 1.0  # proportional: the share of a head's channels that rotate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,50 @@ class Converted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FullAttention:
+    """Heads of layers without a window, if they differ from those of layers with one.
+
+    Attributes:
+        keys_as_values: keys and values come from one matrix; their norms differ.
+    """
+
+    head_dim: int
+    kv_heads: int
+    keys_as_values: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """An embedding of each token for each layer, which the layer adds to the residual stream through a gate.
+
+    Attributes:
+        size: channels per layer.
+        vocab_size: rows of the embedding table, which holds the channels of all layers.
+    """
+
+    size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUp:
+    """Several residual streams, of which layers compute one. Fields as in Hugging Face configs.
+
+    Attributes:
+        active: index of the stream that layers compute.
+        scaled: whether this stream is scaled per channel before the gate of the layer's own embedding.
+        laurel_rank: rank of the shortcut beside attention.
+        sparsity: share of the MLP's gates that each layer drops.
+    """
+
+    streams: int
+    active: int
+    scaled: bool
+    laurel_rank: int
+    sparsity: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
     """Multi-head latent attention: caches one vector per token, from which the keys and values of all heads are
     computed.
@@ -94,12 +139,13 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention:
-    """Layers that keep a recurrent state in place of keys and values: gated delta nets. Fields as in Hugging Face configs.
+    """Layers that keep a state instead of keys and values: gated delta nets, or convolutions alone. Fields as in Hugging
+    Face configs.
 
     Attributes:
         layers: indices of these layers.
         key_heads: number of query heads and of key heads; each is shared by the same number of consecutive value_heads.
-        key_dim, value_dim: channels of a head.
+        key_dim, value_dim: channels of a head. If there is no recurrence, key_dim is 0, and only values are convolved.
         taps: width of the convolution over queries, keys and values, in tokens.
     """
 

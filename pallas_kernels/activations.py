@@ -17,6 +17,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_new": jax.nn.gelu,  # the tanh approximation, under its first name
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": jax.nn.silu,
 }
 KERNELS = {"gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}  # names of a CPU's kernels

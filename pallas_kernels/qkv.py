@@ -38,6 +38,16 @@ class Qkv(NamedTuple):
         return QkvProduct(jnp.concatenate([q, self.k[:, :, None], self.v[:, :, None]], axis=2), q.shape[2])
 
 
+class QueriesOnly(NamedTuple):
+    """Queries [tokens, heads, head_dim] of a layer that reads the keys and values of another layer, which are already written."""
+
+    q: jax.Array
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.q.dtype
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=("q", "k"), meta_fields=("eps", "offset"))
 @dataclass(frozen=True)
 class HeadNorm:

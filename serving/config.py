@@ -17,7 +17,7 @@ from jengine.serving.service_links import is_service_link
 
 PREFIX = "JENGINE_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-TOOL_CALL_PARSERS = ("auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic")
+TOOL_CALL_PARSERS = ("auto", "none", "deepseek", "harmony", "hermes", "kimi_k2", "llama3_json", "mistral", "pythonic")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 
 
@@ -71,7 +71,7 @@ class ServerConfig:
     metrics_port: int | None = None
     http_port: int | None = None
     page: bool = False
-    tool_call_parser: Literal["auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic"] = "auto"
+    tool_call_parser: Literal["auto", "none", "deepseek", "harmony", "hermes", "kimi_k2", "llama3_json", "mistral", "pythonic"] = "auto"
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = "auto"
     served_model_name: str | None = None
     max_waiting: int = 256

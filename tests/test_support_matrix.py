@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
-from support_matrix import BEGIN, END, outcomes, table, write
+from support_matrix import BEGIN, END, outcomes, rows_of, table, write
 
 from jengine.models import FAMILIES
 
@@ -29,6 +29,15 @@ def test_cells() -> None:
     assert rows("cpu")["gpt2"] == ["passed (1)"] + ["untested"] * 5
     assert rows("cpu")["opt"] == ["**failed** (1 of 2)", "**failed** (1 of 1)"] + ["untested"] * 4
     assert rows("gpu")["gpt2"] == ["untested"] * 3 + ["passed (1)"] + ["untested"] * 2
+
+
+def test_rows_of_other_families_stay(tmp_path: Path) -> None:
+    page = tmp_path / "models.md"
+    page.write_text(f"{BEGIN}\n{table({}, 'cpu').replace('`opt` | untested', '`opt` | passed (3)')}\n{END}")
+    old = {name: row for name, row in rows_of(page).items() if name != "gpt2"}
+    assert set(rows_of(page)) == set(FAMILIES)
+    new = table(outcomes(ElementTree.fromstring(REPORT)), "cpu", old)
+    assert "| `gpt2` | passed (1) |" in new and "| `opt` | passed (3) |" in new
 
 
 def test_only_the_table_is_written(tmp_path: Path) -> None:

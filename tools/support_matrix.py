@@ -1,8 +1,9 @@
 """Run the golden tests and write their results into docs/guides/models.md, between its markers.
 
-    python tools/support_matrix.py
+    python tools/support_matrix.py [MODEL_TYPE ...]
 
-A cell has the number of a family's tiny models that agree with transformers, or "untested" if this machine runs no such test.
+With names, only the tests of these families run, and only their rows change. A cell has the number of a family's tiny models that
+agree with transformers, or "untested" if this machine runs no such test.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -32,11 +34,13 @@ PLATFORMS = {"cpu": "CPU", "gpu": "NVIDIA GPU"}
 Outcomes = dict[tuple[str, str], Counter[bool]]  # (family, kind of test) -> numbers of passed (True) and failed tests
 
 
-def run() -> Outcomes:
+def run(families: Collection[str] = FAMILIES) -> Outcomes:
+    others = [variant for variant, config in VARIANTS.items() if config["model_type"] not in families]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         files = ["tests/models/test_golden.py", "tests/engine/test_golden.py"]
         command = [sys.executable, "-m", "pytest", *files, "-m", "full or not full", f"--junitxml={report}"]
+        command += [f"--deselect={file}::{test}[{variant}]" for file in files for test in TESTS for variant in others]
         subprocess.run(command, cwd=ROOT, check=False)
         return outcomes(ElementTree.parse(report).getroot())
 
@@ -53,7 +57,8 @@ def outcomes(report: ElementTree.Element) -> Outcomes:
     return found
 
 
-def table(found: Outcomes, platform: str) -> str:
+def table(found: Outcomes, platform: str, before: Mapping[str, str] | None = None) -> str:
+    """before: rows of families of which nothing was found now."""
     columns = [(where, kind) for where in PLATFORMS for kind in TESTS.values()]
 
     def cell(family: str, where: str, kind: str) -> str:
@@ -63,8 +68,20 @@ def table(found: Outcomes, platform: str) -> str:
         return f"passed ({counts[True]})" if not counts[False] else f"**failed** ({counts[False]} of {counts.total()})"
 
     head = ["Family", "`model_type`", *(f"{PLATFORMS[where]}: {kind}" for where, kind in columns)]
-    rows = [[family.title, f"`{name}`", *(cell(name, *column) for column in columns)] for name, family in FAMILIES.items()]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+    rows = {name: [family.title, f"`{name}`", *(cell(name, *column) for column in columns)] for name, family in FAMILIES.items()}
+    lines = {name: _line(row) for name, row in rows.items()} | dict(before or {})
+    return "\n".join([_line(head), _line(["---"] * len(head)), *(lines[name] for name in FAMILIES)])
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def rows_of(page: Path, begin: str = BEGIN, end: str = END) -> dict[str, str]:
+    """The table's lines as they are, by model_type."""
+    lines = page.read_text().split(begin)[1].split(end)[0].splitlines()
+    named = {line.split("|")[2].strip(" `"): line for line in lines if line.startswith("| ")}
+    return {name: line for name, line in named.items() if name in FAMILIES}
 
 
 def write(page: Path, content: str, begin: str = BEGIN, end: str = END) -> None:
@@ -74,6 +91,9 @@ def write(page: Path, content: str, begin: str = BEGIN, end: str = END) -> None:
 
 
 if __name__ == "__main__":
-    found = run()
-    write(ROOT / "docs" / "guides" / "models.md", table(found, jax.default_backend()))
+    chosen, page = sys.argv[1:] or list(FAMILIES), ROOT / "docs" / "guides" / "models.md"
+    if unknown := {*chosen} - {*FAMILIES}:
+        sys.exit(f"unknown model_type: {', '.join(sorted(unknown))}")
+    found = run(chosen)
+    write(page, table(found, jax.default_backend(), {name: row for name, row in rows_of(page).items() if name not in chosen}))
     sys.exit(any(counts[False] for counts in found.values()))

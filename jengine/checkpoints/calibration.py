@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 from jengine.checkpoints.quantization import fitted
 from jengine.checkpoints.weights import load
-from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument
+from jengine.model_config import ModelConfig
 from jengine.models import Model, Params, build
 from jengine.models.layers import Attend, Calibrated, flattened
 from jengine.observe.progress import progress_bar
@@ -29,7 +29,7 @@ from pallas_kernels.gptq import gptq
 from pallas_kernels.hadamard import gain, transform
 from pallas_kernels.int4 import Int4, pack
 from pallas_kernels.products import product
-from pallas_kernels.qkv import Qkv, QkvProduct
+from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.quantized import is_quantized
 from pallas_kernels.xla import Rotation, rotate
 
@@ -140,9 +140,11 @@ def _is_leaf(node: Any) -> bool:
 def _attend(count: int) -> Attend:
     """Attention within each of so many sequences of one length, one after the other."""
 
+    written: dict[int | None, tuple[jax.Array, jax.Array]] = {}  # by window: layers that read other layers' keys have the same window
+
     def attend(
         layer: int,
-        qkv: Qkv | QkvProduct,
+        qkv: Qkv | QkvProduct | QueriesOnly,
         *,
         rotation: Rotation | None,
         scale: float,
@@ -150,10 +152,14 @@ def _attend(count: int) -> Attend:
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        q, k, v = qkv.split()
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        apart = (x.reshape(count, -1, *x.shape[1:]) for x in (q, k, k if v is None else v))
+        if isinstance(qkv, QueriesOnly):
+            q = qkv.q
+        else:
+            q, k, v = qkv.split()
+            k = k if rotation is None else rotate(k, rotation)
+            written[window] = k, k if v is None else v
+        q = q if rotation is None else rotate(q, rotation)
+        apart = (x.reshape(count, -1, *x.shape[1:]) for x in (q, *written[window]))
         y: jax.Array = _attention(*apart, sinks, scale=scale, window=window, soft_cap=soft_cap)
         return y.reshape(q.shape)
 

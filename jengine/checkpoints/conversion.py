@@ -21,9 +21,10 @@ from jengine.checkpoints.converted import PARAMS, holds_orbax, is_converted, wri
 from jengine.checkpoints.folder import IN_FOLDERS, read_config, resolve
 from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble, load, parts_by_name, read
-from jengine.config import DTYPES, Dtype, EngineConfig, ModelConfig, Quantization
+from jengine.config import DTYPES, Dtype, EngineConfig, Quantization
 from jengine.errors import InvalidArgument, ModelError
 from jengine.gguf_file import is_gguf
+from jengine.model_config import ModelConfig
 from jengine.model_parts import Converted
 from jengine.models import Model, build
 from jengine.observe.progress import progress_bar

@@ -9,9 +9,9 @@ from typing import Any
 
 from jengine.checkpoints import converted
 from jengine.checkpoints.hugging_face import model_config
-from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument, ModelError
 from jengine.gguf_file import SUFFIX, is_gguf
+from jengine.model_config import ModelConfig
 from jengine.request import SamplingParams
 
 DEMO = Path(__file__).parent.parent / "demo"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from jengine.checkpoints.quantization_config import quantization_config, stored_weights
-from jengine.config import ModelConfig
 from jengine.errors import ModelError
+from jengine.model_config import ModelConfig
 from jengine.models import FAMILIES
 from jengine.models.family import Family, Fields
 

@@ -21,9 +21,9 @@ from jengine.checkpoints.quantization_config import quantization_config
 from jengine.checkpoints.quantized_formats import read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
 from jengine.checkpoints.stored import Groups, StoredTensor, Tensor, dense
-from jengine.config import ModelConfig
 from jengine.errors import ModelError, OutOfMemory
 from jengine.gguf_file import is_gguf
+from jengine.model_config import ModelConfig
 from jengine.models import Model, Params, build
 from jengine.models.family import TextPart
 from jengine.models.pieces import Piece
@@ -166,7 +166,7 @@ def read(path: Path, model: Model) -> dict[str, Tensor]:
         if model.text_part is not None:
             tensors = _of_text(tensors, model.text_part)
         tensors = _without(tensors, model.skipped, "only the next token is predicted")
-        tensors = _named(tensors, model.prefix)
+        tensors = {name: tensor for name, tensor in _named(tensors, model.prefix).items() if name not in model.unread}
     _check(path, tensors, pieces, model.config.tie_embeddings)
     return tensors
 

@@ -12,7 +12,6 @@ from functools import partial
 
 import numpy as np
 
-from jengine.config import ModelConfig
 from jengine.engine.engine_parts import Arrivals, ModelRunner
 from jengine.engine.limits import Limits
 from jengine.engine.load import load_of
@@ -23,6 +22,7 @@ from jengine.errors import JengineError
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, StepResult
 from jengine.execution.sampler import SampledLogprobs
+from jengine.model_config import ModelConfig
 from jengine.observe.compiles import compile_count
 from jengine.observe.cost_report import CostReport, cost_report
 from jengine.observe.engines import note_engine

@@ -25,7 +25,7 @@ from jengine.checkpoints import (
     read_text,
     resolve,
 )
-from jengine.config import EngineConfig, ModelConfig
+from jengine.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import sizes
 from jengine.engine.engine import Engine
@@ -44,6 +44,7 @@ from jengine.execution.programs import Programs, first_keys, open_cache, program
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
+from jengine.model_config import ModelConfig
 from jengine.models.cache import paged
 from jengine.observe.compiles import compile_count
 from jengine.observe.recorder import TraceRecorder

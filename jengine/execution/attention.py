@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from jengine.config import AttentionBackend
 from jengine.execution.batch import Batch
-from jengine.execution.kv_cache import Place
+from jengine.execution.kv_cache import Place, views
+from jengine.models.cache import CacheGroup
 from jengine.table.program_table import TrunkKey
 from pallas_kernels import dispatch, xla
-from pallas_kernels.qkv import Qkv, QkvProduct
+from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.work_list import WorkList
 from pallas_kernels.xla import Rotation
 
@@ -43,6 +44,7 @@ class PagedAttention:
     """Writes keys and values (or one array that is both) to pages, and reads them through a block table.
 
     Args:
+        group: the cache group of the layers that call `attend`.
         block_table: int32 [slots, width], of this cache group.
         device: a device that programs are compiled for; it determines the kernels.
         backend: implementation of decode attention, see `EngineConfig`.
@@ -51,6 +53,7 @@ class PagedAttention:
 
     def __init__(
         self,
+        group: CacheGroup,
         block_table: jax.Array,
         batch: Batch,
         axis: TokenAxis,
@@ -66,50 +69,57 @@ class PagedAttention:
         row_tables, tile_tables = block_table[batch.row_slots], block_table[batch.tile_slots]
         row_lengths = jnp.where(batch.row_slots > 0, batch.row_positions + 1, 0)
 
-        @partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))  # traced and lowered once for all layers with the same arguments
+        # Traced and lowered once for all layers with the same arguments.
+        @partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "part"))
         def attend(
-            qkv: Qkv | QkvProduct,
+            qkv: Qkv | QkvProduct | QueriesOnly,
             kv: Place,
             rotation: Rotation | None,
             sinks: jax.Array | None,
             work: WorkList | None,
+            part: int,
             **options: Any,
         ) -> tuple[jax.Array, Place]:
-            if isinstance(qkv, Qkv) and qkv.v is None:
+            own = views(kv, group, page_size)
+            if isinstance(qkv, QueriesOnly):
+                q = qkv.q if rotation is None else dispatch.rotate(qkv.q, rotation, device=device)
+                decoding, prompts = q[: key.rows], q[key.rows :]
+            elif isinstance(qkv, Qkv) and qkv.v is None:
                 assert rotation is None
                 decoding, prompts = qkv.q[: key.rows], qkv.q[key.rows :]
-                kv = (xla.page_write(kv[0], qkv.k, pages, offsets),)
+                own = (xla.page_write(own[0], qkv.k, of_part(pages, part), offsets),)
             else:
-                (decoding, prompts), kv = dispatch.kv_write(
-                    kv[0], kv[1], qkv, pages, offsets, rows=key.rows, rotation=rotation, device=device
+                (decoding, prompts), own = dispatch.kv_write(
+                    own[0], own[1], qkv, of_part(pages, part), offsets, rows=key.rows, rotation=rotation, device=device
                 )
-            k_pages, v_pages = kv[0], kv[-1]
+            k_pages, v_pages = own[0], own[-1]
+            tables, tile = of_part(row_tables, part), of_part(tile_tables, part)
             how = {**options, "sinks": sinks, "pages": key.pages, "device": device}
             out = []
             if key.rows:
-                out.append(
-                    dispatch.paged_attention_decode(decoding, k_pages, v_pages, row_tables, row_lengths, work=work, impl=backend, **how)
-                )
+                out.append(dispatch.paged_attention_decode(decoding, k_pages, v_pages, tables, row_lengths, work=work, impl=backend, **how))
             if key.tiles:
                 tiles = prompts.reshape(key.tiles, -1, *prompts.shape[1:])
-                got = dispatch.paged_attention_prefill(
-                    tiles, k_pages, v_pages, tile_tables, batch.tile_positions, batch.tile_lengths, **how
-                )
+                got = dispatch.paged_attention_prefill(tiles, k_pages, v_pages, tile, batch.tile_positions, batch.tile_lengths, **how)
                 out.append(got.reshape(prompts.shape))
-            return jnp.concatenate(out), kv
+            return jnp.concatenate(out), jax.tree.map(lambda new, like: new.reshape(like.shape), own, kv)
+
+        def of_part(pages: jax.Array, part: int) -> jax.Array:
+            """Ids of pages in the view of a layer's part."""
+            return pages if group.parts == 1 else pages * group.parts + part
 
         def make_work(kv: Place, window: int | None) -> WorkList | None:
             if not key.rows or len(kv) == 1:
                 return None
             how: dict[str, Any] = {"window": window, "batch_invariant": batch_invariant, "device": device}
-            return dispatch.decode_work(kv[0], row_lengths, tokens=block_table.shape[1] * page_size, **how)
+            return dispatch.decode_work(views(kv, group, page_size)[0], row_lengths, tokens=block_table.shape[1] * page_size, **how)
 
         self._attend, self._make_work = attend, make_work
         self._work: dict[int | None, WorkList | None] = {}  # by window: made by the first layer of the group, for all
 
     def attend(
         self,
-        qkv: Qkv | QkvProduct,
+        qkv: Qkv | QkvProduct | QueriesOnly,
         kv: Place,
         rotation: Rotation | None,
         sinks: jax.Array | None,

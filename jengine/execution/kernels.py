@@ -8,8 +8,10 @@ from typing import Any
 import jax
 
 from jengine.errors import InvalidArgument
+from jengine.execution.kv_cache import views
 from jengine.execution.spec import ExecutionSpec
-from jengine.models.cache import paged
+from jengine.models.by_layer import at
+from jengine.models.cache import CacheGroup, paged
 from pallas_kernels import dispatch
 from pallas_kernels.flashinfer import decode as flashinfer
 from pallas_kernels.quantized import is_quantized
@@ -18,10 +20,11 @@ from pallas_kernels.quantized import is_quantized
 def prepare(spec: ExecutionSpec) -> None:
     """Registers the custom calls of these programs with XLA, before they are loaded."""
     weights = jax.tree.leaves(spec.params, is_leaf=is_quantized)
-    device, q, k_pages = spec.mesh.devices.flat[0], _queries(spec, 1), _own(spec.cache[0][0][0])
-    dispatch.prepare(weights, q, k_pages, device=device)
-    windows = [group.window for group in paged(spec.groups)]
-    flashinfer.prepare(spec.attention_backend, q, k_pages, windows, spec.model.config.attention_soft_cap, device)
+    device = spec.mesh.devices.flat[0]
+    for group in paged(spec.groups):
+        q, (k_pages, _) = _queries(spec, group, 1), _pages(spec, group)
+        dispatch.prepare(weights, q, k_pages, device=device)
+        flashinfer.prepare(spec.attention_backend, q, k_pages, [group.window], spec.model.config.attention_soft_cap, device)
 
 
 def check_attention_backend(spec: ExecutionSpec) -> None:
@@ -42,21 +45,31 @@ def _flashinfer_refused(spec: ExecutionSpec) -> str | None:
     config, device = spec.model.config, spec.mesh.devices.flat[0]
     if config.latent is not None:
         return f"{config.family} has latent attention, and FlashInfer's kernel takes keys and values"
-    k, v = map(_own, spec.cache[0][0])
-    reasons = (
-        dispatch.why_flashinfer_unsupported(_queries(spec, 1), k, v, window=group.window, soft_cap=config.attention_soft_cap, device=device)
-        for group in paged(spec.groups)
-    )
-    return next((reason for reason in reasons if reason is not None), None)
+    for group in paged(spec.groups):
+        how: dict[str, Any] = {"window": group.window, "soft_cap": config.attention_soft_cap, "device": device}
+        refused = dispatch.why_flashinfer_unsupported(_queries(spec, group, 1), *_pages(spec, group), **how)
+        if refused is not None:
+            return refused
+    return None
 
 
 def kernels_refused(spec: ExecutionSpec) -> str | None:
     """The reason why attention kernels cannot serve these programs on their devices, or None if they can."""
     device = spec.mesh.devices.flat[0]
-    pages = [*map(_own, spec.cache[0][0])]
-    k, v = pages[0], pages[-1]
-    row, tile = _queries(spec, 1), _queries(spec, 1, spec.table.tile_size)
-    return dispatch.why_decode_unsupported(row, k, v, device=device) or dispatch.why_prefill_unsupported(tile, k, v, device=device)
+    for group in paged(spec.groups):
+        pages = _pages(spec, group)
+        row, tile = _queries(spec, group, 1), _queries(spec, group, 1, spec.table.tile_size)
+        refused = dispatch.why_decode_unsupported(row, *pages, device=device)
+        refused = refused or dispatch.why_prefill_unsupported(tile, *pages, device=device)
+        if refused is not None:
+            return refused
+    return None
+
+
+def _pages(spec: ExecutionSpec, group: CacheGroup) -> tuple[Any, Any]:
+    """Pages of keys and values of one layer of the group, on one device."""
+    seen = jax.eval_shape(lambda place: views(place, group, spec.page_size), tuple(map(_own, spec.cache[group.pool][0])))
+    return seen[0], seen[-1]
 
 
 def _own(pages: Any) -> Any:
@@ -64,9 +77,9 @@ def _own(pages: Any) -> Any:
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype), pages)
 
 
-def _queries(spec: ExecutionSpec, *shape: int) -> Any:
-    """Queries [*shape, heads, head_dim] of one device."""
-    config = spec.model.config
+def _queries(spec: ExecutionSpec, group: CacheGroup, *shape: int) -> Any:
+    """Queries [*shape, heads, head_dim] of one device, for the layers of a group."""
+    config = at(spec.model.config, group.layers[0])
     if config.latent is not None:
         return jax.ShapeDtypeStruct((*shape, config.padded(config.num_heads) // config.shards, config.latent.cached_dim), spec.model.dtype)
     heads = config.num_kv_heads_padded // config.shards * config.group_size_padded

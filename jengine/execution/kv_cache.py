@@ -50,6 +50,18 @@ def abstract_cache(groups: tuple[CacheGroup, ...], num_pages: Sequence[int], pag
     return [[tuple(placed(array, pages) for array in place) for place in places(groups, pool)] for pool, pages in enumerate(num_pages)]
 
 
+def views(place: Place, group: CacheGroup, page_size: int) -> Place:
+    """The arrays of a place as those of one layer, [parts * pages, ...]: page p of the layer's part i is parts * p + i. The same memory."""
+
+    def view(pages: Any, array: PageArray) -> Any:
+        _, *rest = array.page(page_size)
+        if group.parts == 1 and tuple(pages.shape[2:]) == tuple(rest):
+            return pages
+        return pages.reshape(group.parts * pages.shape[0], -1, *rest)
+
+    return tuple(view(pages, array) for pages, array in zip(place, group.arrays, strict=True))
+
+
 def make_copy(device: jax.Device) -> Callable[[Cache, jax.Array, jax.Array], Cache]:
     """The function to compile: (cache, sources, targets) -> cache. Copies pages of the shared pool, ids int32 [COPIES].
 

@@ -16,6 +16,8 @@ from jengine.config import EngineConfig, parse_bytes
 from jengine.errors import OutOfMemory
 from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec
+from jengine.models.by_layer import at
+from jengine.models.cache import paged
 from jengine.table.program_table import SamplerKey, TrunkKey
 from pallas_kernels import product_dispatch
 from pallas_kernels.delta_rule import chunk_size
@@ -187,17 +189,20 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
         own_rows, vocab = -(-key.rows // model.shards), model.padded(model.vocab_size)
         return fixed + 4 * own_rows * 8 * vocab + 4 * key.rows * 16 * model.hidden_size + (1 << 16)
     tokens = table.tokens(key)
-    kv_heads = model.num_kv_heads_padded // model.shards
-    heads = kv_heads * (model.group_size_padded + 2) * model.head_dim
-    ffn = model.padded(model.intermediate_size) // model.shards
-    scores = 4 * 8 * kv_heads * model.group_size_padded * table.tile_size * max(spec.page_size, 128)
+    kinds = [at(model, group.layers[0]) for group in paged(spec.groups)]
+    kv_heads = max(kind.num_kv_heads_padded for kind in kinds) // model.shards
+    query_heads = max(kind.num_kv_heads_padded * kind.group_size_padded for kind in kinds) // model.shards
+    heads = max(kind.num_kv_heads_padded * (kind.group_size_padded + 2) * kind.head_dim for kind in kinds) // model.shards
+    keys = max(kind.num_kv_heads_padded * kind.head_dim for kind in kinds) // model.shards
+    ffn = model.padded(model.intermediate_size) // model.shards * (1 + model.double_wide_mlp)
+    scores = 4 * 8 * query_heads * table.tile_size * max(spec.page_size, 128)
     linear, states = model.linear, 0
     if linear is not None:  # a token's float32 values before and after the recurrence, per head; and the states of rows processed at once
         own = model.padded(linear.key_heads) // model.shards * linear.group
         heads += own * (8 * (linear.key_dim + linear.value_dim) + 4 * chunk_size(table.tile_size)) // 6
         each = 4 * own * linear.key_dim * linear.value_dim
         states = 4 * (min(key.rows * each, ROWS_BYTES) + 2 * each)
-    width = key.pages * spec.page_size * kv_heads * model.head_dim * 4 * 4 * max(key.rows, 1)
+    width = key.pages * spec.page_size * keys * 4 * 4 * max(key.rows, 1)
     if model.latent is not None:  # a block of pages for a few rows at a time, on any device
         width = 8 * max(spec.page_size, 128) * model.latent.cached_dim * 4 * 4
     # a token's rows in the experts' order, where each expert may start a tile of eight, and the counts for that order
@@ -206,8 +211,11 @@ def temporaries_bound(spec: ExecutionSpec, key: TrunkKey | SamplerKey) -> int:
     parts = 0
     if key.rows and spec.mesh.devices.flat[0].platform != "cpu":  # results of what decode attention's work list cuts
         slots = max(4 * BLOCKS * CORES, PARTS * key.rows * kv_heads if table.batch_invariant else 0)
-        parts = 4 * slots * (model.group_size_padded + 8) * model.head_dim
-    return fixed + parts + 4 * tokens * (8 * model.hidden_size + 6 * heads + 4 * ffn) + experts + 4 * scores + width + states + (1 << 20)
+        parts = 4 * slots * max((kind.group_size_padded + 8) * kind.head_dim for kind in kinds)
+    inputs = 0 if model.layer_inputs is None else 3 * model.num_layers * model.layer_inputs.size
+    streams = 1 if model.altup is None else model.altup.streams
+    activations = 4 * tokens * (8 * streams * model.hidden_size + 6 * heads + 4 * ffn + inputs)
+    return fixed + parts + activations + experts + 4 * scores + width + states + (1 << 20)
 
 
 def _converted(spec: ExecutionSpec, matrix: Quantized | Int4) -> int:

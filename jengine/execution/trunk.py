@@ -15,7 +15,7 @@ from jengine.execution.recurrence import Recurrence
 from jengine.execution.slots import SlotState, updated
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, cache_groups, homes, paged
-from pallas_kernels.qkv import Qkv, QkvProduct
+from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.xla import Rotation
 
 
@@ -74,7 +74,9 @@ def make_pass(
         axis = TokenAxis(slots.last_token, batch)
         cache = [list(pool) for pool in cache]
         tables = zip(paged(groups), slots.block_table, strict=True)
-        attentions = [PagedAttention(table, batch, axis, key, page_size, device, backend, batch_invariant) for _, table in tables]
+        attentions = [
+            PagedAttention(group, table, batch, axis, key, page_size, device, backend, batch_invariant) for group, table in tables
+        ]
         recurrence = Recurrence(batch, axis, key) if model.config.linear is not None else None
         hidden = model.bind(params).hidden(axis.tokens, axis.positions, LayerCaches(cache, groups, attentions, recurrence))
         at = batch.sample_tokens
@@ -95,7 +97,7 @@ class LayerCaches:
     def __call__(
         self,
         layer: int,
-        qkv: Qkv | QkvProduct,
+        qkv: Qkv | QkvProduct | QueriesOnly,
         *,
         rotation: Rotation | None,
         scale: float,
@@ -103,26 +105,26 @@ class LayerCaches:
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        group, place = self._home[layer]
+        group, place, part = self._home[layer]
         pool = self._cache[self._groups[group].pool]
         out: jax.Array
-        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "part": part}
         out, pool[place] = self._attentions[group].attend(qkv, pool[place], rotation, sinks, **how)
         return out
 
     def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
         assert self._recurrence is not None
-        group, place = self._home[layer]
+        group, place, _ = self._home[layer]
         pool = self._cache[self._groups[group].pool]
-        before, states = pool[place]
+        before, *states = pool[place]
         out: jax.Array
         out, before = self._recurrence.convolve(x, weight, before)
-        pool[place] = before, states
+        pool[place] = before, *states
         return out
 
     def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> jax.Array:
         assert self._recurrence is not None
-        group, place = self._home[layer]
+        group, place, _ = self._home[layer]
         pool = self._cache[self._groups[group].pool]
         before, states = pool[place]
         out: jax.Array

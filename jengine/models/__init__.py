@@ -16,21 +16,32 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.config import ModelConfig
 from jengine.errors import InvalidArgument, ModelError
+from jengine.model_config import ModelConfig
 from jengine.model_parts import FOUR_BITS, StoredWeights
 from jengine.models import (
+    bloom,
     deepseek,
+    ernie,
+    exaone,
     falcon,
     gemma,
+    gemma3n,
+    gemma4,
     glm,
+    glm_moe,
     gpt2,
     gpt_neox,
     gpt_oss,
+    gptj,
     granite,
+    lfm2,
     llama,
+    llama4,
+    minimax,
     mistral,
     moe,
+    nemotron,
     olmo,
     opt,
     phi,
@@ -58,17 +69,28 @@ TRANSFORMED = ("w8a8",)  # outliers of activations would leave few of eight bits
 IN_EIGHT_BITS = "int8"  # of a model in four bits, embeddings, output heads, and with int4_mixed what `_loses_much`
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 _FILES = (
+    bloom,
     deepseek,
+    ernie,
+    exaone,
     falcon,
     gemma,
+    gemma3n,
+    gemma4,
     glm,
+    glm_moe,
     gpt2,
     gpt_neox,
     gpt_oss,
+    gptj,
     granite,
+    lfm2,
     llama,
+    llama4,
+    minimax,
     mistral,
     moe,
+    nemotron,
     olmo,
     opt,
     phi,
@@ -92,7 +114,7 @@ class Model:
         sources: the checkpoint tensors each parameter is made of, a tuple of pieces.Piece.
         group_size, calibrated: as in build.
         prefix: the Decoder's.
-        text_part, skipped: the family's.
+        text_part, skipped, unread: the family's.
     """
 
     config: ModelConfig
@@ -106,6 +128,7 @@ class Model:
     prefix: str
     text_part: TextPart | None
     skipped: tuple[str, ...]
+    unread: frozenset[str]
     graph: nnx.GraphDef[Any] = field(repr=False)
 
     @property
@@ -192,6 +215,7 @@ def build(
         prefix=module.prefix,
         text_part=FAMILIES[config.family].text_part,
         skipped=tuple(name.format(num_layers=config.num_layers) for name in FAMILIES[config.family].skipped),
+        unread=FAMILIES[config.family].unread(config),
         graph=graph,
     )
 

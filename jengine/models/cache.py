@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from jengine.config import ModelConfig
+from jengine.model_config import ModelConfig
 from jengine.model_parts import LinearAttention
+from jengine.models.by_layer import at, kv_layer
 
 SIMILAR = 1.25  # kinds of about as many layers make groups of the larger count: a few layers' room is lost, not another block table
 TOKENS = -1  # in a shape: the tokens of a page
@@ -32,13 +33,19 @@ class PageArray:
         """The shape of a page that holds so many tokens."""
         return tuple(page_size if size == TOKENS else size for size in self.shape)
 
+    @property
+    def elements(self) -> int:
+        """Of one token, on all devices."""
+        return math.prod(size for size in self.shape if size != TOKENS)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers that share a block table: what they keep of a token lies in one page, for equally long.
 
-    A page holds `page_size` tokens of every layer of its group. Groups with the same arrays share a pool of pages, each as large as the
-    largest group's: layer `layers[i]` of each of them has the pool's i-th arrays.
+    A page holds `page_size` tokens of every layer of its group. Groups of a pool have pages of one size, that of the largest group: layer
+    `layers[i]` of each of them has the pool's i-th arrays. If layers of one group store less per token than those of another, several
+    of them share a place in the pool: each has its part of every page.
 
     Attributes:
         kind: "full": a query reads all tokens before it; "window": the last `window` of them, its own included;
@@ -47,6 +54,7 @@ class CacheGroup:
         arrays: of each layer, in the order in which its attention takes them: keys and values, or what both are made of; of a state those
             of the convolution and of the recurrence.
         pool: index of the pool of its pages.
+        parts: number of layers that share a place.
     """
 
     kind: Literal["full", "window", "latent", "state"]
@@ -54,6 +62,7 @@ class CacheGroup:
     window: int | None = None
     arrays: tuple[PageArray, ...] = ()
     pool: int = 0
+    parts: int = 1
 
     def token_bytes(self, itemsize: float, devices: int = 1) -> float:
         """Of one token, on each device, over the group's layers; of a state, which tokens share, 0.
@@ -62,9 +71,7 @@ class CacheGroup:
         """
         if self.kind == "state":
             return 0.0
-        sizes = [
-            math.prod(size for size in array.shape if size != TOKENS) / (1 if array.sharded is None else devices) for array in self.arrays
-        ]
+        sizes = [array.elements / (1 if array.sharded is None else devices) for array in self.arrays]
         return len(self.layers) * sum(sizes) * itemsize
 
 
@@ -76,27 +83,34 @@ def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     kinds: dict[int | None, list[int]] = {}
     recurrent = () if config.linear is None else config.linear.layers
     for layer in sorted({*range(config.num_layers)} - {*recurrent}):
-        kinds.setdefault(config.window(layer), []).append(layer)
-    counts = [len(layers) for layers in kinds.values()]
+        if kv_layer(config, layer) == layer:
+            kinds.setdefault(config.window(layer), []).append(layer)
+    shapes = {window: at(config, layers[0]) for window, layers in kinds.items()}
+    heads = {window: PageArray((shape.num_kv_heads_padded, TOKENS, shape.head_dim)) for window, shape in shapes.items()}
+    page = math.lcm(*(array.elements for array in heads.values()))
+    parts = {window: page // array.elements for window, array in heads.items()}
+    counts = [-(-len(layers) // parts[window]) for window, layers in kinds.items()]  # of places
     size = max(counts) if max(counts) < SIMILAR * min(counts) else min(counts)
-    heads = PageArray((config.num_kv_heads_padded, TOKENS, config.head_dim))
     groups = []
     for window in sorted(kinds, key=lambda window: (window is not None, window)):
         layers = kinds[window]
-        parts = -(-len(layers) // size)
-        cuts = [len(layers) * i // parts for i in range(parts + 1)]  # as even as can be
-        for start, end in pairwise(cuts):
-            groups.append(CacheGroup("full" if window is None else "window", tuple(layers[start:end]), window, (heads, heads)))
+        kind: Literal["full", "window"] = "full" if window is None else "window"
+        number = -(-len(layers) // (size * parts[window]))
+        cuts = [len(layers) * i // number for i in range(number + 1)]  # as even as can be
+        arrays = (heads[window], heads[window])
+        groups += [CacheGroup(kind, tuple(layers[a:b]), window, arrays, parts=parts[window]) for a, b in pairwise(cuts)]
     if config.linear is not None:
         groups.append(CacheGroup("state", recurrent, arrays=_state(config, config.linear), pool=1))
     return tuple(groups)
 
 
-def _state(config: ModelConfig, linear: LinearAttention) -> tuple[PageArray, PageArray]:
-    """The tokens that a convolution sees beside a new one, and the matrix of each head."""
+def _state(config: ModelConfig, linear: LinearAttention) -> tuple[PageArray, ...]:
+    """The tokens that a convolution sees beside a new one, and the matrix of each head, if there is a recurrence."""
     laid = config.padded(linear.key_heads)
     before = PageArray((linear.taps - 1, laid * linear.channels), sharded=1, dtype="float32")
-    return before, PageArray((laid * linear.group, linear.key_dim, linear.value_dim), dtype="float32")
+    return (
+        (before,) if not linear.key_dim else (before, PageArray((laid * linear.group, linear.key_dim, linear.value_dim), dtype="float32"))
+    )
 
 
 def paged(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
@@ -105,12 +119,23 @@ def paged(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
 
 
 def places(groups: tuple[CacheGroup, ...], pool: int) -> list[tuple[PageArray, ...]]:
-    """The arrays of a pool: as many times those of a layer as its largest group has layers."""
+    """The arrays of a pool, by place. If its groups' arrays differ, these have the smallest head, and each group has a view of them."""
     own = [group for group in groups if group.pool == pool]
-    [arrays] = {group.arrays for group in own}
-    return [arrays] * max(len(group.layers) for group in own)
+    dim = min(array.shape[-1] for group in own for array in group.arrays)
+    one = alike(groups, pool)
+    [arrays] = {tuple(array if one else _joined(array, group.parts, dim) for array in group.arrays) for group in own}
+    return [arrays] * max(-(-len(group.layers) // group.parts) for group in own)
 
 
-def homes(groups: tuple[CacheGroup, ...]) -> dict[int, tuple[int, int]]:
-    """Of each layer, its group and its place among the group's layers."""
-    return {layer: (number, place) for number, group in enumerate(groups) for place, layer in enumerate(group.layers)}
+def alike(groups: tuple[CacheGroup, ...], pool: int = 0) -> bool:
+    """Whether all layers of a pool keep arrays of the same shapes."""
+    return len({group.arrays for group in groups if group.pool == pool}) == 1
+
+
+def _joined(array: PageArray, parts: int, dim: int) -> PageArray:
+    return PageArray((parts * array.elements // dim, TOKENS, dim), array.sharded, array.dtype)
+
+
+def homes(groups: tuple[CacheGroup, ...]) -> dict[int, tuple[int, int, int]]:
+    """Of each layer, its group, its place in the pool and its part of that."""
+    return {layer: (number, *divmod(index, group.parts)) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jengine.config import ModelConfig
 from jengine.errors import ModelError
+from jengine.model_config import ModelConfig
 from jengine.model_parts import LatentAttention
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import decoder, given_rope
@@ -28,13 +28,14 @@ class DeepseekExperts(Experts):
     the choice sees."""
 
     correction: nnx.Param[jax.Array] | None = None
+    correction_name = "gate.e_score_correction_bias"
     shared: GatedMlp | None = None
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         super().declare(dtype, name)
         config = self.config
         if config.router == "sigmoid":
-            bias = Piece(f"{name}.gate.e_score_correction_bias", (config.num_experts,))
+            bias = Piece(f"{name}.{self.correction_name}", (config.num_experts,))
             self.correction = param((config.num_experts,), jnp.float32, (None,), bias)
         if config.shared_expert_size:
             shared = dataclasses.replace(config, intermediate_size=config.shared_expert_size)
@@ -42,7 +43,7 @@ class DeepseekExperts(Experts):
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         config, scores = self.config, dense(x, self.router[...], dtype=jnp.float32)
-        weights = jax.nn.softmax(scores) if self.correction is None else jax.nn.sigmoid(scores)
+        weights = jax.nn.sigmoid(scores) if config.router == "sigmoid" else jax.nn.softmax(scores)
         ranked = weights if self.correction is None else weights + self.correction[...]
         if config.expert_groups > 1:
             grouped = ranked.reshape(x.shape[0], config.expert_groups, -1)
@@ -89,10 +90,6 @@ def read_deepseek(hf: Fields) -> dict[str, Any]:
     )
     if latent.rotary_dim % 2:
         raise ModelError(f"qk_rope_head_dim={latent.rotary_dim} must be even, for rotary embedding")
-    layers, experts = int(hf["num_hidden_layers"]), int(hf["n_routed_experts"])
-    groups = int(hf.get("n_group") or 1)
-    if experts % groups:
-        raise ModelError(f"n_routed_experts={experts} is no multiple of n_group={groups}")
     return {
         **decoder(hf, rope),
         "num_kv_heads": heads,
@@ -100,7 +97,17 @@ def read_deepseek(hf: Fields) -> dict[str, Any]:
         "latent": latent,
         "rotary_dim": latent.rotary_dim,
         "attention_scale": latent.query_dim**-0.5 * _magnitude(rope) ** 2,
-        "expert_layers": _expert_layers(hf, layers),
+        **read_experts(hf),
+    }
+
+
+def read_experts(hf: Fields) -> dict[str, Any]:
+    """Their sizes, layers and groups."""
+    experts, groups = int(hf["n_routed_experts"]), int(hf.get("n_group") or 1)
+    if experts % groups:
+        raise ModelError(f"n_routed_experts={experts} is no multiple of n_group={groups}")
+    return {
+        "expert_layers": _expert_layers(hf, int(hf["num_hidden_layers"])),
         "num_experts": experts,
         "experts_per_token": int(hf["num_experts_per_tok"]),
         "expert_size": int(hf["moe_intermediate_size"]),
@@ -140,11 +147,15 @@ def read_v2(hf: Fields) -> dict[str, Any]:
 
 
 def read_v3(hf: Fields) -> dict[str, Any]:
-    fields = read_deepseek(hf)
+    return {**read_deepseek(hf), **corrected_routing(hf)}
+
+
+def corrected_routing(hf: Fields) -> dict[str, Any]:
+    """Sigmoids as scores, with a correction that only the choice of experts sees."""
     for name, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if hf.get(name, value) != value:
             raise ModelError(f"{name} {hf[name]!r} is not supported; {value} is")
-    return {**fields, "router": "sigmoid", "normalize_experts": bool(hf.get("norm_topk_prob", True))}
+    return {"router": "sigmoid", "normalize_experts": bool(hf.get("norm_topk_prob", True))}
 
 
 AHEAD = ("model.layers.{num_layers}.",)  # a layer that predicts a token further ahead

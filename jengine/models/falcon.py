@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jengine.config import ModelConfig
 from jengine.errors import ModelError
+from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.gpt_neox import GptNeoXAttention
 from jengine.models.hf_config import given_rope, rope

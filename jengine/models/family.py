@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jengine.config import ModelConfig
+from jengine.model_config import ModelConfig
 from jengine.models.layers import Attend
 
 
@@ -69,6 +69,8 @@ class Family:
         text_part: of a model of several parts; None where the text model is all.
         skipped: names that begin with one of these are tensors of what is not served, such as layers that predict tokens further ahead;
             {num_layers} stands for the number of layers.
+        eight_bit_cache: whether keys may be rounded to eight bits.
+        unread: names of tensors that checkpoints may have and this model never reads.
     """
 
     title: str
@@ -77,3 +79,5 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     text_part: TextPart | None = None
     skipped: tuple[str, ...] = ()
+    eight_bit_cache: bool = True
+    unread: Callable[[ModelConfig], frozenset[str]] = field(default=lambda config: frozenset())

@@ -115,6 +115,18 @@ def windows_by_layer_types(hf: Fields, window: int | None, types: list[str]) -> 
     return {"windows": tuple(int(window) if kind == "sliding_attention" else None for kind in types)}
 
 
+def check_shared_layers(hf: Fields, types: list[str]) -> int:
+    """The number of last layers that read the keys and values of earlier ones.
+
+    Raises:
+        ModelError: no earlier layer has the type of one of these.
+    """
+    shared = int(hf.get("num_kv_shared_layers") or 0)
+    if shared and (left := {*types} - {*types[:-shared]}):
+        raise ModelError(f"num_kv_shared_layers={shared} leaves no other layer with {left.pop()}")
+    return shared
+
+
 def full_attention_every(layers: int, pattern: int) -> list[str]:
     """Layer types with full attention in every pattern-th layer."""
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]

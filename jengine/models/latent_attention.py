@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jengine.config import ModelConfig
+from jengine.model_config import ModelConfig
 from jengine.model_parts import LatentAttention
 from jengine.models.layers import Attend, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.pieces import EVERY, Piece

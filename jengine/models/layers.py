@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jengine.config import ModelConfig
+from jengine.model_config import ModelConfig
 from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
 from jengine.parallel.collectives import all_reduce, shard_index, shards
 from pallas_kernels.activations import ACTIVATIONS, gated
 from pallas_kernels.int4 import Int4
 from pallas_kernels.products import Weight, product
-from pallas_kernels.qkv import Qkv, QkvProduct, rms_norm
+from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly, rms_norm
 from pallas_kernels.quantized import Quantized, dequantize
 from pallas_kernels.xla import Rotation
 
@@ -31,7 +31,7 @@ class Attend(Protocol):
     def __call__(
         self,
         layer: int,
-        qkv: Qkv | QkvProduct,
+        qkv: Qkv | QkvProduct | QueriesOnly,
         *,
         rotation: Rotation | None,
         scale: float,
@@ -135,6 +135,12 @@ def embed(table: Weight, tokens: jax.Array) -> jax.Array:
     return all_reduce(jnp.where(((own >= 0) & (own < table.shape[0]))[:, None], lookup(table, own), 0))
 
 
+def unit(x: jax.Array, eps: float) -> jax.Array:
+    """A root mean square norm without a weight."""
+    y = x.astype(jnp.float32)
+    return (y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """Root mean square norm over the last axis, computed in float32."""
 
@@ -150,7 +156,7 @@ class LayerNorm(nnx.Module):
     """Norm to mean 0 and variance 1 over the last axis, with weight and bias, computed in float32."""
 
     def __init__(self, size: int, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
-        self.eps = config.norm_eps
+        self.eps, self.offset = config.norm_eps, config.norm_offset
         self.weight = param((size,), dtype, (None,), Piece(f"{name}.weight", (size,)))
         self.bias = param((size,), dtype, (None,), Piece(f"{name}.bias", (size,)))
 
@@ -158,7 +164,7 @@ class LayerNorm(nnx.Module):
         y = x.astype(jnp.float32)
         y -= jnp.mean(y, axis=-1, keepdims=True)
         y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        return (y * (self.weight[...].astype(jnp.float32) + self.offset) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -177,7 +183,7 @@ class Attention(nnx.Module):
         self.qkv_bias = param((laid, rows), dtype, ("kv_heads", None), *self.qkv_source(name, "bias", parts)) if bias else None
         self.o_bias = param((hidden,), dtype, (None,), self.output_source(name, "bias", hidden)) if output_bias else None
 
-    def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, Part, Part]]:
+    def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, ...]]:
         """Of a kv head, the rows of its queries, key and value; and where a checkpoint's rows of queries, keys and values go."""
         return config.head_dim * (config.group_size_padded + 2), qkv_parts(config)
 
@@ -215,16 +221,16 @@ class GatedMlp(nnx.Module):
     Their rows alternate, [ffn, 2, hidden], so that the product has two axes and still shards without shuffling.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, down: str = "down_proj") -> None:
         self.activation = config.activation
         ffn, hidden = config.intermediate_size, config.hidden_size
         laid, real = config.padded(ffn), slice(0, ffn)
         parts = [whole(ffn, real, 0), whole(ffn, real, 1)]
         self.gate_up = matrix((laid, 2, hidden), dtype, ("ffn", None, None), *self.gate_up_source(name, "weight", parts, hidden))
-        self.down = matrix((hidden, laid), dtype, (None, "ffn"), Piece(f"{name}.down_proj.weight", (hidden, ffn), (EVERY, real)))
+        self.down = matrix((hidden, laid), dtype, (None, "ffn"), Piece(f"{name}.{down}.weight", (hidden, ffn), (EVERY, real)))
         bias = config.mlp_bias
         self.gate_up_bias = param((laid, 2), dtype, ("ffn", None), *self.gate_up_source(name, "bias", parts)) if bias else None
-        self.down_bias = param((hidden,), dtype, (None,), Piece(f"{name}.down_proj.bias", (hidden,))) if bias else None
+        self.down_bias = param((hidden,), dtype, (None,), Piece(f"{name}.{down}.bias", (hidden,))) if bias else None
 
     def gate_up_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
         """The checkpoint's weight or bias of gate and up."""

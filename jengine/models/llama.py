@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.config import ModelConfig
+from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, windows_by_layer_types
 from jengine.models.layers import Attend, Attention, Block, GatedMlp, Layer, LayerNorm, RMSNorm, dense, embed, vocabulary
@@ -46,11 +46,14 @@ class Llama(nnx.Module):
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
         return GatedMlp(config, dtype, f"{name}.mlp")
 
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """int32[N] -> [N, hidden]."""
+        x = embed(self.embed[...], tokens)
+        return x if self.config.embedding_multiplier == 1 else x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
+
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """tokens and positions int32[N] -> [N, hidden], after the final norm."""
-        x = embed(self.embed[...], tokens)
-        if self.config.embedding_multiplier != 1:
-            x = x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
+        x = self.embedded(tokens)
         everywhere = nearby = self.rope.cos_sin(positions)
         if self.local_rope != self.rope:
             nearby = self.local_rope.cos_sin(positions)

@@ -12,7 +12,7 @@ from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import decoder, given_rope, window_everywhere
 from jengine.models.layers import Attend
 from jengine.models.llama import Llama
-from pallas_kernels.qkv import Qkv, QkvProduct
+from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 
 
 class Ministral3(Llama):
@@ -22,7 +22,8 @@ class Ministral3(Llama):
             return super().hidden(tokens, positions, attend)
         scales = (1 + beta * jnp.log(1.0 + positions // scaling.original_max_position))[:, None, None]
 
-        def scaled(layer: int, qkv: Qkv | QkvProduct, **how: Any) -> jax.Array:
+        def scaled(layer: int, qkv: Qkv | QkvProduct | QueriesOnly, **how: Any) -> jax.Array:
+            assert not isinstance(qkv, QueriesOnly)
             q, k, v = qkv.split()
             return attend(layer, Qkv(q * scales.astype(q.dtype), k, v), **how)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jengine.config import ModelConfig
+from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, window_everywhere
 from jengine.models.layers import Block, dense, matrix, param, value
@@ -66,6 +66,10 @@ class Experts(nnx.Module):
             weights /= weights.sum(-1, keepdims=True)
         return weights, chosen
 
+    def entering(self, x: jax.Array) -> jax.Array:
+        """The experts' input, made from the router's."""
+        return x
+
     def gate(self, gate_up: jax.Array) -> jax.Array:
         """[rows, size, 2] -> [rows, size]."""
         return gated(gate_up, self.config.activation)
@@ -76,6 +80,7 @@ class Experts(nnx.Module):
     def own_part(self, x: jax.Array) -> jax.Array:
         """What this device's part of each expert gives; the sum over devices is the result."""
         weights, chosen = self.route(x)
+        x = self.entering(x)
         params = self.gate_up[...], self.down[...], value(self.gate_up_bias)
         y = _weighted(lax.platform_dependent(x, chosen, *params, cpu=self.by_block, default=self.by_group), weights)
         if self.down_bias is not None:  # on one device, since results are summed

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jengine.config import ModelConfig
+from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, full_attention_every, rope_by_layer_types, windows_by_layer_types
 from jengine.models.layers import Attention, Layer, RMSNorm, param
@@ -43,7 +43,7 @@ class OlmoAttention(Attention):
 
 
 class Olmo(Llama):
-    attention = OlmoAttention
+    attention: type[Attention] = OlmoAttention
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         return ResultNormLayer(

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jengine.config import ModelConfig
+from jengine.model_config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import given_rope, partly_rotated, window_everywhere
 from jengine.models.layers import Attention, Block, GatedMlp

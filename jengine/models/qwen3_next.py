@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jengine.config import ModelConfig
 from jengine.errors import ModelError
+from jengine.model_config import ModelConfig
 from jengine.model_parts import LinearAttention
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import attention_biases, partly_rotated
@@ -30,7 +30,7 @@ EPSILON = 1e-6  # under the norms of queries and keys
 class GatedAttention(Qwen3Attention):
     """Attention whose output is multiplied by a gate, which queries' product brings along."""
 
-    def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, Part, Part]]:
+    def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, ...]]:
         """A kv head's rows: its queries, then key, value, and the gates of its queries. In a checkpoint a gate follows its query."""
         dim = config.head_dim
         q, k, v = qkv_parts(config)

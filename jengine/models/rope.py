@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jengine.config import ModelConfig
+from jengine.model_config import ModelConfig
 from jengine.model_parts import RopeScaling
 from pallas_kernels.xla import Rotation
 
@@ -45,6 +45,9 @@ def rope(config: ModelConfig, max_model_len: int) -> Rope:
         return Rope(tuple(_llama3(f, scaling) for f in _powers(theta, dim)))
     if scaling.kind == "longrope":
         return _longrope(theta, dim, scaling, max_model_len)
+    if scaling.kind == "proportional":
+        pairs = int(scaling.share * dim // 2)
+        return Rope(tuple(f / scaling.factor for f in _powers(theta, dim)[:pairs]) + (0.0,) * (dim // 2 - pairs))
     return _yarn(theta, dim, scaling)
 
 

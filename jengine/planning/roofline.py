@@ -11,9 +11,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from jengine.config import ModelConfig
 from jengine.devices.device_spec import DeviceSpec
-from jengine.models.cache import cache_groups, paged
+from jengine.model_config import ModelConfig
+from jengine.models.by_layer import at, key_value_rows, kv_layer
+from jengine.models.cache import cache_groups
 
 Resource = Literal["memory", "products", "links"]
 ALL_REDUCES = 2  # per layer: after attention, and after the MLP
@@ -70,10 +71,13 @@ def attention_elements(config: ModelConfig, layer: int = 0) -> int:
     latent, linear, hidden, heads = config.latent, config.linear, config.hidden_size, config.num_heads
     if linear is not None and layer in linear.layers:
         keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+        if not keys:  # a convolution between two gates
+            return 4 * values * hidden + values * linear.taps
         products = (2 * keys + 3 * values + 2 * linear.value_heads) * hidden
         return products + (2 * keys + values) * linear.taps + linear.value_heads
     if latent is None:
-        return ((2 + config.attention_gate) * heads + 2 * config.num_kv_heads) * config.head_dim * hidden
+        own = at(config, layer)
+        return ((2 + config.attention_gate) * heads + key_value_rows(config, layer) * own.num_kv_heads) * own.head_dim * hidden
     down, inputs = (0, hidden) if latent.query_rank is None else (hidden * latent.query_rank, latent.query_rank)
     expanded = heads * (latent.key_dim + latent.value_dim) * latent.rank
     return down + heads * latent.query_dim * inputs + hidden * latent.cached_dim + expanded + heads * latent.value_dim * hidden
@@ -86,25 +90,26 @@ def state_operations(config: ModelConfig) -> int:
     return 0 if linear is None else len(linear.layers) * 6 * linear.value_heads * linear.key_dim * linear.value_dim
 
 
-def attending_layers(config: ModelConfig) -> int:
-    """Number of layers that store something for each token."""
-    return config.num_layers - (0 if config.linear is None else len(config.linear.layers))
+def attending_layers(config: ModelConfig) -> list[int]:
+    """Indices of the layers that attend to earlier tokens."""
+    recurrent = () if config.linear is None else config.linear.layers
+    return [layer for layer in range(config.num_layers) if layer not in recurrent]
 
 
 def mlp_elements(config: ModelConfig, layer: int, experts: float) -> float:
     """Elements of a layer's MLP, or of its router and this many experts."""
     matrices = 3 if config.gated_mlp else 2
     if layer not in config.expert_layers:
-        return matrices * config.hidden_size * config.intermediate_size
+        return matrices * config.hidden_size * at(config, layer).intermediate_size
     shared = matrices * config.shared_expert_size + (config.shared_expert_size > 0 and config.linear is not None)  # and its gate
     return config.hidden_size * (config.num_experts + matrices * experts * config.expert_size + shared)
 
 
-def attended_channels(config: ModelConfig) -> int:
+def attended_channels(config: ModelConfig, layer: int) -> int:
     """Number of channels of each cached token, in keys and in values, that a token's queries in a layer use."""
     if config.latent is not None:
         return config.num_heads * (config.latent.cached_dim + config.latent.rank)
-    return 2 * config.num_heads * config.head_dim
+    return 2 * config.num_heads * at(config, layer).head_dim
 
 
 def head_elements(config: ModelConfig) -> int:
@@ -123,12 +128,22 @@ def _projection_elements(config: ModelConfig) -> int:
 
 def layers_elements(config: ModelConfig, experts: float) -> float:
     """Elements of all layers' matrices, with this many experts in layers that have any."""
-    return sum(attention_elements(config, layer) + mlp_elements(config, layer, experts) for layer in range(config.num_layers))
+    more = 0  # per layer: gate and projections of its own embedding; the shortcut; matrices that mix streams
+    if config.layer_inputs is not None:
+        more += 3 * config.layer_inputs.size * config.hidden_size
+    if config.altup is not None:
+        streams = config.altup.streams
+        more += (2 * config.altup.laurel_rank + streams) * config.hidden_size + streams**3 + streams**2
+    layers = sum(attention_elements(config, layer) + mlp_elements(config, layer, experts) for layer in range(config.num_layers))
+    between = 0 if config.altup is None else 2 * (config.altup.streams - 1) * config.hidden_size**2
+    return layers + config.num_layers * more + between
 
 
 def matrix_elements(config: ModelConfig) -> float:
     """Elements of all matrices: a model's parameters without norms, biases and learned positions."""
     embedding = _projection_elements(config) + (0 if config.tie_embeddings else _table_elements(config))
+    inputs = config.layer_inputs
+    embedding += 0 if inputs is None else inputs.vocab_size * inputs.size * config.num_layers
     return layers_elements(config, config.num_experts) + head_elements(config) + embedding
 
 
@@ -146,15 +161,26 @@ def kv_token_bytes(config: ModelConfig, itemsize: float, devices: int = 1) -> fl
     return sum(group.token_bytes(itemsize, devices) for group in groups)
 
 
-def seen(config: ModelConfig, context: float) -> float:
-    """Number of cached tokens that a query attends to, summed over all layers. Layers with a window have fewer."""
-    return sum(len(group.layers) * min(context, group.window or context) for group in paged(cache_groups(config)))
+def seen(config: ModelConfig, context: float) -> dict[int, float]:
+    """Number of cached tokens that a query attends to, by layer. Layers with a window have fewer."""
+    return {layer: min(context, config.window(layer) or context) for layer in attending_layers(config)}
 
 
-def mean_seen(config: ModelConfig, prompt: int) -> float:
+def mean_seen(config: ModelConfig, prompt: int) -> dict[int, float]:
     """The same, averaged over the tokens of a prompt."""
-    windows = ((len(group.layers), min(prompt, group.window or prompt)) for group in paged(cache_groups(config)))
-    return sum(layers * (window - window**2 / (2 * prompt)) for layers, window in windows)
+    return {layer: window - window**2 / (2 * prompt) for layer, window in seen(config, prompt).items()}
+
+
+def _met(config: ModelConfig, attended: dict[int, float]) -> float:
+    """Number of channels of cached tokens that a query uses, summed over all layers."""
+    return sum(attended_channels(config, layer) * tokens for layer, tokens in attended.items())
+
+
+def _read(config: ModelConfig, formats: Formats, attended: dict[int, float]) -> float:
+    """Bytes of cached tokens that are read for a query. Each layer reads keys and values, shared ones too."""
+    sizes = {layer: at(config, layer).num_kv_heads * at(config, layer).head_dim for layer in attended}
+    kept = sum(size for layer, size in sizes.items() if kv_layer(config, layer) == layer)
+    return formats.kv_bytes * sum(tokens * sizes[layer] for layer, tokens in attended.items()) / kept
 
 
 def decode(config: ModelConfig, formats: Formats, batch: int, context: int) -> Work:
@@ -162,11 +188,10 @@ def decode(config: ModelConfig, formats: Formats, batch: int, context: int) -> W
     layers = layers_elements(config, config.experts_per_token)
     met = layers_elements(config, experts_met(config, batch)) + head_elements(config)
     attended = seen(config, context)
-    kv = formats.kv_bytes / attending_layers(config)
     return Work(
         products=2 * batch * (layers + head_elements(config)) / formats.devices,
-        attention=batch * (2 * attended_channels(config) * attended + state_operations(config)) / formats.devices,
-        read=met * formats.weight_bytes / formats.devices + batch * (attended * kv + 2 * formats.state_bytes),
+        attention=batch * (2 * _met(config, attended) + state_operations(config)) / formats.devices,
+        read=met * formats.weight_bytes / formats.devices + batch * (_read(config, formats, attended) + 2 * formats.state_bytes),
         sent=_sent(config, formats, batch),
     )
 
@@ -178,11 +203,12 @@ def prefill(config: ModelConfig, formats: Formats, tokens: int, prompt: int) -> 
     """
     layers = layers_elements(config, config.experts_per_token)
     met = layers_elements(config, experts_met(config, tokens)) + head_elements(config)
-    attended, kv = mean_seen(config, prompt), formats.kv_bytes / attending_layers(config)
+    attended = mean_seen(config, prompt)
     return Work(
         products=2 * (tokens * layers + tokens / prompt * head_elements(config)) / formats.devices,
-        attention=tokens * (2 * attended_channels(config) * attended + state_operations(config)) / formats.devices,
-        read=met * formats.weight_bytes / formats.devices + max(1.0, tokens / prompt) * (attended * kv + 2 * formats.state_bytes),
+        attention=tokens * (2 * _met(config, attended) + state_operations(config)) / formats.devices,
+        read=met * formats.weight_bytes / formats.devices
+        + max(1.0, tokens / prompt) * (_read(config, formats, attended) + 2 * formats.state_bytes),
         sent=_sent(config, formats, tokens),
     )
 

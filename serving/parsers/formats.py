@@ -11,27 +11,32 @@ from jengine.serving.parsers.events import Event, Parser, PlainText, joined
 from jengine.serving.parsers.harmony import Harmony
 from jengine.serving.parsers.hermes import Hermes
 from jengine.serving.parsers.llama import LlamaJson
+from jengine.serving.parsers.marked import DEEPSEEK, KIMI, MarkedCalls
 from jengine.serving.parsers.mistral import Mistral
 from jengine.serving.parsers.pythonic import Pythonic
 from jengine.serving.parsers.reasoning import END, START, Reasons
 from jengine.serving.parsers.response_template import ResponseTemplate, read_whole
 
 TOOL_PARSERS: dict[str, Callable[[Container[str]], Parser]] = {
+    "deepseek": lambda names: MarkedCalls(DEEPSEEK),
     "harmony": Harmony,
     "hermes": lambda names: Hermes(),
+    "kimi_k2": lambda names: MarkedCalls(KIMI),
     "llama3_json": LlamaJson,
     "mistral": lambda names: Mistral(),
     "pythonic": Pythonic,
 }
 MARKS = (  # markers in chat templates; the first one found decides
     ("<|channel|>analysis", "harmony"),
+    (DEEPSEEK.begin, "deepseek"),
+    (KIMI.begin, "kimi_k2"),
     ("[TOOL_CALLS]", "mistral"),
     ("[func_name1(", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": dictionary', "llama3_json"),
     ("<tool_call>", "hermes"),
 )
-OTHER_MARKS = ("<function=",)  # markers of unsupported formats that also have one of MARKS
+OTHER_MARKS = ("<function=", "<arg_key>")  # markers of unsupported formats that also have one of MARKS
 
 
 class AnswerFormat:
@@ -53,7 +58,7 @@ class AnswerFormat:
         self._tool_parser = TOOL_PARSERS.get(found or "none")
         self._reasoning = _reasoning_parser(sources) if reasoning_parser == "auto" else reasoning_parser
         self.tools = self._template is not None or self._tool_parser is not None
-        self.shows_special_tokens = self._template is not None or found in ("harmony", "mistral")
+        self.shows_special_tokens = self._template is not None or found in ("deepseek", "harmony", "kimi_k2", "mistral")
         self.channels = self._template is None and found == "harmony"
 
     def reasoning(self, prompt: str) -> bool | None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tests.checkpoints.published_configs import (
+    BLOOM,
     DYNAMIC,
     FALCON,
     FREQUENCIES,
@@ -16,6 +17,7 @@ from tests.checkpoints.published_configs import (
     GLM4,
     GPT2,
     GPT2_MASKS,
+    GPTJ,
     GRANITE,
     LLAMA3_ROPE,
     MIXTRAL,
@@ -155,6 +157,8 @@ LAYOUTS: dict[str, Layout] = {
         {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 64}, "bin", "older", {"lm_head.weight": (512, 64)}
     ),
     "facebook/opt-1.3b": Layout(OPT, "bin", "older", renamed=("model.", "")),
+    "bigscience/bloom-560m": Layout(BLOOM, renamed=("transformer.", "")),
+    "EleutherAI/gpt-j-6b": Layout(GPTJ, "bin", "byte_level", {f"transformer.{n}": s for n, s in GPT2_MASKS.items()}),
     "EleutherAI/pythia-160m": Layout(PYTHIA, "safetensors", "byte_level", NEOX_MASKS),
     "tiiuae/falcon-7b": Layout(FALCON, "bin shards", extra={"lm_head.weight": (512, 128)}),
     "THUDM/GLM-4-9B-0414": Layout(GLM4, "shards"),
@@ -210,8 +214,6 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "mistralai/Mistral-7B-v0.3:consolidated": Layout(mistral(), "consolidated", rejected="has neither model.safetensors nor "),
     "google-t5/t5-small:tensorflow": Layout(llama(), "tensorflow", rejected="has neither model.safetensors nor "),
-    "bigscience/bloom-560m": refused_family("bloom"),
-    "EleutherAI/gpt-j-6b": refused_family("gptj"),
     "state-spaces/mamba-130m-hf": refused_family("mamba"),
     "google-bert/bert-base-uncased": refused_family("bert"),
     "Qwen/Qwen2-VL-2B-Instruct": refused_family("qwen2_vl"),

@@ -154,6 +154,35 @@ NEOX_MASKS: dict[str, tuple[int, ...]] = {
     **{f"gpt_neox.layers.{layer}.attention.masked_bias": () for layer in range(2)},
     **{f"gpt_neox.layers.{layer}.attention.rotary_emb.inv_freq": (4,) for layer in range(2)},
 }
+BLOOM = {
+    **{"architectures": ["BloomModel"], "model_type": "bloom", "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0},
+    **{"attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_dropout": 0.0},
+    **{
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "masked_softmax_fusion": True,
+        "n_embed": 128,
+        "n_inner": None,
+        "n_layer": 2,
+    },
+    **{"num_attention_heads": 4, "offset_alibi": 100, "pad_token_id": 3, "pretraining_tp": 1, "skip_bias_add": True, "vocab_size": 512},
+    **{"skip_bias_add_qkv": False, "transformers_version": "4.20.0", "unk_token_id": 0, "use_cache": True},
+}
+GPTJ = {
+    **{"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "activation_function": "gelu_new", "attn_pdrop": 0.0, "bos_token_id": 0},
+    **{"embd_pdrop": 0.0, "eos_token_id": 0, "gradient_checkpointing": False, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05},
+    **{
+        "n_embd": 128,
+        "n_head": 4,
+        "n_inner": None,
+        "n_layer": 2,
+        "n_positions": 2048,
+        "resid_pdrop": 0.0,
+        "rotary": True,
+        "rotary_dim": 16,
+    },
+    **{"scale_attn_weights": True, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 512},
+}
 OPT = {
     "_remove_final_layer_norm": False,
     "activation_function": "relu",

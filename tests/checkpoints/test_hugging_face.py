@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from jengine.checkpoints.hugging_face import model_config
-from jengine.config import ModelConfig
 from jengine.errors import ModelError
-from jengine.models import FAMILIES
+from jengine.model_config import ModelConfig
+from jengine.models import FAMILIES, build
 from tests.golden.weights import VARIANTS
 
 
@@ -24,8 +24,8 @@ def test_every_family_has_a_golden_test() -> None:
 
 
 def test_unknown_family() -> None:
-    with pytest.raises(ModelError, match=r"config\.json: model_type 'bloom' is not supported; .*llama.* are"):
-        read("llama_gqa", model_type="bloom")
+    with pytest.raises(ModelError, match=r"config\.json: model_type 'unheard_of' is not supported; .*llama.* are"):
+        read("llama_gqa", model_type="unheard_of")
 
 
 def test_mistral_has_a_window_unless_it_says_no() -> None:
@@ -109,6 +109,72 @@ def test_granites_multipliers() -> None:
     assert (config.attention_scale, config.embedding_multiplier, config.residual_multiplier, config.logits_scaling) == (0.3, 3.0, 0.6, 2.5)
     absent = read("granite", **dict.fromkeys([f"{x}_multiplier" for x in ("attention", "embedding", "residual")], ...))
     assert (absent.attention_scale, absent.embedding_multiplier, absent.residual_multiplier) == (1.0, 1.0, 1.0)
+
+
+def test_families_with_routed_experts() -> None:
+    config = read("glm4_moe")
+    assert (config.rotary_dim, config.qkv_bias, config.output_bias, config.qk_norm, config.expert_layers) == (10, True, False, True, (1, 2))
+    assert (config.expert_groups, config.expert_groups_kept, config.shared_expert_size, config.router) == (4, 2, 24, "sigmoid")
+    assert read("ernie4_5_moe").expert_layers == (1, 2) and read("ernie4_5_moe", moe_layer_interval=2).expert_layers == (1,)
+    assert (read("minimax_m2").rotary_dim, read("minimax_m2", rotary_dim=...).rotary_dim) == (8, None)
+
+
+def test_llama4_ends_with_a_chunk() -> None:
+    config = read("llama4_text", attention_chunk_size=128)
+    assert (config.max_position, config.unrotated_layers, config.expert_layers) == (128, (1,), (1,))
+    assert read("llama4_text", no_rope_layers=..., num_hidden_layers=8).unrotated_layers == (3, 7)
+
+
+def test_lfm2_adjusts_its_intermediate_size() -> None:
+    config = read("lfm2")
+    assert config.linear is not None and config.linear.layers == (0, 2)
+    assert (config.intermediate_size, read("lfm2", block_auto_adjust_ff_dim=False).intermediate_size) == (96, 112)
+    assert read("lfm2", layer_types=..., full_attn_idxs=[1, 2]).linear == dataclasses.replace(config.linear, layers=(0, 3))
+    assert not read("lfm2", tie_embedding=False).tie_embeddings
+
+
+def test_exaone4_rotates_layers_with_a_window_if_there_are_any() -> None:
+    assert (read("exaone4").windows, read("exaone4").unrotated_layers) == ((30, 30, 30, None), (3,))
+    assert read("exaone4", sliding_window_pattern="LLLG") == read("exaone4")
+    assert (read("exaone4_full").windows, read("exaone4_full").unrotated_layers) == ((), ())
+
+
+def test_gemma3n_has_defaults_for_sparsity_and_windows() -> None:
+    config = read("gemma3n_text", num_hidden_layers=12, intermediate_size=48, layer_types=..., activation_sparsity_pattern=...)
+    assert config.altup is not None and config.altup.sparsity == (0.95,) * 10 + (0.0,) * 2
+    assert [i for i in range(12) if config.window(i) is None] == [4, 9]
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "message"),
+    [
+        ("gemma3n_text", {"intermediate_size": [48] * 5 + [40]}, "is not supported unless all 6 layers have the same"),
+        ("gemma3n_text", {"activation_sparsity_pattern": [0.5] * 5}, "must give 6 layers shares from 0 to below 1"),
+        ("gemma3n_text", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5 leaves no other layer with full_attention"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False is not supported; True is"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "lightning attention is not supported"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8 is not supported; 0 is"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=true is not supported with experts"),
+        ("glm4_moe", {"n_group": 3}, "n_routed_experts=8 is no multiple of n_group=3"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; sigmoid is"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is not supported"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 is not supported; 1 is"),
+        ("llama4_text", {"layer_types": ["full_attention"] * 3}, "layer_types is not supported, unless layers that rotate"),
+        ("lfm2", {"conv_bias": True}, "conv_bias=true is not supported"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, "of which some are conv and some full_attention"),
+        ("lfm2", {"layer_types": ["mamba"] * 4}, "layer_types has 'mamba'; conv and full_attention are supported"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1 must be at least 2"),
+        (
+            "lfm2",
+            {"num_attention_heads": 3, "head_dim": 16, "num_key_value_heads": 3},
+            "hidden_size=64 is no multiple of num_attention_heads=3",
+        ),
+        ("nemotron", {"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported"),
+    ],
+)
+def test_settings_that_later_families_reject(variant: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        build(read(variant, **changes), "float32", 64)
 
 
 def test_shares_of_a_head_that_rotate() -> None:

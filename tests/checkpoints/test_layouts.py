@@ -55,7 +55,7 @@ def test_loads(name: str, tmp_path: Path) -> None:
 
 def layout_size(name: str) -> int:
     config = LAYOUTS[name].config
-    return int(config.get("text_config", config).get("hidden_size") or config["n_embd"])
+    return int(config.get("text_config", config).get("hidden_size") or config.get("n_embed") or config["n_embd"])
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in LOADED])

@@ -12,9 +12,10 @@ import pytest
 from jengine import cli
 from jengine.checkpoints import conversion, convert, load, load_calibrated, read_config
 from jengine.checkpoints.orbax import by_name
-from jengine.config import EngineConfig, ModelConfig
+from jengine.config import EngineConfig
 from jengine.engine.shapes import describe
 from jengine.errors import InvalidArgument
+from jengine.model_config import ModelConfig
 from jengine.models import Model, Params, build
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.int4 import Int4

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from jengine import AsyncLLM, EngineThread, RequestOutput, SamplingParams
-from jengine.config import ModelConfig
 from jengine.engine.engine import Engine
 from jengine.execution.runner import InFlight, StepResult
+from jengine.model_config import ModelConfig
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.golden import further_shapes
 from tests.golden.expert_shapes import deepseek, gpt_oss
+from tests.golden.gemma_shapes import gemma3n, gemma4, gemma_images
 from tests.golden.more_shapes import fused, llama_like, with_images, with_layer_norm
 from tests.golden.state_shapes import qwen3_5, qwen3_next
 
@@ -112,6 +114,10 @@ MAKERS = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), qwen3_next),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), qwen3_5),
     **dict.fromkeys(("gemma3", "mistral3"), with_images),
+    **dict.fromkeys(("glm4_moe", "minimax_m2", "exaone4", "ernie4_5", "ernie4_5_moe", "nemotron"), further_shapes.llama_like),
+    **{"gptj": further_shapes.gptj, "bloom": further_shapes.bloom},
+    **{"lfm2": further_shapes.lfm2, "llama4": further_shapes.llama4_images, "llama4_text": further_shapes.llama4},
     "gpt_oss": gpt_oss,
+    **{"gemma4": gemma_images, "gemma4_text": gemma4, "gemma3n": gemma_images, "gemma3n_text": gemma3n},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), deepseek),
 }

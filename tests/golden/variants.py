@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.golden.expert_variants import EXPERT_VARIANTS
+from tests.golden.further_variants import FURTHER_VARIANTS
 from tests.golden.more_variants import MORE_VARIANTS
 
 _LLAMA: dict[str, Any] = {
@@ -183,4 +184,5 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe_mixed": {**_QWEN3_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False},
     **MORE_VARIANTS,
     **EXPERT_VARIANTS,
+    **FURTHER_VARIANTS,
 }

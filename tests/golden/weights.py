@@ -20,6 +20,7 @@ from tests.golden.variants import VARIANTS
 
 REPEATING = ("gpt2", "opt", "granite_biases", "starcoder2", "falcon_7b", "falcon_serial", "qwen3_5_text")
 EACH_EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in names of tensors of one expert
+ADD_ONE = ("gemma2", "gemma3_", "qwen3_next", "qwen3_5", "nemotron")  # to the weights of norms
 TABLES = {"gemma": 0.05, **dict.fromkeys(REPEATING, 0.15)}  # with 0.5 these say their last token again and again
 
 
@@ -45,12 +46,16 @@ def _weight(variant: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     elif name.endswith("bias"):
         scaled = (0.1 if variant.startswith(("gpt2", "opt")) else 0.3) * noise
     elif "norm" in name or ".ln_" in name:
-        adds_one = variant.startswith(("gemma", "qwen3_next", "qwen3_5")) and "linear_attn" not in name
+        adds_one = (variant in ("gemma", "gemma3") or variant.startswith(ADD_ONE)) and "linear_attn" not in name
         scaled = (0.0 if adds_one else 1.0) + 0.3 * noise
+    elif name.endswith(("scale", "scalar")):
+        scaled = 1.0 + 0.3 * noise
     elif any(table in name for table in ("embed_", "embeddings", "lm_head", "wte", "wpe")):
         scaled = next((scale for family, scale in TABLES.items() if variant.startswith(family)), 0.5) * noise
     else:
-        stacked = ".experts." in name and len(shape) == 3 and variant.startswith("gpt_oss")  # [experts, in, out], as GPT-2's are [in, out]
+        stacked = (
+            ".experts." in name and len(shape) == 3 and variant.startswith(("gpt_oss", "llama4"))
+        )  # [experts, in, out], as GPT-2's are [in, out]
         inputs = shape[0] if ".c_" in name else shape[1] if stacked else shape[-1]
         scaled = 1.3 / math.sqrt(inputs) * noise
     if ties and not EACH_EXPERT.search(name) and any(part in name for part in (".router.", ".gate.", ".experts.")):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.qkv import Qkv, QkvProduct
+from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.xla import Rotation, rotate
 
 
@@ -17,13 +17,14 @@ class DenseCausal:
 
     def __init__(self, sequence: jax.Array, positions: jax.Array) -> None:
         self.positions = positions
+        self.written: dict[int, tuple[jax.Array, jax.Array]] = {}
         self.distance = positions[:, None] - positions
         self.causal = (sequence[:, None] == sequence) & (self.distance >= 0)
 
     def __call__(
         self,
         layer: int,
-        qkv: Qkv | QkvProduct,
+        qkv: Qkv | QkvProduct | QueriesOnly,
         *,
         rotation: Rotation | None,
         scale: float,
@@ -31,10 +32,14 @@ class DenseCausal:
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        q, k, v = qkv.split()
-        if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, k if v is None else v))
+        if isinstance(qkv, QueriesOnly):
+            q = qkv.q
+        else:
+            q, k, v = qkv.split()
+            k = k if rotation is None else rotate(k, rotation)
+            self.written[layer] = k, k if v is None else v
+        q = q if rotation is None else rotate(q, rotation)
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in self.written[layer])
         scores = jnp.einsum("qhd,khd->hqk", q, k) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)

@@ -55,6 +55,7 @@ def differences(variant: str, folder: Path, tensor_parallel_size: int = 1) -> li
 FURTHER = {"smollm3_window", "granite_biases", "glm", "mistral3", "starcoder2_window", "stablelm_parallel", "gpt_neox_serial"}
 FURTHER |= {"gpt_oss_wide_sinks", "gpt_oss_ties", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3_ties", "glm4_moe_lite", "kimi_k2"}
 FURTHER |= {"falcon_7b", "falcon_11b", "falcon_serial", "qwen3_next_mixed", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+FURTHER |= {"gemma3n_text", "gemma4_text", "exaone4_full", "llama4_text"}
 # of families that have another variant here
 CASES = [pytest.param(variant, marks=pytest.mark.full) if variant in FURTHER else variant for variant in VARIANTS]
 
@@ -69,6 +70,8 @@ ONE_EACH += ["smollm3", "olmo2", "olmo3", "granite", "glm", "glm4", "gemma", "ge
 ONE_EACH += ["starcoder2", "stablelm_parallel", "phi", "gpt_neox", "falcon_40b"]
 ONE_EACH += ["gpt_oss", "gpt_oss_wide_sinks", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"]
 ONE_EACH += ["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"]
+ONE_EACH += ["gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "bloom", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4_moe", "gptj"]
+ONE_EACH += ["lfm2", "llama4", "llama4_text", "minimax_m2", "nemotron"]
 SHARDED = ["llama_attention_bias", *(pytest.param(variant, marks=pytest.mark.full) for variant in ONE_EACH)]
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from jengine.checkpoints import read_config
 from jengine.checkpoints.hugging_face import model_config
-from jengine.config import ModelConfig
 from jengine.devices.device_spec import DeviceSpec, device_spec
+from jengine.model_config import ModelConfig
 from jengine.models import build
 from jengine.planning.roofline import (
     Bound,
@@ -127,8 +127,8 @@ def test_windows_bound_what_is_seen() -> None:
         family="mistral", vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=8,
         max_position=99, windows=(4, None),
     )  # fmt: skip
-    assert seen(config, 3) == 6 and seen(config, 10) == 14
-    assert mean_seen(config, 4) == 4 and mean_seen(config, 8) == (4 - 16 / 16) + 4
+    assert seen(config, 3) == {0: 3, 1: 3} and seen(config, 10) == {0: 4, 1: 10}
+    assert mean_seen(config, 4) == {0: 2, 1: 2} and mean_seen(config, 8) == {0: 4 - 16 / 16, 1: 4}
 
 
 def test_experts_that_are_met() -> None:

@@ -18,6 +18,7 @@ from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.harmony import Harmony
 from jengine.serving.parsers.hermes import Hermes
 from jengine.serving.parsers.llama import LlamaJson
+from jengine.serving.parsers.marked import DEEPSEEK, KIMI, MarkedCalls
 from jengine.serving.parsers.mistral import Mistral
 from jengine.serving.parsers.pythonic import Pythonic
 from jengine.serving.parsers.reasoning import Reasons
@@ -35,10 +36,13 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "pythonic": lambda: Pythonic(NAMES),
     "qwen3": lambda: Reasons(Hermes(), inside=False),
     "deepseek_r1": lambda: Reasons(PlainText(), inside=True),
+    "deepseek": lambda: MarkedCalls(DEEPSEEK),
+    "kimi_k2": lambda: MarkedCalls(KIMI),
     "named": lambda: NamedCall("f"),
     "required": CallArray,
 }
 ARGUMENTS = '{"a": [1, {"b": "}]\\" </tool_call>"}], "c": null}'
+BEGIN, END, CALL, CALL_END, SEP = DEEPSEEK.begin, DEEPSEEK.end, DEEPSEEK.call, DEEPSEEK.call_end, "<\uff5ctool▁sep\uff5c>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 CASES: list[tuple[str, str, list[Event]]] = [
     (
@@ -58,6 +62,22 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("harmony", "<|channel|>analysis<|mess", []),
     ("harmony", '{"answer": 4} <|en', [Content('{"answer": 4} <|en')]),
     ("harmony", " t", [Content(" t")]),
+    (
+        "deepseek",
+        f'Well\n\n{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": "}}"}}\n```{CALL_END}\n'
+        f"{CALL}function{SEP}g\n```json\n{{}}\n```{CALL_END}{END}",
+        [Content("Well"), Call(0, "f"), Arguments(0, '{"a": "}"}'), Call(1, "g"), Arguments(1, "{}")],
+    ),
+    ("deepseek", f"{BEGIN}{CALL}f{SEP}{ARGUMENTS}{CALL_END}{END} so", [Call(0, "f"), Arguments(0, ARGUMENTS), Content("so")]),
+    ("deepseek", f"a {BEGIN}{CALL}no call{CALL_END}", [Content(f"a {CALL}no call{CALL_END}")]),
+    ("deepseek", f"a {BEGIN[:8]}", [Content(f"a {BEGIN[:8]}")]),
+    (
+        "kimi_k2",
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+        "<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        [Call(0, "f"), Arguments(0, '{"a": 1}'), Call(1, "g"), Arguments(1, "{}")],
+    ),
+    ("kimi_k2", f'{KIMI.begin}{KIMI.call}functions.f:0<|tool_call_argument_begin|>{{"a', [Call(0, "f"), Arguments(0, '{"a')]),
     ("hermes", "plain < text \n\n", [Content("plain < text \n\n")]),
     (
         "hermes",
@@ -140,6 +160,7 @@ def test_whole(name: str, text: str, events: list[Event]) -> None:
 
 
 MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "[f(a=1", ")]"]
+MARKS += [BEGIN, END, CALL, CALL_END, SEP, KIMI.begin, KIMI.end, KIMI.call, KIMI.call_end]
 JSON = ['{"name": "f", ', '"arguments": ', '"parameters": {}', "{", "}", "[", "]", '"', ",", ";", "\\", "null"]
 FRAGMENTS = st.sampled_from([*MARKS, *JSON, " ", "\n", "f", "g", "<", "x=", "'"])
 
@@ -196,19 +217,22 @@ def format_of(folder: Path, template: str, **options: str) -> AnswerFormat:
         ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "f", "arguments": {}}]'),
         ('Respond in the format {"name": function name, "parameters": dictionary of', '{"name": "f", "parameters": {}}'),
         ("[func_name1(params_name1=", "[f()]"),
+        (BEGIN, f"{BEGIN}{CALL}f{SEP}{{}}{CALL_END}{END}"),
+        (KIMI.begin, f"{KIMI.begin}{KIMI.call}functions.f:0<|tool_call_argument_begin|>{{}}{KIMI.call_end}{KIMI.end}"),
     ],
 )
 def test_the_chat_template_tells_the_format(tmp_path: Path, mark: str, text: str) -> None:
     form = format_of(write(byte_level(), tmp_path), f"{{# {mark} #}}{{{{ tools }}}}")
     assert form.tools and form.read(text, "", TOOLS) == [Call(0, "f"), Arguments(0, "{}")]
     assert form.read(text, "", []) == [Content(text)], "without tools there are no calls"
-    assert form.shows_special_tokens == (mark == "[TOOL_CALLS]")
+    assert form.shows_special_tokens == (mark in ("[TOOL_CALLS]", BEGIN, KIMI.begin))
 
 
 def test_what_the_chat_template_does_not_tell(tmp_path: Path) -> None:
     folder = write(byte_level(), tmp_path)
     assert not format_of(folder, "{{ tools }}").tools
     assert not format_of(folder, "{# <tool_call><function= #}{{ tools }}").tools, "Qwen3-Coder's is another format"
+    assert not format_of(folder, "{# <tool_call><arg_key> #}{{ tools }}").tools, "and GLM-4.5's"
     assert format_of(folder, "{{ tools }}", tool_parser="hermes").tools
     assert not format_of(folder, "{# <tool_call> #}{{ tools }}", tool_parser="none").tools
 

@@ -1,0 +1,71 @@
+"""ERNIE 4.5: neighbouring channels rotate together; experts are chosen by a corrected softmax, beside some that every token meets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jengine.errors import ModelError
+from jengine.model_config import ModelConfig
+from jengine.models.deepseek import DeepseekExperts
+from jengine.models.family import Family, Fields
+from jengine.models.glm import GlmAttention
+from jengine.models.hf_config import decoder
+from jengine.models.layers import Block, param
+from jengine.models.llama import Llama
+from jengine.models.pieces import Piece
+
+
+class ErnieExperts(DeepseekExperts):
+    def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
+        super().declare(dtype, name)
+        experts = self.config.num_experts
+        correction = Piece(f"{name}.moe_statics.e_score_correction_bias", (1, experts))
+        self.correction = param((experts,), jnp.float32, (None,), correction)
+
+
+class Ernie(Llama):
+    attention = GlmAttention
+
+    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
+        if index not in config.expert_layers:
+            return super().mlp(config, dtype, name, index)
+        return ErnieExperts(config, dtype, f"{name}.mlp")
+
+
+def read_ernie(hf: Fields) -> dict[str, Any]:
+    bias = bool(hf.get("use_bias", False))
+    return {**decoder(hf), "qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
+
+
+def read_ernie_moe(hf: Fields) -> dict[str, Any]:
+    if hf.get("use_bias"):
+        raise ModelError("use_bias=true is not supported with experts")
+    fields = read_ernie(hf)
+    first, last, every = (int(hf[f"moe_layer_{name}"]) for name in ("start_index", "end_index", "interval"))
+    last = fields["num_layers"] - 1 if last == -1 else last
+    size = int(hf["moe_intermediate_size"])
+    return {
+        **fields,
+        "expert_layers": tuple(i for i in range(fields["num_layers"]) if first <= i <= last and (i + 1) % every == 0),
+        "num_experts": int(hf["moe_num_experts"]),
+        "experts_per_token": int(hf["moe_k"]),
+        "expert_size": size,
+        "shared_expert_size": size * int(hf["moe_num_shared_experts"]),
+        "normalize_experts": True,
+    }
+
+
+SHARED = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5}
+DEFAULTS = {**SHARED, "head_dim": 128}
+MOE_DEFAULTS = {
+    **{**SHARED, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64, "moe_num_shared_experts": 2},
+    **{"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
+}
+AHEAD = ("model.mtp_",)  # tensors that predict further tokens
+FAMILIES = {
+    "ernie4_5": Family("ERNIE 4.5 (dense)", Ernie, read_ernie, DEFAULTS, skipped=AHEAD),
+    "ernie4_5_moe": Family("ERNIE 4.5 with experts", Ernie, read_ernie_moe, MOE_DEFAULTS, skipped=AHEAD),
+}

@@ -1,0 +1,210 @@
+"""Gemma 3n: several residual streams of which a layer computes one (AltUp), low-rank shortcuts (LAuReL), sparse MLPs; else as Gemma 4."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jengine.errors import ModelError
+from jengine.model_config import ModelConfig
+from jengine.model_parts import AltUp, LayerInputs
+from jengine.models.family import Family, Fields, TextPart
+from jengine.models.gemma4 import OTHER_PARTS, Gemma4, Gemma4Attention, LayerInput, unread
+from jengine.models.hf_config import (
+    attention_biases,
+    check_shared_layers,
+    decoder,
+    full_attention_every,
+    rope_by_layer_types,
+    windows_by_layer_types,
+)
+from jengine.models.layers import Attend, GatedMlp, RMSNorm, dense, matrix, param
+from jengine.models.pieces import Piece
+from jengine.parallel.collectives import all_reduce
+from pallas_kernels.activations import gated
+from pallas_kernels.xla import Rotation
+
+
+class SparseMlp(GatedMlp):
+    """Keeps only gates above a cutoff: the token's mean plus as many standard deviations as drop the given share."""
+
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, sparsity: float) -> None:
+        super().__init__(config, dtype, name)
+        self.size, self.deviations = config.intermediate_size, statistics.NormalDist().inv_cdf(sparsity)
+
+    def own_part(self, x: jax.Array) -> jax.Array:
+        y = dense(x, self.gate_up[...])
+        gate, up = jnp.moveaxis(y.astype(jnp.float32), -1, 0)
+        sums = all_reduce(jnp.stack([gate.sum(-1), (gate * gate).sum(-1)], -1)) / self.size  # [N, 2]; padding is zero
+        mean, square = sums[:, :1], sums[:, 1:]
+        cutoff = mean + self.deviations * jnp.sqrt(jnp.maximum(square - mean * mean, 0))
+        sparse = jnp.stack([jax.nn.relu(gate - cutoff), up], -1).astype(y.dtype)
+        return dense(gated(sparse, self.activation), self.down[...])
+
+
+class Streams(nnx.Module):
+    """AltUp (Baykal et al. 2023): streams are mixed before a layer; the layer updates one, and a share of its change is added to all."""
+
+    def __init__(self, config: ModelConfig, parts: AltUp, dtype: jax.typing.DTypeLike, name: str) -> None:
+        hidden, count = config.hidden_size, parts.streams
+        self.active, self.scaled = parts.active, parts.scaled
+        self.norm = RMSNorm(hidden, config, dtype, f"{name}.router_norm")
+
+        def small(tensor: str, *shape: int) -> nnx.Param[jax.Array]:
+            return param(shape, dtype, (None,) * len(shape), Piece(f"{name}.{tensor}", shape))
+
+        self.router, self.mix = small("modality_router.weight", count, hidden), small("prediction_coefs.weight", count**2, count)
+        self.share, self.scale = small("correction_coefs.weight", count, count), small("correct_output_scale", hidden)
+
+    def kinds(self, x: jax.Array) -> jax.Array:
+        """[N, hidden] -> [N, streams]"""
+        routed = dense(self.norm(x) * jnp.asarray(1 / x.shape[-1], x.dtype), self.router[...])
+        return jnp.tanh(routed.astype(jnp.float32)).astype(x.dtype)
+
+    def predicted(self, streams: jax.Array) -> jax.Array:
+        """[streams, N, hidden] -> the same, mixed."""
+        count, tokens, _ = streams.shape
+        mix = dense(self.kinds(streams[self.active]), self.mix[...]).reshape(tokens, count, count)
+        mixed = jnp.einsum("nij,jnd->ind", mix, streams, precision="highest", preferred_element_type=jnp.float32)
+        return streams + mixed.astype(streams.dtype)
+
+    def corrected(self, streams: jax.Array, computed: jax.Array) -> jax.Array:
+        """Mixed streams, and the layer's result for the active one -> the streams after the layer."""
+        share = dense(self.kinds(computed), self.share[...]) + 1
+        return streams + (computed - streams[self.active]) * share.T[:, :, None]
+
+    def own(self, streams: jax.Array) -> jax.Array:
+        """The active stream, scaled for the gate of the layer's own embedding."""
+        return streams[self.active] * self.scale[...] if self.scaled else streams[self.active]
+
+
+class Laurel(nnx.Module):
+    """A low-rank shortcut beside attention."""
+
+    def __init__(self, config: ModelConfig, rank: int, dtype: jax.typing.DTypeLike, name: str) -> None:
+        hidden = config.hidden_size
+        self.left = matrix((rank, hidden), dtype, (None, None), Piece(f"{name}.linear_left.weight", (rank, hidden)))
+        self.right = matrix((hidden, rank), dtype, (None, None), Piece(f"{name}.linear_right.weight", (hidden, rank)))
+        self.norm = RMSNorm(hidden, config, dtype, f"{name}.post_laurel_norm")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.norm(dense(dense(x, self.left[...]), self.right[...]))
+
+
+class Gemma3nLayer(nnx.Module):
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> None:
+        def norm(place: str) -> RMSNorm:
+            return RMSNorm(config.hidden_size, config, dtype, f"{name}.{place}_layernorm")
+
+        parts, inputs = config.altup, config.layer_inputs
+        assert parts is not None and inputs is not None
+        self.attention_norm, self.attention_result_norm = norm("input"), norm("post_attention")
+        self.attention = Gemma4Attention(config, dtype, f"{name}.self_attn", index)
+        self.mlp_norm, self.mlp_result_norm = norm("pre_feedforward"), norm("post_feedforward")
+        sparsity = parts.sparsity[index]
+        self.mlp = SparseMlp(config, dtype, f"{name}.mlp", sparsity) if sparsity else GatedMlp(config, dtype, f"{name}.mlp")
+        self.streams = Streams(config, parts, dtype, f"{name}.altup")
+        self.laurel = Laurel(config, parts.laurel_rank, dtype, f"{name}.laurel")
+        self.input = LayerInput(config, inputs.size, dtype, name)
+
+    def __call__(self, layer: int, streams: jax.Array, rotation: Rotation, attend: Attend, own: jax.Array) -> jax.Array:
+        """streams [streams, N, hidden] -> the same."""
+        streams = self.streams.predicted(streams)
+        x = streams[self.streams.active]
+        normed = self.attention_norm(x)
+        x = x + self.attention_result_norm(self.attention(layer, normed, rotation, attend))
+        x = (x + self.laurel(normed)) * jnp.asarray(0.5**0.5, x.dtype)
+        x = x + self.mlp_result_norm(self.mlp(self.mlp_norm(x)))
+        streams = self.streams.corrected(streams, x)
+        return streams.at[1:].add(self.input(self.streams.own(streams), own))
+
+
+class Gemma3n(Gemma4):
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
+        super().__init__(config, dtype, max_model_len)
+        altup, square = config.altup, (config.hidden_size, config.hidden_size)
+        assert altup is not None
+
+        def others(name: str) -> nnx.Param[jax.Array]:
+            count = altup.streams - 1
+            pieces = (Piece(f"{self.prefix}{name}.{i}.weight", square, (i,)) for i in range(count))
+            return param((count, *square), dtype, (None, None, None), *pieces)
+
+        self.into, self.out_of = others("altup_projections"), others("altup_unembed_projections")
+
+    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Any:
+        return Gemma3nLayer(config, dtype, name, index)
+
+    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        x = self.embedded(tokens)
+        own = self.layer_inputs(tokens, x)
+        assert own is not None
+        everywhere, nearby = self.rope.cos_sin(positions), self.local_rope.cos_sin(positions)
+        streams = jnp.stack([x, *(_as_large(dense(x, weight), x) for weight in self.into[...])])
+        layers: Sequence[Gemma3nLayer] = self.layers  # type: ignore[assignment]
+        for i, layer in enumerate(layers):
+            streams = layer(i, streams, everywhere if self.config.window(i) is None else nearby, attend, own[:, i])
+        first, others = streams[0], zip(streams[1:], self.out_of[...], strict=True)
+        together = sum((_as_large(dense(x, weight), first) for x, weight in others), start=first)
+        return self.norm(together * jnp.asarray(1 / len(streams), first.dtype))
+
+
+def _as_large(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x, scaled row by row to the root mean square of another array."""
+    squares = [jnp.mean(jnp.square(y.astype(jnp.float32)), -1, keepdims=True) for y in (x, like)]
+    return (x * (jnp.sqrt(squares[1]) / jnp.sqrt(jnp.maximum(squares[0], 1e-5)))).astype(x.dtype)
+
+
+def read_gemma3n(hf: Fields) -> dict[str, Any]:
+    """Raises ModelError if layers have different sizes, or a share is out of range."""
+    layers, sizes = int(hf["num_hidden_layers"]), hf["intermediate_size"]
+    if isinstance(sizes, list):
+        if len(sizes) != layers or len(set(sizes)) != 1:
+            raise ModelError(f"intermediate_size={sizes} is not supported unless all {layers} layers have the same")
+        hf["intermediate_size"] = sizes[0]
+    types = hf.get("layer_types") or full_attention_every(layers, 5)
+    shared = check_shared_layers(hf, types)
+    sparsity = hf.get("activation_sparsity_pattern")
+    sparsity = [0.95 if layers > 10 and i < 10 else 0.0 for i in range(layers)] if sparsity is None else sparsity
+    sparsity = sparsity if isinstance(sparsity, list) else [sparsity] * layers
+    if len(sparsity) != layers or not all(0 <= share < 1 for share in sparsity):
+        raise ModelError(f"activation_sparsity_pattern={sparsity} must give {layers} layers shares from 0 to below 1")
+    everywhere, local_theta = rope_by_layer_types(hf, theta=1e6, local_theta=hf.get("rope_local_base_freq") or 1e4)
+    return {
+        **decoder(hf, everywhere),
+        **attention_biases(hf),
+        **windows_by_layer_types(hf, hf["sliding_window"], types),
+        "activation": hf["hidden_activation"],
+        "embedding_multiplier": float(hf["hidden_size"]) ** 0.5,
+        "attention_scale": 1.0,
+        "logit_soft_cap": hf.get("final_logit_softcapping"),
+        "local_rope_theta": local_theta,
+        "shared_kv_layers": shared,
+        "layer_inputs": LayerInputs(size=int(hf["hidden_size_per_layer_input"]), vocab_size=int(hf["vocab_size_per_layer_input"])),
+        "altup": AltUp(
+            streams=int(hf["altup_num_inputs"]),
+            active=int(hf["altup_active_idx"]),
+            scaled=bool(hf["altup_correct_scale"]),
+            laurel_rank=int(hf["laurel_rank"]),
+            sparsity=tuple(float(share) for share in sparsity),
+        ),
+    }
+
+
+DEFAULTS = {
+    **{"vocab_size": 262400, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35, "num_attention_heads": 8},
+    **{"num_key_value_heads": 2, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768},
+    **{"sliding_window": 512, "tie_word_embeddings": True, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 15},
+    **{"vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "laurel_rank": 64},
+    **{"altup_num_inputs": 4, "altup_active_idx": 0, "altup_correct_scale": True},
+}
+TEXT = TextPart(("gemma3n_text",), OTHER_PARTS)
+FAMILIES = {
+    "gemma3n": Family("Gemma 3n with images and sound (its text model)", Gemma3n, read_gemma3n, text_part=TEXT, unread=unread),
+    "gemma3n_text": Family("Gemma 3n (text)", Gemma3n, read_gemma3n, DEFAULTS, unread=unread),
+}

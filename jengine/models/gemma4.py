@@ -1,0 +1,260 @@
+"""Gemma 4: other heads in layers without a window, layers that share keys and values, embeddings for each layer, experts beside an MLP."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jengine.errors import ModelError
+from jengine.model_config import ModelConfig
+from jengine.model_parts import FullAttention, LayerInputs, RopeScaling
+from jengine.models.by_layer import at, key_value_rows, kv_layer
+from jengine.models.family import Family, Fields, TextPart
+from jengine.models.hf_config import (
+    attention_biases,
+    check_shared_layers,
+    decoder,
+    full_attention_every,
+    rope_by_layer_types,
+    windows_by_layer_types,
+)
+from jengine.models.layers import (
+    Attend,
+    Attention,
+    GatedMlp,
+    RMSNorm,
+    dense,
+    embed,
+    matrix,
+    param,
+    row_parallel_dense,
+    unit,
+    value,
+    vocabulary,
+)
+from jengine.models.llama import Llama
+from jengine.models.moe import Experts
+from jengine.models.pieces import EVERY, Part, Piece, apart, qkv_parts
+from jengine.models.rope import local_rope, rope
+from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.qkv import Qkv, QueriesOnly
+from pallas_kernels.xla import Rotation
+
+
+class Gemma4Attention(Attention):
+    """Norms queries, keys and values. Some layers have no matrix for values, which are then made from keys, and some for neither."""
+
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> None:
+        self.own = key_value_rows(config, index)
+        self.reads = kv_layer(config, index)
+        sizes = at(config, index)
+        super().__init__(sizes, dtype, name)
+        self.q_norm = RMSNorm(sizes.head_dim, config, dtype, f"{name}.q_norm")
+        self.k_norm = RMSNorm(sizes.head_dim, config, dtype, f"{name}.k_norm") if self.own else None
+
+    def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, ...]]:
+        return config.head_dim * (config.group_size_padded + self.own), qkv_parts(config)[: 1 + self.own]
+
+    def qkv_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
+        return apart([f"{name}.{p}_proj.{kind}" for p in "qkv"[: len(parts)]], parts, *inputs)
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        config, weight = self.config, self.qkv[...]
+        tokens, kv_heads, group, dim = x.shape[0], weight.shape[0], config.group_size_padded, config.head_dim
+        qkv = dense(x, weight, value(self.qkv_bias)).reshape(tokens, kv_heads, -1, dim)
+        q = self.q_norm(qkv[:, :, :group].reshape(tokens, kv_heads * group, dim))
+        given: Qkv | QueriesOnly = QueriesOnly(q)
+        if self.k_norm is not None:
+            given = Qkv(q, self.k_norm(qkv[:, :, group]), unit(qkv[:, :, -1], config.norm_eps))
+        y = attend(self.reads, given, rotation=rotation, scale=1.0, window=config.window(layer))
+        return row_parallel_dense(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
+
+
+class Gemma4Experts(Experts):
+    """Experts with norms of their own, before the router and before themselves; each has a factor."""
+
+    def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
+        config = self.config
+        experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
+        laid, real, both = config.padded(ffn), slice(0, ffn), (experts, 2 * ffn, hidden)
+        halves = (Piece(f"{name}.experts.gate_up_proj", both, (EVERY, real, i), (EVERY, slice(i * ffn, (i + 1) * ffn))) for i in range(2))
+        down = Piece(f"{name}.experts.down_proj", (experts, hidden, ffn), (EVERY, EVERY, real))
+        self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.router.proj.weight", (experts, hidden)))
+        self.router_scale = param((hidden,), dtype, (None,), Piece(f"{name}.router.scale", (hidden,)))
+        self.scale = param((experts,), dtype, (None,), Piece(f"{name}.router.per_expert_scale", (experts,)))
+        self.norm = RMSNorm(hidden, config, dtype, f"{name}.pre_feedforward_layernorm_2")
+        self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *halves)
+        self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), down)
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        config = self.config
+        weights, chosen = super().route(unit(x, config.norm_eps) * self.router_scale[...] * jnp.asarray(config.hidden_size**-0.5, x.dtype))
+        return weights * self.scale[...].astype(weights.dtype)[chosen], chosen
+
+    def entering(self, x: jax.Array) -> jax.Array:
+        return self.norm(x)
+
+
+class LayerInput(nnx.Module):
+    """Adds a layer's own embedding of each token to the residual stream, through a gate."""
+
+    def __init__(self, config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> None:
+        hidden, self.activation = config.hidden_size, config.activation
+        self.gate = matrix((size, hidden), dtype, (None, None), Piece(f"{name}.per_layer_input_gate.weight", (size, hidden)))
+        self.projection = matrix((hidden, size), dtype, (None, None), Piece(f"{name}.per_layer_projection.weight", (hidden, size)))
+        self.norm = RMSNorm(hidden, config, dtype, f"{name}.post_per_layer_input_norm")
+
+    def __call__(self, x: jax.Array, own: jax.Array) -> jax.Array:
+        return self.norm(dense(ACTIVATIONS[self.activation](dense(x, self.gate[...])) * own, self.projection[...]))
+
+
+class Gemma4Layer(nnx.Module):
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> None:
+        def norm(place: str) -> RMSNorm:
+            return RMSNorm(config.hidden_size, config, dtype, f"{name}.{place}")
+
+        self.attention_norm, self.attention_result_norm = norm("input_layernorm"), norm("post_attention_layernorm")
+        self.attention = Gemma4Attention(config, dtype, f"{name}.self_attn", index)
+        self.mlp_norm, self.mlp_result_norm = norm("pre_feedforward_layernorm"), norm("post_feedforward_layernorm")
+        self.mlp = GatedMlp(at(config, index), dtype, f"{name}.mlp")
+        self.experts = Gemma4Experts(config, dtype, name) if index in config.expert_layers else None
+        if self.experts is not None:
+            self.mlp_part_norm, self.experts_part_norm = norm("post_feedforward_layernorm_1"), norm("post_feedforward_layernorm_2")
+        self.scale = param((1,), dtype, (None,), Piece(f"{name}.layer_scalar", (1,)))
+        inputs = config.layer_inputs
+        self.input = None if inputs is None else LayerInput(config, inputs.size, dtype, name)
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation, attend: Attend, own: jax.Array | None) -> jax.Array:
+        x = x + self.attention_result_norm(self.attention(layer, self.attention_norm(x), rotation, attend))
+        y = self.mlp(self.mlp_norm(x))
+        if self.experts is not None:
+            y = self.mlp_part_norm(y) + self.experts_part_norm(self.experts(x))
+        x = x + self.mlp_result_norm(y)
+        if self.input is not None and own is not None:
+            x = x + self.input(x, own)
+        return x * self.scale[...]
+
+
+class Gemma4(Llama):
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
+        super().__init__(config, dtype, max_model_len)
+        self.rope, self.local_rope = rope(at(config, config.num_layers - 1), max_model_len), local_rope(config, max_model_len)
+        inputs = config.layer_inputs
+        if inputs is not None:
+            size, hidden, table = config.num_layers * inputs.size, config.hidden_size, f"{self.prefix}embed_tokens_per_layer.weight"
+            projection = Piece(f"{self.prefix}per_layer_model_projection.weight", (size, hidden))
+            self.layer_table = vocabulary(dataclasses.replace(config, vocab_size=inputs.vocab_size), size, dtype, table)
+            self.layer_projection = matrix((size, hidden), dtype, (None, None), projection)
+            self.layer_norm = RMSNorm(inputs.size, config, dtype, f"{self.prefix}per_layer_projection_norm")
+
+    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Any:
+        return Gemma4Layer(config, dtype, name, index)
+
+    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        x = self.embedded(tokens)
+        own = self.layer_inputs(tokens, x)
+        everywhere, nearby = self.rope.cos_sin(positions), self.local_rope.cos_sin(positions)
+        layers: Sequence[Gemma4Layer] = self.layers  # type: ignore[assignment]
+        for i, layer in enumerate(layers):
+            rotation = everywhere if self.config.window(i) is None else nearby
+            x = layer(i, x, rotation, attend, None if own is None else own[:, i])
+        return self.norm(x)
+
+    def layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
+        """int32[N], and their embeddings [N, hidden] -> [N, layers, size]."""
+        inputs = self.config.layer_inputs
+        if inputs is None:
+            return None
+        shape = len(tokens), self.config.num_layers, inputs.size
+        listed = jnp.where(tokens < inputs.vocab_size, tokens, 0)
+        known = embed(self.layer_table[...], listed).reshape(shape) * jnp.asarray(inputs.size**0.5, x.dtype)
+        seen = dense(x, self.layer_projection[...]) * jnp.asarray(self.config.hidden_size**-0.5, x.dtype)
+        return (self.layer_norm(seen.reshape(shape)) + known) * jnp.asarray(0.5**0.5, x.dtype)
+
+
+def read_gemma4(hf: Fields) -> dict[str, Any]:
+    """Raises ModelError for an arrangement of layers that is not supported."""
+    layers, bidirectional = int(hf["num_hidden_layers"]), hf.get("use_bidirectional_attention")
+    if bidirectional not in (None, False, "vision"):  # of images' tokens, which a text has none of
+        raise ModelError(f"use_bidirectional_attention={bidirectional!r} is not supported")
+    types = full_attention_every(layers, 6)
+    types = list(hf.get("layer_types") or [*types[:-1], "full_attention"])
+    if types[-1] != "full_attention":
+        raise ModelError(f"layer_types ends with {types[-1]!r}; full_attention is supported there")
+    shared = check_shared_layers(hf, types)
+    everywhere, local_theta = rope_by_layer_types(hf, theta=1e6, local_theta=1e4)
+    stretched = {**PROPORTIONAL, **everywhere} if not hf.get("rope_parameters") else everywhere
+    proportional = stretched.get("rope_type") == "proportional"
+    fields = decoder(hf, {"rope_theta": stretched["rope_theta"]} if proportional else stretched)
+    if proportional:
+        share, factor = float(stretched.get("partial_rotary_factor", 1.0)), float(stretched.get("factor", 1.0))
+        scaling = RopeScaling(kind="proportional", factor=factor, original_max_position=fields["max_position"], share=share)
+        fields |= {"rope_scaling": scaling}
+    size = int(hf.get("hidden_size_per_layer_input") or 0)
+    return {
+        **fields,
+        **attention_biases(hf),
+        **windows_by_layer_types(hf, hf["sliding_window"], types),
+        **(_experts(hf, layers) if hf.get("enable_moe_block") else {}),
+        "activation": hf["hidden_activation"],
+        "embedding_multiplier": float(hf["hidden_size"]) ** 0.5,
+        "attention_scale": 1.0,
+        "logit_soft_cap": hf.get("final_logit_softcapping"),
+        "local_rope_theta": local_theta,
+        "full_attention": _full_attention(hf, types),
+        "shared_kv_layers": shared,
+        "double_wide_mlp": bool(hf.get("use_double_wide_mlp")),
+        "layer_inputs": LayerInputs(size=size, vocab_size=int(hf["vocab_size_per_layer_input"])) if size else None,
+    }
+
+
+def _full_attention(hf: Fields, types: list[str]) -> FullAttention:
+    """Older files have these sizes once, newer ones for each layer."""
+    one_matrix, kv_heads = bool(hf.get("attention_k_eq_v")), int(hf["num_key_value_heads"])
+    by_layer: dict[str, dict[str, int]] | None = hf.get("per_layer_config")
+    if by_layer is None:
+        own = {"head_dim": hf["global_head_dim"], "num_key_value_heads": hf.get("num_global_key_value_heads") if one_matrix else None}
+    else:
+        own = by_layer.get(str(len(types) - 1).zfill(2)) or by_layer.get(str(len(types) - 1)) or {}
+        expected = {i: own for i, kind in enumerate(types) if kind == "full_attention"}
+        if {int(layer): given for layer, given in by_layer.items()} != expected or own.keys() - {"head_dim", "num_key_value_heads"}:
+            raise ModelError("per_layer_config is supported where it gives all layers with full_attention, alone, the same heads")
+    head_dim = int(own.get("head_dim") or hf["head_dim"])
+    return FullAttention(head_dim=head_dim, kv_heads=int(own.get("num_key_value_heads") or kv_heads), keys_as_values=one_matrix)
+
+
+def _experts(hf: Fields, layers: int) -> dict[str, Any]:
+    return {
+        "expert_layers": tuple(range(layers)),
+        "num_experts": int(hf["num_experts"]),
+        "experts_per_token": int(hf["top_k_experts"]),
+        "expert_size": int(hf["moe_intermediate_size"]),
+        "shared_expert_size": int(hf["intermediate_size"]),
+        "normalize_experts": True,
+    }
+
+
+def unread(config: ModelConfig) -> frozenset[str]:
+    """Tensors for keys and values in layers that read those of other layers."""
+    shared = [i for i in range(config.num_layers) if kv_layer(config, i) != i]
+    return frozenset(f"model.layers.{i}.self_attn.{part}.weight" for i in shared for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
+
+
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+DEFAULTS = {
+    **{"vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh"},
+    **{"max_position_embeddings": 131072, "sliding_window": 512, "tie_word_embeddings": True},
+    **{"vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
+}
+OTHER_PARTS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+TEXT = TextPart(("gemma4_text",), OTHER_PARTS)
+FAMILIES = {
+    "gemma4": Family("Gemma 4 with images and sound (its text model)", Gemma4, read_gemma4, text_part=TEXT, unread=unread),
+    "gemma4_text": Family("Gemma 4 (text)", Gemma4, read_gemma4, DEFAULTS, unread=unread),
+}

@@ -1,0 +1,119 @@
+"""LFM2: short convolutions between gates in most layers, attention in the others."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jengine.errors import ModelError
+from jengine.model_config import ModelConfig
+from jengine.model_parts import LinearAttention
+from jengine.models.family import Family, Fields
+from jengine.models.hf_config import decoder
+from jengine.models.layers import Attend, GatedMlp, Layer, Recur, RMSNorm, dense, matrix, param, row_parallel_dense
+from jengine.models.llama import Llama
+from jengine.models.pieces import EVERY, Piece, apart
+from jengine.models.qwen3 import Qwen3Attention
+from pallas_kernels.xla import Rotation
+
+
+class Lfm2Attention(Qwen3Attention):
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
+        super().__init__(config, dtype, name)
+        self.q_norm = RMSNorm(config.head_dim, config, dtype, f"{name}.q_layernorm")
+        self.k_norm = RMSNorm(config.head_dim, config, dtype, f"{name}.k_layernorm")
+
+    def output_source(self, name: str, kind: str, *shape: int) -> Piece:
+        return Piece(f"{name}.out_proj.{kind}", shape)
+
+
+class ShortConvolution(nnx.Module):
+    """out(c * convolved(b * x)), where one product makes b, c and x. Channels are laid out by head, to shard as heads do."""
+
+    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
+        assert config.linear is not None
+        linear, hidden = config.linear, config.hidden_size
+        laid, size, own = config.padded(linear.key_heads), linear.channels, slice(0, linear.key_heads)
+        both = Piece(f"{name}.in_proj.weight", (3 * hidden, hidden))
+        thirds = (both._replace(part=(own, i), rows=slice(i * hidden, (i + 1) * hidden)) for i in range(3))
+        self.mixed = matrix((laid, 3, size, hidden), dtype, ("heads", None, None, None), *thirds)
+        taps = Piece(f"{name}.conv.weight", (hidden, 1, linear.taps), (own,))
+        self.convolution = param((laid, size, linear.taps), dtype, ("heads", None, None), taps)
+        out = Piece(f"{name}.out_proj.weight", (hidden, hidden), (EVERY, slice(0, hidden)))
+        self.out = matrix((hidden, laid * size), dtype, (None, "heads"), out)
+
+    def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
+        """x [N, hidden] -> [N, hidden]; positions enter by the convolution alone."""
+        weight = self.convolution[...]
+        before, after, values = jnp.moveaxis(dense(x, self.mixed[...]), 2, 0).reshape(3, x.shape[0], -1)
+        convolved = cast(Recur, attend).convolve(layer, before * values, weight.reshape(-1, weight.shape[-1]))
+        return row_parallel_dense(after * convolved.astype(x.dtype), self.out[...])
+
+
+class Lfm2Mlp(GatedMlp):
+    def gate_up_source(self, name: str, kind: str, parts: Any, *inputs: int) -> tuple[Piece, ...]:
+        return apart([f"{name}.{part}.{kind}" for part in ("w1", "w3")], parts, *inputs)
+
+
+class Lfm2(Llama):
+    norm_name = "embedding_norm"
+
+    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
+        assert config.linear is not None
+        convolved = index in config.linear.layers
+        return Layer(
+            RMSNorm(config.hidden_size, config, dtype, f"{name}.operator_norm"),
+            ShortConvolution(config, dtype, f"{name}.conv") if convolved else Lfm2Attention(config, dtype, f"{name}.self_attn"),
+            RMSNorm(config.hidden_size, config, dtype, f"{name}.ffn_norm"),
+            Lfm2Mlp(config, dtype, f"{name}.feed_forward", "w2"),
+        )
+
+
+def read_lfm2(hf: Fields) -> dict[str, Any]:
+    """Raises ModelError for a layer type or a bias that is not supported."""
+    fields, layers = decoder(hf), int(hf["num_hidden_layers"])
+    full = hf.get("full_attn_idxs")
+    full = range(layers) if full is None else full
+    types = hf.get("layer_types") or ["full_attention" if i in full else "conv" for i in range(layers)]
+    if unknown := {*types} - {"conv", "full_attention"}:
+        raise ModelError(f"layer_types has {unknown.pop()!r}; conv and full_attention are supported")
+    if len(types) != layers or len({*types}) < 2:
+        raise ModelError(f"layer_types must name {layers} layers, num_hidden_layers, of which some are conv and some full_attention")
+    if hf.get("conv_bias"):
+        raise ModelError("conv_bias=true is not supported")
+    if int(hf["conv_L_cache"]) < 2:
+        raise ModelError(f"conv_L_cache={hf['conv_L_cache']} must be at least 2")
+    heads = fields["num_heads"]
+    if fields["hidden_size"] % heads:
+        raise ModelError(f"hidden_size={fields['hidden_size']} is no multiple of num_attention_heads={heads}")
+    convolved = tuple(i for i, kind in enumerate(types) if kind == "conv")
+    size = fields["hidden_size"] // heads
+    linear = LinearAttention(layers=convolved, key_heads=heads, value_heads=heads, key_dim=0, value_dim=size, taps=int(hf["conv_L_cache"]))
+    tied = hf.get("tie_embedding")
+    return {
+        **fields,
+        "intermediate_size": _intermediate_size(hf),
+        "norm_eps": float(hf.get("norm_eps", 1e-5)),
+        "tie_embeddings": fields["tie_embeddings"] if tied is None else bool(tied),
+        "linear": linear,
+    }
+
+
+def _intermediate_size(hf: Fields) -> int:
+    """As the fields that adjust it say."""
+    size = int(hf.get("block_ff_dim") or hf["intermediate_size"])
+    if not hf.get("block_auto_adjust_ff_dim", True):
+        return size
+    factor, multiple = hf.get("block_ffn_dim_multiplier", 1.0), int(hf.get("block_multiple_of", 256))
+    size = int(2 * size / 3)
+    return size if factor is None else -(-int(factor * size) // multiple) * multiple
+
+
+DEFAULTS = {
+    **{"num_key_value_heads": 8, "max_position_embeddings": 128000, "rope_theta": 1e6, "tie_word_embeddings": True, "conv_L_cache": 3},
+    **{"intermediate_size": 12288},
+}
+FAMILIES = {"lfm2": Family("LFM2", Lfm2, read_lfm2, DEFAULTS)}

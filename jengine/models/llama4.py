@@ -1,0 +1,133 @@
+"""Llama 4: some layers do not rotate, and the others see chunks of the past; one expert a token, beside one that all tokens meet."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jengine.errors import ModelError
+from jengine.model_config import ModelConfig
+from jengine.models.family import Family, Fields, TextPart
+from jengine.models.glm import GlmAttention
+from jengine.models.hf_config import attention_biases, decoder
+from jengine.models.layers import Attend, Block, GatedMlp, Layer, RMSNorm, dense, matrix, param, unit
+from jengine.models.llama import Llama
+from jengine.models.moe import Experts
+from jengine.models.pieces import EVERY, Piece
+from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
+
+
+class NormedAttention(GlmAttention):
+    """Norms without weights: rotating a head does not change its norm."""
+
+    def normalize(self, qkv: QkvProduct) -> Qkv:
+        q, k, v = qkv.split()
+        return Qkv(unit(q, self.config.norm_eps), unit(k, self.config.norm_eps), v)
+
+
+class Llama4Experts(Experts):
+    """The chosen expert's score multiplies what it is given. Checkpoints hold all experts in one tensor, [experts, in, out]."""
+
+    def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
+        config = self.config
+        experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
+        laid, real, both = config.padded(ffn), slice(0, ffn), (experts, hidden, 2 * ffn)
+        stacked = Piece(f"{name}.experts.gate_up_proj", both, transposed=True)
+        halves = (stacked._replace(part=(EVERY, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn))) for i in range(2))
+        down = Piece(f"{name}.experts.down_proj", (experts, ffn, hidden), (EVERY, EVERY, real), transposed=True)
+        self.router = param((experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden)))
+        self.gate_up = matrix((experts, laid, 2, hidden), dtype, (None, "ffn", None, None), *halves)
+        self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), down)
+        self.shared = GatedMlp(dataclasses.replace(config, intermediate_size=ffn), dtype, f"{name}.shared_expert")
+
+    def scores(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The highest, float32 [N, 1], and the expert that has it."""
+        return lax.top_k(dense(x, self.router[...], dtype=jnp.float32), 1)
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        score, chosen = self.scores(x)
+        return jnp.ones_like(score), chosen
+
+    def entering(self, x: jax.Array) -> jax.Array:
+        return x * jax.nn.sigmoid(self.scores(x)[0]).astype(x.dtype)
+
+    def own_part(self, x: jax.Array) -> jax.Array:
+        return super().own_part(x) + self.shared.own_part(x)
+
+
+class Llama4(Llama):
+    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
+        normed = config.qk_norm and index not in config.unrotated_layers
+        return Layer(
+            RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
+            (NormedAttention if normed else GlmAttention)(config, dtype, f"{name}.self_attn"),
+            RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
+            self.mlp(config, dtype, name, index),
+        )
+
+    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
+        kind = Llama4Experts if index in config.expert_layers else GatedMlp
+        return kind(config, dtype, f"{name}.feed_forward")
+
+    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        config = self.config
+        if not config.query_scaling_beta:
+            return super().hidden(tokens, positions, attend)
+        scales = (1 + config.query_scaling_beta * jnp.log1p((positions + 1) // config.query_scaling_step))[:, None, None]
+
+        def scaled(layer: int, qkv: Qkv | QkvProduct | QueriesOnly, **how: Any) -> jax.Array:
+            assert not isinstance(qkv, QueriesOnly)
+            if layer in config.unrotated_layers:
+                q, k, v = qkv.split()
+                qkv = Qkv(q * scales.astype(q.dtype), k, v)
+            return attend(layer, qkv, **how)
+
+        return super().hidden(tokens, positions, scaled)
+
+
+def read_llama4(hf: Fields) -> dict[str, Any]:
+    """Sequences are limited to one chunk, within which all layers see the whole past.
+
+    Raises:
+        ModelError: a token has several experts, or layer_types contradicts no_rope_layers.
+    """
+    fields, chosen = {**decoder(hf), **attention_biases(hf)}, int(hf["num_experts_per_tok"])
+    layers, every, step = fields["num_layers"], int(hf["no_rope_layer_interval"]), int(hf["interleave_moe_layer_step"])
+    if chosen != 1:
+        raise ModelError(f"num_experts_per_tok={chosen} is not supported; 1 is")
+    rotated = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
+    types = ["chunked_attention" if one else "full_attention" for one in rotated]
+    if (hf.get("layer_types") or types) != types:
+        raise ModelError("layer_types is not supported, unless layers that rotate have chunked_attention and the others full_attention")
+    sparse = hf.get("moe_layers")
+    return {
+        **fields,
+        "intermediate_size": int(hf["intermediate_size_mlp"]),
+        "max_position": min(fields["max_position"], int(hf.get("attention_chunk_size") or fields["max_position"])),
+        "unrotated_layers": tuple(i for i, one in enumerate(rotated) if not one),
+        "query_scaling_beta": float(hf["attn_scale"]) if hf["attn_temperature_tuning"] else 0.0,
+        "query_scaling_step": int(hf["floor_scale"]),
+        "qk_norm": bool(hf["use_qk_norm"]),
+        "expert_layers": tuple(range(step - 1, layers, step) if sparse is None else sparse),
+        "num_experts": int(hf["num_local_experts"]),
+        "experts_per_token": chosen,
+        "expert_size": int(hf["intermediate_size"]),
+        "shared_expert_size": int(hf["intermediate_size"]),
+    }
+
+
+DEFAULTS = {
+    **{"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_hidden_layers": 48},
+    **{"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+    **{"rope_theta": 5e5, "num_experts_per_tok": 1, "num_local_experts": 16, "interleave_moe_layer_step": 1, "use_qk_norm": True},
+    **{"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
+}
+TEXT = TextPart(("llama4_text",), ("vision_model.", "multi_modal_projector."))
+FAMILIES = {
+    "llama4": Family("Llama 4 with images (its text model)", Llama4, read_llama4, text_part=TEXT),
+    "llama4_text": Family("Llama 4 (text)", Llama4, read_llama4, DEFAULTS),
+}

@@ -1,0 +1,126 @@
+"""Calls between markers: DeepSeek V3's and R1's format, V3.1's, and Kimi K2's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jengine.serving.parsers.events import Arguments, Call, Event, Held, Stepwise, joined, split
+from jengine.serving.parsers.json_calls import BEFORE, LAST, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """A format's.
+
+    Attributes:
+        begin, end: around all calls.
+        call, call_end: around each.
+        name: the tool's, from what comes before its arguments' brace; empty where that is no call.
+    """
+
+    begin: str
+    end: str
+    call: str
+    call_end: str
+    name: Callable[[str], str]
+
+
+def _deepseek(name: str) -> str:
+    """A token of DeepSeek's, whose bars are fullwidth."""
+    return f"<\uff5c{name}\uff5c>"
+
+
+def _deepseek_name(head: str) -> str:
+    """Of `NAME<sep>`, or of `function<sep>NAME` and the beginning of a code block."""
+    kind, _, rest = head.partition(_deepseek("tool▁sep"))
+    name = rest.strip().removesuffix("```json").strip() or kind.strip()
+    return "" if re.search(r"\s", name) else name
+
+
+def _kimi_name(head: str) -> str:
+    """Of `functions.NAME:INDEX<|tool_call_argument_begin|>`."""
+    found = re.fullmatch(r"\s*(?:functions\.)?([^\s:]+)(?::\d+)?\s*", head.partition("<|tool_call_argument_begin|>")[0])
+    return found[1] if found else ""
+
+
+_BEGIN, _END, _CALL, _CALL_END = (_deepseek(f"tool▁call{part}") for part in ("s▁begin", "s▁end", "▁begin", "▁end"))
+DEEPSEEK = Marks(_BEGIN, _END, _CALL, _CALL_END, _deepseek_name)
+KIMI = Marks("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", _kimi_name)
+
+
+class MarkedCalls(Stepwise):
+    """A call without a name or a brace is content, its markers included."""
+
+    def __init__(self, marks: Marks) -> None:
+        super().__init__()
+        self._marks, self._content, self._count = marks, Held(), 0
+        self._state: Callable[[list[Event]], bool] = self._outside
+        self._arguments = Value()
+
+    def _step(self, events: list[Event]) -> bool:
+        return self._state(events)
+
+    def _outside(self, events: list[Event]) -> bool:
+        text, found, self._buffer = split(self._buffer, self._marks.begin)
+        events += self._content.text(text) if text else []
+        self._state = self._between if found else self._outside
+        return found
+
+    def _between(self, events: list[Event]) -> bool:
+        """Before a call, or after the last one."""
+        body = self._buffer.lstrip()
+        for mark, state in ((self._marks.call, self._head), (self._marks.end, self._outside)):
+            if body.startswith(mark):
+                self._buffer, self._state = body[len(mark) :], state
+                return True
+            if mark.startswith(body):
+                return False
+        self._state = self._outside
+        return True
+
+    def _head(self, events: list[Event]) -> bool:
+        head, found, _ = split(self._buffer, "{")
+        if self._marks.call_end in head:
+            return self._no_call(events)
+        if not found:
+            return False
+        name = self._marks.name(head)
+        if not name:
+            return self._no_call(events)
+        self._content.call()
+        events.append(Call(self._count, name))
+        self._buffer, self._state, self._arguments = self._buffer[len(head) :], self._in_arguments, Value()
+        return True
+
+    def _no_call(self, events: list[Event]) -> bool:
+        events += self._content.text(self._marks.call)
+        self._state = self._outside
+        return True
+
+    def _in_arguments(self, events: list[Event]) -> bool:
+        for at, character in enumerate(self._buffer):
+            found = self._arguments.feed(character)
+            if found in (LAST, BEFORE):
+                end = at + (found == LAST)
+                events.append(Arguments(self._count, self._buffer[:end]))
+                self._buffer, self._count, self._state = self._buffer[end:], self._count + 1, self._after
+                return True
+        events.append(Arguments(self._count, self._buffer))
+        self._buffer = ""
+        return False
+
+    def _after(self, events: list[Event]) -> bool:
+        """What may follow arguments, such as the end of a code block, belongs to the call."""
+        _, found, self._buffer = split(self._buffer, self._marks.call_end)
+        self._state = self._between if found else self._after
+        return found
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        if self._state == self._head:
+            events += self._content.text(self._marks.call + self._buffer)
+        elif self._state == self._outside and self._buffer:
+            events += self._content.text(self._buffer)
+        return joined([*events, *self._content.finish()])

@@ -1,0 +1,92 @@
+"""Gemma 4's layers: what they keep of a token, whose keys they read, and what is rejected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jengine.checkpoints.hugging_face import model_config
+from jengine.config import EngineConfig
+from jengine.engine.start import describe_engine
+from jengine.errors import InvalidArgument, ModelError
+from jengine.execution.kv_cache import views
+from jengine.model_config import ModelConfig
+from jengine.models.by_layer import at, kv_layer
+from jengine.models.cache import TOKENS, cache_groups, homes, places
+from tests.golden.weights import VARIANTS, write_model
+
+LARGE = {  # as Gemma 4 31B has them
+    **{"model_type": "gemma4_text", "num_hidden_layers": 60, "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32},
+    **{"num_key_value_heads": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+}
+
+
+def read(variant: str, **changes: Any) -> ModelConfig:
+    config = VARIANTS[variant]
+    return model_config({name: value for name, value in {**config.get("text_config", config), **changes}.items() if value is not ...})
+
+
+def test_pages_have_no_gaps() -> None:
+    """50 layers with a window keep 2 x 16 x 256 numbers of a token, the other ten half as many: two of those have one place."""
+    groups = cache_groups(model_config(LARGE))
+    assert [(group.kind, len(group.layers), group.parts) for group in groups] == [("full", 10, 2)] + [("window", 5, 1)] * 10
+    pool = places(groups, 0)
+    assert {array.shape for place in pool for array in place} == {(16, TOKENS, 256)} and len(pool) == 5
+    assert {group.token_bytes(2) for group in groups} == {5 * 2 * 4096 * 2}
+    home = homes(groups)
+    assert [home[layer] for layer in groups[0].layers] == [(0, place, part) for place in range(5) for part in range(2)]
+
+
+def test_a_part_of_a_place_is_its_layer_s_alone() -> None:
+    groups = cache_groups(read("gemma4"))
+    (keys, _), tokens = places(groups, 0)[0], 4
+    pool = np.arange(3 * np.prod(keys.page(tokens))).reshape(3, *keys.page(tokens))
+    for group in groups:
+        view, _ = views((jnp.asarray(pool),) * 2, group, tokens)
+        assert view.shape == (3 * group.parts, *group.arrays[0].page(tokens))
+        assert np.array_equal(np.asarray(view).reshape(pool.shape), pool)
+    assert [group.parts for group in groups] == [1, 2, 2]
+
+
+def test_layers_that_share_keys_and_values() -> None:
+    config = read("gemma4")
+    assert [kv_layer(config, i) for i in range(7)] == [0, 1, 2, 3, 3, 3, 1]
+    assert {layer for group in cache_groups(config) for layer in group.layers} == {0, 1, 2, 3}
+    assert [at(config, i).intermediate_size for i in range(7)] == [48] * 4 + [96] * 3
+
+
+def test_heads_by_kind_of_layer() -> None:
+    config = read("gemma4_text")
+    assert [(at(config, i).head_dim, at(config, i).num_kv_heads) for i in range(4)] == [(16, 4)] * 2 + [(32, 2)] * 2
+    newer = {str(i).zfill(2): {"head_dim": 32, "num_key_value_heads": 2} for i in (2, 3)}
+    assert read("gemma4_text", per_layer_config=newer, global_head_dim=..., num_global_key_value_heads=...) == config
+    defaults = read("gemma4_text", rope_parameters=..., layer_types=..., num_hidden_layers=8)
+    assert [i for i in range(8) if defaults.window(i) is None] == [5, 7]
+    assert (defaults.rope_theta, defaults.local_rope_theta) == (1e6, 1e4)
+    assert defaults.rope_scaling is not None and (defaults.rope_scaling.kind, defaults.rope_scaling.share) == ("proportional", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
+        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types ends with 'sliding_attention'"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 leaves no other layer with full_attention"),
+        ({"per_layer_config": {"00": {"head_dim": 8}}}, "per_layer_config is supported where"),
+        ({"attn_logit_softcapping": 3.0}, "attn_logit_softcapping is not supported"),
+    ],
+)
+def test_what_is_rejected(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read("gemma4_text", **changes)
+
+
+@pytest.mark.parametrize("variant", ["gemma4_text", "bloom"])
+def test_eight_bit_caches_are_rejected_by_name(variant: str, tmp_path: Path) -> None:
+    write_model(tmp_path, variant)
+    with pytest.raises(InvalidArgument, match=r"^kv_cache_dtype='int8': must be auto"):
+        describe_engine(EngineConfig(model=str(tmp_path), dtype="float32", kv_cache_dtype="int8"))
