@@ -64,7 +64,7 @@ def test_every_function_that_tracing_calls_is_in_a_hashed_file() -> None:
         events.free_tool_id(tool)
     folders = [f"{PACKAGES / name}/" for name in ("jengine", KERNELS)]
     ours = {Path(file).relative_to(PACKAGES).as_posix() for file in called if file.startswith(tuple(folders))}
-    assert {"jengine/execution/trunk.py", "jengine/execution/sampler.py", "jengine/config.py"} <= ours
+    assert {"jengine/execution/trunk.py", "jengine/execution/sampler.py", "jengine/model_config.py"} <= ours
     assert ours - set(FILES) == set()
 
 
