@@ -60,8 +60,9 @@ def sentence(survey: dict[str, Any]) -> str:
     """The sentence in README.md."""
     low, _ = share(judged(survey))
     return (
-        f"Of {survey['checkpoints']} popular checkpoints ({survey['source']}, {survey['surveyed']}), those that load have at least\n"
-        f"{low} % of the downloads; `tools/popular_checkpoints.py` lists them, and why the others do not load."
+        f"Among {survey['checkpoints']} popular checkpoints ({survey['source']}, {survey['surveyed']}),\n"
+        f"those that jengine loads account for at least {low} % of the downloads. `tools/popular_checkpoints.py` lists them, and the\n"
+        "reason why each of the others does not load."
     )
 
 
