@@ -23,6 +23,7 @@ from pallas_kernels.int4 import Int4, wide
 from pallas_kernels.quantized import Quantized, quantize
 
 LAST = (((1,), (1,)), ((), ()))  # contract the last axes
+ROW_GRID = 8  # rows of a product on a GPU at least
 BLOCK = 64  # outputs that XLA's form converts at a time
 CONVERTED_ROWS = 64  # up to which that pays
 ROW_CLASSES = 1, 16, 64  # up to so many rows the same form is taken; beyond the last, another
@@ -159,6 +160,9 @@ def by_xla(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any]) -> jax.Array:
 
 
 def _any_rows(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    if len(x) == 1 and x.dtype.itemsize == 2 and jnp.dtype(dtype) == jnp.float32 and not traced_for_cpu():
+        # For a single row, XLA would write a float32 copy of the weight in every step.
+        return _any_rows(jnp.pad(x, ((0, ROW_GRID - 1), (0, 0))), weight, dtype)[:1]
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # or GPUs multiply float32 as tf32
     return lax.dot_general(x, weight, LAST, precision=precision, preferred_element_type=dtype)
 

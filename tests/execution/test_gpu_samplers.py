@@ -18,6 +18,7 @@ from jengine.execution.sampler import sample, with_wanted_logprobs
 from jengine.execution.sampling_row import SAMPLING_WORDS, sampling_of
 from jengine.table.program_table import Variant
 from pallas_kernels import ahead_of_time
+from pallas_kernels.products import product
 from pallas_kernels.thunks import compiled_with_thunks, leaves
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot: pip install '.[aot]'")
@@ -61,3 +62,12 @@ def test_a_sampler_is_few_launches_without_loops_and_branches(variant: Variant) 
     assert len(leaves(thunks)) <= KERNELS[variant]
     sorts = [thunk for thunk in leaves(thunks) if "sort" in thunk.name]
     assert all(thunk.blocks <= ROWS for thunk in sorts), "of a row's few candidates: a vocabulary would take many blocks"
+
+
+def test_a_head_is_not_converted_for_a_single_row() -> None:
+    h200 = ahead_of_time.device("h200")
+    x, head = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=SingleDeviceSharding(h200)) for shape in ((1, 512), (VOCAB, 512)))
+    with jax.default_device(h200):
+        compiled = jax.jit(lambda x, head: product(x, head, jnp.float32)).lower(x, head).compile(UNTUNED)
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < head.size * 2
