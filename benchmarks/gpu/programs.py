@@ -78,6 +78,7 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
     from jengine.execution.programs import file_name, program_keys
     from jengine.execution.runner import Runner
     from jengine.execution.worker import Worker
+    from jengine.table.ready_programs import ReadyPrograms
 
     try:
         store = PrebuiltPrograms(folder)
@@ -109,7 +110,7 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
     def run() -> Row:
         runner = Runner(Worker(spec, Chosen(programs), random_params(spec)))  # type: ignore[arg-type]
         start = time.perf_counter()
-        runner.warm_up(progress=False)
+        runner.warm_up(ReadyPrograms(spec.table), progress=False)
         return Row(case, {"seconds": time.perf_counter() - start}, outcome="ok")
 
     yield attempt(case, run)

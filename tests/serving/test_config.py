@@ -21,7 +21,7 @@ OTHER: dict[str, Any] = {
     "watchdog_seconds": 7.5, "page": True, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "api_keys": "keys", "log_level": "debug",
     "model": "some/model", "revision": "main", "tokenizer": "other", "generation_config": "vllm",
     "dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 32, "calibration_data": "text.txt", "kv_cache_dtype": "fp8",
-    "embeddings": True, "max_model_len": 99, "max_num_seqs": 4,
+    "attention_backend": "mosaic", "embeddings": True, "max_model_len": 99, "max_num_seqs": 4,
     "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB", "gpu_memory_utilization": 0.5,
     "num_pages": 12, "enable_prefix_caching": False, "swap_space": 2.5, "batch_invariant": True,
     "policy": "priority", "priority_ageing": 5.5, "strategy": "memory", "ttft_ms": 300.5, "tpot_ms": 40.5, "on_late": "reject",
