@@ -111,15 +111,27 @@ def kernel_facts(device: jax.Device, function: Callable[..., Any], *args: Any) -
     """Compiles as `compile_for`. Not thread-safe, since it configures the compiler through the environment.
 
     Returns:
-        Facts about each compiled Mosaic kernel, and the program.
+        Facts about each Mosaic kernel, and the program. Kernels that this process has compiled before are missing: Mosaic reuses them.
     """
     with tempfile.TemporaryDirectory() as folder, _dumped(folder):
         compiled = compile_for(device, function, *args)
-        return [_read(file, device) for file in sorted(Path(folder).glob("*.ptxas"))], compiled
+        reports, resources = (_by_kernel(Path(folder), suffix) for suffix in (".ptxas", ".resources.txt"))
+        pairs = [pair for name, files in reports.items() for pair in zip(files, resources[name], strict=True)]
+        return [_read(*pair, device) for pair in pairs], compiled
 
 
-def _read(report: Path, device: jax.Device) -> KernelFacts:
-    text, resources = report.read_text(), report.with_suffix(".resources.txt").read_text()
+def _by_kernel(folder: Path, suffix: str) -> dict[str, list[Path]]:
+    """Files NAME_NUMBER with this suffix, by name and in order. Mosaic counts lowered kernels for some suffixes and compiled kernels for
+    others, so numbers of one kernel may differ."""
+    files: dict[str, list[tuple[int, Path]]] = {}
+    for file in folder.glob(f"*{suffix}"):
+        name, number = file.name.removesuffix(suffix).rsplit("_", 1)
+        files.setdefault(name, []).append((int(number), file))
+    return {name: [file for _, file in sorted(files[name])] for name in sorted(files)}
+
+
+def _read(report: Path, lowered: Path, device: jax.Device) -> KernelFacts:
+    text, resources = report.read_text(), lowered.read_text()
     capability = "sm_" + device.compute_capability.replace(".", "")
     if not re.search(rf"for '{capability}a?'", text):
         raise RuntimeError(f"{device.device_kind}: compiled for another compute capability, the first of this process")

@@ -70,7 +70,7 @@ def test_a_latent_cache_of_eight_bits(make_engine: Callable[..., Engine]) -> Non
 
 @pytest.mark.parametrize(
     ("field", "value", "limit"),
-    [("quantization", "int2", "None, int4, int8, w8a8, fp8, none"), ("kv_cache_dtype", "int4", "auto, int8 or fp8")],
+    [("quantization", "int2", "None, int4, int4_mixed, int8, w8a8, fp8, none"), ("kv_cache_dtype", "int4", "auto, int8 or fp8")],
 )
 def test_others_are_refused(field: str, value: str, limit: str) -> None:
     with pytest.raises(InvalidArgument, match=f"{field}='{value}': must be {limit}"):

@@ -85,7 +85,7 @@ def test_more_than_the_host_has_is_refused() -> None:
     [
         ({"swap_space": -1}, "swap_space=-1: must be a finite number, at least 0"),
         ({"swap_space": 1, "enable_prefix_caching": False}, "swap_space=1: must be 0 without enable_prefix_caching"),
-        ({"swap_space": 1e-9}, r"swap_space=1e-09: must be 0 or at least [0-9.e-]+, a page"),
+        ({"swap_space": 1e-9}, r"swap_space=1e-09: must be 0 or at least [0-9.e-]+, the size of a page"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:

@@ -164,7 +164,7 @@ def test_a_program_that_the_manifest_does_not_name_is_not_compiled(compiled: Pat
     manifest = json.loads((programs / "manifest.json").read_text())
     del manifest["programs"]["count"]
     (programs / "manifest.json").write_text(json.dumps(manifest))
-    assert "manifest.json names no count" in refusal(compiled, programs)
+    assert "manifest.json does not name count" in refusal(compiled, programs)
 
 
 def test_no_folder(compiled: Path, tmp_path: Path) -> None:

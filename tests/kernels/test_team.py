@@ -122,7 +122,7 @@ def test_one_thread_asks_for_no_help(count: int) -> None:
         assert (team.threads(), team.parts()) == (1, 1)
         assert Frame(asked.append).run(count, 10) == [10] * PARTS
         assert not asked
-        with pytest.raises(ValueError, match="count=0: at least 1"):
+        with pytest.raises(ValueError, match="count=0: must be at least 1"):
             team.limit(0)
     finally:
         team.limit(None)
