@@ -1,12 +1,13 @@
-"""What decode steps should take on GPUs that are not here, from programs compiled for them, with shares by cause.
+"""Estimates the time of decode steps on GPUs that are not available, from compiled programs, with shares by cause.
 
     JAX_PLATFORMS=cpu python -m benchmarks.estimates [--models 8b 8b-int4 70b 30b-a3b] [--rows 1 8] [--prompts 1024] [--sampler truncated]
         [--quick]
 
-Needs the extra `aot`. A step is a trunk and a sampler, of the smallest programs that hold its rows. Models are compiled with one layer and
-with two; the others take as much as the second. Programs are kept in `.cache/estimates`, each as soon as it is compiled, for as long as the
-sources are the same: a run that was ended goes on where it was, and one over other rows compiles what is missing. Results are saved after
-each model, those of all rows. Figures rest on `planning.estimate.Assumptions`, which no GPU has confirmed.
+Needs the extra `aot`. A step consists of a trunk and a sampler, the smallest programs for its rows. Models are compiled
+with one layer and with two; each further layer is assumed to take as long as the second. Each compiled program is
+saved in `.cache/estimates` and reused while the sources are unchanged. So an interrupted run continues where it ended,
+and a run with other rows compiles only the missing programs. Results are saved after each model and merged with those of other
+rows. The estimates depend on `planning.estimate.Assumptions`, which have not been verified on a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ QWEN3_30B_A3B = {
     **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "rope_theta": 1e6},
     **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "tie_word_embeddings": False},
 }
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # and options
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json and options
     "8b": ({**COMMON, **SHAPES["8b"]}, {}),
     "8b-int4": ({**COMMON, **SHAPES["8b"]}, {"quantization": "int4"}),
     "70b": ({**COMMON, **SHAPES["8b"], **LLAMA_70B}, {"tensor_parallel_size": 8}),
@@ -62,10 +63,10 @@ def described(config: dict[str, Any], options: dict[str, Any], layers: int) -> E
 
 
 def kept(name: str, spec: ExecutionSpec, key: Any, folder: Path = KEPT) -> Compiled:
-    """A program, compiled where the folder lacks it. Files of other sources stay: two branches may share the folder.
+    """Loads a program from the folder, or compiles and saves it. Files of other sources are kept: branches may share the folder.
 
     Args:
-        name: of the model, which with the sources and the key decides the program.
+        name: the model's name, which together with the sources and the key identifies the program.
     """
     file = folder / f"{name}-{key}-{sources()}.pickle"
     if not file.is_file():
@@ -81,7 +82,7 @@ def kept(name: str, spec: ExecutionSpec, key: Any, folder: Path = KEPT) -> Compi
 
 @functools.cache
 def sources() -> str:
-    """A digest of what decides programs, and what is said of them."""
+    """A digest of the sources that determine programs and estimates."""
     digest = hashlib.sha256(f"{source_digest()} {jax.__version__} {TARGET}".encode())
     for file in [Path(__file__), *sorted((ROOT / "jengine" / "planning").glob("*.py"))]:
         digest.update(file.read_bytes())
@@ -89,7 +90,7 @@ def sources() -> str:
 
 
 def measure(name: str, sampler: Any, batches: list[int], prompts: list[int]) -> dict[str, Any]:
-    """Milliseconds and shares, by rows and context, and of prompts of so many tokens that one step computes."""
+    """Milliseconds and shares by rows and context, and for prompts of these lengths, each computed in one step."""
     config, options = MODELS[name]
     one, two = (described(config, options, layers) for layers in (1, 2))
     trunks, samplers = dict[int, TrunkKey](), dict[int, SamplerKey]()
@@ -113,7 +114,7 @@ def measure(name: str, sampler: Any, batches: list[int], prompts: list[int]) -> 
         return together([trunk(trunks[rows], what), built[0][samplers[rows]].estimate(one, device, what)])
 
     found = {f"{rows} x {context}": step(rows, context) for rows in batches for context in CONTEXTS}
-    for tokens in prompts:  # beside one row; a tile attends to half of the tokens on average
+    for tokens in prompts:  # with one decode row; a tile attends to half of the tokens on average
         found[f"prompt of {tokens}"] = trunk(whole[tokens], Step(1, (tokens + one.table.tile_size) // 2))
     results: dict[str, Any] = {}
     for case, estimate in found.items():
@@ -140,7 +141,7 @@ def main() -> None:
         if not options.quick:
             file = RESULTS / "estimates.json"
             before = json.loads(file.read_text())["models"] if file.exists() else {}
-            for part in ("launches", "steps"):  # steps that were not estimated this time stay
+            for part in ("launches", "steps"):  # keep steps that were not estimated in this run
                 result[part] = before.get(name, {}).get(part, {}) | result[part]
             facts = {"target": TARGET, "sampler": options.sampler, "assumed": dataclasses.asdict(Assumptions())}
             save("estimates", facts | {"models": before | {name: result}})

@@ -1,13 +1,13 @@
-"""What fewer bits cost and give: perplexity of SmolLM2-135M-Instruct, and memory and speed of the 134M shape, against bfloat16.
+"""Compares quantized formats with bfloat16: perplexity of SmolLM2-135M-Instruct, and memory and speed of the 134M shape.
 
     python -m benchmarks.quantization [--parts perplexity speed] [--arms ... [--update]] [--repeat 5] [--quick]
 
-Perplexity is that of a fixed English text (english.txt) and of greedy answers at float32 to chats (chats.json and
-tests/golden/smollm2.json), each token given all before it. Beside an arm's ratio to bfloat16 is the standard error of that ratio's
-logarithm, over tokens. The model is stored in four bits by groups of 32 (GGUF's Q4_1): other forms start from what those stand for.
-int4 is calibrated on text that the model itself generates.
-Speed is taken with all engines in one process, in turn: one stream (prompt 128, 64 tokens out), 32 streams (prompt 128, 32 tokens
-out), and prompts of 1024 tokens.
+Perplexity is measured on a fixed English text (english.txt) and on greedy float32 answers to chats (chats.json and
+tests/golden/smollm2.json). Each token is predicted from all earlier ones. Each arm's ratio to bfloat16 has the
+standard error of the ratio's logarithm over tokens. The checkpoint is stored in four bits with groups of 32 (GGUF's
+Q4_1), and other formats start from its dequantized weights. int4 is calibrated on text that the model generated.
+Speed is measured with all engines in one process, in turn: one stream (prompt 128, 64 output tokens), 32 streams
+(prompt 128, 32 output tokens), and prompts of 1024 tokens.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ ARMS: dict[str, dict[str, Any]] = {
 # Few programs, since every arm compiles its own: one tile bucket, three row buckets.
 TABLE: dict[str, Any] = {"max_num_seqs": 32, "tile_size": 256, "max_num_batched_tokens": 288, "progress": False}
 ENGLISH = Path(__file__).parent / "english.txt"
-PIECE = 512  # tokens of the text that are read together
+PIECE = 512  # tokens of the text per sequence
 
 
 def make(model: str, arm: str, **options: Any) -> LLM:
-    with warnings.catch_warnings(action="ignore"):  # that fp8 is emulated on a CPU
+    with warnings.catch_warnings(action="ignore"):  # the warning that fp8 is emulated on a CPU
         return LLM(model, **{"dtype": "bfloat16", **ARMS[arm], **TABLE, **options})
 
 
-Scored = tuple[list[int], int]  # token ids, and from which on they are scored
+Scored = tuple[list[int], int]  # token ids, and the index of the first scored one
 
 
 def texts(tokenizer: Any) -> dict[str, list[Scored]]:
-    """The English text in pieces, and chats, of which the answers count."""
+    """The English text in pieces, and chats, in which only the answers are scored."""
     ids = tokenizer.encode(ENGLISH.read_text(), add_special_tokens=False)
     pieces = [(ids[start : start + PIECE], 1) for start in range(0, len(ids), PIECE)]
     asked = [chat for file in (ANSWERS, CHATS) for chat in json.loads(file.read_text())]
@@ -71,7 +71,7 @@ def texts(tokenizer: Any) -> dict[str, list[Scored]]:
 
 
 def write_calibration() -> None:
-    """The model's own text, once: sixteen texts, and chats whose questions it asks itself."""
+    """Writes text that the model generates, if the file does not exist: 16 texts, and 48 chats including the questions."""
     file = Path(CALIBRATION)
     if file.exists():
         return
@@ -84,10 +84,10 @@ def write_calibration() -> None:
 
 
 def perplexity(arm: str, base: dict[str, list[float]]) -> dict[str, Any]:
-    """Perplexities and, where bfloat16 was measured before, the standard errors of their ratios to its own.
+    """Perplexities and, if bfloat16 was measured before, the standard errors of their ratios to bfloat16's.
 
     Args:
-        base: bfloat16's log probabilities by text, which that arm fills.
+        base: bfloat16's log probabilities by text, which the arm "bfloat16" fills.
     """
     if "calibration_data" in ARMS[arm]:
         write_calibration()
@@ -111,7 +111,7 @@ def perplexity(arm: str, base: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def sizes(llm: LLM) -> dict[str, float]:
-    """MiB of weights, and KiB of cache a token."""
+    """MiB of weights, and KiB of cache per token."""
     worker: Any = llm.engine.runner.worker
     weights, cache = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (worker.params, worker.cache))
     spec = worker.spec
@@ -119,7 +119,7 @@ def sizes(llm: LLM) -> dict[str, float]:
 
 
 def speeds(llm: LLM, vocab: int) -> dict[str, float]:
-    """Tokens a second: one stream, 32 streams, prompts."""
+    """Tokens per second: one stream, 32 streams, prompts."""
     rng = np.random.default_rng(1)
 
     def run(count: int, prompt: int, out: int) -> float:
@@ -160,7 +160,7 @@ def show_speed(result: dict[str, Any]) -> None:
 
 
 def update(found: dict[str, Any]) -> None:
-    """These arms' perplexities among the saved ones, without those of other texts."""
+    """Replaces these arms' perplexities in the saved results, and removes results for other versions of the texts."""
     known = json.loads((RESULTS / "quantization_perplexity.json").read_text())["perplexity"] | found
     current = next(iter(found.values()))
     for text in ("english", "chats"):

@@ -1,13 +1,14 @@
-"""Paged attention for one query a sequence, as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
+"""Paged attention for one query per sequence, as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
 
-Persistent blocks of threads, as many as the chip holds at a time, walk the items of a work list: tiles of 64 tokens of a (row, kv
-head) pair. A block's memory warpgroup copies the tiles by TMA, page by page as the block table names them; its compute warpgroup
-folds each into an online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022). The tensor cores want 64 queries: the query heads
-of a kv head are the first of them, the others are not read back. That wastes products, of which decoding has plenty to spare, and
-no bandwidth, which it lives on.
+Persistent thread blocks, as many as the GPU holds at a time, process the items of a work list: tiles of 64
+tokens of a (row, kv head) pair. A block's memory warpgroup copies the tiles by TMA, page by page, as the block
+table lists them. Its compute warpgroup folds each tile into an online softmax (Milakov and Gimelshein, 2018; Dao
+et al., 2022). The tensor cores multiply 64 queries at a time. The query heads of a kv head are the first of
+them; results of the others are discarded. This wastes arithmetic but no memory bandwidth, which limits decoding.
 
-Pairs that the list cuts leave the results of their parts and the logarithms of their sums to a second kernel, which joins them
-(Flash-Decoding; Dao et al., 2023). Scales of an eight-bit cache multiply scores and weights, in float32.
+If the work list splits a pair, the kernel stores each part's result and the logarithm of its softmax sum. A
+second kernel joins the parts (Flash-Decoding; Dao et al., 2023). Scales of an eight-bit cache multiply scores
+and weights in float32.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from pallas_kernels.tuning import BLOCKS, DecodeCase, DecodeChoice
 from pallas_kernels.versions import store
 from pallas_kernels.work_list import TILE, WorkList, even_work
 
-QUERIES = ROWS  # of a kv head at most
-STAGE_BYTES = 1 << 16  # of keys and values in flight: a multiprocessor has room for two pairs of warpgroups, or one of head dim 256
-REGISTERS = 152, 104  # of a thread that computes and of one that copies, where two pairs share a multiprocessor's
+QUERIES = ROWS  # maximum query heads per kv head
+STAGE_BYTES = 1 << 16  # bytes of keys and values in flight; two pairs of warpgroups fit on a multiprocessor, or one with head_dim 256
+REGISTERS = 152, 104  # per compute thread and per memory thread, if two pairs of warpgroups share a multiprocessor
 
 
 def paged_attention_decode(
@@ -53,20 +54,24 @@ def paged_attention_decode(
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """One query a sequence, over all of the sequence's tokens; `dispatch.why_decode_unsupported` says for what shapes and dtypes.
+    """Attends from one query per sequence to all tokens of the sequence.
+
+    `dispatch.why_decode_unsupported` gives the supported shapes and dtypes.
 
     Args:
         q: bfloat16 or float16 [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype, or Quantized to int8 or to the bits of
-            float8_e4m3fn. What they hold for tokens that no query sees, NaN included, never reaches a result.
-        block_tables: int32 [rows, width], page ids in order; read as far as a row's length goes, and some behind its window.
-        lengths: int32 [rows], tokens of each sequence, the query's own included; 0 gives zeros, width * page_size is the most.
+            float8_e4m3fn. Contents for tokens that no query sees do not affect results, even if they are NaN.
+        block_tables: int32 [rows, width], page ids in order. Entries are read up to a row's length, including some before
+            its window.
+        lengths: int32 [rows], tokens of each sequence including the query's, at most width * page_size; 0 gives zeros.
         scale, window, soft_cap, sinks: as in `xla.paged_attention_decode`.
-        work: of these lengths and kv heads, and of this window or more tokens; None: made here. One list serves many layers.
-        choice: of the tiles on their way to a block at a time, at least 2; None leaves it to `tuning.decode`.
-        device: that this will run on, for its limits; None: an H100 or H200.
-        operand_in_registers: the second product takes its left side from registers and adds to what is there. False, which
-            is slower, goes through shared memory: the only form that Pallas interprets.
+        work: a work list for these lengths and kv heads, and for this window or a larger one; None creates one. Many
+            layers can share a list.
+        choice: the number of tiles in flight per block, at least 2; None uses `tuning.decode`.
+        device: the device that this will run on, for its limits; None: an H100 or H200.
+        operand_in_registers: the second product reads its left operand from registers and accumulates in place. False
+            goes through shared memory, which is slower but the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.
 
     Returns:
@@ -75,7 +80,7 @@ def paged_attention_decode(
     rows, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     group = heads // kv_heads
-    padded = -(-group // 8) * 8  # whole tiles of shared memory are copied
+    padded = -(-group // 8) * 8  # TMA copies whole tiles of shared memory
     stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
     if work is None:
         work = even_work(lengths, kv_heads, blocks=tuning.decode_blocks(str(stored), head_dim, device), window=window)
@@ -114,7 +119,7 @@ def paged_attention_decode(
 
 
 def _ring(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -> dict[str, Any]:
-    """Shared memory and barriers of keys and values on their way."""
+    """Shared memory and barriers for keys and values in flight."""
     page_size, head_dim = pages.shape[2:]
     copies = TILE // min(page_size, TILE)
     of_pairs = (pairs,) if pairs > 1 else ()
@@ -122,11 +127,11 @@ def _ring(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -
     if isinstance(pages, Quantized):
         small = head_dim < 256
         ahead, stages = stages or (4 if small else 2), 2 if small else 1
-        scale = plgpu.SMEM((*of_pairs, ahead + stages + 1, TILE), jnp.float32)  # read until after the next tile's keys may be converted
+        scale = plgpu.SMEM((*of_pairs, ahead + stages + 1, TILE), jnp.float32)  # still read while the next tile's keys are converted
         eight = tiled((*of_pairs, ahead, TILE, head_dim), pages.values.dtype, min(head_dim, 2 * COLUMNS))
         ring = {"arrived": plgpu.Barrier(num_arrivals=4 * copies, num_barriers=pairs * ahead)}
         ring |= {"k_eight": eight, "v_eight": eight, "k_scale": scale, "v_scale": scale}
-        copies = 1  # by the memory warpgroup itself
+        copies = 1  # the memory warpgroup writes these tiles itself
     else:
         stages = stages or max(2, STAGE_BYTES // (2 * TILE * head_dim * dtype.itemsize))
         ring = {"arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=pairs)}
@@ -152,7 +157,7 @@ def _kernel(
         block = block * of_pairs[0] + pair
 
     def own(ref: Any) -> Any:
-        """Of shared memory or barriers that each pair of warpgroups has, this pair's."""
+        """This pair of warpgroups' part of shared memory or barriers."""
         return ref if pair is None else ref.at[pair]
 
     first, end = first_ref[block], first_ref[block + 1]
@@ -192,7 +197,7 @@ def _kernel(
             total = total * alpha + p.sum(axis=1)
             if v.scale is not None:
                 scales = _columns(v.scale.at[lax.rem(number, v.scale.shape[0])])
-                real = seen(item, tile, window, (TILE,), 0, plgpu.Layout.WGMMA.reduce(0))  # others may be NaN
+                real = seen(item, tile, window, (TILE,), 0, plgpu.Layout.WGMMA.reduce(0))  # other scales may be NaN
                 p *= lax.broadcast_in_dim(jnp.where(real, scales, jnp.zeros_like(scales)), p.shape, [1])
             weights: Any = p.astype(q_smem.dtype)
             if p_smem is not None:
@@ -209,7 +214,7 @@ def _kernel(
 
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
         m, total, accs = lax.fori_loop(0, item.tiles, fold, (per_row(MASKED), per_row(0.0), [zeros for _ in columns]))
-        item = Item.read(item_ref, index)  # once more: fewer registers are in use until here
+        item = Item.read(item_ref, index)  # read again: keeping it during the loop would take registers
         pl.when(item.slot < 0)(partial(put, item, m, total, accs))
         pl.when(item.slot >= 0)(partial(put_part, item, m, total, accs))
         return done + item.tiles
@@ -218,10 +223,10 @@ def _kernel(
         return item.row * heads + item.kv_head * group
 
     def load_queries(item: Item) -> None:
-        """By way of the results' place: TMA to tiles of shared memory would want the first to be a multiple of 8."""
+        """Loads the item's queries through o_smem: a TMA copy to tiled shared memory must start at a multiple of 8 rows."""
         head, some = first_query(item), pl.ds(0, padded)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the results of the item before
-        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(head, padded)], o_smem.at[some], q_full)  # what is behind the last query is zeros
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the previous item's results
+        plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(head, padded)], o_smem.at[some], q_full)  # reads zeros beyond the last query
         plgpu.barrier_wait(q_full)
         store(q_smem.at[some], plgpu.load(o_smem.at[some], layout=rows_by_warp()))
         plgpu.commit_smem()
@@ -250,7 +255,7 @@ def _kernel(
             plgpu.copy_smem_to_gmem(part_smem.at[pl.ds(0, padded)], part_ref.at[item.slot, :, part])
 
     def clear(turn: jax.Array) -> None:
-        """Zeros for a row without a sequence."""
+        """Writes zeros for a row without a sequence."""
         row = block + turn * blocks
 
         @pl.when((row < rows) & (length_ref[jnp.minimum(row, rows - 1)] == 0))
@@ -279,7 +284,7 @@ def _kernel(
 
 
 def _by_row(values: list[jax.Array]) -> jax.Array:
-    """The scalars as the first rows of float32 [ROWS]; the others are never read back."""
+    """float32 [ROWS] that begins with the scalars; the other rows are never read back."""
     layout = plgpu.Layout.WGMMA.reduce(1)
     row, result = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout), per_row(MASKED)
     for i, value in enumerate(values):
@@ -288,6 +293,6 @@ def _by_row(values: list[jax.Array]) -> jax.Array:
 
 
 def _columns(x: Any) -> jax.Array:
-    """x [TILE] as it is broadcast to the rows of scores."""
+    """x [TILE] in the layout that is broadcast to the rows of scores."""
     loaded: jax.Array = plgpu.load(x, layout=plgpu.Layout.WGMMA.reduce(0))
     return loaded

@@ -1,7 +1,7 @@
-"""Parts of a softmax to the whole, in a Pallas Mosaic GPU kernel for Hopper: what decode attention's work list has cut.
+"""Joins the parts of a softmax that decode attention's work list has split, in a Pallas Mosaic GPU kernel for Hopper.
 
-One block of threads takes COLUMNS of a join's head dimension. It reads several parts at a time, so that it waits for memory a few times
-only, in the order in which they lie in the sequence: results do not depend on which part was ready first.
+A thread block computes COLUMNS of a join's head dimension. It reads several parts at a time to hide memory
+latency. It adds parts in the order of the sequence, so results do not depend on which part was ready first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pallas_kernels.hopper import COLUMNS, rows_by_warp
 from pallas_kernels.softmax import LOG2_E, MASKED
 from pallas_kernels.versions import store
 
-NUMBERS = 1 << 13  # of parts that a block has in its registers: 64 of each thread
+NUMBERS = 1 << 13  # values of parts in a block's registers: 64 per thread
 
 
 def join_parts(
@@ -33,13 +33,13 @@ def join_parts(
     group: int,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Results of pairs that were cut, in their places among those that were not.
+    """Returns `out` with the joined results of split pairs.
 
     Args:
-        out: [rows * heads, head_dim].
-        parts: float32 [slots, padded, head_dim], each the result of a softmax of its own; the first `group` of padded rows count.
-        sums: float32 [slots, 64], the base-2 logarithms of their sums.
-        joins: of a work list.
+        out: [rows * heads, head_dim], which holds the results of pairs that were not split.
+        parts: float32 [slots, padded, head_dim], each part's normalized result. Rows after the first `group` are padding.
+        sums: float32 [slots, 64], the base-2 logarithms of the parts' softmax sums.
+        joins: `WorkList.joins`.
         sinks: float32 [heads], scores without a value.
     """
     padded, head_dim = parts.shape[1:]

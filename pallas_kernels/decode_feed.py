@@ -1,8 +1,9 @@
-"""The memory warpgroup's work of decode attention: the tiles of a block's items, from their pages to shared memory.
+"""The memory warpgroup of decode attention: copies the tiles of a block's items from their pages to shared memory.
 
-Tiles follow each other in a ring, across the borders of items, so that an item's first tiles come while the last one is multiplied.
-Values of tokens that are not seen become zeros: their weights are zeros, and 0 * NaN is NaN. Tiles of an eight-bit cache come as
-they are stored, with their scales; this warpgroup turns them into the queries' dtype, which has all of their numbers.
+Tiles follow each other in a ring across item boundaries, so an item's first tiles arrive while the previous item
+is computed. Values of tokens that the query does not see are set to zero: their weights are zero, but 0 * NaN
+is NaN. Tiles of an eight-bit cache are copied as stored, with their scales. The memory warpgroup converts them to
+the queries' dtype, which represents all eight-bit values exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pallas_kernels.work_list import TILE
 
 
 class Item(NamedTuple):
-    """Of a work list, see there; int32 scalars."""
+    """An item of a work list, as int32 scalars; see `WorkList.items`."""
 
     row: jax.Array
     kv_head: jax.Array
@@ -39,13 +40,13 @@ class Item(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Keys or values: where they lie, and their ring.
+    """Keys or values: their pages and their ring in shared memory.
 
     Attributes:
-        pages: [num_pages, kv_heads, page_size, head_dim], and their scales if they are eight-bit numbers.
+        pages: [num_pages, kv_heads, page_size, head_dim], followed by their scales for an eight-bit cache.
         smem: [stages, TILE, head_dim] in the queries' dtype.
-        full, free: a barrier for each stage, of each pair of warpgroups.
-        eight, scale: of eight-bit numbers, tiles as they are stored and their scales; [tiles ahead, TILE, head_dim] and [more, TILE].
+        full, free: barriers, one per stage and pair of warpgroups.
+        eight, scale: for an eight-bit cache, tiles as stored [tiles ahead, TILE, head_dim] and their scales [more, TILE].
     """
 
     pages: Any
@@ -58,14 +59,14 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class Feed:
-    """What both sides share.
+    """Copies keys and values for one pair of warpgroups.
 
     Attributes:
-        items, tables: of the work list and of the sequences.
+        items, tables: the work list's items and the block tables.
         window: tokens that a query sees; None: all.
-        arrived: of eight-bit numbers, a barrier for each tile ahead; else the one of values that are cleared before they are handed on.
-            As many for each pair of warpgroups.
-        pair: of warpgroups, that this is for; None where a block has one.
+        arrived: for an eight-bit cache, a barrier per tile ahead; otherwise one, for values that are cleared before
+            they are released to the compute warpgroup. Each pair of warpgroups has its own.
+        pair: index of the pair of warpgroups in the block; None if the block has a single pair.
     """
 
     k: Side
@@ -77,16 +78,16 @@ class Feed:
     pair: jax.Array | None
 
     def stage(self, number: Any) -> Any:
-        """Of the barriers for stages, the one of a tile, by its number in the block."""
+        """Index of the stage barrier for the tile with this number in the block."""
         return self._own(number, self.k.smem.shape[0])
 
     def _own(self, number: Any, each: int) -> Any:
-        """Of a ring's barriers, of which each pair has so many, this pair's for a number."""
+        """Index of this pair's barrier for a number, in a ring with `each` barriers per pair."""
         slot = lax.rem(number, each)
         return slot if self.pair is None else self.pair * each + slot
 
     def run(self, first: jax.Array, end: jax.Array) -> None:
-        """All tiles of the items; returns when every slot is free again, so that every barrier phase is observed."""
+        """Copies all tiles of the items. Returns when every slot is free again, so that every barrier phase is observed."""
         done = (self._plain if self.k.eight is None else self._eight_bits)(first, end)
         for slot in range(self.k.smem.shape[0]):
             for side in (self.k, self.v):
@@ -99,7 +100,7 @@ class Feed:
 
     @property
     def _places(self) -> range:
-        """In a tile, where its pieces of pages begin."""
+        """Offsets in a tile at which pieces of pages begin."""
         return range(0, TILE, min(self._page_size, TILE))
 
     def _page_ids(self, item: Item, tile: jax.Array) -> list[jax.Array]:
@@ -164,7 +165,7 @@ class Feed:
                     self._copy(ref, to, arrived, cursor.item, cursor.tile, cursor.pages)
 
         def after(cursor: _Cursor) -> _Cursor:
-            """The next tile; any, but a defined one, after the last."""
+            """The next tile. After the last tile, an arbitrary but defined one."""
             ends = cursor.tile + 1 == cursor.item.tiles
             place = cursor.place + ends.astype(jnp.int32)
             item = lax.cond(ends & (place < end), lambda: Item.read(self.items, place), lambda: cursor.item)
@@ -174,7 +175,7 @@ class Feed:
         def step(item: Item, done: jax.Array, tile: jax.Array, cursor: _Cursor) -> _Cursor:
             number = done + tile
             slot, into, stage = lax.rem(number, ahead), lax.rem(number, stages), self.stage(number)
-            following = after(cursor)  # its page ids come while this tile is converted
+            following = after(cursor)  # loads its page ids while this tile is converted
             plgpu.barrier_wait(self.arrived.at[self._own(number, ahead)])
             pl.when(number >= stages)(partial(plgpu.barrier_wait, self.k.free.at[stage]))
             _convert(self.k.eight.at[slot], self.k.smem.at[into])
@@ -206,7 +207,7 @@ class Feed:
 
 
 class _Cursor(NamedTuple):
-    """A tile to be fetched: its item's place in the list, the item, the tile in it, the tile's number in the block, and its page ids."""
+    """The next tile to fetch: its item's index in the list, the item, the tile's index in the item and in the block, and its page ids."""
 
     place: jax.Array
     item: Item
@@ -221,14 +222,14 @@ def first_seen(item: Item, window: int | None) -> jax.Array:
 
 
 def seen(item: Item, tile: jax.Array, window: int | None, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-    """Which of an item's tile's tokens, which lie along the axis, the query sees."""
+    """Mask of this shape: whether the query sees each token of an item's tile. Tokens are along `axis`."""
     tokens = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) + (item.start + tile) * TILE
     in_sequence = tokens < item.length
     return in_sequence if window is None else in_sequence & (tokens >= first_seen(item, window))
 
 
 def _convert(eight: Any, smem: Any, clear: Callable[[jax.Array, Any], jax.Array] | None = None) -> None:
-    """A tile's eight-bit numbers to the queries' dtype."""
+    """Converts a tile's eight-bit numbers to the queries' dtype."""
     width = min(smem.shape[1], 128)
     for at in range(0, smem.shape[1], width):
         columns, layout = pl.ds(at, width), _wide(width)
@@ -238,14 +239,14 @@ def _convert(eight: Any, smem: Any, clear: Callable[[jax.Array, Any], jax.Array]
 
 
 def _numbers(x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
-    """int8, or the bits of float8_e4m3fn, in a dtype that has all of their values."""
+    """Converts int8, or the bits of float8_e4m3fn, to a dtype that represents them exactly."""
     if x.dtype == jnp.int8:
         return x.astype(dtype)
-    return lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float16).astype(dtype)  # which the hardware converts to
+    return lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float16).astype(dtype)  # the hardware converts float8 to float16
 
 
 def _wide(width: int) -> Any:
-    """Layout of [n, width]: a thread reads eight bytes and writes eight numbers side by side, a few threads a row of tiles."""
-    rows = 256 // width  # of a warp
+    """Layout of [n, width]: each thread reads eight adjacent bytes and writes eight adjacent numbers; a few threads share a row."""
+    rows = 256 // width  # per warp
     tiles = Tiling(((4 * rows, width), (rows, width), (8,)))
     return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)

@@ -1,12 +1,13 @@
-"""Which form of a function a device, a dtype and a shape take: the kernel where it serves them, else XLA's.
+"""Chooses the implementation of a function by device, dtype and shape: a kernel if one supports them, otherwise XLA.
 
-`impl` is "auto", "mosaic" (a GPU's kernel), "llvm" (a CPU's), "flashinfer" (decode attention by FlashInfer's kernel) or "xla". A form
-that is asked for by name is taken or refused; it is never replaced. "auto" takes FlashInfer's kernel where `tune` measured it to be faster.
-Each function has one beside it that says beforehand why the device's kernel cannot take some arrays, or None if it can; what it is given
-may be arrays, or whatever has their shapes and dtypes.
+`impl` is "auto", "mosaic" (GPU kernels), "llvm" (CPU kernels), "flashinfer" (decode attention with FlashInfer's
+kernel) or "xla". An implementation requested by name is used or rejected, never replaced. "auto" uses FlashInfer's
+kernel if `tune` measured it to be faster. Beside each function there is one that returns why the device's kernel
+does not support some arrays, or None if it does. It accepts arrays, or any objects with shapes and dtypes.
 
-Everywhere, `device` is the one that the function will run on, which may be one of a topology to compile for; None is the first of
-the default backend. What builds a GPU's kernels is imported where one is taken: Mosaic takes a third of a second.
+`device` is the device that the function will run on, or a device of a topology to compile for; None is the first
+device of the default backend. Modules of GPU kernels are imported on first use, because importing Mosaic takes a
+third of a second.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ why_flashinfer_unsupported = flashinfer.why_unsupported
 
 
 def why_decode_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
-    """Why the kernel for `paged_attention_decode` cannot take these, or None."""
+    """Why the kernel for `paged_attention_decode` does not support these arrays, or None."""
     if on_cpu(device):
         return why_no_cpu_attention(k_pages, v_pages)
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
@@ -67,16 +68,16 @@ def paged_attention_decode(
     impl: Impl = "auto",
     device: jax.Device | None = None,
 ) -> jax.Array:
-    """One query a sequence, over all of the sequence's tokens.
+    """Attends from one query per sequence to all tokens of the sequence.
 
     Args:
-        pages: see `xla.paged_attention_decode`; the kernel reads as many as each sequence has.
-        work: of `decode_work`, for Hopper's kernel; None: made for this call. Other forms need none.
+        pages: see `xla.paged_attention_decode`. Kernels need no such limit: they read as many as each sequence has.
+        work: from `decode_work`, for Hopper's kernel; None creates one for this call. Other implementations need none.
         impl, device: see the module.
-        The others, and what is returned: see `xla.paged_attention_decode`.
+        The others, and the result: see `xla.paged_attention_decode`.
 
     Raises:
-        ValueError: impl="mosaic", "llvm" or "flashinfer" where the kernel cannot serve; says why.
+        ValueError: impl is "mosaic", "llvm" or "flashinfer", and this kernel does not support the call.
     """
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if flashinfer.serves(impl, q, k_pages, v_pages, window, soft_cap, device):
@@ -107,15 +108,15 @@ def decode_work(
     batch_invariant: bool = False,
     device: jax.Device | None = None,
 ) -> WorkList | None:
-    """How blocks of threads share the work of `paged_attention_decode`, for all layers with such pages, lengths and window.
+    """The work list of `paged_attention_decode` for all layers with such pages, lengths and window.
 
     Args:
-        lengths: int32 [rows], as there.
-        tokens: the longest length that there may be.
-        batch_invariant: sequences are cut where a row's result does not depend on the other rows.
+        lengths: int32 [rows], as in `paged_attention_decode`.
+        tokens: the maximum length.
+        batch_invariant: split sequences so that a row's result does not depend on the other rows.
 
     Returns:
-        None where the device has no kernel that takes one.
+        None if the device has no kernel that uses a work list.
     """
     if capability(device) not in HOPPER:
         return None
@@ -128,7 +129,7 @@ def decode_work(
 
 
 def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
-    """Why the kernel for `paged_attention_prefill` cannot take these, or None."""
+    """Why the kernel for `paged_attention_prefill` does not support these arrays, or None."""
     if on_cpu(device):
         return why_no_cpu_attention(k_pages, v_pages)
     refused = why_no_gpu_attention(q, k_pages, v_pages, device)
@@ -156,14 +157,14 @@ def paged_attention_prefill(
     impl: Impl = "auto",
     device: jax.Device | None = None,
 ) -> jax.Array:
-    """Tiles of consecutive queries, each of one sequence, causal over the tokens in its pages.
+    """Causal attention from tiles of consecutive queries, each of one sequence, to the tokens in the sequence's pages.
 
     Args:
         pages, impl, device: as in `paged_attention_decode`.
-        The others, and what is returned: see `xla.paged_attention_prefill`.
+        The others, and the result: see `xla.paged_attention_prefill`.
 
     Raises:
-        ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
+        ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
     how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if not kernel_serves(impl, why_prefill_unsupported(q, k_pages, v_pages, device=device), device):
@@ -183,7 +184,7 @@ def paged_attention_prefill(
 
 
 def rotate(x: jax.Array, rotation: Rotation, *, device: jax.Device | None = None) -> jax.Array:
-    """Rotary embedding; see `xla.rotate`. GPUs have no kernel for it alone: `kv_write` rotates, and elsewhere XLA fuses it."""
+    """Rotary embedding; see `xla.rotate`. There is no separate GPU kernel: `kv_write` rotates, and elsewhere XLA fuses it."""
     if on_cpu(device) and products.cpu_refused() is None:
         from pallas_kernels.cpu import elementwise
 
@@ -193,7 +194,7 @@ def rotate(x: jax.Array, rotation: Rotation, *, device: jax.Device | None = None
 
 
 def why_kv_write_unsupported(k_pages: Pages, v_pages: Pages, qkv: Qkv | QkvProduct, *, device: jax.Device | None = None) -> str | None:
-    """Why the kernel for `kv_write` cannot take these, or None."""
+    """Why the kernel for `kv_write` does not support these arrays, or None."""
     if str(qkv.dtype) not in DTYPES:
         return f"qkv={qkv.dtype}: the kernel takes {' and '.join(DTYPES)}"
     for pages in (k_pages, v_pages):
@@ -219,10 +220,10 @@ def kv_write(
 
     Args:
         impl, device: see the module.
-        The others, and what is returned: see `xla.kv_write`.
+        The others, and the result: see `xla.kv_write`.
 
     Raises:
-        ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
+        ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
     serves = kernel_serves(impl, why_kv_write_unsupported(k_pages, v_pages, qkv, device=device), device)
     if not serves:
@@ -237,7 +238,7 @@ def kv_write(
 
 
 def why_copy_pages_unsupported(k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
-    """Why the kernel for `copy_pages` cannot take these, or None."""
+    """Why the kernel for `copy_pages` does not support these arrays, or None."""
     return why_no_cache(k_pages, v_pages, device, HOPPER)
 
 
@@ -250,14 +251,14 @@ def copy_pages(
     impl: Impl = "auto",
     device: jax.Device | None = None,
 ) -> tuple[Pages, Pages]:
-    """Copy whole pages, keys and values with their scales; in place where the caller donates the cache.
+    """Copies whole pages, keys and values with their scales, in place if the caller donates the cache.
 
     Args:
         impl, device: see the module.
-        The others, and what is returned: see `xla.copy_pages`.
+        The others, and the result: see `xla.copy_pages`.
 
     Raises:
-        ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
+        ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
     serves = kernel_serves(impl, why_copy_pages_unsupported(k_pages, v_pages, device=device), device)
     if not serves:
@@ -268,10 +269,12 @@ def copy_pages(
 
 
 def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Device | None = None) -> None:
-    """Make known to XLA what programs over these call by name, before such programs are loaded; on a CPU, else nothing.
+    """Registers with XLA the CPU kernels that programs over these arrays call. Call it before such programs are loaded.
+
+    It does nothing on other devices.
 
     Args:
-        weights: of products, arrays or Quantized; they, q and k_pages may be whatever has their shapes and dtypes.
+        weights: weights of products, arrays or Quantized. They, q and k_pages may be any objects with shapes and dtypes.
         q: queries of attention, [..., heads, head_dim].
     """
     if on_cpu(device) and products.cpu_refused() is None:
@@ -286,6 +289,6 @@ def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Devic
 
 
 def _plain(pages: Pages) -> jax.Array:
-    """As the support function says."""
+    """The pages, which are not Quantized: the support function has checked it."""
     assert not isinstance(pages, Quantized)
     return pages

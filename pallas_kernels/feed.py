@@ -1,8 +1,8 @@
-"""The memory warpgroup's work: blocks of keys and values from their pages to shared memory, as the tensor cores take them.
+"""The memory warpgroup of prefill attention: copies blocks of keys and values from their pages to shared memory.
 
-What no query sees becomes zeros among the values: its weights are zeros, and 0 * NaN is NaN. Eight-bit numbers are converted on
-their way, once for all of a block's queries: TMA copies them to a place of their own, and this warpgroup takes them from there
-through its registers, while TMA copies those that come next.
+Values of tokens that no query sees are set to zero: their weights are zero, but 0 * NaN is NaN. Eight-bit numbers
+are converted once for all queries of a thread block: TMA copies them to a separate buffer, and this warpgroup
+converts them in its registers. TMA then fetches the next block of keys while this block's values are converted.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pallas_kernels.ptx import TENSOR
 
 
 class Ring(NamedTuple):
-    """Places for keys or for values.
+    """Buffers and barriers for keys or for values.
 
     Attributes:
         smem: [stages, block_k, head_dim] in the queries' dtype.
-        full, free: a barrier for each stage; `full` has one more, for values that are cleared before they are handed on.
-        scale: float32 [stages, block_k], of eight-bit numbers.
-        raw, raw_scale, raw_full: a block of these as it is stored, and their barrier.
+        full, free: a barrier per stage; `full` has one more, for values that are cleared before they are released.
+        scale: float32 [stages, block_k], for an eight-bit cache.
+        raw, raw_scale, raw_full: for an eight-bit cache, a block as stored, its scales, and the barrier of their copies.
     """
 
     smem: Any
@@ -44,7 +44,7 @@ class Ring(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """What is read: the blocks start, ..., start + count - 1 of a sequence's tokens, of which [first, end) are seen; page ids by token."""
+    """Blocks start, ..., start + count - 1 of a sequence's tokens. Queries see tokens [first, end). `page` gives a token's page id."""
 
     start: jax.Array
     count: jax.Array
@@ -55,7 +55,7 @@ class Blocks:
 
 
 def ring(pages: Any, dtype: jnp.dtype[Any], stages: int, block_k: int, readers: int) -> Ring:
-    """For pages [num_pages, kv_heads, page_size, head_dim] and warpgroups that read."""
+    """The ring for pages [num_pages, kv_heads, page_size, head_dim], read by this number of warpgroups."""
     page_size, head_dim = pages.shape[2:]
     copies = block_k // math.gcd(page_size, block_k)
     smem, free = tiled((stages, block_k, head_dim), dtype), plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
@@ -76,24 +76,24 @@ def feed(
     k_scale_ref: Any = None,
     v_scale_ref: Any = None,
 ) -> None:
-    """Copies the keys and values of one item after the other, as far ahead of the readers as the rings allow.
+    """Copies the keys and values of items in order, as far ahead of the readers as the rings allow.
 
     Returns when every slot is free again, so that every barrier phase is observed.
 
     Args:
         items: number of items.
-        blocks_at: the blocks that the n-th item reads; it is called for 0 to items - 1. Items without blocks come last.
+        blocks_at: returns the blocks of the n-th item, for n from 0 to items - 1. Items without blocks come last.
     """
     stages, block_k, _ = k.smem.shape
     page_size = k_ref.shape[2]
-    piece = math.gcd(page_size, block_k)  # of a page that one copy takes
+    piece = math.gcd(page_size, block_k)  # tokens per copy
     places = range(0, block_k, piece)
 
     def token_of(blocks: Blocks, i: jax.Array) -> Any:
         return (blocks.start + i) * block_k
 
     def copy(blocks: Blocks, i: jax.Array, pages: list[jax.Array], ref: Any, smem: Any, full: Any) -> None:
-        # Scales of 16 tokens lie 64 bytes apart, where only a plain copy may begin, without a tensor map's check of bounds.
+        # Scales of 16 tokens are 64 bytes apart. Only a plain copy, without a tensor map's bounds check, may begin there.
         narrow = len(smem.shape) == 1 and piece * smem.dtype.itemsize % TENSOR
         mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if narrow else None
         for at, page in zip(places, pages, strict=True):
@@ -198,5 +198,5 @@ def _parts(rows: int, columns: int) -> list[tuple[Any, Any]]:
 
 
 def _widened(x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
-    """Eight-bit numbers in dtype, exactly; fp8 reaches bfloat16 only by way of float32."""
+    """Converts eight-bit numbers to dtype exactly. fp8 converts to bfloat16 only through float32."""
     return x.astype(dtype) if x.dtype == jnp.int8 or dtype == jnp.float16 else x.astype(jnp.float32).astype(dtype)

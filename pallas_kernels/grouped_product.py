@@ -1,8 +1,9 @@
-"""Products of rows with the matrix of the group that each belongs to, as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
+"""Products of each row with the matrix of its group, as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
 
-Rows lie as `groups` says, and matrices as they are stored, [groups, out, in]. A block of threads takes a block of rows of one group and
-64 outputs for each of its compute warpgroups. Outputs are the 64 rows that the tensor cores want, so a group of few rows
-wastes nothing, and eight-bit numbers are converted in registers, which may hold that side of a product. Groups without rows are not read.
+`groups` gives the order of rows; matrices are [groups, out, in], as stored. A thread block computes a block of rows
+of one group and 64 outputs per compute warpgroup. Outputs are the 64-row operand of the tensor cores, so a group
+with few rows wastes little. That operand may be in registers, so eight-bit numbers are converted there. Groups
+without rows are not read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.groups import GRID, Groups, block_rows
 from pallas_kernels.hopper import COLUMNS, ROWS, store_transposed, tiled
 
-STAGES = 4  # in flight: 64 KB of 16-bit weights for each block, of which a multiprocessor holds two if groups are small
+STAGES = 4  # in flight: 64 KB of 16-bit weights per block; with small groups, a multiprocessor holds two blocks
 
 
 def grouped_product(
@@ -33,21 +34,21 @@ def grouped_product(
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Each row of x by the matrix of its group.
+    """Multiplies each row of x by the matrix of its group.
 
     Args:
-        x: bfloat16 or float16 [places, in], as `groups` says.
+        x: bfloat16 or float16 [places, in], in the order of `groups`.
         weight: [groups, out, in] in x's dtype, int8 or float8_e4m3fn; out and in are multiples of 64.
         scale: float32 [groups, out], which multiplies results.
-        groups: of `groups.grouped`.
-        block: rows of a block, as `groups.one_group` gives them; None: of several groups.
-        dtype: of the result; None: x's.
-        operand_in_registers: eight-bit weights come to the tensor cores from registers. False, which is slower, goes through shared
-            memory: the only form that Pallas interprets.
+        groups: from `groups.grouped`.
+        block: rows per thread block, from `groups.one_group`; None chooses for several groups.
+        dtype: dtype of the result; None: x's.
+        operand_in_registers: the tensor cores read eight-bit weights, converted, from registers. False goes through
+            shared memory, which is slower but the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.
 
     Returns:
-        [places, out]; undefined where there is no row.
+        [places, out]; undefined in places without a row.
     """
     out, block, dtype = weight.shape[1], block or block_rows(len(groups.place), len(weight)), jnp.dtype(dtype or x.dtype)
     warpgroups = 2 if out % (2 * ROWS) == 0 else 1
@@ -64,7 +65,7 @@ def grouped_product(
         partial(_kernel, scaled=scale is not None),
         out_type=jax.ShapeDtypeStruct((len(x), out), dtype),
         scratch_types={name: what for name, what in scratch.items() if what is not None},
-        grid=(len(groups.group), out // (warpgroups * ROWS)),  # a group's blocks follow each other: its matrix stays in the L2 cache
+        grid=(len(groups.group), out // (warpgroups * ROWS)),  # a group's blocks run together, while its matrix is in the L2 cache
         grid_names=("block", "part"),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
@@ -83,7 +84,7 @@ def _kernel(
     warpgroups, steps = out_smem.shape[0], x_ref.shape[1] // COLUMNS
     index, part, warpgroup = (lax.axis_index(name) for name in ("block", "part", "warpgroup"))
     group, start, length = group_ref[index], start_ref[index], length_ref[index]
-    first = part * warpgroups * ROWS  # output of this block
+    first = part * warpgroups * ROWS  # this block's first output
 
     def multiply(acc: Any) -> jax.Array:
         @pl.loop(0, steps)
@@ -115,7 +116,7 @@ def _kernel(
         plgpu.commit_smem()
         at: Any = 0
         size = block // GRID
-        while size:  # copies have lengths that are known when this is compiled
+        while size:  # the length of a copy must be static
             taken = length & size
             from_smem, to = (ref.at[pl.ds(place * GRID, size * GRID)] for ref, place in ((mine, at), (out_ref, start + at)))
             pl.when(taken > 0)(partial(plgpu.copy_smem_to_gmem, from_smem, to.at[:, outputs]))
@@ -130,7 +131,7 @@ def _kernel(
             plgpu.copy_gmem_to_smem(w_ref.at[group, pl.ds(first, warpgroups * ROWS), columns], w_smem.at[slot], full.at[slot])
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(start * GRID, block), columns], x_smem.at[slot], full.at[slot])
 
-        for slot in range(min(stages, steps)):  # waits for each slot's last release, so that every barrier phase is observed
+        for slot in range(min(stages, steps)):  # wait for each slot's last release: every barrier phase must be observed
             plgpu.barrier_wait(free.at[slot])
 
     pl.when((length > 0) & (warpgroup < warpgroups))(compute)
@@ -138,9 +139,9 @@ def _kernel(
 
 
 def _converted(x: Any, dtype: jnp.dtype[Any]) -> jax.Array:
-    """Eight-bit numbers [ROWS, COLUMNS] of shared memory in dtype, which has all of their values, as the tensor cores take them."""
+    """Loads eight-bit numbers [ROWS, COLUMNS] and converts them exactly to dtype, as an operand of the tensor cores."""
     loaded = plgpu.load(x, layout=plgpu.Layout.WGMMA_UPCAST_2X)
     if x.dtype != jnp.int8:
-        loaded = loaded.astype(jnp.float16)  # which the hardware converts to
+        loaded = loaded.astype(jnp.float16)  # the hardware converts float8 to float16
     result: jax.Array = plgpu.layout_cast(loaded.astype(dtype), plgpu.Layout.WGMMA)
     return result

@@ -1,7 +1,8 @@
-"""Four-bit weights with a scale, and perhaps an offset, for each group of consecutive inputs.
+"""Four-bit weights with a scale, and optionally an offset, for each group of consecutive inputs.
 
-Eight numbers lie in a word of 32 bits. A tile of 128 inputs is 16 words: bits 4 k to 4 k + 3 of word j are input 32 k + 2 j, and bits
-16 + 4 k to 19 + 4 k input 32 k + 2 j + 1. So four shifts of 16 words give the pairs of neighbours that products of bfloat16 take, in order.
+A 32-bit word holds eight numbers, and 16 words hold a tile of 128 inputs. Bits 4 k to 4 k + 3 of word j hold input
+32 k + 2 j, and bits 16 + 4 k to 19 + 4 k hold input 32 k + 2 j + 1. So four shifts of 16 words give the adjacent
+pairs of inputs that bfloat16 product instructions take, in order.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import jax.numpy as jnp
 from pallas_kernels.hadamard import gain, transform
 
 TILE, WORDS = 128, 16  # inputs that are packed together, and the words that they fill
-GROUPS = 32, 64, 128  # inputs that may share a scale
+GROUPS = 32, 64, 128  # supported numbers of inputs per scale
 LOWEST, HIGHEST = -8, 7
-E2M1 = 0, 1, 2, 3, 4, 6, 8, 12  # twice the magnitudes of that format, by code; the fourth bit is the sign
+E2M1 = 0, 1, 2, 3, 4, 6, 8, 12  # twice the magnitudes of the e2m1 format, by code; the fourth bit is the sign
 KINDS = "int4", "e2m1"
-SHRUNK = 1.0, 0.95, 0.9, 0.85, 0.8, 0.7  # of a group's range, that its sixteen numbers are tried on
-SMALLEST = 1e-30  # range of a group that has one value only
-SCALES = 4  # their number, for each row, is a multiple of this
+SHRUNK = 1.0, 0.95, 0.9, 0.85, 0.8, 0.7  # shares of a group's range that quantization tries to cover
+SMALLEST = 1e-30  # lower bound of a group's range, which is 0 if all values are equal
+SCALES = 4  # the number of scales per row is a multiple of this
 
 Try = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # squared errors, numbers, scales, offsets
 
@@ -34,19 +35,20 @@ Try = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # squared errors, numbe
 )
 @dataclass(frozen=True)
 class Int4:
-    """Stands for number * scale + offset, each of -8 to 7, or of kind e2m1 one of E2M1, with a sign; transformed back.
+    """Represents number * scale + offset, with the Hadamard transform undone.
 
-    The inputs lie in as many parts as devices share them. Each part is padded to tiles; scales and offsets of padding are zero.
+    Numbers are -8 to 7, or for kind e2m1 a signed value of E2M1. Inputs are divided into one part per device that
+    shares them. Each part is padded to tiles; scales and offsets of padding are zero.
 
     Attributes:
         values: int32 [..., parts * words].
         scale: float32 [..., parts * groups].
         offset: as scale; None: all are zero.
-        size: inputs of a part.
-        group: inputs that share a scale, one of GROUPS. A part's last group may have fewer.
-        dtype: of what it stands for.
-        kind: of numbers, one of KINDS.
-        hadamard: inputs that were transformed together before they were quantized; 1: none were.
+        size: inputs per part.
+        group: inputs per scale, one of GROUPS. A part's last group may have fewer.
+        dtype: dtype of the represented array.
+        kind: kind of the numbers, one of KINDS.
+        hadamard: number of inputs per Hadamard transform, applied before quantization; 1: no transform.
     """
 
     values: jax.Array
@@ -67,18 +69,18 @@ class Int4:
         return self if index is Ellipsis else self.map(lambda array: array[index])
 
     def map(self, function: Any) -> Int4:
-        """The same with each array replaced."""
+        """Returns the same weight with the function applied to each array."""
         offset = None if self.offset is None else function(self.offset)
         return replace(self, values=function(self.values), scale=function(self.scale), offset=offset)
 
 
 def words(size: int) -> int:
-    """That so many inputs take."""
+    """Number of words for this many inputs."""
     return -(-size // TILE) * WORDS
 
 
 def groups(size: int, group: int) -> int:
-    """Scales that so many inputs take, with those of padding."""
+    """Number of scales for this many inputs, including those of padding."""
     return -(-(-(-size // TILE) * TILE // group) // SCALES) * SCALES
 
 
@@ -93,7 +95,7 @@ def pack(
     kind: str = "int4",
     hadamard: int = 1,
 ) -> Int4:
-    """From numbers int8 [..., in] of the kind, and scale and offset [..., in / group]; in / parts is a multiple of group."""
+    """Packs numbers int8 [..., in] with scale and offset [..., in / group]; in / parts is a multiple of group."""
     size = numbers.shape[-1] // parts
     if kind == "e2m1":
         numbers = jnp.searchsorted(jnp.array(E2M1, jnp.int8), jnp.abs(numbers), method="compare_all") | jnp.where(numbers < 0, 8, 0)
@@ -111,7 +113,7 @@ def pack(
 
 
 def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1, hadamard: int = 1) -> Int4:
-    """x [..., in], a float, each group rounded to nearest."""
+    """Quantizes floats x [..., in], rounding each group to nearest."""
     size = x.shape[-1] // parts
     missing = -size % group
     apart = _parts(transform(x.astype(jnp.float32), hadamard) / gain(hadamard), parts)
@@ -123,7 +125,11 @@ def quantize_int4(x: jax.Array, *, group: int = TILE, parts: int = 1, hadamard: 
 
 
 def fit(rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Numbers, as floats, and scale and offset [..., 1] of groups float32 [..., group]: the best of several tries, by squared errors."""
+    """Quantizes groups float32 [..., group]: tries several ranges and takes the least squared error.
+
+    Returns:
+        Numbers as floats, [..., group], and scale and offset, [..., 1].
+    """
     low, high = rows.min(-1, keepdims=True), rows.max(-1, keepdims=True)
 
     def tried(shrunk: jax.Array) -> Try:
@@ -146,12 +152,12 @@ def fit(rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def dequantize_int4(x: Int4) -> jax.Array:
-    """[..., in] of x.dtype."""
+    """The represented array [..., in], in x.dtype."""
     return transform(wide(x), x.hadamard).astype(x.dtype)
 
 
 def wide(x: Int4) -> jax.Array:
-    """float32 [..., in]: weights for inputs that are transformed."""
+    """float32 [..., in]: the weights for transformed inputs."""
     bits = _parts(x.values, x.values.shape[-1] // words(x.size))
     bits = bits.reshape(*bits.shape[:-1], -1, 1, WORDS, 1)
     shifts = 4 * jnp.arange(4)[:, None, None] + 16 * jnp.arange(2)
@@ -177,5 +183,5 @@ def _parts(x: jax.Array, parts: int) -> jax.Array:
 
 
 def _last(x: jax.Array, missing: int) -> list[tuple[int, int]]:
-    """Padding of an array whose last axis is in parts."""
+    """Padding of the last axis by `missing`, for x with its last axis divided into parts."""
     return [(0, 0)] * x.ndim + [(0, missing)]

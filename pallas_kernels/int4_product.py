@@ -1,11 +1,13 @@
-"""Products of rows with four-bit weights, as a Pallas Mosaic GPU kernel for Hopper (sm_90a): each row by the matrix of its group.
+"""Products with four-bit weights, as a Pallas Mosaic GPU kernel for Hopper (sm_90a): each row by the matrix of its group.
 
-A dense product has a single group. A thread block computes a block of rows and 64 outputs for each of its compute warpgroups. Each
-warpgroup loads packed words and unpacks them in its registers, from where they go to the tensor cores (`int4_registers.py`). So weights
-are read once for each block of rows, and never stored unpacked. Unpacked numbers are exact. The sum over inputs with a common scale is
-multiplied by it in float32, and offsets by the sum of these inputs, so no weight is rounded.
+A dense product has a single group. A thread block computes a block of rows and 64 outputs per compute warpgroup.
+Each warpgroup loads packed words and unpacks them in its registers as an operand of the tensor cores
+(`int4_registers.py`). So weights are read once per block of rows and never stored unpacked. Unpacked numbers are
+exact. The kernel multiplies the sum over inputs with a common scale by that scale in float32, and the offset by
+the sum of these inputs, so no weight is rounded.
 
-Words and inputs are copied tile by tile; scales, offsets and sums of inputs in chunks of four groups, which may span several tiles.
+Words and inputs are copied tile by tile. Scales, offsets and sums of inputs are copied in chunks of four groups,
+which may span several tiles.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from pallas_kernels.hopper import COLUMNS, ROWS, store_transposed, tiled
 from pallas_kernels.int4 import SCALES, TILE, WORDS, Int4
 from pallas_kernels.int4_registers import SCALE_LAYOUT, STEP, WORD_LAYOUT, columns_of, factor, numbers
 
-STAGES = 6  # tiles in flight, at most
-TWO_BLOCKS = 16  # rows, up to which a multiprocessor holds two blocks
-SHARED = 110 << 10, 224 << 10  # bytes of shared memory for each of two blocks, and for one
-LEAST_TILES = 4  # of each of the blocks that share a product's inputs
-REGISTERS = 216, 72  # of computing and of copying threads, in blocks of 64 rows and more
+STAGES = 6  # maximum tiles in flight
+TWO_BLOCKS = 16  # with at most this many rows per block, a multiprocessor holds two blocks
+SHARED = 110 << 10, 224 << 10  # bytes of shared memory per block if a multiprocessor holds two, and if it holds one
+LEAST_TILES = 4  # minimum tiles per block if several blocks share a product's inputs
+REGISTERS = 216, 72  # per compute thread and per memory thread, in blocks of 64 rows or more
 
 
 def int4_product(
@@ -46,8 +48,9 @@ def int4_product(
     Args:
         x: bfloat16 or float16, with the weight's transform applied.
         weight: in one part; out is a multiple of 64.
-        dtype: of the result; None: x's.
-        cores: multiprocessors of the device. With few outputs, several thread blocks share the inputs, and XLA adds their partial sums.
+        dtype: dtype of the result; None: x's.
+        cores: multiprocessors of the device. With few outputs, several thread blocks share the inputs, and XLA adds their
+            partial sums.
         operand_in_registers, interpret: as in `grouped_int4_product`.
 
     Returns:
@@ -66,7 +69,7 @@ def int4_product(
 def splits_of(rows: int, outs: int, size: int, cores: int) -> int:
     """Thread blocks that share a product's inputs: enough for two blocks on each multiprocessor, unless partial sums cost too much."""
     blocks = -(-rows // BLOCK[1]) * outs // (ROWS * _warpgroups(outs))
-    worth = size // (32 * max(rows, BLOCK[0]))  # partial sums, written and read, are at most half the weight's bytes
+    worth = size // (32 * max(rows, BLOCK[0]))  # writing and reading partial sums moves at most half the weight's bytes
     return max(1, min(2 * cores // blocks, worth, size // (TILE * LEAST_TILES)))
 
 
@@ -78,18 +81,18 @@ def grouped_int4_product(
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Each row of x by the matrix of its group.
+    """Multiplies each row of x by the matrix of its group.
 
     Args:
-        x: bfloat16 or float16 [places, in], placed by `groups`, with the weight's transform applied.
+        x: bfloat16 or float16 [places, in], in the order of `groups`, with the weight's transform applied.
         weight: [groups, out, in] in one part; out is a multiple of 64.
-        groups: of `groups.grouped`.
-        operand_in_registers: unpacked weights go to the tensor cores from registers. False, for Pallas's interpreter only: through
-            shared memory.
+        groups: from `groups.grouped`.
+        operand_in_registers: the tensor cores read unpacked weights from registers. False, for Pallas's interpreter only:
+            from shared memory.
         interpret: as in `plgpu.kernel`.
 
     Returns:
-        [places, out], in x's dtype; undefined where there is no row.
+        [places, out], in x's dtype; undefined in places without a row.
     """
     block = block_rows(len(groups.place), weight.shape[0])
     ways: dict[str, Any] = {"operand_in_registers": operand_in_registers, "interpret": interpret}
@@ -100,14 +103,14 @@ def _products(
     x: jax.Array, weight: Int4, groups: Groups, block: int, splits: int, dtype: jax.typing.DTypeLike, *,
     operand_in_registers: bool, interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:  # fmt: skip
-    """[splits, places, out], the partial sums of each share of the inputs."""
+    """The partial sums of each split of the inputs: [splits, places, out]."""
     _, out, size = weight.shape
-    warpgroups, chunk = _warpgroups(out), SCALES * weight.group // TILE  # tiles of a chunk: of SCALES groups
+    warpgroups, chunk = _warpgroups(out), SCALES * weight.group // TILE  # tiles per chunk; a chunk has SCALES groups
     outs, chunks = warpgroups * ROWS, -(-size // (chunk * TILE))
     x = jnp.pad(x, ((0, 0), (0, chunks * chunk * TILE - size)))
     each = -(-chunks // splits)
     splits = -(-chunks // each)
-    by_chunk = 4 * SCALES * (outs if weight.offset is None else 2 * outs + block)  # bytes of its scales, offsets and sums
+    by_chunk = 4 * SCALES * (outs if weight.offset is None else 2 * outs + block)  # bytes of scales, offsets and sums
     by_tile = outs * WORDS * 4 + block * TILE * x.dtype.itemsize + by_chunk // chunk
     shared = SHARED[block > TWO_BLOCKS] - by_chunk - outs * block * jnp.dtype(dtype).itemsize
     stages = min(STAGES, shared // by_tile)
@@ -152,8 +155,8 @@ def _kernel(
     *more_refs, out_ref = refs  # offsets and sums
     stages, block, _ = x_smem.shape
     warpgroups, places = out_smem.shape[0], scale_smem.shape[0]
-    chunk, in_tile = SCALES * group_size // TILE, TILE // group_size  # tiles of a chunk, groups of a tile
-    at_once, piece = max(1, min(in_tile, 2 if block < COLUMNS else 1)), min(group_size, COLUMNS)  # groups, and inputs of an operand
+    chunk, in_tile = SCALES * group_size // TILE, TILE // group_size  # tiles per chunk, groups per tile
+    at_once, piece = max(1, min(in_tile, 2 if block < COLUMNS else 1)), min(group_size, COLUMNS)  # groups at once, inputs per operand
     index, part, split, warpgroup = (lax.axis_index(name) for name in ("block", "part", "split", "warpgroup"))
     group, start, length = group_ref[index], start_ref[index], length_ref[index]
     first_out, first = part * warpgroups * ROWS, split * each
@@ -166,7 +169,7 @@ def _kernel(
         in_registers = a_smem is None
 
         def operand(words: Any, first: int) -> Any:
-            """Unpacked weights of a piece of a tile, for the tensor cores."""
+            """Unpacked weights of a piece of a tile, as an operand of the tensor cores."""
             mine = numbers(words, range(first // STEP, (first + piece) // STEP), kind, x_smem.dtype, in_registers)
             if in_registers:
                 return mine
@@ -190,7 +193,7 @@ def _kernel(
             return found
 
         def of_outputs(ref: Any, place: Any, inside: Any, group: int) -> jax.Array:
-            """Scales or offsets of a group of the chunk's tile `inside`, as [64, block]."""
+            """Scales or offsets of a group in tile `inside` of the chunk, broadcast to [64, block]."""
             lines = columns_of(plgpu.load(ref.at[place, own], layout=SCALE_LAYOUT, optimized=False), in_registers)[group::in_tile]
             line = lines[0]
             for tile in range(1, chunk):
@@ -198,7 +201,7 @@ def _kernel(
             return lax.broadcast_in_dim(line, (ROWS, block), [0])
 
         def along_rows(place: Any, column: Any) -> jax.Array:
-            """Sums of the rows' inputs, as [64, block]."""
+            """Sums of the rows' inputs, broadcast to [64, block]."""
             line = plgpu.load(sums_smem.at[place, column], layout=plgpu.Layout.WGMMA.reduce(0))
             return lax.broadcast_in_dim(line, (ROWS, block), [1])
 
@@ -213,7 +216,7 @@ def _kernel(
                     total += y * (of_outputs(scale_smem, place, inside, group) * factor(kind))
                     if offset_smem is not None:
                         total += of_outputs(offset_smem, place, inside, group) * along_rows(place, inside * in_tile + group)
-            if not in_registers:  # a GPU orders these loads and the next copy by the barrier; the interpreter wants a fence
+            if not in_registers:  # on a GPU the barrier orders these loads before the next copy; the interpreter needs a fence
                 plgpu.commit_smem()
             plgpu.barrier_arrive(free.at[slot])
             pl.when(inside == chunk - 1)(partial(plgpu.barrier_arrive, scale_free.at[place]))
@@ -266,5 +269,5 @@ def _kernel(
 
 
 def _warpgroups(out: int) -> int:
-    """Computing warpgroups of a thread block."""
+    """Compute warpgroups of a thread block."""
     return 2 if out % (2 * ROWS) == 0 else 1

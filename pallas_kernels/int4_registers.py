@@ -1,7 +1,7 @@
-"""Four-bit numbers in a warpgroup's registers: from packed words to the tensor cores' operand, without exchanging data between lanes.
+"""Unpacks four-bit numbers in a warpgroup's registers to an operand of the tensor cores, without exchanging data between lanes.
 
-A thread loads words j, j + 4, j + 8 and j + 12 of a row's tile. Bits 4 k to 4 k + 3 of both halves of these words are the pairs of
-neighbours that the tensor cores expect of this thread in columns 32 k to 32 k + 31.
+A thread loads words j, j + 4, j + 8 and j + 12 of a row's tile. Bits 4 k to 4 k + 3 of both halves of these words are
+the pairs of adjacent numbers that the tensor cores expect from this thread in columns 32 k to 32 k + 31.
 """
 
 from __future__ import annotations
@@ -24,35 +24,36 @@ from pallas_kernels.int4 import WORDS
 STEP = 2 * WORDS  # columns in the same nibble of all words
 WORD_TILING = mgpu.TiledLayout(
     plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
-)  # int32 [64, 4 n], a word in place of each pair of plgpu.Layout.WGMMA
+)  # int32 [64, 4 n], with a word in place of each pair of numbers in plgpu.Layout.WGMMA
 WORD_LAYOUT = plgpu.Layout.TILED(WORD_TILING.tiling, WORD_TILING.warp_dims, WORD_TILING.lane_dims, WORD_TILING.vector_dim)
 SCALE_TILING = mgpu.TiledLayout(
     plgpu.Tiling(((64, 4), (16, 4), (8, 4))), warp_dims=(-6,), lane_dims=(-2, plgpu.Replicated(4)), vector_dim=-1
-)  # float32 [64, 4], all four of a row in each thread that holds a part of the row
+)  # float32 [64, 4]; each thread that holds a part of a row has all four of the row's numbers
 SCALE_LAYOUT = plgpu.Layout.TILED(SCALE_TILING.tiling, SCALE_TILING.warp_dims, SCALE_TILING.lane_dims, SCALE_TILING.vector_dim)
 MANTISSA = {jnp.dtype("bfloat16"): 7, jnp.dtype("float16"): 10}  # bits
 
 
 def factor(kind: str) -> float:
-    """By which the result of `numbers` must be multiplied."""
+    """The factor by which the result of `numbers` must be multiplied."""
     return 0.5 if kind == "e2m1" else 1.0
 
 
 def numbers(words: jax.Array, nibbles: Sequence[int], kind: str, dtype: jnp.dtype[Any], in_registers: bool) -> jax.Array:
-    """Unpacks some nibbles of words int32 [64, 16], in units of `factor`: [64, 32 each].
+    """Unpacks some nibbles of words int32 [64, 16] to [64, 32 * len(nibbles)], in units of `factor`.
 
     Args:
-        in_registers: as the tensor cores' operand. False: with operations that Pallas interprets.
+        in_registers: unpack to an operand of the tensor cores. False: use only operations that Pallas interprets.
     """
     pairs, taken = (_pairs_in_registers, _taken_in_registers) if in_registers else (_pairs, _taken)
     mantissa = MANTISSA[jnp.dtype(dtype)]
     if kind == "int4":
-        # The number plus 8, which is unsigned, becomes the lowest bits of a power of two; then power and 8 are subtracted.
+        # The number plus 8 is unsigned. It becomes the lowest bits of a power of two; then the power and 8 are subtracted.
         power = 1 << mantissa
         bits = [taken(_right(words, 4 * k), 15, _bits(power, dtype) | 8) for k in nibbles]
         return pairs(bits, dtype) - jnp.asarray(power + 8, dtype)
-    # The code, two bits of exponent and one of mantissa, becomes the lowest exponent bits and the highest mantissa bit of a number from 2.
-    # This is twice the magnitude, unless the exponent is zero: such numbers have no implicit one, and 2 (x - 2) is right, the smaller one.
+    # A code has two exponent bits and one mantissa bit. They become the lowest exponent bits and the highest mantissa bit
+    # of a number x >= 2, which is twice the magnitude. If the exponent is zero, the number is subnormal (it has no
+    # implicit one), and 2 (x - 2) is twice the magnitude. It is then the smaller of the two.
     magnitude = [taken(_right(words, 4 * k + 1 - mantissa), 7 << mantissa - 1, _bits(2, dtype)) for k in nibbles]
     sign = [_right(words, 4 * k - 12) & _both(1 << 15) for k in nibbles]
     wide = pairs(magnitude, dtype)
@@ -62,7 +63,7 @@ def numbers(words: jax.Array, nibbles: Sequence[int], kind: str, dtype: jnp.dtyp
 
 
 def _right(words: jax.Array, bits: int) -> jax.Array:
-    """Shifted to the right, or to the left if negative; bits shifted in are undefined."""
+    """Shifts words to the right, or to the left if `bits` is negative. Bits shifted in are undefined."""
     return words >> bits if bits > 0 else words << -bits if bits < 0 else words
 
 
@@ -78,7 +79,7 @@ def _taken(words: jax.Array, mask: int, flipped: int) -> jax.Array:
 
 
 def _taken_in_registers(words: jax.Array, mask: int, flipped: int) -> jax.Array:
-    """The same in one instruction; the compiler would use two, since there are two constants."""
+    """The same as `_taken` in one instruction. The compiler would use two because there are two constants."""
 
     def take(_: Any, words: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
@@ -100,7 +101,7 @@ def _bits(number: int, dtype: jnp.dtype[Any]) -> int:
 
 
 def _pairs(bits: Sequence[jax.Array], dtype: jnp.dtype[Any]) -> jax.Array:
-    """Arrays of words int32 [64, 16] as pairs of numbers, side by side: [64, 32 each]."""
+    """Interprets each array of words int32 [64, 16] as pairs of numbers, and concatenates them: [64, 32 * len(bits)]."""
     return jnp.concatenate([lax.bitcast_convert_type(word, dtype).reshape(ROWS, -1) for word in bits], axis=1)
 
 
@@ -124,7 +125,7 @@ def _pairs_in_registers(bits: Sequence[jax.Array], dtype: jnp.dtype[Any]) -> jax
 
 
 def columns_of(x: jax.Array, in_registers: bool) -> list[jax.Array]:
-    """float32 [64, 4] as four [64]."""
+    """Splits float32 [64, 4] into four columns [64]."""
     if not in_registers:
         return [x[:, column] for column in range(x.shape[1])]
 

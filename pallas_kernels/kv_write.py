@@ -1,9 +1,9 @@
 """Norm and rotation of queries and keys, and the write to the KV cache, as one Pallas Mosaic GPU kernel for Hopper.
 
-A thread block processes one row (a query, the key or the value) of a few tokens and kv heads. TMA copies it to shared
-memory. There, queries and keys are normalized and rotated; for an eight-bit cache, keys and values are quantized. Then TMA
-copies each token, all of the block's heads at once, to the queries' array or to its page. Padding is not written to
-pages, so no two blocks write to the same place.
+A thread block processes one row (a query, the key or the value) of a few tokens and kv heads. TMA copies it to
+shared memory. There, queries and keys are normalized and rotated; for an eight-bit cache, keys and values are
+quantized. Then TMA copies each token, all of the block's heads at once, to the queries' array or to its page.
+Padding is not written to pages, so no two blocks write to the same place.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pallas_kernels.quantized import LARGEST, SMALLEST, Pages, Quantized
 from pallas_kernels.tuning import BLOCKS, CORES
 from pallas_kernels.xla import Queries, Rotation, rotate
 
-TOKENS = 8  # of a block: two for each of its warps
-LANES = 32  # of a warp
-ALIGNMENT = 128  # bytes, of what TMA copies in shared memory
-BLOCK_BYTES = 1 << 14  # of queries, keys or values that a block holds at most, unless one head's are more
+TOKENS = 8  # per thread block: two per warp
+LANES = 32  # per warp
+ALIGNMENT = 128  # bytes; TMA's source in shared memory must be aligned to this
+BLOCK_BYTES = 1 << 14  # maximum bytes of queries, keys or values per thread block, unless a single head needs more
 
 
 def kv_write(
@@ -83,7 +83,7 @@ def kv_write(
         angles = plgpu.SMEM((TOKENS, rotation[0].shape[1]), jnp.float32)
         scratch |= {"cos_smem": angles, "sin_smem": angles, "angles_full": plgpu.Barrier(num_arrivals=2)}
     if isinstance(k_pages, Quantized):
-        aligned = pl.cdiv(heads * head_dim, ALIGNMENT) * ALIGNMENT // head_dim  # heads: where a token begins, TMA can read
+        aligned = pl.cdiv(heads * head_dim, ALIGNMENT) * ALIGNMENT // head_dim  # heads, padded so that TMA can read at each token
         scratch["stored_smem"] = plgpu.SMEM((TOKENS, aligned, head_dim), k_pages.values.dtype)
         scratch["scale_smem"] = plgpu.SMEM((heads, TOKENS), jnp.float32)
     cache: tuple[Pages, Pages] = jax.tree.map(jax.new_ref, (k_pages, v_pages))
@@ -107,7 +107,7 @@ def heads_per_block(tiles: int, kv_heads: int, head_bytes: int, cores: int) -> i
     thread blocks on each.
 
     Args:
-        tiles: of TOKENS tokens, of all rows.
+        tiles: number of tiles of TOKENS tokens, over all rows.
     """
     fitting = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n * head_bytes <= BLOCK_BYTES]
     return max((n for n in fitting if tiles * (kv_heads // n) >= BLOCKS * cores), default=1)
@@ -125,7 +125,7 @@ def _kernel(
     plgpu.copy_gmem_to_smem(product.at[these, some, row], x_smem.at[filled], x_full)
 
     def turn(weight: Any) -> None:
-        """Normalizes and rotates shared memory. Rows without a token are undefined there, and not copied."""
+        """Normalizes and rotates x_smem in place. Its rows without a token are undefined and not copied."""
         head_dim, pairs = x_smem.shape[2], 0 if rotation is None else cos_smem.shape[1]
         layout = _layout(math.gcd(pairs, head_dim))
         places = [pl.ds(at, end - at) for at, end in itertools.pairwise(sorted({0, pairs, 2 * pairs, head_dim}))]
@@ -141,7 +141,7 @@ def _kernel(
             angles = [plgpu.load(smem, layout=layout) for smem in (cos_smem, sin_smem)]
         plgpu.barrier_wait(x_full)
         if norm is None:
-            places = places[:2] if pairs else []  # the others do not change
+            places = places[:2] if pairs else []  # the other parts do not change
 
         def one(head: jax.Array) -> None:
             x = x_smem.at[:, head]
@@ -200,7 +200,7 @@ def _kernel(
 
 
 def _normalized(parts: Sequence[jax.Array], factors: Sequence[jax.Array], eps: float) -> list[jax.Array]:
-    """The root mean square norm of rows, which are cut into parts [TOKENS, n], with factors [n]."""
+    """Applies the root mean square norm to rows that are split into parts [TOKENS, n], with factors [n]."""
     squares, size = [(part * part).sum(axis=1) for part in parts], sum(part.shape[1] for part in parts)
     scale = lax.rsqrt(sum(squares[1:], squares[0]) / size + eps)
     return [
@@ -210,7 +210,7 @@ def _normalized(parts: Sequence[jax.Array], factors: Sequence[jax.Array], eps: f
 
 
 def _quantized(x: Any, kind: str) -> tuple[jax.Array, jax.Array]:
-    """The rows [TOKENS, head_dim] of a head as `quantized.quantize` has them: numbers, or the bits of fp8, and their scales."""
+    """Quantizes a head's rows [TOKENS, head_dim] like `quantized.quantize`. Returns int8, or the bits of fp8, and the scales."""
     wide = _rows(x).astype(jnp.float32)
     scale = jnp.maximum(jnp.abs(wide).max(axis=1), SMALLEST) / LARGEST[jnp.dtype(kind)]
     values = wide / lax.broadcast_in_dim(scale, wide.shape, [0])
@@ -220,13 +220,13 @@ def _quantized(x: Any, kind: str) -> tuple[jax.Array, jax.Array]:
 
 
 def _rows(x: Any) -> jax.Array:
-    """x [TOKENS, n * LANES]."""
+    """Loads x [TOKENS, n * LANES]."""
     loaded: jax.Array = plgpu.load(x, layout=_layout(x.shape[1]))
     return loaded
 
 
 def _layout(columns: int) -> Any:
-    """Of [TOKENS, a multiple of these columns]: each row in one warp, whose threads have what lies side by side."""
+    """Layout of [TOKENS, a multiple of `columns`]: each row in one warp, with adjacent columns in each thread."""
     width = 2 if columns % (2 * LANES) == 0 else 1
     tiles = Tiling(((4, LANES * width), (width,)))
     return plgpu.Layout.TILED(tiles, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)

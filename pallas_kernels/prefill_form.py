@@ -1,4 +1,4 @@
-"""How the Hopper kernel for prefill attention uses a multiprocessor's registers and shared memory, by rules from shapes."""
+"""Rules that choose, by shape, how the Hopper kernel for prefill attention uses registers and shared memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pallas_kernels.hopper import COLUMNS, ROWS
 
-STAGE_BYTES = 1 << 17  # of keys and values in flight in a block
-MAX_SHARED, OVERHEAD = 232448, 6400  # bytes of shared memory per block; those for barriers, scales and alignment
+STAGE_BYTES = 1 << 17  # bytes of keys and values in flight per block
+MAX_SHARED, OVERHEAD = 232448, 6400  # bytes of shared memory per block; of these for barriers, scales and alignment
 
 
 @dataclass(frozen=True)
@@ -15,13 +15,14 @@ class Form:
     """The form of the kernel.
 
     Attributes:
-        warpgroups: compute warpgroups of a block, which share its keys and values.
+        warpgroups: compute warpgroups of a thread block, which share its keys and values.
         shares: items into which the rows of a tile and a kv head are divided.
-        block_k: keys of a stage.
+        block_k: keys per stage.
         stages: stages in flight.
         columns: columns of a result that are staged in shared memory at a time.
-        overlap: the scores of a block of keys are multiplied before the values of the block before.
-        registers: per thread of compute and memory warpgroups. Two compute warpgroups with these fill a multiprocessor.
+        overlap: the scores of a block of keys are computed before the product with the previous block's values.
+        registers: per thread of compute warpgroups, and per thread of memory warpgroups. With two compute warpgroups,
+            they fill a multiprocessor.
     """
 
     warpgroups: int
@@ -34,11 +35,11 @@ class Form:
 
 
 def form_of(rows: int, head_dim: int, page_size: int, *, eight_bits: bool, block_k: int | None = None, stages: int | None = None) -> Form:
-    """The form for a tile with this many rows, (head, token) pairs, per kv head; block_k and stages as given, if not None."""
+    """The form for a tile with this many rows, (head, token) pairs, per kv head. block_k and stages override the rules."""
     units = -(-rows // ROWS)
     warpgroups = min(units, 2)
-    small = eight_bits and page_size < 32  # one copy and one conversion for each of many pages
-    # One compute warpgroup leaves half of the registers to another block, which hides the same latencies.
+    small = eight_bits and page_size < 32  # many copies and conversions, one per page
+    # With one compute warpgroup, half of the registers are free for another block, which hides the same latencies.
     overlap = warpgroups == 2 and head_dim <= 128
     block_k = block_k or (128 if overlap and not small else 64)
     columns = COLUMNS if eight_bits or head_dim == 256 else head_dim

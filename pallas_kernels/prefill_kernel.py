@@ -1,11 +1,10 @@
 """The body of the Hopper kernel for prefill attention; see `attention_prefill`.
 
 Each compute warpgroup folds blocks of keys into an online softmax (Milakov and Gimelshein, 2018; Dao et al.,
-2022). The two alternate: one uses the tensor cores while the other computes exponentials. Each also issues
-the scores of a block before the values of the block before, which are multiplied during the exponentials
-(Shah et al., FlashAttention-3, 2024), where registers suffice (`prefill_form`). A tile visits the keys from
-the window's first to its own last real token. Masks are applied only in blocks that are partly visible to
-some row.
+2022). The two alternate: one uses the tensor cores while the other computes exponentials. If registers suffice
+(`prefill_form`), each also starts the scores of a block before the product with the previous block's values,
+which then overlaps the exponentials (Shah et al., FlashAttention-3, 2024). A tile reads keys from the start of
+the window to the tile's last real token. Masks are applied only to blocks that are partly visible to some row.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class Item:
     """A warpgroup's part of an item: rows of a tile and a kv head, and the blocks of keys that they attend to.
 
     Attributes:
-        tile, kv_head, row: the tile's index, the kv head, and the first of the rows.
-        position, end: positions of the tile's real tokens.
+        tile, kv_head, row: the tile's index, the kv head, and the first row.
+        position, end: the positions of the tile's real tokens are [position, end).
         first: position of the first visible key.
-        start, count: the first block of keys, and how many.
+        start, count: the first block of keys, and the number of blocks.
     """
 
     tile: jax.Array
@@ -61,7 +60,7 @@ def run(
     stages, block_k, warpgroups, shares = form.stages, form.block_k, form.warpgroups, form.shares
     group = heads // kv_heads
     rows = group * tile  # (head, token) pairs of a kv head
-    piece = math.gcd(tile, ROWS)  # rows of one head that a copy takes
+    piece = math.gcd(tile, ROWS)  # rows of one head per copy
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
 
     def item_at(number: jax.Array) -> Item:
@@ -69,14 +68,14 @@ def run(
         head = lax.rem(lax.div(item, shares), kv_heads)
         index, position, length = (tile_ref[what, lax.div(item, shares * kv_heads)] for what in range(3))
         end = position + length
-        first = jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)  # that is seen
+        first = jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)
         start = lax.div(first, block_k)
         count = jnp.where(length > 0, lax.div(end + block_k - 1, block_k) - start, 0)
         row = (lax.rem(item, shares) * warpgroups + warpgroup) * ROWS
         return Item(index, head, row, position, end, first, start, count)
 
     def slot_of(number: jax.Array) -> jax.Array:
-        # With one stage: not a constant 0, or the compiler would keep the address of each scale in a register.
+        # With one stage, a constant 0 would make the compiler keep the address of each scale in a register.
         return lax.rem(number, stages) if stages > 1 else lax.shift_right_logical(number, 31)
 
     def take_turn() -> None:
@@ -85,7 +84,7 @@ def run(
             plgpu.barrier_wait(turn)
 
     def place(ref: Any, item: Item, at: int) -> Any:
-        of = jnp.minimum(item.row + at, rows - piece)  # rows beyond the last are copied from it, and are not copied back
+        of = jnp.minimum(item.row + at, rows - piece)  # rows beyond the last read a valid place, and are not written
         return ref.at[item.tile, pl.ds(lax.rem(of, tile), piece), item.kv_head * group + lax.div(of, tile)]
 
     def fetch_queries(number: jax.Array) -> None:
@@ -109,7 +108,7 @@ def run(
             return jnp.where(seen if window is None else seen & (tokens > at - window), s, -jnp.inf)
 
         def weigh(i: jax.Array, m: jax.Array, total: jax.Array, s: jax.Array) -> Any:
-            """Fold a block of scores into the softmax: its new state, the block's weights, and the factor of earlier sums."""
+            """Folds a block of scores into the softmax. Returns its new state, the block's weights, and the factor of earlier sums."""
             slot = slot_of(done + i)
             token = (item.start + i) * block_k
             if k.scale is not None:
@@ -189,7 +188,7 @@ def run(
         pl.when(item.count > 0)(take_turn)
 
     def idle(number: jax.Array, item: Item, done: jax.Array) -> None:
-        """The part of a warpgroup without rows, in the last item of an odd number of 64 rows: it keeps the other's barriers going."""
+        """Keeps the barriers going for the other warpgroup, if this one has no rows: in the last of an odd number of 64-row units."""
         fetch_queries(number + 1)
 
         @pl.loop(0, item.count)
@@ -240,6 +239,6 @@ def run(
 
 
 def _along_columns(x: Any) -> jax.Array:
-    """float32 [n] in shared memory as [ROWS, n]."""
+    """Broadcasts float32 [n] in shared memory to [ROWS, n]."""
     row = plgpu.load(x, layout=plgpu.Layout.WGMMA.reduce(0))
     return lax.broadcast_in_dim(row, (ROWS, *row.shape), [1])

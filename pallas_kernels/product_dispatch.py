@@ -1,4 +1,4 @@
-"""Which implementation a product takes on a GPU, by device, dtype and shape; see `dispatch`. `products.product` is for any device."""
+"""Chooses the implementation of products on GPUs, by device, dtype and shape; see `dispatch`. `products.product` is for any device."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from pallas_kernels.products import Weight
 from pallas_kernels.quantized import Quantized, dequantize, quantize
 from pallas_kernels.support import DTYPES, HOPPER, Impl, capability, kernel_serves
 
-GRID = 64  # of outputs and inputs
-EIGHT_BIT_ROWS = 512  # of a dense product; for more, XLA converts the weight once, and cuBLAS is faster
+GRID = 64  # the numbers of outputs and inputs are multiples of this
+EIGHT_BIT_ROWS = 512  # maximum rows of a dense product; for more, converting the weight once and using cuBLAS is faster
 
 
 def why_grouped_product_unsupported(x: jax.Array, weight: Weight, *, device: jax.Device | None = None) -> str | None:
-    """Why no kernel for `grouped_product` can take these, or None."""
+    """Why no kernel for `grouped_product` supports these arrays, or None."""
     return _why_product_unsupported(x, weight, 1, device)
 
 
 def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None) -> jax.Array:
-    """Each row of x by the matrix of its group, as it lies.
+    """Multiplies each row of x by the matrix of its group.
 
     Args:
-        x: [places, in], rows as `groups.grouped` has placed them.
+        x: [places, in], rows in the order of `groups.grouped`.
         weight: [groups, *out, in].
         impl, device: see `dispatch`.
 
     Returns:
-        [places, *out], in x's dtype; undefined where there is no row.
+        [places, *out], in x's dtype; undefined in places without a row.
 
     Raises:
-        ValueError: impl="mosaic" or "llvm" where the kernel cannot serve; says why.
+        ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
     serves = kernel_serves(impl, why_grouped_product_unsupported(x, weight, device=device), device)
     if isinstance(weight, Int4) and serves:
@@ -50,7 +50,7 @@ def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl 
     scale = None
     if isinstance(weight, Quantized):
         values, scale = weight.values, weight.scale.reshape(weight.shape[0], -1)
-        if weight.inputs:  # as if they were multiplied in eight bits
+        if weight.inputs:  # rounds x as a product of eight-bit numbers would
             x = dequantize(quantize(transform(x, weight.hadamard), weight.kind)).astype(x.dtype)
     form: Any = xla.grouped_product
     if serves:
@@ -62,7 +62,7 @@ def grouped_product(x: jax.Array, weight: Weight, groups: Groups, *, impl: Impl 
 
 
 def why_quantized_product_unsupported(x: jax.Array, weight: Quantized | Int4, *, device: jax.Device | None = None) -> str | None:
-    """Why no kernel for `quantized_product` can take these, or None."""
+    """Why no kernel for `quantized_product` supports these arrays, or None."""
     if isinstance(weight, Quantized):
         if weight.inputs:
             return "inputs=True: XLA multiplies eight-bit numbers"
@@ -79,17 +79,17 @@ def quantized_product(
     impl: Impl = "auto",
     device: jax.Device | None = None,
 ) -> jax.Array:
-    """x [rows, in] by a quantized weight [out, in], on a GPU; `products.product` is for any device.
+    """Multiplies x [rows, in] by a quantized weight [out, in] on a GPU; `products.product` is for any device.
 
     Args:
-        dtype: of the result; None: x's.
+        dtype: dtype of the result; None: x's.
         impl, device: see `dispatch`.
 
     Returns:
         [rows, out].
 
     Raises:
-        ValueError: impl="mosaic" where no kernel can serve, or "llvm"; says why.
+        ValueError: impl is "mosaic" and no kernel supports the call, or impl is "llvm".
     """
     if not kernel_serves(impl, why_quantized_product_unsupported(x, weight, device=device), device):
         return products.by_xla(x, weight, jnp.dtype(dtype or x.dtype))
@@ -108,12 +108,12 @@ def quantized_product(
 
 
 def _transformed(x: jax.Array, weight: Quantized | Int4) -> jax.Array:
-    """As the weight's inputs are."""
+    """x with the transform of the weight's inputs."""
     return transform(x, weight.hadamard).astype(x.dtype)
 
 
 def _why_product_unsupported(x: jax.Array, weight: Weight, leading: int, device: jax.Device | None) -> str | None:
-    """Why no kernel takes these rows and a weight [*leading, *out, in], or None."""
+    """Why no kernel supports these rows and a weight [*leading, *out, in], or None. `leading` is a number of axes."""
     if capability(device) not in HOPPER:
         return f"device={(device or jax.devices()[0]).device_kind}: the kernel is for GPUs of compute capability {', '.join(HOPPER)}"
     if str(x.dtype) not in DTYPES:

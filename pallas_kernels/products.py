@@ -1,7 +1,8 @@
-"""Products of activations and weights kept output-major, [out, in]: plain, eight-bit with a scale for each output, or four-bit by group.
+"""Products of activations and weights that are stored output-major, [out, in].
 
-A CPU has several forms of them, and which is fastest depends on the processor, the dtypes and the number of rows: `using` says which are
-taken where programs are traced. Without it a rule decides by the number of rows.
+Weights are plain, eight-bit with a scale per output, or four-bit with a scale per group. On a CPU there are several
+forms of a product. The fastest depends on the processor, the dtypes and the number of rows. `using` sets the forms
+for programs traced within it; the default is the kernel.
 """
 
 from __future__ import annotations
@@ -23,26 +24,27 @@ from pallas_kernels.int4 import Int4, wide
 from pallas_kernels.quantized import Quantized, quantize
 
 LAST = (((1,), (1,)), ((), ()))  # contract the last axes
-ROW_GRID = 8  # rows of a product on a GPU at least
+ROW_GRID = 8  # on a GPU, a single row is padded to this many
 BLOCK = 64  # outputs that XLA's form converts at a time
-CONVERTED_ROWS = 64  # up to which that pays
-ROW_CLASSES = 1, 16, 64  # up to so many rows the same form is taken; beyond the last, another
+CONVERTED_ROWS = 64  # maximum rows for which that pays
+ROW_CLASSES = 1, 16, 64  # products use the same form up to each number of rows; larger ones are a further class
 
 _forms: ContextVar[Mapping[str, str]] = ContextVar("forms", default={})  # noqa: B039  # never written
 
 
 @cache
 def cpu_refused() -> str | None:
-    """Why a CPU has no kernels here, or None if it has."""
+    """Why CPU kernels are unavailable, or None."""
     return "llvmlite is not installed" if importlib.util.find_spec("llvmlite") is None else None
 
 
 @contextmanager
 def using(forms: Mapping[str, str]) -> Iterator[None]:
-    """Trace products in these forms on a CPU, in this thread.
+    """Traces products in these forms on a CPU, in this thread.
 
     Args:
-        forms: by `form_key`, "kernel", "amx" (the kernel where a weight is too small for its tiles) or "xla"; keys may be missing.
+        forms: maps `form_key` to "kernel", "amx" or "xla". "amx" uses the kernel if a weight is too small for AMX tiles.
+            Missing keys mean the default.
     """
     token = _forms.set(forms)
     try:
@@ -52,21 +54,22 @@ def using(forms: Mapping[str, str]) -> Iterator[None]:
 
 
 def form_key(rows: int, x: str, weight: str) -> str:
-    """Of products for which the same form is taken.
+    """The key of a class of products that use the same form.
 
     Args:
         x: dtype.
-        weight: dtype, int4, or w8a8 where x is quantized too.
+        weight: see `kind_of`.
     """
     most = next((most for most in ROW_CLASSES if rows <= most), None)
     return f"{x} * {weight}, {'more rows' if most is None else f'{most} rows'}"
 
 
 def prepare(weight: Any, x: str | None = None) -> None:
-    """Make known to XLA what a CPU's programs call to multiply by this, an array, a Quantized or an Int4 or what has its shape and dtypes.
+    """Registers with XLA the CPU kernels for products with this weight.
 
     Args:
-        x: dtype of the other side; None: what the weight is or stands for.
+        weight: an array, a Quantized or an Int4, or any object with the same shape and dtypes.
+        x: dtype of the other operand; None: the dtype of the weight, or the one that it represents.
     """
     if cpu_refused() is None:
         from pallas_kernels.cpu import products
@@ -81,7 +84,11 @@ Weight = jax.Array | Quantized | Int4
 
 
 def product(x: jax.Array, weight: Weight, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """x [rows, in], weight [out, in] -> [rows, out], in x's dtype or the given one. Sums are float32, or int32 of int8 numbers."""
+    """Multiplies x [rows, in] by weight [out, in].
+
+    Returns:
+        [rows, out] in x's dtype or the given one. Sums are float32, or int32 for int8 numbers.
+    """
     dtype = jnp.dtype(dtype or x.dtype)
     xla = partial(by_xla, dtype=dtype)
     form = _form(x, weight)
@@ -96,7 +103,7 @@ def product(x: jax.Array, weight: Weight, dtype: jax.typing.DTypeLike | None = N
 
 
 def _form(x: jax.Array, weight: Weight) -> str:
-    """In which a CPU multiplies these."""
+    """The form of a product on a CPU; "xla" on other devices."""
     if not traced_for_cpu() or cpu_refused() is not None:
         return "xla"
     kind = kind_of(weight)
@@ -106,7 +113,7 @@ def _form(x: jax.Array, weight: Weight) -> str:
 
 
 def traced_for() -> jax.Device:
-    """The default device: what is traced is for it."""
+    """The device for which programs are traced: the default device."""
     device: Any = jax.config.jax_default_device
     return device if hasattr(device, "platform") else jax.devices(device)[0]
 
@@ -117,7 +124,7 @@ def traced_for_cpu() -> bool:
 
 
 def kind_of(weight: Any) -> str:
-    """A dtype, or int4; w8a8 or "fp8 inputs" where rows of x are quantized too."""
+    """A weight's dtype or "int4"; "w8a8" or "fp8 inputs" if rows of x are quantized too."""
     if isinstance(weight, Int4):
         return "int4"
     if not isinstance(weight, Quantized):
@@ -146,7 +153,7 @@ def _by_cpu_kernel(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any], form: st
 
 
 def by_xla(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any]) -> jax.Array:
-    """The form of `product` for any device. Four-bit weights are dequantized."""
+    """`product` by XLA, for any device. Four-bit weights are dequantized."""
     if isinstance(weight, Int4):
         return _any_rows(transform(x, weight.hadamard).astype(x.dtype), wide(weight).astype(x.dtype), dtype)
     if not isinstance(weight, Quantized):
@@ -163,7 +170,7 @@ def _any_rows(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> j
     if len(x) == 1 and x.dtype.itemsize == 2 and jnp.dtype(dtype) == jnp.float32 and not traced_for_cpu():
         # For a single row, XLA would write a float32 copy of the weight in every step.
         return _any_rows(jnp.pad(x, ((0, ROW_GRID - 1), (0, 0))), weight, dtype)[:1]
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # or GPUs multiply float32 as tf32
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # GPUs would otherwise use tf32
     return lax.dot_general(x, weight, LAST, precision=precision, preferred_element_type=dtype)
 
 
@@ -173,7 +180,7 @@ def _converted(x: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _converted_by_block(x: jax.Array, values: jax.Array) -> jax.Array:
-    """On a CPU: block by block through the cache, instead of a converted copy of all in memory."""
+    """The same as `_converted` on a CPU. Blocks fit the processor's cache; a converted copy of the whole weight would not."""
     out, size = values.shape
     if x.shape[0] > CONVERTED_ROWS or out % BLOCK:
         return _converted(x, values)

@@ -12,7 +12,7 @@ from jax import lax
 
 
 class Qkv(NamedTuple):
-    """As separate arrays.
+    """Queries, keys and values as separate arrays.
 
     Attributes:
         q: [tokens, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
@@ -31,7 +31,7 @@ class Qkv(NamedTuple):
         return self
 
     def joined(self) -> QkvProduct:
-        """Concatenated."""
+        """The same, concatenated to one array."""
         assert self.v is not None
         tokens, kv_heads, head_dim = self.k.shape
         q = self.q.reshape(tokens, kv_heads, -1, head_dim)
@@ -39,7 +39,7 @@ class Qkv(NamedTuple):
 
 
 class QueriesOnly(NamedTuple):
-    """Queries [tokens, heads, head_dim] of a layer that reads the keys and values of another layer, which are already written."""
+    """Queries [tokens, heads, head_dim] of a layer that reads another layer's keys and values, which are already in the cache."""
 
     q: jax.Array
 
@@ -68,7 +68,7 @@ class HeadNorm:
 @partial(jax.tree_util.register_dataclass, data_fields=("rows", "norm"), meta_fields=("group",))
 @dataclass(frozen=True)
 class QkvProduct:
-    """As the result of one matrix product.
+    """Queries, keys and values as the result of one matrix product.
 
     Attributes:
         rows: [tokens, kv_heads, group + 2 + others, head_dim]: for each kv head its queries, its key, its value, and rows
@@ -86,7 +86,7 @@ class QkvProduct:
         return self.rows.dtype
 
     def split(self) -> Qkv:
-        """As separate arrays, queries and keys normalized."""
+        """The same as separate arrays, with queries and keys normalized."""
         rows, group, norm = self.rows, self.group, self.norm
         q, k = rows[:, :, :group].reshape(rows.shape[0], -1, rows.shape[-1]), rows[:, :, group]
         if norm is not None:

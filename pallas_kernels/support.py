@@ -1,6 +1,7 @@
-"""Shapes, dtypes and devices that kernels support: each function says why they do not support some arrays, or None.
+"""Shapes, dtypes and devices that kernels support. Each `why_no_` function returns the reason why not, or None.
 
-Arrays may be anything with a shape and a dtype. `device` is the device to run on; None: the first of the default backend.
+Arrays may be any objects with a shape and a dtype. `device` is the device to run on; None: the first of the default
+backend.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ DTYPES = ("bfloat16", "float16")
 STORED = (*DTYPES, "quantized int8", "quantized uint8")
 STORED_ON_CPU = ("bfloat16", "float32", "quantized int8", "quantized uint8")
 HEAD_DIMS = (64, 128, 256)
-PAGE_SIZES = (16, 32, 64)  # and multiples of the last
+PAGE_SIZES = (16, 32, 64)  # and multiples of 64
 
 
 def on_cpu(device: jax.Device | None) -> bool:
@@ -50,7 +51,7 @@ def capability(device: jax.Device | None) -> str | None:
 
 
 def why_no_cache(k_pages: Pages, v_pages: Pages, device: jax.Device | None, capabilities: tuple[str, ...]) -> str | None:
-    """Why no kernel for these compute capabilities can take such a cache, or None."""
+    """Why no kernel for these compute capabilities supports this cache, or None."""
     if capability(device) not in capabilities:
         kind = (device or jax.devices()[0]).device_kind
         return f"device={kind}: the kernel is for GPUs of compute capability {', '.join(capabilities)}"
@@ -72,7 +73,11 @@ def _stored(pages: Pages) -> str:
 
 
 def kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) -> bool:
-    """Whether the device's kernel is taken, which refuses for the reason given, if any."""
+    """Whether to use the device's kernel. `refused` is the reason why it does not support the arrays, or None.
+
+    Raises:
+        ValueError: impl is unknown, or names a kernel that cannot be used here.
+    """
     if impl not in get_args(Impl):
         raise ValueError(f"impl={impl!r}: one of {', '.join(map(repr, get_args(Impl)))}")
     if impl == "flashinfer":

@@ -1,12 +1,12 @@
-"""Measures the best number of stages of decode attention on this machine's GPU, and writes it to the table that
+"""Measures the best number of stages for decode attention on this machine's GPU and writes it to the table that
 `tuning` reads.
 
     python -m pallas_kernels.tune [--heads 32 --kv-heads 8 --head-dim 128] [--page-size 64] [--dtype bfloat16] [--out FILE]
 
-For one shape of attention (the heads on one device) or, without --heads, for those of Llama 8B and 70B: each of
-the engine's row buckets and each kind of cache is timed with sequences of 8k tokens, and with one of 32k among
-short ones, with a cache of 1 GiB. FILE is written after each case, and cases that it lacks for this device come
-first, so an interrupted run can be continued.
+The options give one shape of attention (the heads on one device). Without --heads, the shapes of Llama 8B and 70B
+are measured. For each shape, each of the engine's row buckets and each kind of cache is timed with sequences of 8k
+tokens, and with one of 32k among short ones, with a cache of 1 GiB. FILE is written after each case, and cases
+that it lacks for this device come first, so an interrupted run can be continued.
 
 If flashinfer-python is installed, its decode kernel is timed too, and the times are written to `--fastest`:
 `impl="auto"` uses the faster kernel.
@@ -38,9 +38,9 @@ from pallas_kernels.tuning import DecodeCase, DecodeChoice
 KINDS = {None: None, "int8": "int8", "uint8": "float8_e4m3fn"}  # by stored dtype; None is the queries' dtype
 ROWS = (8, 16, 32, 64, 128, 256)  # row buckets of an engine on a GPU
 EVEN, LONGEST, SHORT = 8192, 32768, (256, 1024)  # tokens of a sequence
-POOL = 1 << 30  # bytes of the cache, many times the size of a GPU's L2 cache
+POOL = 1 << 30  # bytes of the KV cache, many times the size of a GPU's L2 cache
 STAGES = (2, 3, 4, 6)
-WORTH = 0.98  # required share of the default's time for another choice
+WORTH = 0.98  # another choice must take at most this share of the default's time
 
 Timer = Callable[[DecodeCase, DecodeChoice], float]
 
@@ -69,7 +69,7 @@ SHAPES = [(32, 8, 128), (64, 8, 128)]  # heads, kv_heads, head_dim
 
 
 def search(cases: Iterable[DecodeCase], timer: Timer) -> Iterator[Measured]:
-    """The best number of stages."""
+    """Measures the best number of stages for each case."""
     for case in cases:
         default = DecodeChoice()
         times = {choice: timer(case, choice) for choice in (default, *map(DecodeChoice, STAGES))}
@@ -79,7 +79,7 @@ def search(cases: Iterable[DecodeCase], timer: Timer) -> Iterator[Measured]:
 
 
 def tune(cases: Iterable[DecodeCase], device: jax.Device, file: Path) -> Iterator[Measured]:
-    """Runs `search`, writing results to the file immediately, in addition to its contents. Missing cases come first."""
+    """Runs `search` and adds each result to the file at once. Cases that the file lacks come first."""
     known = _read(file).get(device.device_kind, {})
     for measured in search(sorted(cases, key=lambda case: case.key() in known), total_seconds):
         if math.isfinite(measured.best):
@@ -104,7 +104,7 @@ def total_seconds(case: DecodeCase, choice: DecodeChoice) -> float:
         return math.inf
 
 
-@functools.lru_cache(maxsize=1)  # all choices of a case use the same
+@functools.lru_cache(maxsize=1)  # shared by all choices of a case
 def arrays(case: DecodeCase) -> tuple[jax.Array, Pages, Pages, list[Load]]:
     """Queries, keys and values, and the loads: equal rows, and one long row among short ones."""
     kind = KINDS.get(case.cache)
@@ -159,7 +159,7 @@ def _compare(wanted: list[DecodeCase], device: jax.Device, file: Path) -> None:
     refused = compare.why_not(device, wanted[0])
     if refused is not None:
         return print(f"\nnot compared with FlashInfer's kernel: {refused}")
-    tuning.table.cache_clear()  # of what was measured now
+    tuning.table.cache_clear()  # read the new measurements
     print(f"\n| case | {', us | '.join(compare.IMPLS)}, us |\n|---|---|---|")
     for case, times in compare.compare(wanted, device, file):
         print(compare.row(case, times), flush=True)

@@ -1,6 +1,6 @@
-"""How a kernel uses a device: by rules from shapes and the device, or by a table of measurements.
+"""Parameters of kernels on a device: from rules by shape and device, or from a table of measurements.
 
-The table is `tuned.json`, by device kind and case; `python -m pallas_kernels.tune` fills it on a GPU.
+The table is `tuned.json`, indexed by device kind and case; `python -m pallas_kernels.tune` fills it on a GPU.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class DecodeCase:
 
 @dataclass(frozen=True)
 class DecodeChoice:
-    """How decode attention keeps its copies in flight.
+    """The depth of decode attention's copy pipeline.
 
     Attributes:
-        stages: number of tiles in transfer to a block at a time; None: as many as fit into its intended shared memory.
+        stages: tiles in flight per block; None: as many as fit into the block's budget of shared memory.
     """
 
     stages: int | None = None
@@ -59,16 +59,17 @@ def cores(device: jax.Device | None) -> int:
 
 
 def decode_blocks(cache: str, head_dim: int, device: jax.Device | None) -> int:
-    """Blocks of a work list of decode attention: as many as the device runs at the same time, for any number of rows.
+    """Thread blocks of a work list of decode attention: as many as the device runs at a time, for any number of rows.
 
-    cache: stored dtype.
+    Args:
+        cache: stored dtype.
     """
     itemsize = jax.numpy.dtype(cache).itemsize
     return cores(device) * (BLOCKS if head_dim <= 64 * itemsize else 1)
 
 
 def decode(case: DecodeCase, device: jax.Device | None) -> DecodeChoice:
-    """The measured choice for such a device, otherwise the default."""
+    """The measured choice for this kind of device, or the default."""
     return DecodeChoice(**table().get(getattr(device, "device_kind", ""), {}).get(case.key(), {}))
 
 

@@ -1,8 +1,8 @@
 """The order in which persistent thread blocks take the items of a prompt's attention.
 
 Every tile has the same number of items, and items are sorted by their tile's work. In each round every block
-takes one, and the direction alternates: the block with the longest item of a round takes the shortest of the
-next. So the blocks' sums differ by at most the longest item.
+takes one item, and the direction alternates: the block with the longest item of a round takes the shortest of
+the next. So the blocks' total work differs by at most the longest item.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import jax.numpy as jnp
 
 
 def longest_first(positions: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Tiles by their last token's position, the latest first; those of no tokens come last.
+    """Sorts tiles by their last token's position, latest first. Tiles without tokens come last.
+
+    Compares all pairs, because XLA compiles a sort to several kernels on a GPU.
 
     Returns:
-        int32 [3, tiles]: indices of tiles, their positions, their lengths. By comparisons rather than by a sort, of which XLA makes
-        several kernels on a GPU.
+        int32 [3, tiles]: indices of tiles, their positions, their lengths.
     """
     index = jnp.arange(len(positions), dtype=jnp.int32)
     ends = jnp.where(lengths > 0, positions + lengths, 0)
@@ -30,7 +31,7 @@ def longest_first(positions: jax.Array, lengths: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Walk:
-    """Items 0, ..., items - 1, by decreasing work, divided among blocks. Its methods take integers, or arrays of them, of any kind."""
+    """Divides items 0, ..., items - 1, sorted by decreasing work, among blocks. Methods take integers or integer arrays."""
 
     items: int
     blocks: int

@@ -1,10 +1,11 @@
-"""The work of decode attention, shared out evenly: which tiles of which sequences each block of threads reads.
+"""Divides the work of decode attention evenly: lists the tiles of the sequences that each thread block reads.
 
-The tiles of all live (row, kv head) pairs lie on one line, pair after pair, and each block takes an equal part of it. A border within
-a pair cuts it: its parts go to scratch slots and are joined afterwards. So the grid does not depend on how many rows a program has,
-rows without a sequence cost nothing, and one long sequence among short ones keeps the whole chip busy.
+The tiles of all live (row, kv head) pairs form one line, pair after pair, and each block takes an equal part of
+it. A border within a pair splits the pair; its parts go to scratch slots and are joined afterwards. So the grid
+does not depend on the number of rows of a program, rows without a sequence cost nothing, and one long sequence
+among short ones keeps the whole GPU busy.
 
-A list depends on lengths and a window alone: one serves all layers of a cache group.
+A list depends only on lengths and a window, so all layers of a cache group share one.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ import jax
 import jax.numpy as jnp
 
 TILE = 64  # tokens
-LEAST = 4  # tiles of a block at least: below that, a join costs more than another block saves
-PARTS = 8  # of fixed size, that the longest row can be cut into at least
+LEAST = 4  # minimum tiles per block; with fewer, a join costs more than another block saves
+PARTS = 8  # of fixed size; the longest row can be split into at least this many
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WorkList:
-    """Which block does what, as int32 arrays.
+    """The items of each block, as int32 arrays.
 
     Attributes:
-        first: [blocks + 1]; block b works on the items first[b], ..., first[b + 1] - 1.
-        items: [most items, 6]: row, kv head, first tile, number of tiles, the row's length, and the slot for a part's result, or -1 if
-            the item is a whole pair.
-        joins: [most joins, 4]: row, kv head, first slot and number of slots of a pair that was cut; zeros where there is none.
+        first: [blocks + 1]; block b processes the items first[b], ..., first[b + 1] - 1.
+        items: [max items, 6]: row, kv head, first tile, number of tiles, the row's length, and the slot for a part's
+            result, or -1 if the item is a whole pair.
+        joins: [max joins, 4]: row, kv head, first slot and number of slots of each split pair; unused rows are zeros.
         slots: number of slots.
     """
 
@@ -43,15 +44,15 @@ class WorkList:
 
 
 def even_work(lengths: jax.Array, kv_heads: int, *, blocks: int, window: int | None = None) -> WorkList:
-    """Blocks have equal numbers of tiles, to within one; fewer blocks work where they would have less than LEAST each.
+    """Gives blocks equal numbers of tiles, to within one. Some blocks stay idle if each would have fewer than LEAST tiles.
 
     Args:
-        lengths: int32 [rows], tokens of each sequence, the query's own included; 0 where there is none.
-        blocks: of threads.
-        window: tokens that a query sees, its own included; None: all.
+        lengths: int32 [rows], tokens of each sequence including the query's; 0 for a row without a sequence.
+        blocks: number of thread blocks.
+        window: tokens that a query sees, including its own; None: all.
     """
     start, tiles = _tiles(lengths, window)
-    live, before = _before(tiles > 0), _before(kv_heads * tiles)  # rows, and tiles of the line, before each row
+    live, before = _before(tiles > 0), _before(kv_heads * tiles)  # live rows, and tiles of the line, before each row
     borders = _borders(before[-1], blocks)
 
     row = _find(before, borders)
@@ -62,7 +63,7 @@ def even_work(lengths: jax.Array, kv_heads: int, *, blocks: int, window: int | N
     new = inside & ~((pair == jnp.roll(pair, 1)) & jnp.roll(inside, 1))  # the first border within its pair
     within = jnp.sum(inside & (pair[:, None] == pair), axis=1, dtype=jnp.int32)  # borders within the same pair
     cuts = _before(inside)[1:]
-    parts = cuts + _before(new)[1:]  # that end at a border or before it, and those that begin there
+    parts = cuts + _before(new)[1:]  # parts that end at or before each border, plus the one that begins there
     first = pair + cuts
 
     item = jnp.arange(kv_heads * len(lengths) + blocks - 1, dtype=jnp.int32)
@@ -78,10 +79,10 @@ def even_work(lengths: jax.Array, kv_heads: int, *, blocks: int, window: int | N
 
 
 def fixed_work(lengths: jax.Array, kv_heads: int, *, blocks: int, tokens: int, window: int | None = None) -> WorkList:
-    """Sequences are cut at multiples of a size that depends on no length, so that a row's result does not depend on the others.
+    """Splits sequences at multiples of a size that does not depend on lengths, so a row's result does not depend on other rows.
 
     Args:
-        tokens: that the longest row may have.
+        tokens: the maximum length of a row.
         The others: see `even_work`.
     """
     rows = len(lengths)
@@ -92,7 +93,7 @@ def fixed_work(lengths: jax.Array, kv_heads: int, *, blocks: int, tokens: int, w
     before = _before(kv_heads * tiles)
     lowest = start // step
     parts = jnp.where(tiles > 0, -(-(start + tiles) // step) - lowest, 0)
-    number = _before(kv_heads * parts)  # of a row's first item
+    number = _before(kv_heads * parts)  # each row's first item
 
     item = jnp.arange(rows * kv_heads * most, dtype=jnp.int32)
     r, there = _find(number, item), item < number[-1]
@@ -110,29 +111,29 @@ def fixed_work(lengths: jax.Array, kv_heads: int, *, blocks: int, tokens: int, w
 
 
 def _tiles(lengths: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """The first tile that each row's query sees, and how many; int32 [rows]."""
+    """The first tile that each row's query sees, and the number of tiles; int32 [rows]."""
     first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // TILE
     return first, (lengths + TILE - 1) // TILE - first
 
 
 def _borders(tiles: jax.Array, blocks: int) -> jax.Array:
-    """Where on a line of so many tiles each block begins, and the end; int32 [blocks + 1]."""
+    """Each block's first tile on a line of `tiles` tiles, and the end of the last block; int32 [blocks + 1]."""
     used = jnp.clip(tiles // LEAST, 1, blocks)
     number = jnp.minimum(jnp.arange(blocks + 1, dtype=jnp.int32), used)
     return number * (tiles // used) + jnp.minimum(number, tiles % used)
 
 
 def _before(counts: jax.Array) -> jax.Array:
-    """Sums of the counts before each, and of all; int32 [n + 1]. XLA makes several kernels of a cumulative sum, one of this."""
+    """The exclusive cumulative sum of counts, and their total; int32 [n + 1]. XLA compiles this to one kernel, cumsum to several."""
     place = jnp.arange(len(counts) + 1)
     return jnp.sum(jnp.where(place[:-1] < place[:, None], counts, 0), axis=1, dtype=jnp.int32)
 
 
 def _find(starts: jax.Array, x: jax.Array) -> jax.Array:
-    """The last of the intervals [starts[i], starts[i + 1]) that begins at x or before; the last of all where x is behind it."""
+    """Index of the last interval [starts[i], starts[i + 1]) that begins at or before x, for any larger x the last interval."""
     return jnp.clip(jnp.searchsorted(starts, x, side="right", method="compare_all") - 1, 0, len(starts) - 2).astype(jnp.int32)
 
 
 def _table(columns: list[jax.Array], there: jax.Array) -> jax.Array:
-    """[n, columns], zeros where nothing is there."""
+    """The columns as [n, columns], with zeros in rows that are not there."""
     return jnp.where(there[:, None], jnp.stack(columns, axis=1), 0).astype(jnp.int32)

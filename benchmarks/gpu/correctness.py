@@ -1,4 +1,4 @@
-"""Every kernel against `reference.py`, in float32 and at the highest precision, on the same device."""
+"""Compares every kernel with `reference.py`, which runs in float32 at the highest precision on the same device."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ OTHERS: tuple[Ways, ...] = (
 )
 HEAD_DIMS, GROUPS, PAGE_SIZES = (64, 128, 256), (1, 4, 8), (16, 64, 128)
 THREADS = 6
-UNTUNED = {"xla_gpu_autotune_level": "0"}  # the reference need not be fast, and trying products out takes seconds a case
-EXPONENTIALS = 2e-5  # error of the hardware's exponentials and of float32 sums, beside 1
+UNTUNED = {"xla_gpu_autotune_level": "0"}  # the reference need not be fast, and autotuning takes seconds per case
+EXPONENTIALS = 2e-5  # relative error of the hardware's exponentials and of float32 sums
 
 
 class Case(NamedTuple):
-    """One call of one function. Which fields count depends on the function.
+    """One call of one function. Each function uses some of the fields.
 
     Attributes:
         function: decode, flashinfer, prefill, kv_write or copy_pages.
-        kind: of the cache's numbers; None is dtype.
-        ways: scale, window, soft cap and sinks of attention; batch_invariant, of decode.
-        size: tokens of a tile, or tokens that are written.
-        pairs: of channels that rotate; 0 is no rotation.
+        kind: format of the cache's numbers; None is dtype.
+        ways: scale, window, soft cap and sinks for attention; batch_invariant for decode; norm for kv_write.
+        size: tokens per tile, or tokens that are written.
+        pairs: number of channel pairs that rotate; 0: no rotation.
         longest: tokens of the longest sequence.
     """
 
@@ -56,7 +56,7 @@ class Case(NamedTuple):
     shape: Shape
     dtype: str
     kind: str | None = None
-    ways: Ways = {}  # noqa: RUF012  never changed
+    ways: Ways = {}  # noqa: RUF012  never modified
     size: int = 0
     pairs: int = 0
     longest: int = 1500
@@ -69,12 +69,12 @@ class Case(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    worst: float  # error over what rounding allows; infinite where a result is NaN or was changed and should not have been
-    relative: float  # norm of the error over the norm of what is right
+    worst: float  # largest error / allowed error; infinite if a result is NaN, or differs where it must be identical
+    relative: float  # norm of the error / norm of the reference
 
 
 def cases(small: bool) -> list[Case]:
-    """Functions in turn, so that a run that is cut short has met each; each shape meets other dtypes, options and cache kinds."""
+    """All cases. Functions alternate, so an interrupted run has tested each; shapes are combined with varying dtypes and options."""
     if small:
         shape = Shape(2, 2, 64, 16)
         attention = [
@@ -84,12 +84,12 @@ def cases(small: bool) -> list[Case]:
         return [*attention, Case("kv_write", shape, "bfloat16", None, {}, 13, 32), Case("copy_pages", shape, "bfloat16", "float8_e4m3fn")]
     shapes = [Shape(1 + i % 2, *one) for i, one in enumerate(product(GROUPS, HEAD_DIMS, PAGE_SIZES))]
     shapes = shapes[::2] + shapes[1::2]
-    # Periods without a common factor, so that each value of one meets all of the others.
+    # Periods have no common factor, so each value of one is combined with all values of the others.
     dtypes, ways, fixed = cycle(("bfloat16", "bfloat16", "float16")), cycle((*WAYS, *WAYS[1:3])), cycle((False, True))
     tiles, tokens = cycle((64, 16, 128, 64, 48)), cycle((13, 1, 64, 300))
     pairs, heads = cycle((0, 32, 24, 64, 0, 32, 128)), cycle((1, 2, 8, 3, 4))
     groups, normed = cycle((1, 1, 4, 4)), cycle(({}, {"norm": True}))
-    # Plain caches meet all shapes, eight-bit ones every other.
+    # Plain caches are combined with all shapes, eight-bit caches with every second one.
     kinds = [kind for i in range(len(shapes)) for kind in (KINDS if i % 2 else KINDS[:1])]
     shaped = [shape for i, shape in enumerate(shapes) for _ in (KINDS if i % 2 else KINDS[:1])]
     decode = [Case("decode", s, next(dtypes), k, next(ways) | {"batch_invariant": next(fixed)}) for s, k in zip(shaped, kinds, strict=True)]
@@ -105,7 +105,7 @@ def cases(small: bool) -> list[Case]:
 
 
 def measure(small: bool) -> Iterator[Row]:
-    """A row for each case; the kernels' on a GPU, XLA's forms elsewhere."""
+    """Yields a row per case: kernels on a GPU, XLA's implementations elsewhere."""
     impl: dispatch.Impl = "xla" if small else "mosaic"
 
     def row(i: int, case: Case) -> Row:
@@ -116,7 +116,7 @@ def measure(small: bool) -> Iterator[Row]:
 
 
 def check(case: Case, impl: dispatch.Impl, seed: int) -> Row:
-    """One case, of inputs that the seed decides; `measure` takes its index."""
+    """Runs one case, with inputs from the seed. `measure` uses the case's index as seed."""
     if case.function == "flashinfer":
         impl = "flashinfer"
     refused, run = CALLS[case.function](case, impl, seed)
@@ -126,7 +126,7 @@ def check(case: Case, impl: dispatch.Impl, seed: int) -> Row:
     return Row(str(case), {"error / allowed": worst, "relative error": relative}, outcome="ok" if worst <= 1 else FAILED)
 
 
-Prepared = tuple[str | None, Callable[[], Comparison]]  # why the kernel cannot take it, and what runs it
+Prepared = tuple[str | None, Callable[[], Comparison]]  # why the kernel does not support the case, and a function that runs it
 
 
 def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
@@ -156,7 +156,10 @@ def _given(case: Case) -> Ways:
 
 
 def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
-    """A first tile, whole; a chunk from mid-page; padding; one token twice; later tiles, two of which share their first page."""
+    """Tests a full first tile, a chunk that starts within a page, padding, two tiles of one token, and later tiles.
+
+    The last two sequences share their first page.
+    """
     page, tile = case.shape.page_size, case.size
     last = case.longest - tile
     positions, lengths = [0, page // 2 + 3, 0, page, 0, 2 * tile, last], [tile, tile - 5, 0, 1, 1, tile, tile]
@@ -168,7 +171,7 @@ def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     def run() -> Comparison:
         attend = jax.jit(partial(dispatch.paged_attention_prefill, **_given(case), impl=impl))
         got = attend(q, paged.k, paged.v, *where)
-        got = jnp.where(real[..., None, None] | ~jnp.isfinite(got), got, 0)  # the rest is undefined, but finite
+        got = jnp.where(real[..., None, None] | ~jnp.isfinite(got), got, 0)  # other results are undefined, but must be finite
         truth = _truth(reference.paged_attention_prefill, _given(case))
         return _attention(case, got, truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
 
@@ -176,8 +179,10 @@ def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
 
 
 def _attention(case: Case, got: jax.Array, want: jax.Array, paged: Paged) -> Comparison:
-    """Rounded to dtype are each weight, and the result. All else is float32. FlashInfer's kernel rounds scaled weights and the results
-    of parts, too."""
+    """Compares attention's results. The allowed error assumes that weights and results are rounded to dtype, and all else is float32.
+
+    FlashInfer's kernel also rounds scaled weights and the results of parts.
+    """
     largest = float(jnp.nanmax(jnp.abs(_numbers(paged.v))))
     rounding = 1.05 * float(jnp.finfo(case.dtype).eps) / 2 * (3 if case.function == "flashinfer" else 1)
     return compare(got, want, rounding * (np.abs(np.asarray(want)) + largest) + EXPONENTIALS * largest)
@@ -263,12 +268,12 @@ def _wide(x: Any) -> Any:
 
 
 def _numbers(pages: Pages) -> jax.Array:
-    """In float32."""
+    """The values of pages, in float32."""
     return dequantize(replace(pages, dtype="float32")) if isinstance(pages, Quantized) else pages.astype(jnp.float32)
 
 
 def compare(got: Any, want: Any, allowed: np.ndarray) -> Comparison:
-    """Arrays of one shape; where nothing is allowed, equal is 0 and anything else infinite."""
+    """Compares arrays of the same shape. If the allowed error is 0, `worst` is 0 for equal elements and infinite for others."""
     got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
     error = np.abs(got - want)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -279,7 +284,7 @@ def compare(got: Any, want: Any, allowed: np.ndarray) -> Comparison:
 
 
 def _same(got: jax.Array, want: jax.Array, where: np.ndarray) -> Comparison:
-    """Bit for bit. where: of the pages, or of [pages, page_size]; in arrays of [pages, kv_heads, page_size, ...]."""
+    """Compares arrays [pages, kv_heads, page_size, ...] bit by bit. where: a mask of [pages] or [pages, page_size]."""
     now, then = (np.asarray(x) for x in (got, want))
     if where.ndim == 2:
         now, then = now.swapaxes(1, 2), then.swapaxes(1, 2)

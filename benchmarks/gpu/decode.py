@@ -1,4 +1,4 @@
-"""Decode attention: bytes a second, over what the device itself copies."""
+"""Decode attention: bytes per second, relative to the device's copy bandwidth."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.timing import block_tables, chained, one_long
 
 GOAL = 0.85
-FILLS = 1 << 27  # bytes that a call must move to be held to the goal: some 30 us of an H200
+FILLS = 1 << 27  # calls that move fewer bytes have no goal; an H200 takes about 30 us for these
 CONTEXTS, BATCHES, RAGGED = (1024, 8192, 32768), (1, 16, 64, 256), (8, 64, 256)
 
 
 class Batch(NamedTuple):
-    """What a case reads: tokens of each row; 0 is padding."""
+    """The rows of a case. lengths: tokens of each row; 0 is padding."""
 
     name: str
     lengths: list[int]
 
 
 def batches(small: bool) -> list[Batch]:
-    """Rows that are alike; then those that a split of every sequence into as many parts serves badly: one live row in
-    the engine's smallest bucket, and one long row among short ones."""
+    """Batches of equal rows, and batches for which splitting each sequence into equally many parts is slow.
+
+    The latter are one live row in the engine's smallest bucket, and one long row among short ones.
+    """
     if small:
         return [Batch("batch 2, context 64", [64, 64]), Batch("one row of 128 in a bucket of 8", [128] + 7 * [0]), _ragged(4, 128, 16, 48)]
     alike = [Batch(f"batch {rows}, context {context}", rows * [context]) for context in CONTEXTS for rows in BATCHES]
@@ -46,8 +48,10 @@ def _ragged(rows: int, longest: int, low: int, high: int) -> Batch:
 
 
 def measure(small: bool) -> Iterator[Row]:
-    """Rows of every batch and cache; those with little to move have no goal. GB/s count the live rows' tokens alone. After each row of
-    a cache that FlashInfer's kernel takes comes that kernel's."""
+    """Yields a row for each batch and cache format, followed by FlashInfer's row if its kernel supports the format.
+
+    GB/s count only the tokens of live rows. Cases that move few bytes have no goal.
+    """
     bandwidth = ceilings(small).bandwidth
     yield Row("copy on this device", {"GB/s": bandwidth / 1e9})
     for kind in KINDS:
@@ -84,7 +88,7 @@ def _pages(shape: Shape, batch: Batch) -> list[int]:
 
 
 def _refused(q: Any, k: Pages, v: Pages) -> str | None:
-    """Why the GPU's kernel cannot take these, or None."""
+    """Why the GPU's kernel does not support these arrays, or None."""
     device = jax.devices()[0]
     return f"device={device.device_kind}: it is no GPU" if device.platform == "cpu" else dispatch.why_decode_unsupported(q, k, v)
 
@@ -99,7 +103,7 @@ def _row(case: str, shape: Shape, k: Pages, v: Pages, batch: Batch, bandwidth: f
 
 
 def seconds_of(shape: Shape, k: Pages, v: Pages, batch: Batch, impl: dispatch.Impl) -> float:
-    """Of a call, on other pages each time."""
+    """Seconds per call. Each call reads other pages."""
     q = jax.random.normal(jax.random.key(1), (len(batch.lengths), shape.heads, shape.head_dim), jnp.bfloat16)
     tables = jnp.asarray(block_tables(k.shape[0], _pages(shape, batch)))
     attend = partial(dispatch.paged_attention_decode, scale=1 / math.sqrt(shape.head_dim), impl=impl)

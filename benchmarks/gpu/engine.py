@@ -1,4 +1,4 @@
-"""The engine on a Llama of 8B parameters with random weights: tokens a second over the roofline, and the host's time a step."""
+"""The engine on a Llama of 8B parameters with random weights: tokens per second relative to the roofline, and host time per step."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from jengine.table.program_table import ProgramTable
 from jengine.updates import TokenUpdate
 
 DECODE_GOAL, PREFILL_GOAL = 0.8, 0.6
-ROUNDS = 3  # of prefill
+ROUNDS = 3  # measured rounds of prefill
 
 
 class How(NamedTuple):
-    """How the engine runs it. threads: that compile."""
+    """The engine's settings. threads: number of threads that compile."""
 
     dtype: str
     tile_size: int
@@ -75,7 +75,7 @@ def measure(small: bool) -> Iterator[Row]:
 
 
 def make_engine(size: Load, how: How) -> tuple[ExecutionSpec, Engine]:
-    """With a trunk for each batch, and two that take a chunk: alone, and beside the largest batch."""
+    """An engine with a trunk for each batch, and two trunks with a prefill chunk: with the smallest and the largest batch."""
     rows = tuple(sorted({max(batch, 8) for batch in size.batches}))
     max_model_len = max(size.chunk + 8, size.prompt + tokens_out(size, rows[-1]))
     pages = max(rows[-1] * -(-(size.prompt + tokens_out(size, rows[-1])) // how.page_size), -(-max_model_len // how.page_size))
@@ -105,12 +105,12 @@ def make_engine(size: Load, how: How) -> tuple[ExecutionSpec, Engine]:
 
 
 def tokens_out(size: Load, batch: int) -> int:
-    """Of each sequence: none ends while others are still prefilled, or while the clock runs."""
+    """Output tokens per sequence, enough that no sequence ends during prefill of the others or during the measurement."""
     return batch * size.prompt // size.chunk + size.steps + size.steps // 4 + 16
 
 
 def prefill_seconds(engine: Engine, prompts: int, tokens: int) -> float:
-    """Of a step of whole prompts, whose first token is all that is wanted; of several in a row."""
+    """Seconds of a step that prefills whole prompts with one output token each, averaged over several consecutive steps."""
     steps, took = 4, []
     for _ in range(1 + ROUNDS):
         add(engine, steps * prompts, tokens, 1)
@@ -122,7 +122,7 @@ def prefill_seconds(engine: Engine, prompts: int, tokens: int) -> float:
 
 
 def decode_seconds(engine: Engine, batch: int, size: Load, clock: Clock) -> tuple[float, float, float]:
-    """A step's seconds, and those of them in which the host did not wait for the device: medians. And tokens of a sequence, on average."""
+    """Median seconds per step, median host seconds per step (not waiting for the device), and the mean length of a sequence."""
     add(engine, batch, size.prompt, tokens_out(size, batch))
     made: Counter[str] = Counter()
 

@@ -1,4 +1,4 @@
-"""Products of tokens with their experts' weights: right, and then bytes or operations a second over the device's own."""
+"""Products of tokens with their experts' weights: checked first, then timed against the device's peak rates."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pallas_kernels.timing import CHAIN, chained
 
 KINDS = (*STORED, "int4")
 GOAL = 0.7
-CHECKED = 256  # rows that are compared
+CHECKED = 256  # rows whose results are checked
 
 
 class Load(NamedTuple):
-    """Experts of a layer, as many inputs as outputs; tokens of a step, and experts of each."""
+    """The experts of a layer, their number of inputs and outputs (`hidden`), tokens per step, and experts per token (`each`)."""
 
     experts: int
     hidden: int
@@ -35,11 +35,11 @@ class Load(NamedTuple):
     each: int
 
 
-FULL, SMALL = Load(128, 2048, (1, 8, 64, 256, 2048, 8192), 8), Load(4, 64, (1, 5), 2)  # the first as Qwen3-30B-A3B has them
+FULL, SMALL = Load(128, 2048, (1, 8, 64, 256, 2048, 8192), 8), Load(4, 64, (1, 5), 2)  # FULL is a layer of Qwen3-30B-A3B
 
 
 def measure(small: bool) -> Iterator[Row]:
-    """Rows of every kind of weights and number of tokens. Products of few tokens wait for weights, those of many for the tensor cores."""
+    """Yields a row per kind of weights and number of tokens. Few tokens are bound by memory, many by the tensor cores."""
     load, most = SMALL if small else FULL, ceilings(small)
     for kind in KINDS:
         weight = _weight(load, kind)
@@ -51,7 +51,7 @@ def measure(small: bool) -> Iterator[Row]:
 
 
 def _weight(load: Load, kind: str | None) -> Any:
-    """[experts, out, in], drawn on the device; results are about as large as inputs."""
+    """Random weights [experts, out, in], scaled so that results are about as large as inputs."""
 
     def draw(key: jax.Array) -> Any:
         plain = jax.random.normal(key, (load.hidden, load.hidden), jnp.bfloat16) * load.hidden**-0.5
@@ -85,7 +85,7 @@ def _row(case: str, load: Load, weight: Any, tokens: int, most: Ceilings, small:
 
 
 def _error(got: jax.Array, x: jax.Array, chosen: np.ndarray, weight: Any) -> float:
-    """The largest error over what rounding the result allows, in some rows."""
+    """The largest error in some rows, relative to the error that rounding the result allows."""
     some = np.unique(np.linspace(0, len(chosen) - 1, CHECKED, dtype=int))
 
     def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -95,5 +95,5 @@ def _error(got: jax.Array, x: jax.Array, chosen: np.ndarray, weight: Any) -> flo
         return jnp.einsum("oi,i->o", wide.astype(jnp.float32), row.astype(jnp.float32), precision="highest")
 
     want = np.asarray(jax.jit(lambda *args: jax.lax.map(one, args))(x[some], jnp.asarray(chosen[some])))
-    scaled = 2 * float(jnp.finfo(jnp.bfloat16).eps)  # the result's rounding; and dequantized weights are rounded, too
+    scaled = 2 * float(jnp.finfo(jnp.bfloat16).eps)  # rounding of the result and of dequantized weights
     return compare(got[some], want, scaled * (np.abs(want) + np.abs(want).max(-1, keepdims=True))).worst

@@ -1,4 +1,4 @@
-"""Random paged caches: small ones whose unused parts are NaN, to compare with, and large ones on the device, to time."""
+"""Random paged caches: small ones with NaN in unused parts, for correctness, and large ones on the device, for timing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.gpu.work import Shape
 from pallas_kernels.quantized import Pages, movable, quantize
 from pallas_kernels.timing import page_pool
 
-KINDS = (None, "int8", "float8_e4m3fn")  # of a cache's numbers; None is the queries' dtype
+KINDS = (None, "int8", "float8_e4m3fn")  # formats of a cache's numbers; None is the queries' dtype
 
 
 class Paged(NamedTuple):
@@ -23,9 +23,10 @@ class Paged(NamedTuple):
 
 
 def checked(lengths: Sequence[int], shape: Shape, dtype: str, kind: str | None, seed: int) -> Paged:
-    """Sequences of these lengths, on pages in random order, the last two with a first page in common.
+    """Sequences of these lengths on pages in random order. The last two share their first page.
 
-    What no sequence covers is NaN (in an int8 cache, its scales are), and the table names no page for it; an empty one has the null page.
+    Numbers outside of sequences are NaN; in an int8 cache their scales are. Unused table entries are out of bounds, or the
+    null page in the row of an empty sequence.
     """
     rng = np.random.default_rng(seed)
     width = max(1, -(-max(lengths) // shape.page_size))
@@ -47,16 +48,16 @@ def _stored(pages: jax.Array, kind: str | None) -> Pages:
 
 
 def large(shape: Shape, num_pages: int, dtype: str, kind: str | None) -> tuple[Pages, Pages]:
-    """Keys and values, made on the device."""
+    """Random keys and values, created on the device."""
     return page_pool((num_pages, shape.kv_heads, shape.page_size, shape.head_dim), dtype, kind)
 
 
 def page_bytes(shape: Shape, kind: str | None) -> int:
-    """Of keys and values together."""
+    """Bytes per page of keys and values together."""
     return 2 * shape.kv_heads * shape.page_size * (2 * shape.head_dim if kind is None else shape.head_dim + 4)
 
 
 def free_bytes() -> int | None:
-    """That JAX may still take of the device; None on a CPU."""
+    """Device memory that JAX can still allocate; None on a CPU."""
     stats = jax.devices()[0].memory_stats() or {}
     return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None

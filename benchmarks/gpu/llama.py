@@ -1,4 +1,4 @@
-"""The Llama that the engine and transformers run, and how much of it."""
+"""The Llama that the benchmarks of the engine and of transformers run, and their loads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tools.make_model import COMMON, SHAPES
 
 
 class Load(NamedTuple):
-    """What is timed.
+    """A load to measure.
 
     Attributes:
-        config: as a config.json has it.
-        batches: of sequences that decode together, after prompts of `prompt` tokens.
-        steps: of decoding.
-        chunk: tokens that are prefilled together: one prompt, or some of `prompt` tokens.
+        config: the content of a config.json.
+        batches: numbers of sequences that decode together, after prompts of `prompt` tokens.
+        steps: number of decode steps.
+        chunk: tokens that are prefilled together, as one prompt or as several of `prompt` tokens.
     """
 
     config: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Models without a checkpoint: shapes from a configuration, weights drawn on the device; and the programs that a benchmark needs."""
+"""Models without a checkpoint, with random weights created on the device, and the programs that a benchmark needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.make_model import STANDARD_DEVIATION
 
 
 class Chosen(dict[Key, Any]):
-    """Stands for Programs: those that are needed, by key, and what warm-up measures of them."""
+    """A replacement for Programs that contains only the needed ones, by key, with the costs that warm-up measures."""
 
     def __init__(self, programs: dict[Key, Any]) -> None:
         super().__init__(programs)
@@ -22,7 +22,7 @@ class Chosen(dict[Key, Any]):
 
 
 def compiled(spec: ExecutionSpec, threads: int) -> Chosen:
-    """All trunks, with their greedy samplers."""
+    """Compiles all trunks and their greedy samplers."""
     table = spec.table
     samplers = dict.fromkeys(table.sampler(key, "greedy") for key in table.trunks())
     keys: Iterable[Key] = [ALLOCATE, *table.trunks(), *samplers]
@@ -30,7 +30,7 @@ def compiled(spec: ExecutionSpec, threads: int) -> Chosen:
 
 
 def random_params(spec: ExecutionSpec) -> Any:
-    """Norms are ones; the rest is normal, as tools/make_model.py has it. One parameter at a time."""
+    """Random parameters, created one at a time. Norms are ones; others are normal, as in tools/make_model.py."""
     key = jax.random.key(0)
 
     def draw(target: jax.ShapeDtypeStruct) -> jax.Array:

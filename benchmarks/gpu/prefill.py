@@ -1,4 +1,7 @@
-"""Prefill attention: operations a second, over what the device itself multiplies; beside others on contiguous keys and values."""
+"""Prefill attention: operations per second, relative to the device's matrix products, and compared with other implementations.
+
+The others read contiguous keys and values.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from pallas_kernels import dispatch
 from pallas_kernels.timing import CHAIN, block_tables, chained
 
 GOAL = 0.65
-CHUNKS = 512, 1024, 2048, 4096, 8192  # tokens of a prompt, all of them in one call
-FULL = 16384  # tokens of a call of many prompts
+CHUNKS = 512, 1024, 2048, 4096, 8192  # tokens per prompt, all in one call
+FULL = 16384  # tokens of a call with many prompts
 TILE = 64
 
 
 def measure(small: bool) -> Iterator[Row]:
-    """One prompt a call, and as many as make FULL tokens; then the same by others."""
+    """Yields rows for calls with one prompt, and with prompts of FULL tokens in total; then rows of the other implementations."""
     rate = ceilings(small).rate
     yield Row("matrix product on this device", {"TFLOP/s": rate / 1e12})
     shape, cases = LLAMA, [(sequences, chunk) for chunk in CHUNKS for sequences in (1, FULL // chunk)]
@@ -53,7 +56,7 @@ def measure(small: bool) -> Iterator[Row]:
 
 
 def prepared(shape: Shape, kind: str | None, sequences: int, chunk: int, small: bool) -> tuple[str | None, Callable[[], float]]:
-    """Why the kernel cannot make such a call, or None; and what gives its seconds."""
+    """Why the kernel does not support this call, or None, and a function that returns the call's seconds."""
     per_prompt = chunk // TILE
     q = jax.random.normal(jax.random.key(1), (sequences * per_prompt, TILE, shape.heads, shape.head_dim), jnp.bfloat16)
     width = -(-chunk // shape.page_size)

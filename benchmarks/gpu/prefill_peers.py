@@ -1,4 +1,7 @@
-"""Causal attention of others, on contiguous queries, keys and values: seconds of a call. What is missing raises."""
+"""Other implementations of causal attention, on contiguous queries, keys and values.
+
+Each function returns the seconds of a call. It raises an exception if the implementation is not available.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ GOAL = 0.7
 
 
 class Load(NamedTuple):
-    """Inputs, and as many outputs; rows of a product."""
+    """The number of inputs and of outputs (`hidden`), and numbers of rows to measure."""
 
     hidden: int
     rows: tuple[int, ...]
@@ -32,7 +32,7 @@ FULL, SMALL = Load(4096, (1, 8, 16, 32, 64, 128, 256, 512, 2048)), Load(128, (1,
 
 
 def _mxfp4(x: jax.Array) -> Any:
-    """Groups of 32, with the scale that fits the largest magnitude."""
+    """Quantizes x to MXFP4 in groups of 32, with a scale that maps the largest magnitude to the largest number."""
     groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 32)
     scale = jnp.abs(groups).max(-1) / max(E2M1)
     levels = jnp.array(E2M1)
@@ -51,7 +51,7 @@ KINDS: dict[str, Callable[[jax.Array], Any]] = {
 
 
 def measure(small: bool) -> Iterator[Row]:
-    """Every kind of weight by every number of rows. Few rows wait for weights, many for the tensor cores."""
+    """Yields a row for each kind of weight and number of rows. Few rows are bound by memory, many by the tensor cores."""
     load, most = SMALL if small else FULL, ceilings(small)
     for kind in KINDS:
         weights = _weights(load, kind, 2 if small else CHAIN)
@@ -64,7 +64,7 @@ def measure(small: bool) -> Iterator[Row]:
 
 
 def _weights(load: Load, kind: str, count: int) -> Any:
-    """[count, out, in], drawn on the device; results are about as large as inputs."""
+    """Random weights [count, out, in], scaled so that results are about as large as inputs."""
 
     def draw(key: jax.Array) -> Any:
         return KINDS[kind](jax.random.normal(key, (load.hidden, load.hidden), jnp.bfloat16) * load.hidden**-0.5)
@@ -87,7 +87,7 @@ def _row(case: str, load: Load, weights: Any, rows: int, most: Ceilings, small: 
 
 
 def _error(got: jax.Array, x: jax.Array, weight: Any) -> float:
-    """The largest error over what rounding the result allows; dequantized weights are rounded, too."""
+    """The largest error, relative to the error allowed for rounding the result and dequantized weights."""
     wide = dequantize(weight).astype(jnp.float32)
     want = np.asarray(jnp.einsum("oi,ri->ro", wide, x.astype(jnp.float32), precision="highest"))
     scaled = 2 * float(jnp.finfo(jnp.bfloat16).eps)

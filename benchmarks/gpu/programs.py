@@ -1,6 +1,6 @@
-"""Programs that were compiled before: for a GPU that was not there, and on this one by another process. Loaded, and run.
+"""Loads and runs saved programs: compiled without a GPU, and compiled on this GPU by another process.
 
-Three questions of each folder: is it for what is here, does each program load, does a step run.
+For each folder, it checks whether the folder matches the model and device, each program loads, and each program runs.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 
 from benchmarks.gpu.rows import ROOT, Row, attempt, failed, reason, skipped
 
-MODEL = "benchmarks/gpu/small_model"  # a configuration; programs need no more
+MODEL = "benchmarks/gpu/small_model"  # only a config.json, which is enough to compile programs
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 72, "num_pages": 256}
 
 
 def command(out: str, target: str | None) -> list[str]:
-    """That compiles the folder, from the repository's root."""
+    """jengine's arguments that compile the folder, to run in the repository's root."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     return ["compile", MODEL, *(["--target", target] if target else []), *flags, "--out", out]
 
 
 def measure(given: Path | None) -> Iterator[Row]:
-    """given: a folder of programs that were compiled without a GPU."""
+    """Yields the rows of both folders. given: a folder of programs that were compiled without a GPU."""
     missing = missing_modules()
     if missing is not None:
         yield skipped("jengine", missing)
@@ -51,7 +51,7 @@ def measure(given: Path | None) -> Iterator[Row]:
             how = shlex.join(["JAX_PLATFORMS=cpu", "jengine", *command("DIR", "h200")])
             yield skipped("compiled without a GPU", f"no folder given; make one with this machine's versions of JAX: {how}")
             return
-        copy = Path(temporary) / "given"  # of this user, and writable by no one else, however it came here
+        copy = Path(temporary) / "given"  # owned by this user and not writable by others, as loading requires
         shutil.copytree(given, copy)
         for path in (copy, *copy.iterdir()):
             path.chmod(0o700 if path.is_dir() else 0o600)
@@ -69,7 +69,7 @@ def missing_modules() -> str | None:
 
 
 def try_folder(name: str, folder: Path) -> Iterator[Row]:
-    """What becomes of each question; the later ones are asked even where the first is answered with no."""
+    """Yields a row per check. Programs are loaded even if the folder does not match the model and device."""
     from benchmarks.gpu.model import Chosen, random_params
     from jengine.errors import InvalidArgument
     from jengine.execution.kernels import prepare
@@ -117,7 +117,7 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
 
 
 def _spec() -> Any:
-    """What the engine would ask for, with the number of pages that OPTIONS have."""
+    """The engine's specification for OPTIONS, with their number of pages."""
     from jengine.config import EngineConfig
     from jengine.planning.ahead_of_time import describe_for
 

@@ -1,4 +1,4 @@
-"""What a part of the suite gives: rows, printed as a table and kept beside what earlier runs gave."""
+"""The results of a part of the suite: rows, which are printed as a table and merged with earlier results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Row:
 
     Attributes:
         values: by column; text, or a number in the unit that the column names.
-        goal: of the column `share`, at least; None where there is none.
-        outcome: ok, failed or skipped; empty where only the goal, if any, is to be judged.
-        why: of a failure, or of what was skipped.
+        goal: minimum of the column `share`; None: no goal.
+        outcome: ok, failed or skipped; if empty, the goal decides.
+        why: reason of a failure or a skip.
     """
 
     case: str
@@ -40,7 +40,7 @@ class Row:
         return "met" if self.values["share"] >= self.goal else "missed"
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The row as JSON."""
         values = {name: str(value) if value in (math.inf, -math.inf) or value != value else value for name, value in self.values.items()}
         extra = {"goal": self.goal, "outcome": self.judged, "why": self.why}
         return {"case": self.case, **values, **{name: value for name, value in extra.items() if value not in (None, "")}}
@@ -55,7 +55,7 @@ def failed(case: str, why: str, **values: Any) -> Row:
 
 
 def attempt(case: str, measure: Callable[[], Row], otherwise: Callable[[str, str], Row] = failed) -> Row:
-    """What measure gives; or, whatever a compiler, a device or a library raises, the row for that: other cases may do better."""
+    """Returns measure's row, or a row for the exception that a compiler, a device or a library raised, so other cases can run."""
     try:
         return measure()
     except Exception as error:
@@ -63,12 +63,12 @@ def attempt(case: str, measure: Callable[[], Row], otherwise: Callable[[str, str
 
 
 def reason(error: Exception) -> str:
-    """On one line."""
+    """An exception's type and message on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def table(entries: list[dict[str, Any]]) -> str:
-    """Of what `Row.data` gives: all columns that some row has, then the goal, its outcome and the reason."""
+    """A table of the results of `Row.data`: all columns that any row has, then the goal, the outcome and the reason."""
     names = dict.fromkeys(name for entry in entries for name in entry)
     last = [name for name in ("goal", "outcome", "why") if name in names]
     columns = [name for name in names if name not in last] + last
@@ -89,22 +89,22 @@ def _text(value: Any) -> str:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Results by part; none where there is no file."""
+    """Results by part, empty if the file does not exist."""
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 def merged(results: dict[str, Any], part: str, machine: dict[str, Any], rows: Iterable[Row], stopped: str | None) -> dict[str, Any]:
-    """The results with this part's in place of its earlier ones.
+    """The results with this part's results replaced.
 
     Args:
-        stopped: why there may be rows missing; None where all are there.
+        stopped: why rows may be missing; None if the part is complete.
     """
     entry = {"machine": machine, "sources": sources(), "rows": [row.data() for row in rows]}
     return {**results, part: entry | ({} if stopped is None else {"stopped": stopped})}
 
 
 def write(file: Path, results: dict[str, Any]) -> None:
-    """The whole file or, to a process that is killed meanwhile, the old one."""
+    """Writes the file atomically: if the process is killed, the old file remains."""
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f".{file.name}.{os.getpid()}")
     new.write_text(json.dumps(results, indent=1) + "\n")
@@ -123,7 +123,7 @@ def failures(results: dict[str, Any], part: str) -> int:
 
 
 def sources() -> str:
-    """A digest of the kernels' source files, and of what they were tuned to."""
+    """A digest of the kernels' source files and tuning tables."""
     digest = hashlib.sha256()
     kernels = ROOT / "pallas_kernels"
     for path in sorted([*kernels.rglob("*.py"), *kernels.glob("*.json")]):

@@ -12,15 +12,18 @@ from benchmarks.gpu.llama import FULL, SMALL, Load
 from benchmarks.gpu.rows import Row, attempt, reason, skipped
 
 REPEATS = 3
-OTHERS = ("architectures", "model_type", "dtype")  # fields of a config.json that LlamaConfig has no use for
+OTHERS = ("architectures", "model_type", "dtype")  # fields of config.json that are not passed to LlamaConfig
 
 
 def measure(small: bool) -> Iterator[Row]:
-    """A prompt's time is that of a forward pass with one row of logits; decoding is the time of so many tokens more than one."""
+    """Yields rows of prefill and decode.
+
+    Prefill is a forward pass with one row of logits. Decode is the difference between generating 1 + steps tokens and one.
+    """
     size = SMALL if small else FULL
     try:
         peer = Peer(size, "cpu" if small else "cuda")
-    except Exception as error:  # it is not here, sees no GPU, or has something against the configuration
+    except Exception as error:  # not installed, no GPU, or the configuration is rejected
         yield skipped("transformers", reason(error))
         return
     for prompt in (size.chunk, size.prompt):
@@ -70,7 +73,7 @@ class Peer:
         )
 
     def _seconds(self, call: Callable[[], Any]) -> float:
-        """The median of a few, after one that compiles."""
+        """Median seconds of several calls, after a warm-up call."""
         took = []
         for _ in range(1 + REPEATS):
             start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The kernels' own tuning, case by case, each of them kept at once: all of it takes longer than a part may."""
+"""Tunes the kernels. Each case is saved at once, because tuning all cases takes longer than the time limit of a part."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pallas_kernels import compare, dispatch, fastest, tune, tuning
 
 
 def measure() -> Iterator[Row]:
-    """Measures the cases that the kernels' tables lack, and writes them as `python -m pallas_kernels.tune` does. So a run continues where
-    an earlier one ended. Empty the tables to measure everything again."""
+    """Measures the cases that are missing in the kernels' tables, and adds them like `python -m pallas_kernels.tune`.
+
+    So a run continues where an earlier one ended. Empty the tables to measure everything again.
+    """
     device = jax.devices()[0]
     if getattr(device, "compute_capability", None) not in dispatch.HOPPER:
         yield skipped("decode attention", f"device={device.device_kind}: tuning needs a Hopper GPU")
@@ -27,6 +29,6 @@ def measure() -> Iterator[Row]:
     if refused is not None:
         yield skipped("FlashInfer beside ours", refused)
         return
-    tuning.table.cache_clear()  # of what was measured now
+    tuning.table.cache_clear()  # read the new measurements
     for case, times in compare.compare([case for case in cases if compare.key(case) not in timed], device, fastest.FILE):
         yield Row(case.key(), {f"{impl} us": time for impl, time in times.items()})

@@ -1,4 +1,4 @@
-"""What attention must do at least: bytes that it moves and operations, counted."""
+"""The minimum work of attention: bytes moved and operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """Heads of one layer."""
+    """The heads and pages of one layer."""
 
     kv_heads: int = 8
     group: int = 4
@@ -19,17 +19,17 @@ class Shape(NamedTuple):
         return self.kv_heads * self.group
 
 
-LLAMA = Shape()  # of 8B parameters
+LLAMA = Shape()  # Llama with 8B parameters
 SMALL = Shape(kv_heads=2, group=2, head_dim=64, page_size=16)
 
 
 def decode_bytes(shape: Shape, lengths: Sequence[int], itemsize: int = 2, scale_bytes: int = 0) -> int:
-    """Every key and value read once, queries read and results written once, in two bytes a number.
+    """Bytes to read every key and value once, and to read queries and write results once, at two bytes per number.
 
     Args:
-        lengths: of the rows; those of length 0 are padding, of which only the result counts.
-        itemsize: of the cache's numbers.
-        scale_bytes: for each token and kv head of keys, and of values.
+        lengths: lengths of the rows. Rows of length 0 are padding; only their results count.
+        itemsize: bytes per number in the cache.
+        scale_bytes: bytes of scales per token and kv head, for keys and for values each.
     """
     cached = 2 * sum(lengths) * shape.kv_heads * (shape.head_dim * itemsize + scale_bytes)
     rows = len(lengths) + sum(length > 0 for length in lengths)
@@ -37,5 +37,5 @@ def decode_bytes(shape: Shape, lengths: Sequence[int], itemsize: int = 2, scale_
 
 
 def prefill_operations(shape: Shape, sequences: int, tokens: int) -> int:
-    """Both products of causal attention, of whole prompts: two operations for each pair of a query and a key that it sees."""
+    """Operations of both products of causal attention over whole prompts, at two operations per multiply-add."""
     return 4 * shape.heads * shape.head_dim * sequences * (tokens * (tokens + 1) // 2)

@@ -1,6 +1,6 @@
-"""Four-bit weights calibrated on text: the model reads it once, and each product's weight is quantized as it is reached.
+"""Calibrates four-bit weights on text: the model reads the text once and quantizes each weight when its product runs.
 
-So each is fitted, by GPTQ, to the inputs that it will have: those that the quantized products before it give.
+So GPTQ fits each weight to its actual inputs, which come from quantized weights of earlier products.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.quantized import is_quantized
 from pallas_kernels.xla import Rotation, rotate
 
-LENGTH, SEQUENCES = 512, 32  # tokens of a sequence; sequences at most
+LENGTH, SEQUENCES = 512, 32  # tokens per sequence; maximum sequences
 
 
 def read_text(file: str | Path, tokenizer: Tokenizer) -> np.ndarray:
-    """int32 [sequences, LENGTH]: a text's tokens, spread over it where there are more than are taken.
+    """Tokenizes a text: int32 [sequences, LENGTH]. From a longer text, it takes sequences that are spread evenly over it.
 
     Raises:
         InvalidArgument: the file cannot be read, or has too few tokens.
@@ -56,7 +56,7 @@ def read_text(file: str | Path, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def check_calibrated(model: ModelConfig, file: str | Path) -> None:
-    """Raises InvalidArgument where a model cannot be calibrated."""
+    """Raises InvalidArgument if a model cannot be calibrated."""
     if model.linear is not None:
         raise InvalidArgument("calibration_data", str(file), "models with recurrent states cannot be calibrated")
     if model.converted is not None:
@@ -64,10 +64,10 @@ def check_calibrated(model: ModelConfig, file: str | Path) -> None:
 
 
 def load_calibrated(path: Path, model: Model, mesh: Mesh, tokens: np.ndarray, progress: bool = True) -> Params:
-    """As `load`, by way of plain parameters.
+    """Loads plain parameters and calibrates them; see `load`.
 
     Args:
-        tokens: as `read_text` gives them.
+        tokens: from `read_text`.
     """
     plain = build(model.config, model.dtype, model.config.max_position, "none")
     params = load(path, plain, mesh, progress)
@@ -75,12 +75,12 @@ def load_calibrated(path: Path, model: Model, mesh: Mesh, tokens: np.ndarray, pr
 
 
 def calibrate(model: Model, params: Params, targets: Params, tokens: np.ndarray, progress: bool = True) -> Params:
-    """The parameters of `model`, in the forms of `targets`, from plain ones on one device.
+    """Quantizes plain parameters on one device to the forms of `targets`.
 
-    Matrices of experts are rounded to nearest: few tokens reach each.
+    Weights of experts are rounded to nearest, because few tokens reach each expert.
 
     Args:
-        targets: abstract, with shardings.
+        targets: the abstract parameters of `model`, with shardings.
         tokens: int32 [sequences, length].
     """
 
@@ -100,7 +100,7 @@ def calibrate(model: Model, params: Params, targets: Params, tokens: np.ndarray,
 
 
 class _Waiting(Calibrated):
-    """A weight until the product that it is for is reached."""
+    """A weight that is quantized when its first product runs."""
 
     def __init__(self, weight: jax.Array, target: Int4, count: Any) -> None:
         self.weight = weight
@@ -126,7 +126,7 @@ class _Waiting(Calibrated):
         return placed
 
     def result(self) -> Int4:
-        """Of a weight that no product used, rounded to nearest."""
+        """The quantized weight. If no product used the weight, it is rounded to nearest."""
         if self.made is None:
             self.made = fitted(self.weight, self.target)  # type: ignore[assignment]
         assert self.made is not None
@@ -138,7 +138,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _attend(count: int) -> Attend:
-    """Attention within each of so many sequences of one length, one after the other."""
+    """Attention within each of `count` sequences, which have equal lengths and follow each other."""
 
     written: dict[int | None, tuple[jax.Array, jax.Array]] = {}  # by window: layers that read other layers' keys have the same window
 
@@ -166,7 +166,7 @@ def _attend(count: int) -> Attend:
     return attend
 
 
-# Compiled once for all layers: what runs outside of programs is compiled again wherever it holds control flow.
+# Compiled once for all layers. Outside of jit, control flow would be compiled again at each call.
 _product = jax.jit(product, static_argnames="dtype")
 
 
@@ -174,7 +174,7 @@ _product = jax.jit(product, static_argnames="dtype")
 def _attention(
     q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, *, scale: float, window: int | None, soft_cap: float | None
 ) -> jax.Array:
-    """[sequences, length, heads, head_dim]"""
+    """Causal attention. Arrays are [sequences, length, heads or kv_heads, head_dim]."""
     distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
     seen = (distance >= 0) & (distance < (window or q.shape[1]))
 

@@ -1,4 +1,4 @@
-"""Writes a model as a checkpoint of jengine's own, parameter by parameter."""
+"""Converts a model to jengine's checkpoint format, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -45,23 +45,24 @@ def convert(
     calibration_data: str | Path | None = None,
     progress: bool = True,
 ) -> Path:
-    """Writes a folder that loads as any model does, with parameters as programs take them. Returns its path.
+    """Writes a folder with parameters in the layout of compiled programs. It loads like any other model. Returns its path.
 
-    The host holds up to orbax.BATCH bytes of parameters, and the one that fills the batch; the model's files are mapped.
-    With quantization it holds all parameters, and unquantized ones too where they are calibrated.
-    The folder gets its name when all is written. Until then it is `out` with the ending .incomplete.
+    Host memory holds up to orbax.BATCH bytes of parameters and the one that fills the batch; the model's files are
+    mapped. With quantization it holds all parameters, and with calibration also the unquantized ones. The folder is
+    named `out` when everything is written, and `out` with the suffix .incomplete until then.
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, or a hub id.
-        out: a folder that is new or empty.
-        dtype: to store parameters in. auto: each as the model has it, so that nothing is lost whatever it is loaded as. With quantization,
-            that of what is not quantized; auto is the checkpoint's.
-        quantization, quantization_group_size, calibration_data: as in EngineConfig, done here once instead of at each start. The
-            folder loads on one device.
+        out: a new or empty folder.
+        dtype: dtype of the stored parameters. "auto" keeps each parameter's dtype, so the folder loads without loss at any
+            dtype. With quantization, this is the dtype of parameters that are not quantized, and "auto" is the
+            checkpoint's.
+        quantization, quantization_group_size, calibration_data: as in EngineConfig, but applied once here instead of at each
+            start. The folder then loads on one device.
 
     Raises:
-        InvalidArgument: an option is not supported; `out` is not empty, cannot be written, or is being written.
-        ModelError: the model cannot be read, is not supported or is converted already; writing failed.
+        InvalidArgument: an option is not supported, or `out` is not empty, cannot be written, or is being written.
+        ModelError: the model cannot be read, is not supported or is already converted, or writing failed.
     """
     if dtype not in ("auto", *DTYPES):
         raise InvalidArgument("dtype", dtype, f"must be auto, {', '.join(DTYPES)}")
@@ -89,7 +90,7 @@ def convert(
 
 
 def _convert_quantized(folder: Path, out: Path, how: EngineConfig, config: ModelConfig, progress: bool) -> Path:
-    """Parameters as they lie on one device."""
+    """Quantizes the parameters for one device and writes them to `out`."""
     if how.calibration_data is not None:
         check_calibrated(config, how.calibration_data)
     assert how.quantization is not None and how.quantization != "none"
@@ -109,11 +110,11 @@ def _convert_quantized(folder: Path, out: Path, how: EngineConfig, config: Model
 
 
 def _parameters(model: Model, tensors: dict[str, Tensor], dtype: Dtype, progress: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """Every parameter's name and value, put together when it is asked for."""
+    """Yields every parameter's name and value, assembled one at a time."""
     sources = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, tuple))
     todo = []
     for (name, leaf), source in zip(orbax.by_name(model.params).items(), sources, strict=True):
-        own = functools.reduce(jnp.promote_types, (tensors[piece.name].array.dtype for piece in source))  # one that holds them all
+        own = functools.reduce(jnp.promote_types, (tensors[piece.name].array.dtype for piece in source))  # holds all pieces exactly
         todo.append((name, jax.ShapeDtypeStruct(leaf.shape, own if dtype == "auto" else dtype), source))
     total = sum(target.size * target.dtype.itemsize for _, target, _ in todo)
     with progress_bar(total=total, desc="converting", unit="B", unit_scale=True, show=progress) as bar:
@@ -123,10 +124,10 @@ def _parameters(model: Model, tensors: dict[str, Tensor], dtype: Dtype, progress
 
 
 def _copy_files(folder: Path, to: Path) -> None:
-    """The tokenizer's, the chat templates and all other descriptions of the model; no weights."""
+    """Copies the tokenizer, the chat templates and the model's other files, without weights."""
     for pattern in COPIED:
         for file in folder.glob(pattern):
-            if not file.name.endswith(".index.json"):  # those are of the tensors' files
+            if not file.name.endswith(".index.json"):  # indexes of the original tensor files
                 target = to / file.relative_to(folder)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, target)
@@ -134,7 +135,7 @@ def _copy_files(folder: Path, to: Path) -> None:
 
 @contextlib.contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the name `out` at the end. What an interruption leaves is removed at the next try."""
+    """A folder to fill, renamed to `out` at the end. The next attempt removes the remains of an interrupted one."""
     out = out.expanduser().resolve()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InvalidArgument("out", str(out), "must be a new or an empty folder")
@@ -159,7 +160,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _remove_rest(folder: Path) -> None:
-    """Removes the rest of an interrupted conversion. Rejects a folder of this name that `jengine convert` did not write."""
+    """Removes the remains of an interrupted conversion. Rejects a folder of this name that `jengine convert` did not write."""
     if any(folder.iterdir()) and not holds_orbax(folder):
         raise InvalidArgument("out", str(folder), "is in the way: `jengine convert` did not write it, and would use this name meanwhile")
     for entry in folder.iterdir():

@@ -1,6 +1,6 @@
-"""A folder that `jengine convert` wrote: what marks it, and the ModelConfig that lies beside its weights.
+"""The folder that `jengine convert` writes. It contains:
 
-- jengine.json, the mark: the number of this format, and the ModelConfig
+- jengine.json, which marks the folder: the version of this format, and the ModelConfig
 - params, an Orbax checkpoint of the parameters: see orbax.py
 - the model's other files: tokenizer, chat template, generation_config.json
 """
@@ -18,31 +18,31 @@ from jengine.model_config import ModelConfig
 
 MARK = "jengine.json"
 PARAMS = "params"
-FORMAT = 1  # changes when parameters of the same names and shapes come to mean something else
+FORMAT = 1  # changes when parameters with the same names and shapes get another meaning
 ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether jengine wrote this folder, to the end: the mark is written last."""
+    """Whether jengine wrote this folder completely: jengine.json is written last."""
     return (folder / MARK).exists()
 
 
 def holds_orbax(folder: Path) -> bool:
-    """Whether an Orbax checkpoint, or a part of one, lies here."""
+    """Whether the folder contains an Orbax checkpoint or a part of one."""
     return any((folder / mark).exists() for mark in ORBAX_MARKS) or any(entry.is_dir() for entry in folder.glob(f"{PARAMS}*"))
 
 
 def write_config(folder: Path, config: ModelConfig) -> None:
-    """Writes the mark."""
+    """Writes jengine.json."""
     content = {"format": FORMAT, "model": dataclasses.asdict(config)}
     (folder / MARK).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
-    """The ModelConfig in the content of a mark.
+    """The ModelConfig in the content of jengine.json.
 
     Raises:
-        ModelError: another format; a field is unknown, missing or of the wrong type.
+        ModelError: the format is another version, or a field is unknown, missing or of the wrong type.
     """
     if fields.get("format") != FORMAT:
         reason = f"format={fields.get('format')!r} is not the one that this version reads, {FORMAT}; convert the model again"
@@ -55,7 +55,7 @@ def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
 
 
 def _record(of: type, value: Any, name: str) -> Any:
-    """A dataclass from a JSON object. Fields that have defaults may be missing: they are younger than the file."""
+    """A dataclass from a JSON object. Fields with defaults may be missing: they were added after the file was written."""
     if not isinstance(value, dict):
         raise ValueError(f"{name}={value!r} must be an object")
     hints = get_type_hints(of)
@@ -69,9 +69,9 @@ def _record(of: type, value: Any, name: str) -> Any:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    """JSON as a field's type has it: with tuples for lists, and dataclasses for objects."""
+    """Converts JSON to the field's type: lists to tuples, and objects to dataclasses."""
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (types.UnionType, Union):  # with None; there are no others
+    if origin in (types.UnionType, Union):  # all unions are with None
         return None if value is None else _value(arguments[0], value, name)
     if origin is Literal:
         return _checked(value in arguments, value, name, f"one of {', '.join(arguments)}")

@@ -1,6 +1,7 @@
-"""Model families: functions of arrays that are given `attend`, with every weight declared once.
+"""Model families: functions of arrays that take an `attend` function, with each weight declared once.
 
-A new family is a file here: its module, the reader of its config.json, and its FAMILIES, by Hugging Face's model_type.
+A new family is one file here: its module, the reader of its config.json, and a dict FAMILIES that maps Hugging
+Face's model_type to a Family.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ from pallas_kernels.hadamard import block_of
 from pallas_kernels.int4 import KINDS, TILE, pack, quantize_int4
 from pallas_kernels.quantized import quantize
 
-QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations are quantized to it as well
+QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations are quantized to this dtype too
     "int8": ("int8", False),
     "w8a8": ("int8", True),
     "fp8": ("float8_e4m3fn", True),
 }
-TRANSFORMED = ("w8a8",)  # outliers of activations would leave few of eight bits to the others
-IN_EIGHT_BITS = "int8"  # of a model in four bits, embeddings, output heads, and with int4_mixed what `_loses_much`
+TRANSFORMED = ("w8a8",)  # with a Hadamard transform: outliers would otherwise leave few of the eight bits to other activations
+IN_EIGHT_BITS = "int8"  # in a four-bit model: embeddings, output heads and, with int4_mixed, weights for which `_loses_much`
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 _FILES = (
     bloom,
@@ -106,15 +107,15 @@ FAMILIES: dict[str, Family] = dict(sorted(item for file in _FILES for item in fi
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model without its weights. The three trees have one structure: nested dicts.
+    """A model without its weights. params, axes and sources are nested dicts with the same structure.
 
     Attributes:
-        params: what programs take: a jax.ShapeDtypeStruct, or a Quantized or an Int4 of several, for each parameter.
+        params: the abstract parameters of programs: each is a jax.ShapeDtypeStruct, or a Quantized or Int4 of several.
         axes: each parameter's logical axis names, a tuple of str or None.
-        sources: the checkpoint tensors each parameter is made of, a tuple of pieces.Piece.
-        group_size, calibrated: as in build.
-        prefix: the Decoder's.
-        text_part, skipped, unread: the family's.
+        sources: the checkpoint tensors that make up each parameter, a tuple of pieces.Piece.
+        group_size, calibrated: as in `build`.
+        prefix: as in Decoder.
+        text_part, skipped, unread: as in Family.
     """
 
     config: ModelConfig
@@ -133,13 +134,13 @@ class Model:
 
     @property
     def weights(self) -> str | None:
-        """How they are quantized, in words."""
+        """A description of how weights are quantized, or None."""
         if self.quantization not in FOUR_BITS:
             return self.quantization
         return f"{self.quantization}, groups of {self.group_size}{', calibrated' if self.calibrated else ''}"
 
     def bind(self, params: Params) -> Decoder:
-        """The module over these parameters, inside a traced function or outside."""
+        """The module with these parameters. It works inside and outside of traced functions."""
         module: Decoder = nnx.merge(self.graph, params)
         return module
 
@@ -157,16 +158,17 @@ def build(
     """Declares the model of a family; allocates nothing.
 
     Args:
-        dtype: of weights and activations.
-        max_model_len: tokens a sequence may have; dynamic rotary scaling is fixed for it.
-        quantization: as in EngineConfig, of the matrices in products and of embeddings; routers, norms, biases and learned positions
-            keep dtype.
-        shards: devices that the parameters are laid out for, see ModelConfig.
-        group_size: inputs of four-bit weights that share a scale.
-        calibrated: four-bit weights are, see checkpoints/calibration.py.
+        dtype: dtype of weights and activations.
+        max_model_len: maximum tokens of a sequence; dynamic rotary scaling is fixed for this length.
+        quantization: as in EngineConfig. It applies to matrices of products and to embeddings; routers, norms, biases and
+            learned positions keep dtype.
+        shards: number of devices in the parameters' layout, see ModelConfig.
+        group_size: inputs per scale of four-bit weights.
+        calibrated: four-bit weights are calibrated, see checkpoints/calibration.py.
 
     Raises:
-        InvalidArgument: a converted folder's parameters are quantized in another way, or cannot be cut for so many devices.
+        InvalidArgument: a converted folder's parameters are quantized in another way, or cannot be sharded over this many
+            devices.
         ModelError: the family or its activation is not supported.
     """
     if config.family not in FAMILIES:
@@ -194,7 +196,7 @@ def build(
         if config.stored is not None and not vocabulary:
             return _stored(plain, config.stored, parameter.get_metadata("source"), parts)
         if quantization in FOUR_BITS and not vocabulary and not (quantization == "int4_mixed" and _loses_much(axes)):
-            hadamard = block_of(plain.shape[-1] // parts) if calibrated else 1  # rounded to nearest, little is gained
+            hadamard = block_of(plain.shape[-1] // parts) if calibrated else 1  # without calibration, the transform gains little
             return jax.eval_shape(partial(quantize_int4, group=group_size, parts=parts, hadamard=hadamard), plain)
         if quantization in (None, "none"):
             return plain
@@ -221,12 +223,16 @@ def build(
 
 
 def _loses_much(axes: tuple[str | None, ...]) -> bool:
-    """In four bits: queries, keys and values, whose errors enter every score, and an MLP's last matrix, whose inputs have outliers."""
+    """Whether a weight loses much in four bits.
+
+    These are the weights of queries, keys and values, whose errors enter every score, and an MLP's last matrix, whose
+    inputs have outliers.
+    """
     return axes[0] == "kv_heads" or (axes[-1] == "ffn" and len(axes) == 2)
 
 
 def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence[Piece], parts: int) -> Any:
-    """A matrix as the checkpoint has it, where it has all of it in that form."""
+    """A matrix in the checkpoint's form, or plain if the checkpoint does not store all of it in that form."""
     modules = {piece.name.rpartition(".")[0] for piece in source}
     if any(re.match(pattern, module) for module in modules for pattern in stored.others):
         return plain

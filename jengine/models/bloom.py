@@ -1,7 +1,8 @@
-"""BLOOM: ALiBi in place of positions.
+"""BLOOM: ALiBi instead of position embeddings.
 
-Two more channels of queries and keys give it. A key at position p has p // 256 and p % 256 there, which every format holds exactly, and a
-query what makes slope * p of them: ALiBi, up to a term that all keys of a query share.
+Two additional channels of queries and keys implement it. A key at position p has p // 256 and p % 256 there, which
+every dtype represents exactly. A query has the factors whose product with them is slope * p. This is ALiBi, up to a
+term that is the same for all keys of a query.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from jengine.models.pieces import EVERY, Part, Piece
 from jengine.parallel.collectives import shard_index
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 
-CHANNELS = 16  # added to each head: two are used, and kernels take multiples of this
+CHANNELS = 16  # added to each head; two are used, but kernels need multiples of 16
 STEP = 256
 
 
 class BloomAttention(Attention):
-    """Heads have CHANNELS more channels than in the checkpoint, which are zero."""
+    """Attention whose heads have CHANNELS additional channels, with zero weights, that are not in the checkpoint."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         if config.shards > config.num_heads:
@@ -45,7 +46,7 @@ class BloomAttention(Attention):
         return Piece(f"{name}.dense.{kind}", shape)
 
     def qkv_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
-        """One tensor with query, key and value of each head together."""
+        """One tensor that stores query, key and value of each head together."""
         heads, dim = self.config.num_heads, self.config.head_dim
         real = dim - CHANNELS
         piece = Piece(f"{name}.query_key_value.{kind}", (3 * heads * real, *inputs))
@@ -96,7 +97,11 @@ class Bloom(Llama):
 
 
 def slopes(heads: int) -> list[float]:
-    """ALiBi's (Press et al. 2022): a geometric sequence, and for other numbers than powers of two every second one of the next."""
+    """ALiBi's slopes (Press et al. 2022).
+
+    For a power of two, they are a geometric sequence. Other numbers of heads continue with every second element of the
+    sequence for the next power of two.
+    """
     whole = 2 ** math.floor(math.log2(heads))
     first = [2.0 ** (-8 * (i + 1) / whole) for i in range(whole)]
     return first + [2.0 ** (-4 * (2 * i + 1) / whole) for i in range(heads - whole)]

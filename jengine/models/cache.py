@@ -1,4 +1,4 @@
-"""What a model keeps of the past: cache groups of layers, and the arrays in which each keeps it."""
+"""The layout of a model's cache: groups of layers, and the arrays of each group."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jengine.model_config import ModelConfig
 from jengine.model_parts import LinearAttention
 from jengine.models.by_layer import at, kv_layer
 
-SIMILAR = 1.25  # kinds of about as many layers make groups of the larger count: a few layers' room is lost, not another block table
-TOKENS = -1  # in a shape: the tokens of a page
+SIMILAR = 1.25  # if counts of layers differ by less, groups have the larger count: this wastes little and saves a block table
+TOKENS = -1  # in a shape: the number of tokens per page
 
 
 @dataclass(frozen=True, slots=True)
 class PageArray:
-    """An array that each layer of a group has, [pages, *shape].
+    """An array [pages, *shape] that each layer of a group has.
 
     Attributes:
-        shape: of a page; TOKENS stands for the tokens that it holds.
-        sharded: the axis of `shape` that is spread over the mesh; None: each device has all of it.
-        dtype: None is the cache's; of eight bits, it comes with a float32 scale for each row of the last axis.
+        shape: shape of a page; TOKENS stands for the number of its tokens.
+        sharded: the axis of `shape` that is sharded over the mesh; None: replicated.
+        dtype: None: the cache's dtype. An eight-bit array also has a float32 scale for each row of the last axis.
     """
 
     shape: tuple[int, ...]
@@ -30,29 +30,29 @@ class PageArray:
     dtype: str | None = None
 
     def page(self, page_size: int) -> tuple[int, ...]:
-        """The shape of a page that holds so many tokens."""
+        """The shape of a page with page_size tokens."""
         return tuple(page_size if size == TOKENS else size for size in self.shape)
 
     @property
     def elements(self) -> int:
-        """Of one token, on all devices."""
+        """Number of elements per token, on all devices together."""
         return math.prod(size for size in self.shape if size != TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a block table: what they keep of a token lies in one page, for equally long.
+    """Layers that share a block table: they store a token in the same page and free it at the same time.
 
-    A page holds `page_size` tokens of every layer of its group. Groups of a pool have pages of one size, that of the largest group: layer
-    `layers[i]` of each of them has the pool's i-th arrays. If layers of one group store less per token than those of another, several
-    of them share a place in the pool: each has its part of every page.
+    A page holds `page_size` tokens of every layer of its group. All groups of a pool have pages of the same size, that
+    of the largest group. Layer `layers[i]` of each group uses the pool's i-th arrays. If layers of one group store less
+    per token than those of another, several of them share a place in the pool, and each has a part of every page.
 
     Attributes:
-        kind: "full": a query reads all tokens before it; "window": the last `window` of them, its own included;
-            "latent": all, of which it keeps a compressed form that all heads share. "state": a page holds a recurrent state instead of
-            tokens; there is at most one such group, the last, and it has a separate pool.
-        arrays: of each layer, in the order in which its attention takes them: keys and values, or what both are made of; of a state those
-            of the convolution and of the recurrence.
+        kind: "full": a query reads all tokens up to its own. "window": it reads the last `window` tokens, including its
+            own. "latent": it reads all tokens, stored in a compressed form that all heads share. "state": a page holds a
+            recurrent state instead of tokens; at most one group, the last, has this kind, and it has a separate pool.
+        arrays: arrays of each layer, in the order of its attention's arguments: keys and values, or their compressed form.
+            For a state: those of the convolution and of the recurrence.
         pool: index of the pool of its pages.
         parts: number of layers that share a place.
     """
@@ -65,9 +65,10 @@ class CacheGroup:
     parts: int = 1
 
     def token_bytes(self, itemsize: float, devices: int = 1) -> float:
-        """Of one token, on each device, over the group's layers; of a state, which tokens share, 0.
+        """Bytes per token on each device, for all layers of the group; 0 for a state, which does not grow with tokens.
 
-        itemsize: of the cache's dtype, scales included.
+        Args:
+            itemsize: bytes per number of the cache's dtype, including scales.
         """
         if self.kind == "state":
             return 0.0
@@ -76,8 +77,8 @@ class CacheGroup:
 
 
 def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """The groups of a model, full attention first. Layers of one kind are split into groups about as large as the rarest kind's."""
-    if config.latent is not None:  # one vector a token, on each device
+    """The groups of a model, full attention first. Layers of a kind are split into groups about as large as the rarest kind."""
+    if config.latent is not None:  # one vector per token, on each device
         array = PageArray((1, TOKENS, config.latent.cached_dim), sharded=None)
         return (CacheGroup("latent", tuple(range(config.num_layers)), arrays=(array,)),)
     kinds: dict[int | None, list[int]] = {}
@@ -89,14 +90,14 @@ def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
     heads = {window: PageArray((shape.num_kv_heads_padded, TOKENS, shape.head_dim)) for window, shape in shapes.items()}
     page = math.lcm(*(array.elements for array in heads.values()))
     parts = {window: page // array.elements for window, array in heads.items()}
-    counts = [-(-len(layers) // parts[window]) for window, layers in kinds.items()]  # of places
+    counts = [-(-len(layers) // parts[window]) for window, layers in kinds.items()]  # places per kind
     size = max(counts) if max(counts) < SIMILAR * min(counts) else min(counts)
     groups = []
     for window in sorted(kinds, key=lambda window: (window is not None, window)):
         layers = kinds[window]
         kind: Literal["full", "window"] = "full" if window is None else "window"
         number = -(-len(layers) // (size * parts[window]))
-        cuts = [len(layers) * i // number for i in range(number + 1)]  # as even as can be
+        cuts = [len(layers) * i // number for i in range(number + 1)]  # as even as possible
         arrays = (heads[window], heads[window])
         groups += [CacheGroup(kind, tuple(layers[a:b]), window, arrays, parts=parts[window]) for a, b in pairwise(cuts)]
     if config.linear is not None:
@@ -105,7 +106,7 @@ def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 
 def _state(config: ModelConfig, linear: LinearAttention) -> tuple[PageArray, ...]:
-    """The tokens that a convolution sees beside a new one, and the matrix of each head, if there is a recurrence."""
+    """The arrays of a recurrent state: a convolution's previous inputs and, if there is a recurrence, each head's matrix."""
     laid = config.padded(linear.key_heads)
     before = PageArray((linear.taps - 1, laid * linear.channels), sharded=1, dtype="float32")
     return (
@@ -114,12 +115,12 @@ def _state(config: ModelConfig, linear: LinearAttention) -> tuple[PageArray, ...
 
 
 def paged(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
-    """Those whose pages hold tokens: each has a block table."""
+    """The groups whose pages hold tokens. Each has a block table."""
     return tuple(group for group in groups if group.kind != "state")
 
 
 def places(groups: tuple[CacheGroup, ...], pool: int) -> list[tuple[PageArray, ...]]:
-    """The arrays of a pool, by place. If its groups' arrays differ, these have the smallest head, and each group has a view of them."""
+    """The arrays of a pool, by place. If its groups' arrays differ, these have the smallest head_dim, and each group has views."""
     own = [group for group in groups if group.pool == pool]
     dim = min(array.shape[-1] for group in own for array in group.arrays)
     one = alike(groups, pool)
@@ -128,7 +129,7 @@ def places(groups: tuple[CacheGroup, ...], pool: int) -> list[tuple[PageArray, .
 
 
 def alike(groups: tuple[CacheGroup, ...], pool: int = 0) -> bool:
-    """Whether all layers of a pool keep arrays of the same shapes."""
+    """Whether all layers of a pool have arrays of the same shapes."""
     return len({group.arrays for group in groups if group.pool == pool}) == 1
 
 
@@ -137,5 +138,5 @@ def _joined(array: PageArray, parts: int, dim: int) -> PageArray:
 
 
 def homes(groups: tuple[CacheGroup, ...]) -> dict[int, tuple[int, int, int]]:
-    """Of each layer, its group, its place in the pool and its part of that."""
+    """Maps each layer to its group, its place in the pool and its part of the place."""
     return {layer: (number, *divmod(index, group.parts)) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)}

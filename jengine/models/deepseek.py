@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, R1, Kimi K2 and GLM-4.7-Flash: latent attention, and many small experts beside some that every token meets."""
+"""DeepSeek V2 and V3, R1, Kimi K2 and GLM-4.7-Flash: latent attention, and many small experts in addition to shared ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from jengine.models.pieces import Piece
 
 
 class DeepseekExperts(Experts):
-    """Experts in groups: a token may choose among those of its best groups. Scores are a softmax's, or sigmoids with a correction that only
-    the choice sees."""
+    """Experts in groups: a token's experts come from its best groups.
+
+    Scores are a softmax or sigmoids. A correction, if there is one, affects the choice of experts, but not their weights.
+    """
 
     correction: nnx.Param[jax.Array] | None = None
     correction_name = "gate.e_score_correction_bias"
@@ -47,7 +49,7 @@ class DeepseekExperts(Experts):
         ranked = weights if self.correction is None else weights + self.correction[...]
         if config.expert_groups > 1:
             grouped = ranked.reshape(x.shape[0], config.expert_groups, -1)
-            best = 1 if self.correction is None else min(2, grouped.shape[-1])  # of a group's experts, that speak for it
+            best = 1 if self.correction is None else min(2, grouped.shape[-1])  # a group's score is the sum of its best experts
             kept = lax.top_k(lax.top_k(grouped, best)[0].sum(-1), config.expert_groups_kept)[1]
             allowed = jax.nn.one_hot(kept, config.expert_groups, dtype=jnp.bool_).any(1)
             ranked = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranked.shape)
@@ -78,7 +80,7 @@ class Deepseek(Llama):
 
 
 def read_deepseek(hf: Fields) -> dict[str, Any]:
-    """What all of them share; routing is theirs."""
+    """The fields that all of these families share, without routing."""
     rope, heads, rank = given_rope(hf), int(hf["num_attention_heads"]), hf["q_lora_rank"]
     latent = LatentAttention(
         rank=int(hf["kv_lora_rank"]),
@@ -102,7 +104,7 @@ def read_deepseek(hf: Fields) -> dict[str, Any]:
 
 
 def read_experts(hf: Fields) -> dict[str, Any]:
-    """Their sizes, layers and groups."""
+    """The fields of experts: sizes, layers and groups."""
     experts, groups = int(hf["n_routed_experts"]), int(hf.get("n_group") or 1)
     if experts % groups:
         raise ModelError(f"n_routed_experts={experts} is no multiple of n_group={groups}")
@@ -119,7 +121,7 @@ def read_experts(hf: Fields) -> dict[str, Any]:
 
 
 def _magnitude(rope: dict[str, Any]) -> float:
-    """What yarn's mscale_all_dim multiplies queries and keys by, each, beyond the trained context."""
+    """The factor of queries, and of keys, from yarn's mscale_all_dim, for contexts beyond the trained one."""
     factor, weight = float(rope.get("factor") or 1.0), float(rope.get("mscale_all_dim") or 0.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     return 1.0 if kind == "default" or not weight or factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -151,14 +153,14 @@ def read_v3(hf: Fields) -> dict[str, Any]:
 
 
 def corrected_routing(hf: Fields) -> dict[str, Any]:
-    """Sigmoids as scores, with a correction that only the choice of experts sees."""
+    """The fields of routing by sigmoids, with a correction for the choice of experts."""
     for name, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if hf.get(name, value) != value:
             raise ModelError(f"{name} {hf[name]!r} is not supported; {value} is")
     return {"router": "sigmoid", "normalize_experts": bool(hf.get("norm_topk_prob", True))}
 
 
-AHEAD = ("model.layers.{num_layers}.",)  # a layer that predicts a token further ahead
+AHEAD = ("model.layers.{num_layers}.",)  # multi-token prediction (MTP)
 V2 = {
     **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     **{"first_k_dense_replace": 0, "n_shared_experts": 2},

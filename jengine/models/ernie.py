@@ -1,4 +1,4 @@
-"""ERNIE 4.5: neighbouring channels rotate together; experts are chosen by a corrected softmax, beside some that every token meets."""
+"""ERNIE 4.5: adjacent channels rotate together. Experts are chosen by a corrected softmax, in addition to shared ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ MOE_DEFAULTS = {
     **{**SHARED, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64, "moe_num_shared_experts": 2},
     **{"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
 }
-AHEAD = ("model.mtp_",)  # tensors that predict further tokens
+AHEAD = ("model.mtp_",)  # multi-token prediction (MTP)
 FAMILIES = {
     "ernie4_5": Family("ERNIE 4.5 (dense)", Ernie, read_ernie, DEFAULTS, skipped=AHEAD),
     "ernie4_5_moe": Family("ERNIE 4.5 with experts", Ernie, read_ernie_moe, MOE_DEFAULTS, skipped=AHEAD),

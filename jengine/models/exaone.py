@@ -1,4 +1,7 @@
-"""EXAONE 4: results are normed, queries and keys head by head; where most layers have a window, the others do not rotate."""
+"""EXAONE 4: norms on the results of attention and MLP, and per head on queries and keys.
+
+If some layers have a sliding window, the others do not rotate.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class Exaone4(Olmo):
 
 def read_exaone4(hf: Fields) -> dict[str, Any]:
     fields, window, pattern = decoder(hf), hf.get("sliding_window"), hf.get("sliding_window_pattern") or 4
-    layers, every = fields["num_layers"], len(pattern) if isinstance(pattern, str) else int(pattern)  # LLLG: every fourth
+    layers, every = fields["num_layers"], len(pattern) if isinstance(pattern, str) else int(pattern)  # LLLG means every fourth layer
     if window is None:
         return fields
     windows = windows_by_layer_types(hf, window, full_attention_every(layers, every))

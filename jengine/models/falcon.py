@@ -1,4 +1,4 @@
-"""Falcon: queries, keys and values fused by kv head, attention and MLP added at once, on one norm (7B, 11B) or on two (40B, 180B)."""
+"""Falcon: queries, keys and values fused by kv head; parallel attention and MLP with one norm (7B, 11B) or two (40B, 180B)."""
 
 from __future__ import annotations
 

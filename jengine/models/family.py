@@ -1,4 +1,4 @@
-"""A model family: how its config.json is read, and the module that this describes."""
+"""A model family: the reader of its config.json, and its module."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jengine.models.layers import Attend
 
 
 class Decoder(Protocol):
-    """A decoder-only transformer, on one flat token axis; an nnx.Module."""
+    """A decoder-only transformer on a flat token axis, as an nnx.Module."""
 
-    prefix: str  # of the names of all tensors but the output head's; checkpoints of the bare decoder lack it
+    prefix: str  # of all tensor names except the output head's; checkpoints of the bare decoder lack it
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """tokens and positions int32[N] -> [N, hidden], after the final norm."""
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[N, hidden] -> float32[N, vocab], padded to a multiple of the devices; each device's own columns."""
+        """[N, hidden] -> float32[N, vocab], with vocab padded to a multiple of the devices. Each device has its own columns."""
 
 
 class Fields(dict[str, Any]):
-    """A config.json's fields; remembers which were read."""
+    """The fields of a config.json. Records which fields were read."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -43,13 +43,13 @@ class Fields(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """A model of several parts, such as one that sees images, of which the text model is served.
+    """The text model of a model with several parts, such as a vision model. Only the text model is served.
 
-    Its config.json has the text model's fields under text_config, and its checkpoint that model's tensors under language_model.
+    config.json has the text model's fields under text_config, and the checkpoint has its tensors under language_model.
 
     Attributes:
-        model_types: those that text_config may have; the first one if it has none.
-        skipped: names that begin with one of these are tensors of other parts.
+        model_types: model types that text_config may have; the first is the default.
+        skipped: prefixes of the tensor names of other parts.
     """
 
     model_types: tuple[str, ...]
@@ -58,19 +58,19 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a model_type stands for.
+    """The implementation of a model_type.
 
     Attributes:
-        title: its models, for people.
+        title: names of the models, for documentation.
         module: makes a Decoder from a ModelConfig, a dtype and max_model_len.
-        read: from a config.json's fields to those of ModelConfig, without family, dtype and eos_token_ids. It raises
-            ModelError where they ask for what is not supported, KeyError where one is missing.
-        defaults: fields that config.json may leave out, where transformers fills in another value than for Llama.
-        text_part: of a model of several parts; None where the text model is all.
-        skipped: names that begin with one of these are tensors of what is not served, such as layers that predict tokens further ahead;
+        read: converts the fields of config.json to those of ModelConfig, except family, dtype and eos_token_ids. It raises
+            ModelError if a setting is not supported, KeyError if a field is missing.
+        defaults: values of optional config.json fields for which transformers' default differs from Llama's.
+        text_part: the text model of a model with several parts; None for a model that is only a text model.
+        skipped: prefixes of the names of tensors that are not served, such as those of multi-token prediction;
             {num_layers} stands for the number of layers.
         eight_bit_cache: whether keys may be rounded to eight bits.
-        unread: names of tensors that checkpoints may have and this model never reads.
+        unread: names of tensors that checkpoints may contain but this model never reads.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Gemma: embeddings scaled up. Gemma 2 and 3: norms on both sides of attention and MLP, soft caps, windows in most layers."""
+"""Gemma: scaled embeddings. Gemma 2 and 3: norms before and after attention and MLP, soft caps, sliding windows in most layers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _capped(hf: Fields) -> dict[str, Any]:
 
 def read_gemma(hf: Fields) -> dict[str, Any]:
     activation = hf.get("hidden_activation") or hf.get("hidden_act", "gelu")
-    # The first checkpoints say gelu, and were trained with its approximation.
+    # The first checkpoints specify gelu but were trained with its approximation.
     return {**_shared(hf), "activation": "gelu_pytorch_tanh" if activation == "gelu" else activation}
 
 

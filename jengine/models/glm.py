@@ -1,4 +1,4 @@
-"""GLM-4: neighbouring channels rotate together, gate and up are fused; in GLM-4-0414 results are normed as well."""
+"""GLM-4: adjacent channels rotate together, gate and up are fused. GLM-4-0414 also norms the results of attention and MLP."""
 
 from __future__ import annotations
 

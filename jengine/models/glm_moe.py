@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: a partial rotation, DeepSeek V3's experts."""
+"""GLM-4.5, 4.6 and 4.7: partial rotation, DeepSeek V3's experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: LayerNorm, queries, keys and values fused by head, a partial rotation, attention and MLP added at once."""
+"""GPT-NeoX and Pythia: LayerNorm; queries, keys and values fused by head; partial rotation; parallel attention and MLP."""
 
 from __future__ import annotations
 

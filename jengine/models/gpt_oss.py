@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, a window in every second layer, and experts with biases whose gates are clamped."""
+"""gpt-oss: attention sinks, a sliding window in every second layer, and experts with biases and clamped gates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jengine.models.llama import Llama
 from jengine.models.moe import Experts
 from jengine.models.pieces import EVERY, Piece, heads, qkv_parts
 
-GROUP = 32  # inputs that share a scale in MXFP4: a device has whole groups
+GROUP = 32  # inputs per scale in MXFP4; each device has whole groups
 
 
 class GptOssAttention(Attention):
@@ -31,7 +31,7 @@ class GptOssAttention(Attention):
 
 
 class GptOssExperts(Experts):
-    """Checkpoints hold all experts of a layer in one tensor, [experts, in, out], or in MXFP4; gate and up alternate."""
+    """Experts that checkpoints store in one tensor per layer, [experts, in, out] or in MXFP4. Gate and up alternate."""
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         config = self.config

@@ -1,4 +1,4 @@
-"""GPT-J: attention and MLP on one norm, added at once; neighbouring channels rotate together, the first of each head."""
+"""GPT-J: parallel attention and MLP with one norm. Adjacent channels rotate together, only the first channels of each head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Granite 3: Llama with factors of embeddings, scores, logits and of what layers add to the residual stream."""
+"""Granite 3: Llama with factors for embeddings, scores, logits and the layers' contributions to the residual stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the readers of config.json share: names and defaults of Llama's descendants, rotary embedding, windows."""
+"""Shared code of the readers of config.json: names and defaults of Llama-like models, rotary embedding, sliding windows."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from jengine.model_parts import RopeScaling
 from jengine.models.family import Fields
 
 ROPE_OPTIONS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-ROPE_FIELDS = {  # what else a stretched rope may have: read below, or without effect on what is computed
+ROPE_FIELDS = {  # other fields that rope scaling may have: read below, or without effect on results
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
     *("short_factor", "long_factor", "finetuned"),
-    *("mrope_section", "mrope_interleaved"),  # a text's tokens have one position each
+    *("mrope_section", "mrope_interleaved"),  # a text token has a single position
 }
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def decoder(hf: Fields, rope_parameters: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Names and defaults that Llama's descendants have in common. rope_parameters: None takes those of the fields."""
+    """ModelConfig's fields with the names and defaults of Llama-like models. rope_parameters: None reads them from the fields."""
     heads = int(hf["num_attention_heads"])
     if rope_parameters is None:
         rope_parameters = given_rope(hf)
@@ -39,7 +39,7 @@ def decoder(hf: Fields, rope_parameters: dict[str, Any] | None = None) -> dict[s
 
 
 def given_rope(hf: Fields) -> dict[str, Any]:
-    """The parameters of rotary embedding, under their newer name or the older one."""
+    """The parameters of rotary embedding, under the newer or the older field name."""
     newer, older = hf.get("rope_parameters"), hf.get("rope_scaling")
     return dict(newer or older or {})
 
@@ -74,9 +74,13 @@ def rope(hf: Fields, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_by_layer_types(hf: Fields, theta: float, local_theta: float) -> tuple[dict[str, Any], float]:
-    """Rotary embedding where layers with a window have their own, which is never stretched: the others' parameters, and its theta.
+    """Rotary embedding of a model whose layers with a window have a separate one without scaling.
 
-    theta, local_theta: where the fields name none.
+    Args:
+        theta, local_theta: defaults for missing fields.
+
+    Returns:
+        The parameters of layers without a window, and the theta of layers with one.
     """
     ropes = hf.get("rope_parameters") or {}
     full, local = ropes.get("full_attention") or {}, ropes.get("sliding_attention") or {}
@@ -87,7 +91,7 @@ def rope_by_layer_types(hf: Fields, theta: float, local_theta: float) -> tuple[d
 
 
 def partly_rotated(hf: Fields, share: float, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`decoder` of a family in which a share of each head's channels rotates; `share` where the fields name none."""
+    """`decoder` for a family in which a share of each head's channels rotates. `share` is the default for a missing field."""
     parameters = given_rope(hf) if parameters is None else dict(parameters)
     share = float(parameters.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or share)
     fields = decoder(hf, parameters)
@@ -95,7 +99,7 @@ def partly_rotated(hf: Fields, share: float, parameters: dict[str, Any] | None =
 
 
 def attention_biases(hf: Fields) -> dict[str, Any]:
-    """Biases of all of attention's products, or of none."""
+    """Fields for biases in all products of attention, or in none."""
     bias = bool(hf.get("attention_bias", False))
     return {"qkv_bias": bias, "output_bias": bias}
 
@@ -105,7 +109,7 @@ def window_everywhere(hf: Fields, window: int | None) -> dict[str, Any]:
 
 
 def windows_by_layer_types(hf: Fields, window: int | None, types: list[str]) -> dict[str, Any]:
-    """Windows where the configuration's layer_types, or else `types`, have sliding_attention."""
+    """Windows for layers with sliding_attention in the configuration's layer_types, or in `types` if it has none."""
     types = hf.get("layer_types") or types
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown:
@@ -116,10 +120,10 @@ def windows_by_layer_types(hf: Fields, window: int | None, types: list[str]) -> 
 
 
 def check_shared_layers(hf: Fields, types: list[str]) -> int:
-    """The number of last layers that read the keys and values of earlier ones.
+    """The number of final layers that read the keys and values of earlier layers.
 
     Raises:
-        ModelError: no earlier layer has the type of one of these.
+        ModelError: no earlier layer has the type of one of the final layers.
     """
     shared = int(hf.get("num_kv_shared_layers") or 0)
     if shared and (left := {*types} - {*types[:-shared]}):

@@ -1,7 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): all heads' keys and values come from one short vector a token, which is what is cached.
+"""Multi-head latent attention (DeepSeek-V2, 2024): all heads' keys and values are computed from one short, cached vector per token.
 
-The matrices between that vector and keys and values are applied to queries and results instead ("absorbed"), so that heads attend to the
-cached vectors themselves: as many query heads, and one key, whose first channels are the value.
+The matrices that expand the vector to keys and values are applied to queries and results instead ("absorbed"). So
+heads attend to the cached vectors directly: there are as many query heads, and one kv head, whose value is the first
+channels of its key.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from jengine.models.pieces import EVERY, Piece
 from pallas_kernels.qkv import Qkv
 from pallas_kernels.xla import Rotation, rotate
 
-NORM_EPS = 1e-6  # of compressed queries and of what is cached, whatever the model's is
+NORM_EPS = 1e-6  # for compressed queries and cached vectors, independent of the model's eps
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    q_down: nnx.Param[Any] | None = None  # of compressed queries
+    q_down: nnx.Param[Any] | None = None  # for compressed queries
     q_norm: RMSNorm | None = None
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
@@ -74,7 +75,7 @@ def _by_head(how: str, x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _queries(latent: LatentAttention, piece: Piece, heads: int) -> Iterator[Piece]:
-    """A checkpoint's rows by head, into [heads, query_dim, in]."""
+    """The pieces of the checkpoint's rows of queries, for a parameter [heads, query_dim, in]."""
     if not latent.interleaved:
         yield piece._replace(part=(slice(0, heads),))
         return
@@ -85,8 +86,10 @@ def _queries(latent: LatentAttention, piece: Piece, heads: int) -> Iterator[Piec
 
 
 def _rotated_last(latent: LatentAttention, piece: Piece, plain: int, start: int = 0) -> Iterator[Piece]:
-    """Rows from `start` on, of which those after the first `plain` rotate: with their neighbours in the checkpoint, here with those half
-    of them away."""
+    """The pieces of rows from `start` on; rows after the first `plain` rotate.
+
+    In the checkpoint adjacent rows rotate together, here rows that are half of rotary_dim apart.
+    """
     half, end = latent.rotary_dim // 2, start + plain + latent.rotary_dim
     if not latent.interleaved:
         yield piece._replace(part=(slice(0, plain + 2 * half),), rows=slice(start, end))

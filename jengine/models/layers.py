@@ -1,4 +1,4 @@
-"""What families share: parameters declared once, and the blocks built from them."""
+"""Building blocks of model families: parameter declarations and modules."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pallas_kernels.quantized import Quantized, dequantize
 from pallas_kernels.xla import Rotation
 
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
-Axes = tuple[str | None, ...]  # logical names, one for each axis; parallel/mesh.py says which are sharded
+Axes = tuple[str | None, ...]  # a logical name per axis; parallel/mesh.py defines which are sharded
 
 
 class Attend(Protocol):
-    """Causal attention over a layer's cache, after queries and keys have been normed and rotated, and keys and values written there."""
+    """Causal attention over a layer's cache. It first norms and rotates queries and keys, and writes keys and values to the cache."""
 
     def __call__(
         self,
@@ -39,75 +39,79 @@ class Attend(Protocol):
         soft_cap: float | None = None,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """Of N tokens -> [N, heads, head_dim]; this device's heads.
+        """Attention of N tokens -> [N, heads, head_dim], for this device's heads.
 
-        Scores are multiplied by scale; with soft_cap, s then becomes soft_cap * tanh(s / soft_cap); with window, a query at
-        position p sees keys in (p - window, p]. sinks float32 [heads] are one more score of each head's softmax, without a value.
+        Scores are multiplied by scale. With soft_cap, a score s then becomes soft_cap * tanh(s / soft_cap). With window, a
+        query at position p sees keys in (p - window, p]. sinks, float32 [heads], add one score without a value to each
+        head's softmax.
         """
 
 
 class Recur(Attend, Protocol):
-    """The same, for models with layers that keep a recurrent state."""
+    """`Attend` for models with layers that have a recurrent state."""
 
     def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
         """A causal convolution of each channel: x [N, channels], weight [channels, taps] -> float32 [N, channels].
 
-        The last tap is a token's own, those before it are of the tokens before it in its sequence, zeros before the first.
+        The last tap multiplies the token itself, the others the previous tokens of its sequence, or zeros before the
+        first.
         """
 
     def recur(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array) -> jax.Array:
-        """The gated delta rule, see pallas_kernels/delta_rule.py: q and k [N, key heads, key_dim], v [N, heads, value_dim], decay and rate
-        [N, heads], all float32 -> [N, heads, value_dim]. Value head h has key head h // (heads / key heads).
+        """The gated delta rule; see pallas_kernels/delta_rule.py.
+
+        q and k [N, key heads, key_dim], v [N, heads, value_dim], decay and rate [N, heads], all float32 ->
+        [N, heads, value_dim]. Value head h uses key head h // (heads / key heads).
         """
 
 
 class Mixer(Protocol):
-    """What of a layer looks at other tokens."""
+    """The part of a layer that mixes tokens: attention, or a recurrence."""
 
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
         """x [N, hidden] -> [N, hidden]."""
 
 
 def param(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[jax.Array]:
-    """Declares a parameter: its abstract value, its logical axes and the tensors it is made of."""
+    """Declares a parameter: its abstract value, its logical axes and its checkpoint tensors."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, matrix=False)  # type: ignore[arg-type]
 
 
 def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> nnx.Param[Any]:
-    """Declares a parameter [*out, in] that is used by `dense` and `lookup` alone, which take it quantized too."""
+    """Declares a parameter [*out, in] that may be quantized. Only `dense` and `lookup` use it."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, matrix=True)
 
 
 class Calibrated:
-    """A weight that becomes a quantized one once its inputs are known: see checkpoints/calibration.py."""
+    """A weight that is quantized when its inputs are known; see checkpoints/calibration.py."""
 
     shape: tuple[int, ...]
 
     def product(self, x: jax.Array, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-        """x [N, in] by the weight -> [N, outs]."""
+        """Multiplies x [N, in] by the weight -> [N, outs]."""
         raise NotImplementedError
 
     def __getitem__(self, index: Any) -> Calibrated:
-        """Itself: how nnx asks for a parameter's value."""
+        """Returns itself: nnx reads a parameter's value by indexing."""
         return self
 
 
 def dense(x: jax.Array, weight: Weight | Calibrated, bias: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """x [N, in], weight [*out, in], bias [*out] -> [N, *out], in x's dtype or the given one."""
+    """Multiplies x [N, in] by weight [*out, in] and adds bias [*out] -> [N, *out], in x's dtype or the given one."""
     y = weight.product(x, dtype) if isinstance(weight, Calibrated) else product(x, flattened(weight), dtype)
     if bias is not None:
-        y += bias.reshape(-1).astype(y.dtype)  # on two axes, since cuBLASLt adds such a bias itself
+        y += bias.reshape(-1).astype(y.dtype)  # on two axes, which cuBLASLt fuses
     return y.reshape(x.shape[0], *weight.shape[:-1])
 
 
 def row_parallel_dense(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
-    """`dense` over inputs that are spread over devices: each multiplies its own, and the results are summed."""
+    """`dense` over inputs that are sharded: each device multiplies its own, and the results are summed."""
     y = all_reduce(dense(x, weight))
     return y if bias is None else y + bias.astype(y.dtype)
 
 
 def flattened(weight: Any) -> Any:
-    """[*out, in] -> [outs, in]: a CPU's matrix product takes two axes as they lie; it would copy three."""
+    """[*out, in] -> [outs, in]. On a CPU, a matrix product reads two axes in place, but would copy three."""
     if isinstance(weight, Int4):
         return weight.map(flattened)
     if isinstance(weight, Quantized):
@@ -116,19 +120,19 @@ def flattened(weight: Any) -> Any:
 
 
 def lookup(table: Weight, rows: jax.Array) -> jax.Array:
-    """table [n, size] at int32[N] -> [N, size]. Padding may ask for rows beyond the table."""
+    """Rows int32[N] of table [n, size] -> [N, size]. For padding, rows may be out of bounds."""
     taken: Weight = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), table)
     return dequantize(taken) if isinstance(taken, Quantized | Int4) else taken
 
 
 def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> nnx.Param[Any]:
-    """Declares a vector for each token, as `embed` and an output head take them, spread over devices by tokens."""
+    """Declares a vector per token, for `embed` or an output head, sharded by tokens."""
     table, place = (config.vocab_size, size), (slice(0, config.vocab_size),)
     return matrix((config.padded(config.vocab_size), size), dtype, ("vocab", None), Piece(name, table, place))
 
 
 def embed(table: Weight, tokens: jax.Array) -> jax.Array:
-    """The vectors [N, size] of int32[N] tokens. Each device looks up its own tokens, and the results are summed."""
+    """The vectors [N, size] of tokens int32[N]. Each device looks up the tokens of its shard, and the results are summed."""
     if shards() == 1:
         return lookup(table, tokens)
     own = tokens - shard_index() * table.shape[0]
@@ -168,7 +172,7 @@ class LayerNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention. q, k and v are one product, laid out by kv head so that it shards without shuffling."""
+    """Grouped-query attention. One product computes q, k and v; its layout by kv head shards without reordering."""
 
     sinks: nnx.Param[jax.Array] | None = None  # float32 [kv heads, group], in families that have them
 
@@ -184,19 +188,19 @@ class Attention(nnx.Module):
         self.o_bias = param((hidden,), dtype, (None,), self.output_source(name, "bias", hidden)) if output_bias else None
 
     def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, ...]]:
-        """Of a kv head, the rows of its queries, key and value; and where a checkpoint's rows of queries, keys and values go."""
+        """The number of rows per kv head, and the places of the checkpoint's rows of queries, keys and values."""
         return config.head_dim * (config.group_size_padded + 2), qkv_parts(config)
 
     def qkv_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
-        """The checkpoint's weight or bias of queries, keys and values."""
+        """The checkpoint tensors of the weight or bias of queries, keys and values."""
         return apart([f"{name}.{p}_proj.{kind}" for p in "qkv"], parts, *inputs)
 
     def output_source(self, name: str, kind: str, *shape: int) -> Piece:
-        """The checkpoint's weight or bias of the output."""
+        """The checkpoint tensor of the weight or bias of the output."""
         return Piece(f"{name}.o_proj.{kind}", shape)
 
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
-        """x [N, hidden] -> [N, hidden]; without a rotation, positions have entered elsewhere."""
+        """x [N, hidden] -> [N, hidden]. rotation is None if queries and keys do not rotate."""
         config = self.config
         tokens, kv_heads, group, dim = x.shape[0], self.qkv[...].shape[0], config.group_size_padded, config.head_dim
         rows = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, -1, dim)
@@ -207,7 +211,7 @@ class Attention(nnx.Module):
         return row_parallel_dense(self.finish(y, rows[:, :, group + 2 :]).reshape(tokens, -1), self.o[...], value(self.o_bias))
 
     def finish(self, y: jax.Array, rest: jax.Array) -> jax.Array:
-        """What a family does to attention's result [N, heads, head_dim]. rest: the product's other rows, [N, kv_heads, n, head_dim]."""
+        """A family's change to attention's result [N, heads, head_dim]. rest: the product's other rows, [N, kv_heads, n, head_dim]."""
         return y
 
     def normalize(self, qkv: QkvProduct) -> Qkv | QkvProduct:
@@ -216,9 +220,9 @@ class Attention(nnx.Module):
 
 
 class GatedMlp(nnx.Module):
-    """down(activation(gate(x)) * up(x)), gate and up in one product.
+    """down(activation(gate(x)) * up(x)), with gate and up in one product.
 
-    Their rows alternate, [ffn, 2, hidden], so that the product has two axes and still shards without shuffling.
+    Rows of gate and up alternate, [ffn, 2, hidden], so the product has two axes and shards without reordering.
     """
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, down: str = "down_proj") -> None:
@@ -233,7 +237,7 @@ class GatedMlp(nnx.Module):
         self.down_bias = param((hidden,), dtype, (None,), Piece(f"{name}.{down}.bias", (hidden,))) if bias else None
 
     def gate_up_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
-        """The checkpoint's weight or bias of gate and up."""
+        """The checkpoint tensors of the weight or bias of gate and up."""
         return apart([f"{name}.{part}_proj.{kind}" for part in ("gate", "up")], parts, *inputs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -241,12 +245,12 @@ class GatedMlp(nnx.Module):
         return y if self.down_bias is None else y + self.down_bias[...].astype(y.dtype)
 
     def own_part(self, x: jax.Array) -> jax.Array:
-        """What this device's rows give, without the last bias; the sum over devices is the result."""
+        """The partial result of this device's rows, without the last bias. The sum over devices is the result."""
         return dense(gated(dense(x, self.gate_up[...], value(self.gate_up_bias)), self.activation), self.down[...])
 
 
 class Mlp(nnx.Module):
-    """down(activation(up(x))); [in, out] in the checkpoint if transposed."""
+    """down(activation(up(x))). If transposed, the checkpoint stores weights as [in, out]."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, up: str, down: str, *, transposed: bool = False) -> None:
         self.activation = config.activation
@@ -267,7 +271,7 @@ class Mlp(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each on a normed input and added to the residual stream."""
+    """Attention and MLP, each with a norm on its input and added to the residual stream."""
 
     def __init__(self, attention_norm: Block, attention: Mixer, mlp_norm: Block, mlp: Block) -> None:
         self.attention_norm, self.attention = attention_norm, attention
@@ -279,5 +283,5 @@ class Layer(nnx.Module):
 
 
 def value(parameter: nnx.Param[jax.Array] | None) -> jax.Array | None:
-    """A parameter's array, where the model has it."""
+    """A parameter's array, or None if the model does not have the parameter."""
     return None if parameter is None else parameter[...]

@@ -1,4 +1,4 @@
-"""LFM2: short convolutions between gates in most layers, attention in the others."""
+"""LFM2: gated short convolutions in most layers, attention in the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Lfm2Attention(Qwen3Attention):
 
 
 class ShortConvolution(nnx.Module):
-    """out(c * convolved(b * x)), where one product makes b, c and x. Channels are laid out by head, to shard as heads do."""
+    """out(c * convolved(b * x)); one product computes b, c and x. Channels are grouped by head, to shard like heads."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         assert config.linear is not None
@@ -46,7 +46,7 @@ class ShortConvolution(nnx.Module):
         self.out = matrix((hidden, laid * size), dtype, (None, "heads"), out)
 
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
-        """x [N, hidden] -> [N, hidden]; positions enter by the convolution alone."""
+        """x [N, hidden] -> [N, hidden]. The rotation is not used: only the convolution depends on the order of tokens."""
         weight = self.convolution[...]
         before, after, values = jnp.moveaxis(dense(x, self.mixed[...]), 2, 0).reshape(3, x.shape[0], -1)
         convolved = cast(Recur, attend).convolve(layer, before * values, weight.reshape(-1, weight.shape[-1]))
@@ -103,7 +103,7 @@ def read_lfm2(hf: Fields) -> dict[str, Any]:
 
 
 def _intermediate_size(hf: Fields) -> int:
-    """As the fields that adjust it say."""
+    """The MLP's size, with the adjustments in the fields."""
     size = int(hf.get("block_ff_dim") or hf["intermediate_size"])
     if not hf.get("block_auto_adjust_ff_dim", True):
         return size

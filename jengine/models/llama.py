@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.1+, the base of most families; Qwen2 is a Llama of another configuration."""
+"""Llama 2, 3 and 3.1+, the base of most families. Qwen2 is a Llama with another configuration."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jengine.models.rope import local_rope, rope
 
 
 class Llama(nnx.Module):
-    """A decoder-only transformer as a function of arrays, on one flat token axis.
+    """A decoder-only transformer as a function of arrays, on a flat token axis.
 
-    A family that differs inside attention or norms only names its own class of them; others override `mlp` or `layer`.
+    A family that differs only in attention or norms sets `attention` or `norm_type`. Others override `mlp` or `layer`.
     """
 
     prefix = "model."
-    embed_name, layers_name, norm_name, head_name = "embed_tokens", "layers", "norm", "lm_head"  # the checkpoint's
+    embed_name, layers_name, norm_name, head_name = "embed_tokens", "layers", "norm", "lm_head"  # names in the checkpoint
     attention: type[Attention] = Attention
     norm_type: type[RMSNorm | LayerNorm] = RMSNorm
 

@@ -1,4 +1,4 @@
-"""Llama 4: some layers do not rotate, and the others see chunks of the past; one expert a token, beside one that all tokens meet."""
+"""Llama 4: some layers do not rotate, the others attend within chunks. Each token uses one expert and a shared one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
 
 
 class NormedAttention(GlmAttention):
-    """Norms without weights: rotating a head does not change its norm."""
+    """Attention with norms without weights, before the rotation, which does not change a head's norm."""
 
     def normalize(self, qkv: QkvProduct) -> Qkv:
         q, k, v = qkv.split()
@@ -30,7 +30,7 @@ class NormedAttention(GlmAttention):
 
 
 class Llama4Experts(Experts):
-    """The chosen expert's score multiplies what it is given. Checkpoints hold all experts in one tensor, [experts, in, out]."""
+    """The chosen expert's score multiplies its input. Checkpoints store all experts in one tensor, [experts, in, out]."""
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         config = self.config
@@ -45,7 +45,7 @@ class Llama4Experts(Experts):
         self.shared = GatedMlp(dataclasses.replace(config, intermediate_size=ffn), dtype, f"{name}.shared_expert")
 
     def scores(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The highest, float32 [N, 1], and the expert that has it."""
+        """The highest score, float32 [N, 1], and its expert."""
         return lax.top_k(dense(x, self.router[...], dtype=jnp.float32), 1)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,10 +90,10 @@ class Llama4(Llama):
 
 
 def read_llama4(hf: Fields) -> dict[str, Any]:
-    """Sequences are limited to one chunk, within which all layers see the whole past.
+    """Limits sequences to one chunk, in which all layers see all earlier tokens.
 
     Raises:
-        ModelError: a token has several experts, or layer_types contradicts no_rope_layers.
+        ModelError: a token uses several experts, or layer_types contradicts no_rope_layers.
     """
     fields, chosen = {**decoder(hf), **attention_biases(hf)}, int(hf["num_experts_per_tok"])
     layers, every, step = fields["num_layers"], int(hf["no_rope_layer_interval"]), int(hf["interleave_moe_layer_step"])

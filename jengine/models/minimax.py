@@ -1,4 +1,4 @@
-"""MiniMax-M2: queries and keys normed over all heads, a partial rotation, experts chosen by corrected sigmoids."""
+"""MiniMax-M2: norms of queries and keys over all heads, partial rotation, experts chosen by corrected sigmoids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral, and Ministral 3, whose queries grow with their position; Mistral 3 is either of them with images."""
+"""Mistral, and Ministral 3, whose queries are scaled by position. Mistral 3 is either of them with images."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_mistral(hf: Fields) -> dict[str, Any]:
 def read_ministral3(hf: Fields) -> dict[str, Any]:
     rope = given_rope(hf)
     beta = float(rope.pop("llama_4_scaling_beta"))
-    rope.pop("max_position_embeddings", None)  # the model's, once more
+    rope.pop("max_position_embeddings", None)  # duplicates the model's field
     fields = decoder(hf, rope)
     if "rope_scaling" not in fields:
         raise ModelError(f"llama_4_scaling_beta={beta} is not supported without a stretched rope")

@@ -22,7 +22,7 @@ from pallas_kernels.groups import counted, grouped
 from pallas_kernels.product_dispatch import grouped_product
 from pallas_kernels.products import Weight, traced_for
 
-MAX_BLOCK = 64  # rows
+MAX_BLOCK = 64  # maximum rows per block
 
 
 class Experts(nnx.Module):
@@ -38,12 +38,12 @@ class Experts(nnx.Module):
         name: str,
         parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        """parts: the checkpoint's names of gate, up and down."""
+        """`parts` are the checkpoint's names of gate, up and down."""
         self.config, self.parts = config, parts
         self.declare(dtype, name)
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
-        """The parameters, and the checkpoint's tensors that they are made of."""
+        """Declares the parameters and their checkpoint tensors."""
         config = self.config
         experts, ffn, hidden = config.num_experts, config.expert_size, config.hidden_size
         laid, real = config.padded(ffn), slice(0, ffn)
@@ -60,14 +60,14 @@ class Experts(nnx.Module):
         self.down = matrix((experts, hidden, laid), dtype, (None, None, "ffn"), *downs)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Each token's experts int32 [N, k], and what their results are multiplied by, float32 [N, k]: the latter first."""
+        """The weights of each token's experts, float32 [N, k], and the experts, int32 [N, k]."""
         weights, chosen = lax.top_k(jax.nn.softmax(dense(x, self.router[...], dtype=jnp.float32)), self.config.experts_per_token)
         if self.config.normalize_experts:
             weights /= weights.sum(-1, keepdims=True)
         return weights, chosen
 
     def entering(self, x: jax.Array) -> jax.Array:
-        """The experts' input, made from the router's."""
+        """The experts' input, computed from the router's."""
         return x
 
     def gate(self, gate_up: jax.Array) -> jax.Array:
@@ -78,18 +78,18 @@ class Experts(nnx.Module):
         return all_reduce(self.own_part(x))
 
     def own_part(self, x: jax.Array) -> jax.Array:
-        """What this device's part of each expert gives; the sum over devices is the result."""
+        """The partial result of this device's part of each expert. The sum over devices is the result."""
         weights, chosen = self.route(x)
         x = self.entering(x)
         params = self.gate_up[...], self.down[...], value(self.gate_up_bias)
         y = _weighted(lax.platform_dependent(x, chosen, *params, cpu=self.by_block, default=self.by_group), weights)
-        if self.down_bias is not None:  # on one device, since results are summed
+        if self.down_bias is not None:  # added on one device, because results are summed
             bias = _weighted(self.down_bias[...][chosen], weights)
             y += jnp.where(jnp.equal(shard_index(), 0), bias, 0)
         return y.astype(x.dtype)
 
     def by_group(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None) -> jax.Array:
-        """Row i of x [rows, hidden] through experts chosen[i], [rows, k]: [rows, k, hidden], by rows in the experts' order."""
+        """Applies experts chosen [rows, k] to x [rows, hidden] -> [rows, k, hidden]. Sorts rows by expert."""
         k, device = chosen.shape[1], traced_for()
         groups = grouped(chosen.reshape(-1), self.config.num_experts)
         y = grouped_product(x[groups.row // k], gate_up, groups, device=device)
@@ -97,14 +97,14 @@ class Experts(nnx.Module):
         return grouped_product(inner, down, groups, device=device)[groups.place].reshape(*chosen.shape, -1)
 
     def by_block(self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None) -> jax.Array:
-        """The same in blocks of rows that share an expert: on a CPU, ragged_dot copies all weights and multiplies by all of them."""
+        """The same in blocks of rows that share an expert. On a CPU, ragged_dot copies all weights and multiplies by all of them."""
         experts, (rows, k), hidden = self.config.num_experts, chosen.shape, x.shape[1]
         rows *= k
         block = min(8 * -(-rows // (8 * experts)), MAX_BLOCK)
         sizes, rank = counted(chosen.reshape(-1), experts)
         blocks = -(-sizes // block)
         ends = jnp.cumsum(blocks)
-        count = min(experts, rows) + rows // block  # as many as there can be
+        count = min(experts, rows) + rows // block  # maximum number of blocks
         place = (ends - blocks)[chosen.reshape(-1)] * block + rank
         padded = jnp.zeros((count * block, hidden), x.dtype).at[place].set(jnp.repeat(x, k, axis=0))
 

@@ -1,4 +1,4 @@
-"""Nemotron 3 and 4, Minitron: layer norms that add one to their weights, an MLP of squared ReLUs, a partial rotation."""
+"""Nemotron 3 and 4, Minitron: LayerNorm with 1 added to its weights, an MLP with squared ReLU, partial rotation."""
 
 from __future__ import annotations
 

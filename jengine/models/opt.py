@@ -1,4 +1,4 @@
-"""OPT: learned positions, LayerNorm before attention and MLP or (350m) after them, embeddings of a size of their own (350m)."""
+"""OPT: learned positions; LayerNorm before attention and MLP. OPT-350m: LayerNorm after them; smaller embeddings with a projection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-1, 1.5 and 2: attention and MLP on one norm, added at once; a partial rotation; biases everywhere, in the output head too."""
+"""Phi-1, 1.5 and 2: parallel attention and MLP with one norm; partial rotation; biases everywhere, including the output head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-3 and 3.5, Phi-4 mini: Llama whose checkpoints have fused projections."""
+"""Phi-3 and 3.5, Phi-4 mini: Llama with fused projections in checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Phi3(Llama):
 
 def read_phi3(hf: Fields) -> dict[str, Any]:
     rope = given_rope(hf)
-    if "short_factor" in rope:  # "su" and "yarn" are earlier names of it
+    if "short_factor" in rope:  # earlier names are "su" and "yarn"
         rope["rope_type"] = "longrope"
     return {**partly_rotated(hf, 1.0, rope), **window_everywhere(hf, hf.get("sliding_window"))}
 

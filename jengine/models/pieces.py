@@ -1,4 +1,4 @@
-"""Which parts of a checkpoint's tensors fill which parts of a parameter, laid out for one device or for many."""
+"""Maps parts of checkpoint tensors to parts of parameters, for the parameters' layout on one or several devices."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from jengine.model_config import ModelConfig
 
 
 class Piece(NamedTuple):
-    """Rows of a checkpoint's tensor, and the part of a parameter that they fill: `parameter[part]`, reshaped."""
+    """Rows of a checkpoint tensor, and the part of a parameter that they fill: `parameter[part]`, after a reshape."""
 
     name: str
     shape: tuple[int, ...]  # in the checkpoint
     part: tuple[int | slice, ...] = ()
-    rows: slice | tuple[slice, ...] = slice(None)  # of several leading axes
+    rows: slice | tuple[slice, ...] = slice(None)  # a tuple slices several leading axes
     columns: slice = slice(None)
-    transposed: bool = False  # [in, out] in the checkpoint; rows and columns are those of its transpose
+    transposed: bool = False  # stored as [in, out]; rows and columns refer to the transpose
 
     def grouped(self, ndim: int, group: int) -> Piece:
-        """Of an array with one number for each group of a tensor's columns, for a parameter of so many axes."""
+        """The same piece of an array with one number per group of columns, such as scales.
+
+        Args:
+            ndim: number of axes of the parameter.
+            group: columns per group.
+        """
 
         def less(columns: slice) -> slice:
             ends = [0 if columns.start is None else columns.start, columns.stop]
@@ -35,7 +40,7 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows that lie together in a checkpoint, and where they go: (which of them, part of the parameter)."""
+    """Consecutive rows of a checkpoint, and their places: pairs of (some of the rows, part of the parameter)."""
 
     rows: int
     places: tuple[tuple[slice, tuple[int | slice, ...]], ...]
@@ -45,18 +50,18 @@ EVERY = slice(None)
 
 
 def whole(rows: int, *place: int | slice) -> Part:
-    """All rows to one place."""
+    """A Part with all rows in one place."""
     return Part(rows, ((slice(0, rows), place),))
 
 
 def apart(names: Sequence[str], parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
-    """A tensor [rows, *inputs] for each part."""
+    """The pieces if the checkpoint has one tensor [rows, *inputs] per part."""
     named = zip(names, parts, strict=True)
     return tuple(Piece(name, (part.rows, *inputs), place, rows) for name, part in named for rows, place in part.places)
 
 
 def stacked(name: str, parts: Sequence[Part], *inputs: int, transposed: bool = False) -> tuple[Piece, ...]:
-    """One tensor that holds the rows of all parts, in order; [*inputs, rows] if transposed."""
+    """The pieces if one tensor [rows, *inputs] holds the rows of all parts, in order; [*inputs, rows] if transposed."""
     ends = list(accumulate(part.rows for part in parts))
     shape = (*inputs, ends[-1]) if transposed else (ends[-1], *inputs)
     return tuple(
@@ -67,7 +72,7 @@ def stacked(name: str, parts: Sequence[Part], *inputs: int, transposed: bool = F
 
 
 def grouped(name: str, config: ModelConfig, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
-    """One tensor that holds, for each kv head, the rows of its queries, then of its key and of its value."""
+    """The pieces if one tensor holds, for each kv head, the rows of its queries, then of its key and its value."""
     dim, group = config.head_dim, config.group
     shape = (config.num_kv_heads * (group + 2) * dim, *inputs)
     pieces = []
@@ -79,8 +84,11 @@ def grouped(name: str, config: ModelConfig, parts: Sequence[Part], *inputs: int)
 
 
 def interleaved(part: Part, dim: int, rotary: int) -> Part:
-    """Queries or keys of a checkpoint whose channels 2 i and 2 i + 1 turn together, of the first `rotary`. Here, i and i + rotary / 2 do;
-    scores stay as they are, since queries and keys are reordered alike."""
+    """Reorders queries or keys of a checkpoint in which channels 2 i and 2 i + 1 of the first `rotary` rotate together.
+
+    Here channels i and i + rotary / 2 rotate together. Scores do not change, because queries and keys are reordered
+    alike.
+    """
     places: list[tuple[slice, tuple[int | slice, ...]]] = []
     for head, laid, row in heads(part, dim):
         start, half = head * dim, rotary // 2
@@ -92,7 +100,7 @@ def interleaved(part: Part, dim: int, rotary: int) -> Part:
 
 
 def heads(part: Part, dim: int) -> Iterator[tuple[int, int, int]]:
-    """Of queries, keys or values: each head's index in the checkpoint, its laid kv head, and its first row there."""
+    """For each head of queries, keys or values: its index in the checkpoint, its kv head in the layout, and its first row there."""
     for rows, place in part.places:
         laid, where = cast(tuple[slice, slice], place)
         across = (where.stop - where.start) // dim
@@ -101,7 +109,7 @@ def heads(part: Part, dim: int) -> Iterator[tuple[int, int, int]]:
 
 
 def qkv_parts(config: ModelConfig) -> tuple[Part, Part, Part]:
-    """Rows of queries, of keys and of values, into a parameter [laid kv heads, (laid group + 2) * head_dim, ...]."""
+    """The parts of queries, keys and values, for a parameter [padded kv heads, (padded group + 2) * head_dim, ...]."""
     dim, kv_heads, copies = config.head_dim, config.num_kv_heads, config.kv_repeats
     k, v, end = (dim * (config.group_size_padded + i) for i in range(3))  # a kv head's rows: its queries, then k, then v
 
@@ -114,14 +122,14 @@ def qkv_parts(config: ModelConfig) -> tuple[Part, Part, Part]:
 
 
 def by_heads(config: ModelConfig, piece: Piece) -> Iterator[Piece]:
-    """A piece whose columns are the checkpoint's query heads, cut to fill a parameter [out, laid heads * head_dim]."""
+    """Splits a piece whose columns are the checkpoint's query heads to fill a parameter [out, padded heads * head_dim]."""
     for columns, laid in _query_runs(config):
         start = laid.start * config.group_size_padded * config.head_dim
         yield piece._replace(part=(EVERY, slice(start, start + columns.stop - columns.start)), columns=columns)
 
 
 def _query_runs(config: ModelConfig) -> Iterator[tuple[slice, slice]]:
-    """Query channels of a checkpoint that lie together as laid out too, and the laid kv heads that they belong to."""
+    """Runs of query channels that are consecutive in the checkpoint and in the layout, with their kv heads in the layout."""
     if config.kv_repeats == 1:
         yield slice(0, config.num_heads * config.head_dim), slice(0, config.num_kv_heads)
         return

@@ -1,4 +1,4 @@
-"""Qwen3: Llama with queries and keys normed head by head."""
+"""Qwen3: Llama with norms of queries and keys per head."""
 
 from __future__ import annotations
 

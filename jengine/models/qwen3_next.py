@@ -1,4 +1,4 @@
-"""Qwen3-Next, and Qwen3.5 and 3.6: gated delta nets in most layers, gated attention in the others, experts with a shared one."""
+"""Qwen3-Next, Qwen3.5 and 3.6: gated delta nets in most layers, gated attention in the others, experts with a shared one."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from jengine.models.qwen3 import Qwen3Attention
 from jengine.parallel.collectives import all_reduce
 from pallas_kernels.xla import Rotation
 
-EPSILON = 1e-6  # under the norms of queries and keys
+EPSILON = 1e-6  # for the norms of queries and keys
 
 
 class GatedAttention(Qwen3Attention):
-    """Attention whose output is multiplied by a gate, which queries' product brings along."""
+    """Attention whose output is multiplied by a gate. The product of queries, keys and values also computes the gate."""
 
     def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, ...]]:
         """A kv head's rows: its queries, then key, value, and the gates of its queries. In a checkpoint a gate follows its query."""
@@ -47,7 +47,7 @@ class GatedAttention(Qwen3Attention):
 
 
 class GatedDeltaNet(nnx.Module):
-    """A short convolution, then the gated delta rule; a gated norm of what is read. Laid out by key heads, as the checkpoint is."""
+    """A short convolution, the gated delta rule, and a gated norm. Parameters are grouped by key heads, as in the checkpoint."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         assert config.linear is not None
@@ -68,16 +68,16 @@ class GatedDeltaNet(nnx.Module):
         self.out = matrix((hidden, laid * values), dtype, (None, "heads"), out)
 
     def mixed_source(self, linear: LinearAttention, name: str, hidden: int) -> tuple[Piece, ...]:
-        """The checkpoint's weight of queries, keys, values and output gates: here a tensor with the rows of each key head together."""
+        """The checkpoint tensors of queries, keys, values and output gates. Here, one tensor stores each key head's rows together."""
         rows = linear.key_heads * (linear.channels + linear.group * linear.value_dim)
         return (Piece(f"{name}.in_proj_qkvz.weight", (rows, hidden), (slice(0, linear.key_heads),)),)
 
     def gates_source(self, linear: LinearAttention, name: str, hidden: int) -> tuple[Piece, ...]:
-        """The checkpoint's weight of rates and decays."""
+        """The checkpoint tensors of rates and decays."""
         return (Piece(f"{name}.in_proj_ba.weight", (2 * linear.value_heads, hidden), (slice(0, linear.key_heads),)),)
 
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
-        """x [N, hidden] -> [N, hidden]; positions enter by the recurrence alone."""
+        """x [N, hidden] -> [N, hidden]. The rotation is not used: only the recurrence depends on the order of tokens."""
         states = cast(Recur, attend)
         linear, (laid, channels, taps) = self.linear, self.convolution[...].shape
         mixed = dense(x, self.mixed[...])
@@ -99,7 +99,7 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def by_kind(linear: LinearAttention, name: str, *inputs: int) -> tuple[Piece, ...]:
-    """One tensor that holds all heads' queries, then all keys, then all values, into [key heads, channels, ...]."""
+    """The pieces of one tensor that holds all queries, then all keys, then all values, for a parameter [key heads, channels, ...]."""
     own, key, pieces, row, channel = slice(0, linear.key_heads), linear.key_dim, list[Piece](), 0, 0
     for size in (key, key, linear.group * linear.value_dim):
         rows = slice(row, row := row + linear.key_heads * size)
@@ -109,7 +109,7 @@ def by_kind(linear: LinearAttention, name: str, *inputs: int) -> tuple[Piece, ..
 
 
 class SeparateDeltaNet(GatedDeltaNet):
-    """With a tensor for each of what GatedDeltaNet has in two: Qwen3.5."""
+    """Qwen3.5's delta net: checkpoints store more, separate tensors."""
 
     def mixed_source(self, linear: LinearAttention, name: str, hidden: int) -> tuple[Piece, ...]:
         values = linear.group * linear.value_dim
@@ -124,7 +124,7 @@ class SeparateDeltaNet(GatedDeltaNet):
 
 
 class SharedExperts(Experts):
-    """Experts, and one that all tokens meet, weighed by a gate."""
+    """Experts and a shared expert, whose result is multiplied by a gate."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str]) -> None:
         super().__init__(config, dtype, name, parts)
@@ -139,7 +139,7 @@ class SharedExperts(Experts):
 
 
 class StackedExperts(SharedExperts):
-    """With all experts in one tensor: Qwen3.5."""
+    """Qwen3.5's experts: checkpoints store all experts in one tensor."""
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str]) -> None:
         super().__init__(config, dtype, name, parts)
@@ -240,8 +240,8 @@ def read_qwen3_5_moe(hf: Fields) -> dict[str, Any]:
 
 
 DEFAULTS = {"head_dim": 256, "max_position_embeddings": 32768}
-MOE_DEFAULTS = {**DEFAULTS, "intermediate_size": 512}  # no layer has it
-AHEAD, IMAGES = ("mtp.",), ("visual.", "mtp.")  # tensors that predict more than the next token; and those that see
+MOE_DEFAULTS = {**DEFAULTS, "intermediate_size": 512}  # not used by any layer
+AHEAD, IMAGES = ("mtp.",), ("visual.", "mtp.")  # multi-token prediction (MTP); and vision
 
 FAMILIES = {
     "qwen3_5": Family("Qwen3.5, Qwen3.6 (the text model)", Qwen35, read_qwen3_5, DEFAULTS, TextPart(("qwen3_5_text",), IMAGES)),

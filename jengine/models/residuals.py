@@ -1,4 +1,4 @@
-"""Other ways than `Layer`'s to add attention and MLP to the residual stream."""
+"""Alternatives to `Layer` for adding attention and MLP to the residual stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pallas_kernels.xla import Rotation
 
 
 class SandwichLayer(Layer):
-    """Attention and MLP have their results normed as well."""
+    """Norms the inputs and the results of attention and MLP."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class SandwichLayer(Layer):
 
 
 class ResultNormLayer(Layer):
-    """Only the results of attention and MLP are normed."""
+    """Norms only the results of attention and MLP."""
 
     def __call__(self, layer: int, x: jax.Array, rotation: Rotation | None, attend: Attend) -> jax.Array:
         x = x + self.attention_norm(self.attention(layer, x, rotation, attend))

@@ -1,4 +1,4 @@
-"""Rotary position embedding, and the ways families stretch it beyond the trained context."""
+"""Rotary position embedding, and its scaling to contexts longer than the trained one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pallas_kernels.xla import Rotation
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary frequencies as plain numbers: they become constants of a program, not arrays it closes over."""
+    """Rotary frequencies as plain numbers, so that programs contain them as constants and do not close over arrays."""
 
-    frequencies: tuple[float, ...]  # radians a token; channel i turns with channel i + rotary_dim / 2
+    frequencies: tuple[float, ...]  # radians per token; channel i rotates with channel i + rotary_dim / 2
     magnitude: float = 1.0  # factor of cos and sin (yarn, longrope)
 
     def cos_sin(self, positions: jax.Array) -> Rotation:
-        """For int32[N], as `pallas_kernels.xla.rotate` takes them."""
+        """cos and sin for positions int32[N], for `pallas_kernels.xla.rotate`."""
         angles = positions.astype(jnp.float32)[:, None] * jnp.array(self.frequencies, jnp.float32)
         return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
 
@@ -29,8 +29,8 @@ class Rope:
 def rope(config: ModelConfig, max_model_len: int) -> Rope:
     """The model's frequencies, by the formulas of transformers' modeling_rope_utils.
 
-    Dynamic scaling and longrope are fixed for sequences of max_model_len tokens, so that a token's result depends neither on its
-    neighbours nor on how far its sequence has come; within the trained context dynamic scaling is the default.
+    Dynamic scaling and longrope are fixed for sequences of max_model_len tokens, so a token's result depends neither on
+    the batch nor on the current length of its sequence. Within the trained context, dynamic scaling has no effect.
     """
     dim, theta, scaling = config.rotary_dim or config.head_dim, config.rope_theta, config.rope_scaling
     if scaling is None:
@@ -52,7 +52,7 @@ def rope(config: ModelConfig, max_model_len: int) -> Rope:
 
 
 def local_rope(config: ModelConfig, max_model_len: int) -> Rope:
-    """The frequencies of layers with a window: their own, never stretched, in models that have such; else the model's."""
+    """The frequencies of layers with a window: `local_rope_theta` without scaling if the model has it, otherwise the model's."""
     if config.local_rope_theta is None:
         return rope(config, max_model_len)
     return Rope(_powers(config.local_rope_theta, config.rotary_dim or config.head_dim))
@@ -63,7 +63,7 @@ def _powers(theta: float, dim: int) -> tuple[float, ...]:
 
 
 def _llama3(frequency: float, s: RopeScaling) -> float:
-    """Short waves stay, long waves are stretched, those between are blended."""
+    """Keeps high frequencies, divides low ones by the factor, and interpolates between them."""
     turns = s.original_max_position * frequency / (2 * math.pi)  # within the trained context
     if turns > s.high_freq_factor:
         return frequency
@@ -74,10 +74,10 @@ def _llama3(frequency: float, s: RopeScaling) -> float:
 
 
 def _yarn(theta: float, dim: int, s: RopeScaling) -> Rope:
-    """YaRN (Peng et al. 2023): a linear ramp over channels between kept and stretched frequencies."""
+    """YaRN (Peng et al. 2023): a linear ramp over channels between original and scaled frequencies."""
 
     def channel(turns: float) -> float:
-        """The channel that turns this often within the trained context."""
+        """The channel that makes this many turns within the trained context."""
         return dim * math.log(s.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = channel(s.beta_fast), channel(s.beta_slow)
@@ -102,7 +102,7 @@ def _yarn_magnitude(s: RopeScaling) -> float:
 
 
 def _longrope(theta: float, dim: int, s: RopeScaling, max_model_len: int) -> Rope:
-    """LongRoPE (Ding et al. 2024): a factor for each frequency, from one of two lists."""
+    """LongRoPE (Ding et al. 2024): a factor per frequency, from one of two lists."""
     factors = s.long_factor if max_model_len > s.original_max_position else s.short_factor
     magnitude = s.attention_factor
     if magnitude is None:

@@ -1,4 +1,4 @@
-"""StableLM: Llama with LayerNorm and a partial rotation; StableLM 2 12B norms each head by itself, and adds attention and MLP at once."""
+"""StableLM: Llama with LayerNorm and partial rotation. StableLM 2 12B: norms per head, parallel attention and MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StarCoder2: Llama with LayerNorm, biases and an MLP without a gate."""
+"""StarCoder2: Llama with LayerNorm, biases and an ungated MLP."""
 
 from __future__ import annotations
 

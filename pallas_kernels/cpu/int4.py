@@ -1,8 +1,9 @@
 """Products with four-bit weights: x [rows, in] @ weight [out, in].T, for any number of rows.
 
-Numbers become weights in the dtype in which they are multiplied: bfloat16 where the processor multiplies pairs of these and x is
-bfloat16, else float32. One row is multiplied by weights as they are unpacked, in registers. For more rows a panel of outputs is unpacked
-first, once, and stays in the cache while all rows pass by. Either way weights and the order of sums are the same.
+Weights are unpacked to the dtype in which they are multiplied: bfloat16 if x is bfloat16 and the processor has
+bfloat16 pair instructions, otherwise float32. For a single row, they are unpacked in registers. For several rows, a
+panel of outputs is unpacked once and stays in the processor's cache while all rows are multiplied by it. Both ways
+give the same weights and add in the same order.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from pallas_kernels.cpu.formats import SIZES, Format, Processor, plain_format, p
 from pallas_kernels.cpu.multiply import CONVERTED_FEW, NONE, PANEL, SCRATCH, dispatch, strips
 from pallas_kernels.int4 import E2M1, TILE
 
-LANES, STEPS = 16, 4  # words of a tile, and steps of 32 inputs
-TABLES = {"int4": [n - 16 * (n > 7) for n in range(16)], "e2m1": [*E2M1, *(-n for n in E2M1)]}  # numbers of four bits
-# x; weight, bytes of a row; scales, offsets, bytes of a row of each; inputs; out, bytes of a number
+LANES, STEPS = 16, 4  # per tile: words, and steps of 32 inputs
+TABLES = {"int4": [n - 16 * (n > 7) for n in range(16)], "e2m1": [*E2M1, *(-n for n in E2M1)]}  # the number of each four-bit code
+# x; weight, bytes per row; scales, offsets, bytes per row of each; number of inputs; out, bytes per number
 ARGUMENTS = (PTR, PTR, I64, PTR, PTR, I64, I64, PTR, I64)
 
 
 @dataclass(frozen=True)
 class How:
-    """Attributes:
-    pairs: weights become bfloat16.
-    format: how these are multiplied.
-    group: inputs that share a scale.
-    offset: there are offsets.
-    kind: Int4's.
+    """Parameters of the generated code.
+
+    Attributes:
+        pairs: weights are unpacked to bfloat16.
+        format: how unpacked weights are multiplied.
+        group: inputs per scale.
+        offset: weights have offsets.
+        kind: `Int4.kind`.
     """
 
     at: Processor
@@ -45,7 +48,7 @@ class How:
 
 
 def int4_module(target: native.Target, x: str, group: int, offset: bool, kind: str = "int4") -> str:
-    """The function `multiply` of x, values, scale and, if there is, offset."""
+    """The module of a function `multiply` with arguments x, values, scale and, if weights have offsets, offset."""
     at, code = processor(target), Code()
     pairs = at.pairs and at.lanes == LANES and x == "bfloat16"
     how = How(at, pairs, plain_format(at, x, "bfloat16" if pairs else "float32"), group, offset, kind)
@@ -75,7 +78,7 @@ def _multiply(code: Code, how: How) -> None:
     units = b.sdiv(code.add(count, at.outs - 1), I64(at.outs))
     first = code.mul(b.sdiv(code.mul(units, part), parts), at.outs)
     end = code.least(count, code.mul(b.sdiv(code.mul(units, code.add(part, 1)), parts), at.outs))
-    last = b.select(b.icmp_signed(">", count, I64(at.outs)), b.sub(count, I64(at.outs)), I64(0))  # where the last block begins
+    last = b.select(b.icmp_signed(">", count, I64(at.outs)), b.sub(count, I64(at.outs)), I64(0))  # start of the last block
     unpacked_row = code.mul(code.word(shape, 1), 8 * SIZES[how.format.weight])
     fit = code.least(b.and_(b.sdiv(I64(SCRATCH), unpacked_row), I64(-at.outs)), PANEL)
     many = b.select(b.icmp_signed(">", fit, I64(at.outs)), fit, I64(at.outs))
@@ -90,13 +93,13 @@ def _multiply(code: Code, how: How) -> None:
         into = code.at(result, code.add(code.mul(row, result_row), code.mul(out, out_size)))
         code.call(name, VOID, code.at(x, code.mul(row, x_row)), *of_weight(out), into, out_size)
 
-    with b.if_then(b.icmp_signed("<", count, I64(at.outs))):  # of a weight that has no more
+    with b.if_then(b.icmp_signed("<", count, I64(at.outs))):  # a weight with fewer outputs than a block
         with code.loop(first, end, 1) as outs, code.loop(0, rows, 1) as each:
             one_row("single", each.index, outs.index)
         b.ret_void()
     with b.if_then(b.icmp_signed("==", rows, I64(1))):
         with code.loop(first, end, at.outs) as outs:
-            one_row("block", I64(0), code.least(outs.index, last))  # the last blocks may overlap: what is computed twice is the same
+            one_row("block", I64(0), code.least(outs.index, last))  # the last blocks may overlap and write the same results
         b.ret_void()
     scratch = code.buffer(I8, code.mul(unpacked_row, panel))
     with code.loop(first, end, panel) as panels:
@@ -124,7 +127,7 @@ def _multiply(code: Code, how: How) -> None:
 
 
 def _single(code: Code, name: str, how: How, outs: int) -> None:
-    """Write the function of this name, which takes ARGUMENTS: one row by so many outputs, whose weights are asked for AHEAD."""
+    """Writes the function `name` with ARGUMENTS, which multiplies one row by `outs` outputs and prefetches weights AHEAD bytes."""
     x, weight, weight_row, scale, offset, scale_row, size, result, out_size = code.function(name, ARGUMENTS)
     places = [[code.at(base, code.mul(row, n)) for base, row in _arrays(weight, weight_row, scale, offset, scale_row)] for n in range(outs)]
     form, x_size = how.format, SIZES[how.format.x]
@@ -141,7 +144,7 @@ def _single(code: Code, name: str, how: How, outs: int) -> None:
     with code.loop(0, tiles, 1, [zero] * outs) as whole:
         whole.next(multiplied(whole.values, code.at(x, code.mul(whole.index, TILE * x_size)), whole.index))
     rest = code.b.sub(size, code.mul(tiles, TILE))
-    with code.loop(0, code.b.zext(code.b.icmp_signed("!=", rest, I64(0)), I64), 1, whole.results) as tail:  # what fills no tile
+    with code.loop(0, code.b.zext(code.b.icmp_signed("!=", rest, I64(0)), I64), 1, whole.results) as tail:  # a partial tile
         left = padded(code, code.at(x, code.mul(tiles, TILE * x_size)), code.mul(rest, x_size), TILE * x_size)
         tail.next(multiplied(tail.values, left, tiles))
     store_rows(code, totals(code, tail.results), 0, 1, outs, result, I64(0), out_size)
@@ -149,7 +152,7 @@ def _single(code: Code, name: str, how: How, outs: int) -> None:
 
 
 def _unpack(code: Code, how: How) -> None:
-    """The function `unpack`: weights of consecutive outputs, each filled up to tiles."""
+    """Writes the function `unpack`, which unpacks the weights of consecutive outputs, each padded to whole tiles."""
     kinds = (*ARGUMENTS[1:7], I64, PTR, I64)
     weight, weight_row, scale, offset, scale_row, size, count, into, into_row = code.function("unpack", kinds)
     tiles = code.b.sdiv(code.add(size, TILE - 1), I64(TILE))
@@ -168,10 +171,10 @@ def _arrays(weight: Any, weight_row: Any, scale: Any, offset: Any, scale_row: An
 
 
 def _weights(code: Code, how: How, places: Sequence[Any], tile: Any) -> list[Any]:
-    """Of a tile of an output, in order, as `how.format` takes them. The words are asked for AHEAD.
+    """Loads the weights of one output's tile, in order, for `how.format`. Prefetches words AHEAD bytes.
 
     Args:
-        places: of the output's words, scales and offsets.
+        places: addresses of the output's words, scales and offsets.
     """
     words, scales, offsets = places
     place, each = code.at(words, code.mul(tile, 4 * LANES)), how.group // 32
@@ -187,12 +190,12 @@ def _weights(code: Code, how: How, places: Sequence[Any], tile: Any) -> list[Any
 
 
 def _pairs(code: Code, how: How, word: Any, steps: Sequence[int], scale: Any, offset: Any) -> list[Any]:
-    """bfloat16 weights of a group, looked up in a table of its sixteen."""
+    """bfloat16 weights of a group, looked up in a table of the group's sixteen possible weights."""
     b = code.b
     weights = _scaled(code, ir.Constant(scale.type, [float(n) for n in TABLES[how.kind]]), scale, offset)
     narrow = code.call("llvm.x86.avx512bf16.cvtneps2bf16.512", vector(BF16, LANES), weights)
     table = b.bitcast(narrow, vector(I16, LANES))
-    table = code.shuffle(table, table, [*range(LANES)] * 2)  # the fifth bit, of another number, does not count
+    table = code.shuffle(table, table, [*range(LANES)] * 2)  # two copies: the fifth index bit belongs to another number
     out = []
     for step in steps:
         bits = b.lshr(word, constant(word.type, 4 * step)) if step else word
@@ -224,7 +227,7 @@ def _scaled(code: Code, numbers: Any, scale: Any, offset: Any) -> Any:
 
 
 def _of_e2m1(code: Code, bits: Any) -> Any:
-    """Numbers by their codes, sign bits extended."""
+    """Numbers for e2m1 codes with extended sign bits."""
     b = code.b
 
     def at_least_zero(x: Any) -> Any:

@@ -1,4 +1,5 @@
-"""FlashInfer's kernels as a second implementation: their CUDA sources, compiled once by nvcc and called by XLA's typed FFI.
+"""FlashInfer's kernels as a second implementation: nvcc compiles their CUDA sources once, and XLA calls them by its typed FFI.
 
-Only the sources in the package flashinfer-python are used. It is never imported, and neither is torch, which its own interface needs.
+Only the CUDA sources in the package flashinfer-python are used. Neither the package nor torch, which it needs, is
+imported.
 """

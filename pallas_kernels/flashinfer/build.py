@@ -1,4 +1,4 @@
-"""FlashInfer's XQA decode kernel (Apache-2.0) as a shared library for one shape: compiled once, saved, registered with XLA."""
+"""Compiles FlashInfer's XQA decode kernel (Apache-2.0) for one shape, saves the shared library and registers it with XLA."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ import jax
 from platformdirs import user_cache_path
 
 HANDLER = Path(__file__).parent / "xqa.cu"
-PACKAGE, VERSIONS = "flashinfer-python", "0.7"  # the one whose launch function the handler calls
+PACKAGE, VERSIONS = "flashinfer-python", "0.7"  # the handler calls this version's launch function
 ARCHITECTURES = {"9.0": "90a"}  # nvcc's names, by compute capability
-NAME = "flashinfer_xqa"  # of all kernels, in programs
-SECONDS = 600  # that a compilation may take; it takes about ten
+NAME = "flashinfer_xqa"  # prefix of the kernels' names in programs
+SECONDS = 600  # timeout of a compilation, which takes about ten seconds
 _registered: set[str] = set()
 _lock = threading.RLock()  # programs are traced by several threads
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a library is compiled for.
+    """The parameters of a compiled library.
 
     Attributes:
-        dtype: of queries and cache, bfloat16 or float16.
-        group: query heads of a kv head.
+        dtype: dtype of queries and cache, bfloat16 or float16.
+        group: query heads per kv head.
         windowed: the kernel has a window, whose size is an argument.
-        capability: of the device, such as 9.0.
+        capability: compute capability of the device, such as 9.0.
     """
 
     dtype: str
@@ -46,7 +46,7 @@ class Kernel:
     capability: str
 
     def options(self) -> list[str]:
-        """Options of nvcc, the same on every machine."""
+        """Options for nvcc, the same on every machine."""
         half = self.dtype == "float16"
         macros = {
             **{"NDEBUG": 1, "BEAM_WIDTH": 1, "USE_INPUT_KV": 0, "USE_CUSTOM_BARRIER": 1, "SPEC_DEC": 0, "LOW_PREC_OUTPUT": 0},
@@ -60,12 +60,12 @@ class Kernel:
 
     @property
     def target(self) -> str:
-        """Its name in programs. Other sources or options give another name, so a saved program never calls another kernel."""
+        """The kernel's name in programs. It contains a hash of sources and options, so a saved program never calls another kernel."""
         return f"{NAME}_{hashlib.sha256((source_digest() + ' '.join(self.options())).encode()).hexdigest()[:16]}"
 
 
 def why_missing() -> str | None:
-    """Why there are no sources to compile, or None."""
+    """Why the sources are missing or unsupported, or None."""
     version = installed_version()
     if version is None:
         return f"{PACKAGE} is not installed (the extra flashinfer has it)"
@@ -75,7 +75,7 @@ def why_missing() -> str | None:
 
 
 def installed_version() -> str | None:
-    """Of the package, or None where it is not installed."""
+    """The package's version, or None if it is not installed."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -91,13 +91,14 @@ def why_not_built(kernel: Kernel) -> str | None:
 
 
 def register(kernel: Kernel) -> str:
-    """Registers the kernel with XLA, once in a process, before a program that calls it is compiled or loaded.
+    """Registers the kernel with XLA once per process. Call it before a program that calls the kernel is compiled or loaded.
 
     Returns:
-        Its name for `jax.ffi.ffi_call`.
+        The kernel's name for `jax.ffi.ffi_call`.
 
     Raises:
-        RuntimeError: its library is missing and cannot be compiled; says why.
+        RuntimeError: the library is missing and cannot be compiled, or other users can write it. The message gives the
+            reason.
     """
     with _lock:
         name = kernel.target
@@ -121,7 +122,7 @@ def built(kernel: Kernel) -> Path:
             done = subprocess.run(command(kernel, made), capture_output=True, text=True, timeout=SECONDS)
             if done.returncode:
                 raise RuntimeError(f"nvcc cannot compile {PACKAGE}'s XQA: {' '.join((done.stderr or done.stdout).split())[-400:]}")
-            made.replace(file)  # whole or not at all: several processes may compile it
+            made.replace(file)  # atomic: several processes may compile the library
     for path in (file, file.parent):
         stat = path.stat()
         if stat.st_uid != os.getuid() or stat.st_mode & 0o022:
@@ -130,13 +131,13 @@ def built(kernel: Kernel) -> Path:
 
 
 def library(kernel: Kernel) -> Path:
-    """The path of its library: in JENGINE_CACHE_DIR, else in jengine's folder of the user's cache."""
+    """The path of the kernel's library: in JENGINE_CACHE_DIR or, if unset, in jengine's folder of the user's cache."""
     root = Path(os.environ.get("JENGINE_CACHE_DIR") or user_cache_path("jengine"))
     return root / "flashinfer" / f"{kernel.target}-jaxlib{importlib.metadata.version('jaxlib')}.so"
 
 
 def command(kernel: Kernel, out: Path) -> list[str]:
-    """The command line that compiles it. XLA's headers come from jaxlib, `nv/target` from FlashInfer's copy of CCCL."""
+    """The command line that compiles the kernel. XLA's headers come from jaxlib, `nv/target` from FlashInfer's copy of CCCL."""
     nvcc = compiler()
     assert nvcc is not None
     data = _data()
@@ -146,7 +147,7 @@ def command(kernel: Kernel, out: Path) -> list[str]:
 
 
 def compiler() -> Path | None:
-    """nvcc: that of CUDA_HOME or CUDA_ROOT, of NVIDIA's packages, or on PATH."""
+    """The path of nvcc: from CUDA_HOME, CUDA_ROOT, NVIDIA's Python packages or PATH, in this order; None if there is none."""
     folders = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_ROOT") if os.environ.get(name)]
     found = importlib.util.find_spec("nvidia")
     packages = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
@@ -157,7 +158,7 @@ def compiler() -> Path | None:
 
 @functools.cache
 def source_digest() -> str:
-    """Of the handler and of the kernel's sources."""
+    """Hash of the handler and the kernel's sources."""
     digest = hashlib.sha256(HANDLER.read_bytes())
     for file in sorted((_data() / "csrc/xqa").iterdir()):
         digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
@@ -165,7 +166,7 @@ def source_digest() -> str:
 
 
 def _data() -> Path:
-    """FlashInfer's sources. Finding a package does not import it."""
+    """The folder of FlashInfer's sources. Finding a package does not import it."""
     found = importlib.util.find_spec("flashinfer")
     assert found is not None and found.submodule_search_locations
     return Path(found.submodule_search_locations[0]) / "data"

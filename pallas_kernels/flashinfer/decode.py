@@ -1,4 +1,4 @@
-"""Decode attention by FlashInfer's XQA kernel, over the cache as it lies."""
+"""Decode attention by FlashInfer's XQA kernel, on the KV cache in jengine's layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pallas_kernels.quantized import Pages, Quantized
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS, PAGE_SIZES, MOST_GROUP = (64, 128, 256), (16, 32, 64, 128), 32
-TILE = 256  # tokens that a block of threads computes at a time
+TILE = 256  # tokens that a thread block computes at a time
 ROW_FACTS = 256  # bytes of a part's maxima and sums
 NAME = build.NAME
 
@@ -24,10 +24,10 @@ NAME = build.NAME
 def serves(
     impl: str, q: Any, k_pages: Pages, v_pages: Pages, window: int | None, soft_cap: float | None, device: jax.Device | None
 ) -> bool:
-    """Whether a call uses this kernel: impl names it, or is auto and it was measured to be faster.
+    """Whether a call uses this kernel: impl is "flashinfer", or impl is "auto" and the kernel was measured to be faster.
 
     Raises:
-        ValueError: impl="flashinfer" where it cannot serve; says why.
+        ValueError: impl is "flashinfer", and the kernel does not support the call.
     """
     if impl == "auto":
         if isinstance(k_pages, Quantized) or not fastest.takes("flashinfer", _case(q, k_pages), _kind(device)):
@@ -41,7 +41,7 @@ def serves(
 
 
 def prepare(impl: str, q: Any, k_pages: Pages, windows: Iterable[int | None], soft_cap: float | None, device: jax.Device | None) -> None:
-    """Registers the kernels that programs may call with XLA, for any number of rows.
+    """Registers with XLA the kernels that programs may call, for any number of rows.
 
     Raises:
         ValueError, RuntimeError: see `serves` and `build.register`.
@@ -62,7 +62,7 @@ def why_unsupported(
     soft_cap: float | None = None,
     device: jax.Device | None = None,
 ) -> str | None:
-    """Why the kernel cannot take these, which may be whatever has arrays' shapes and dtypes; or None."""
+    """Why the kernel does not support these arrays, or any objects with their shapes and dtypes; None if it does."""
     device = device or jax.devices()[0]
     if getattr(device, "compute_capability", None) not in ARCHITECTURES:
         return f"device={device.device_kind}: FlashInfer's kernel is for GPUs of compute capability {', '.join(ARCHITECTURES)}"
@@ -92,7 +92,7 @@ def kernel_for(q: Any, k_pages: Any, window: int | None, device: jax.Device) -> 
 
 
 def parts(rows: int, kv_heads: int, tokens: int, cores: int) -> int:
-    """Of a sequence, which blocks of threads work on side by side: as the kernel's launch computes it."""
+    """Number of parts of a sequence that thread blocks compute in parallel. It must match the kernel's launch function."""
     return min(max(1, cores // (rows * kv_heads)), -(-tokens // TILE))
 
 
@@ -108,9 +108,10 @@ def paged_attention_decode(
     sinks: jax.Array | None = None,
     device: jax.Device | None = None,
 ) -> jax.Array:
-    """See `xla.paged_attention_decode`; `why_unsupported` says for what shapes and dtypes.
+    """Decode attention; see `xla.paged_attention_decode`. `why_unsupported` gives the supported shapes and dtypes.
 
-    The number of parts of a sequence depends on shapes alone, and parts are joined in order, so a row's bits do not depend on other rows.
+    The number of parts of a sequence depends only on shapes, and parts are joined in order, so a row's result does not
+    depend on other rows.
 
     Raises:
         RuntimeError: see `build.register`.
@@ -134,7 +135,7 @@ def paged_attention_decode(
     with_sinks = jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32).reshape(heads)
     options = {"scale": np.float32(scale), "window": np.int32(window or 0), "cores": np.int32(cores)}
     out: jax.Array = call(q, k_pages, v_pages, block_tables, lengths, with_sinks, semaphores, **options)[0]
-    return jnp.where((lengths > 0)[:, None, None], out, 0) if splits > 1 else out  # parts of nothing are joined to NaN
+    return jnp.where((lengths > 0)[:, None, None], out, 0) if splits > 1 else out  # the kernel joins empty parts to NaN
 
 
 def _kind(device: jax.Device | None) -> str:
@@ -147,10 +148,10 @@ def _case(q: Any, k_pages: Any) -> fastest.Case:
 
 
 def _within(block_tables: jax.Array, lengths: jax.Array, window: int, page_size: int) -> jax.Array:
-    """The tables with the window's first page in place of those before it.
+    """The tables with pages before the window replaced by the window's first page.
 
-    The kernel masks scores of tokens that lie before the window, and multiplies their values by zero. Pages behind the window
-    may be another sequence's by now, and hold NaN.
+    The kernel masks scores of tokens before the window and multiplies their values by zero. But pages before the
+    window may meanwhile belong to another sequence and contain NaN.
     """
     first = jnp.maximum(lengths - window, 0) // page_size
     index = jnp.maximum(jnp.arange(block_tables.shape[1]), first[:, None])

@@ -1,5 +1,5 @@
-// FlashInfer's XQA decode attention as a foreign function of XLA. mha.cu, which FlashInfer's wheel has, is the kernel and its
-// launch; macros that the caller defines choose page size, head dim, group, dtype and whether there is a window.
+// FlashInfer's XQA decode attention as a foreign function of XLA. mha.cu, from FlashInfer's wheel, contains the kernel and its
+// launch. Macros that the caller defines set page size, head dim, group, dtype and whether there is a window.
 #include "mha.cu"
 
 #include "xla/ffi/api/ffi.h"
@@ -7,7 +7,7 @@
 namespace ffi = xla::ffi;
 
 // q, out: [rows, heads, head_dim]; k, v: [num_pages, kv_heads, page_size, head_dim]; tables: [rows, width]; lengths: [rows];
-// sinks: [heads], or [0] for none; semaphores: zeros, and zeros again afterwards. window is read by kernels that have one.
+// sinks: [heads], or [0] for none; semaphores: zeros before and after the call. Only kernels with a window use `window`.
 static ffi::Error Decode(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> tables,
                          ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::S32> semaphores,
                          ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::Buffer<ffi::S32>>,
@@ -18,7 +18,7 @@ static ffi::Error Decode(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k
     return ffi::Error::InvalidArgument("this XQA kernel was built for another shape");
   }
   try {
-    // Loading this library allowed the shared memory on one device; others need it, too.
+    // Loading this library set the shared memory limit on one device only. Set it on the current device, too.
     checkCuda(cudaFuncSetAttribute(kernel_mha, cudaFuncAttributeMaxDynamicSharedMemorySize, hostSmemSize));
     launchMHAFlashInfer(cores, kv_heads, window, scale * std::sqrt(float(head_dim)), nullptr,
                         static_cast<OutputHead*>(out->untyped_data()), static_cast<InputHead const*>(q.untyped_data()),

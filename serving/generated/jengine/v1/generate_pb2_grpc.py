@@ -105,22 +105,22 @@ class GenerateServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Completes a prompt; answers once, at the end.
+        """Completes a prompt. Returns one response when all completions have finished.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The same as it comes: started, then deltas, then finished, each of started and finished once. A slow reader gets several tokens at a
-        time; one that does not read at all is ended with RESOURCE_EXHAUSTED.
+        """Completes a prompt and streams the output: one Started, then Deltas, then one Finished. A slow reader receives several
+        tokens per Delta. If a client stops reading, the stream ends with RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Answers a conversation, by the model's chat template; FAILED_PRECONDITION where it has none.
+        """Answers a conversation, formatted with the model's chat template. FAILED_PRECONDITION if the model has none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,51 +145,55 @@ class GenerateServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request of the same API key that runs or waits: its caller gets what there is, with FINISH_REASON_ABORT.
+        """Aborts a running or waiting request of the same API key. The request's caller receives the output so far, with
+        FINISH_REASON_ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """What is served.
+        """Describes the served model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy the engine is, for routers.
+        """Reports the engine's load, for routers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets all pages of the prefix cache, those of all clients; requests that run go on. PERMISSION_DENIED unless the API key's line has
-        admin=1, or, on a server without keys, the call comes from the server's machine.
+        """Clears the prefix cache for all clients. Running requests continue. PERMISSION_DENIED unless the API key has admin=1 in
+        the key file or, on a server without keys, the call comes from the server's machine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetStrategy(self, request, context):
-        """What steps are composed for, from now on until the engine is started again; for the same callers.
+        """Sets the goal for which the scheduler composes steps, until the engine restarts. Needs the same permission as
+        ResetPrefixCache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTrace(self, request, context):
-        """What the engine did of late; for the same callers. It tells of all clients' requests, but neither texts nor tokens.
+        """Returns a trace of the engine's recent steps. Needs the same permission as ResetPrefixCache. The trace covers the requests
+        of all clients but contains no texts or tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Profile(self, request, context):
-        """Takes a profile of the server's processes and returns when it is done; for the same callers, one at a time. It tells of all clients'
-        requests and shows which functions ran, but neither texts nor tokens.
+        """Profiles the server's processes and returns when the profile is complete. Needs the same permission as ResetPrefixCache;
+        one profile runs at a time. The profile covers the requests of all clients and names the functions that ran, but contains
+        no texts or tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
