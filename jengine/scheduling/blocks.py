@@ -197,7 +197,7 @@ class BlockManager:
             tier.fetch(Fetch(number, table.blocks[index], group, self.groups[group].pool, host, page))
 
     def fork(self, number: int, child: int) -> None:
-        """Gives `child` the same tokens and pages. Either must `unshare` a page before it writes to it."""
+        """Gives `child` the same tokens and pages. Only the last page may be incomplete; either must `unshare` it before it writes."""
         parent = self._tables[number]
         table = BlockTable([[*p] for p in parent.pages], [*parent.first], [*parent.first], parent.salt, parent.findable, [*parent.blocks])
         self._enter(child, table)

@@ -148,14 +148,21 @@ class BlocksMachine(RuleBasedStateMachine):
             for at, place in self.places(number, group, 0 if window is None else max(position - window + 1, 0)):
                 assert self.held[place] == self.content(number, group, at)
 
-    @precondition(lambda self: self.ready)
-    @rule(data=st.data(), count=st.integers(1, 3))
-    def fork(self, data, count):
-        parent = data.draw(st.sampled_from(self.ready))
+    @property
+    def computed(self):
+        """Sequences without pages for tokens that are still to be computed, as prompts have that paused."""
+        ends = {number: self.blocks.pages_of(len(self.tokens[number])) for number in self.ready}
+        return [number for number, end in ends.items() if all(len(pages) <= end for pages in self.blocks._tables[number].pages)]
+
+    @precondition(lambda self: self.computed)
+    @rule(data=st.data(), count=st.integers(1, 3), tokens=TOKENS)
+    def fork(self, data, count, tokens):
+        parent = data.draw(st.sampled_from(self.computed))
         for _ in range(count):
             child, self.numbers = self.numbers, self.numbers + 1
             self.blocks.fork(parent, child)
             self.tokens[child], self.salts[child] = [*self.tokens[parent]], self.salts[parent]
+            self.compute(child, tokens[: LONGEST - len(self.tokens[child])])
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -195,5 +202,5 @@ class BlocksMachine(RuleBasedStateMachine):
                 assert self.blocks.tier.used == 0, "a host page is lost"
 
 
-BlocksMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+BlocksMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=40)
 TestBlocks = BlocksMachine.TestCase
