@@ -31,7 +31,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """This engine also compiles the programs that the server will load."""
-    return LLM("demo", progress=False, max_num_seqs=8)  # a smaller table than the default: CI compiles it
+    llm = LLM("demo", progress=False, max_num_seqs=8)  # a smaller table than the default: CI compiles it
+    assert llm.wait_until_compiled()
+    return llm
 
 
 @pytest.fixture(scope="module")
