@@ -9,8 +9,8 @@ queries^T, [tokens, queries], and the result is values^T @ weights, [head_dim, q
 query heads per kv head, wastes little, every warp reads a separate part of the keys and values, and a prompt
 tile only has more columns.
 
-A sequence's tiles are divided among splits, so that few long sequences also fill the chip. Each split returns
-the result of its own softmax and the logarithm of its sum, and XLA joins them (Flash-Decoding; Dao et al.,
+A sequence's tiles are divided among splits, so that few long sequences also fill the chip. Each split computes a
+softmax over its tiles and returns the result and the log-sum-exp; XLA joins them (Flash-Decoding; Dao et al.,
 2023).
 """
 

@@ -73,7 +73,7 @@ class Access:
 
 def _load(path: str | Path) -> ApiKeys:
     keys = ApiKeys.load(path)
-    warn_of_access("api_keys", path, 0o022)  # whoever can write it can add a key; reading the hashes is harmless
+    warn_of_access("api_keys", path, 0o022)  # users with write access could add a key; read access shows only hashes
     return keys
 
 

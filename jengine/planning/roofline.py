@@ -128,7 +128,7 @@ def _projection_elements(config: ModelConfig) -> int:
 
 def layers_elements(config: ModelConfig, experts: float) -> float:
     """Elements of all layers' matrices, with this many experts in layers that have any."""
-    more = 0  # per layer: gate and projections of its own embedding; the shortcut; matrices that mix streams
+    more = 0  # parameters per layer of Gemma 3n and 4: per-layer embedding's gate and projections, the shortcut, stream mixing
     if config.layer_inputs is not None:
         more += 3 * config.layer_inputs.size * config.hidden_size
     if config.altup is not None:

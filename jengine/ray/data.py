@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 Row = dict[str, Any]
-PROMPTS = ("prompt", "messages", "tokenized_prompt")  # columns with prompts; the first one that is not null is used
+PROMPTS = ("prompt", "messages", "tokenized_prompt")  # possible prompt columns; each row uses its first non-null one
 PARAMS = "sampling_params"
 ERROR = "__inference_error__"
 

@@ -270,7 +270,7 @@ class BlockManager:
         return wanted
 
     def unshare(self, number: int, position: int) -> tuple[list[Copy], list[Entry]]:
-        """If a sequence shares the pages of this position, gives it copies of its own."""
+        """Copies the pages of this position if the sequence shares them with others, so that it may write to them."""
         table, index = self._tables[number], position // self.page_size
         copies, entries = [], []
         for group, (_, pool) in enumerate(self.groups):

@@ -69,7 +69,7 @@ def test_words_hold_neighbours_as_the_kernel_takes_them() -> None:
 
 
 def test_a_part_is_what_a_device_has() -> None:
-    """If the weight is split in two, each half has the values of its own inputs."""
+    """Each half of a split weight holds the values for that half of the inputs."""
     made, wide = packed(2, 320, 32, offset=True, parts=2)
     halves = [made.map(partial(lambda half, array: jnp.split(array, 2, axis=1)[half], half)) for half in range(2)]
     np.testing.assert_allclose(np.concatenate([dequantize(half) for half in halves], 1), wide, rtol=1e-6, atol=1e-6)

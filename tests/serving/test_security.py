@@ -46,7 +46,7 @@ def test_names_of_keys(keys: Path) -> None:
 @pytest.mark.parametrize(
     "content, limit",
     [
-        (b"# nobody\n", "has no key"),
+        (b"# no keys\n", "has no key"),
         (b"", "has no key"),
         (b"\n" + KEY.encode(), "line 2 does not begin with a SHA-256 in hexadecimal digits"),
         (b"\xff", "is not UTF-8 text"),
