@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.products import cpu_refused, traced_for_cpu
+from pallas_kernels.devices import traced_for_cpu
+from pallas_kernels.products import cpu_refused
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),

@@ -1,8 +1,9 @@
-"""Lists local devices, without log noise if CUDA's plugin is installed but there is no GPU."""
+"""Local devices, listed without log noise if CUDA's plugin is installed but there is no GPU, and the default device."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax
 
@@ -23,3 +24,14 @@ def skip_cuda_check() -> None:
     """
     if not any(os.path.exists(node) for node in DRIVER_NODES):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+def traced_for() -> jax.Device:
+    """The device for which programs are traced: the default device."""
+    device: Any = jax.config.jax_default_device
+    return device if hasattr(device, "platform") else jax.devices(device)[0]
+
+
+def traced_for_cpu() -> bool:
+    """Whether the default device is a CPU."""
+    return bool(traced_for().platform == "cpu")

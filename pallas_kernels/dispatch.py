@@ -27,7 +27,7 @@ from pallas_kernels.support import (
     kernel_serves,
     on_cpu,
     why_no_cache,
-    why_no_cpu_attention,
+    why_no_cpu_cache,
     why_no_gpu_attention,
 )
 from pallas_kernels.support import DTYPES as DTYPES
@@ -42,7 +42,7 @@ why_flashinfer_unsupported = flashinfer.why_unsupported
 def why_decode_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_decode` does not support these arrays, or None."""
     if on_cpu(device):
-        return why_no_cpu_attention(k_pages, v_pages)
+        return products.cpu_refused() or why_no_cpu_cache(k_pages, v_pages)
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
     if capability(device) in HOPPER:
         from pallas_kernels.attention_decode import QUERIES
@@ -131,7 +131,7 @@ def decode_work(
 def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:
     """Why the kernel for `paged_attention_prefill` does not support these arrays, or None."""
     if on_cpu(device):
-        return why_no_cpu_attention(k_pages, v_pages)
+        return products.cpu_refused() or why_no_cpu_cache(k_pages, v_pages)
     refused = why_no_gpu_attention(q, k_pages, v_pages, device)
     if refused is None and capability(device) in HOPPER:
         from pallas_kernels.attention_prefill import TILE_GRID
@@ -280,7 +280,7 @@ def prepare(weights: Iterable[Any], q: Any, k_pages: Pages, *, device: jax.Devic
     if on_cpu(device) and products.cpu_refused() is None:
         from pallas_kernels.cpu import attention, elementwise
 
-        if why_no_cpu_attention(k_pages, k_pages) is None:
+        if why_no_cpu_cache(k_pages, k_pages) is None:
             attention.prepare(q, k_pages)
         elementwise.prepare(str(q.dtype))
         for weight in weights:

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import products, tuning, xla
+from pallas_kernels import tuning, xla
 from pallas_kernels.groups import Groups, one_group
 from pallas_kernels.hadamard import transform
 from pallas_kernels.int4 import Int4
-from pallas_kernels.products import Weight
+from pallas_kernels.product_xla import Weight, by_xla
 from pallas_kernels.quantized import Quantized, dequantize, quantize
 from pallas_kernels.support import DTYPES, HOPPER, Impl, capability, kernel_serves
 
@@ -92,7 +92,7 @@ def quantized_product(
         ValueError: impl is "mosaic" and no kernel supports the call, or impl is "llvm".
     """
     if not kernel_serves(impl, why_quantized_product_unsupported(x, weight, device=device), device):
-        return products.by_xla(x, weight, jnp.dtype(dtype or x.dtype))
+        return by_xla(x, weight, jnp.dtype(dtype or x.dtype))
     if isinstance(weight, Int4):
         from pallas_kernels import int4_product as of_four_bits
 

@@ -18,15 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import product_dispatch
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
-from pallas_kernels.hadamard import transform
-from pallas_kernels.int4 import Int4, wide
+from pallas_kernels.devices import traced_for, traced_for_cpu
+from pallas_kernels.int4 import Int4
+from pallas_kernels.product_xla import Weight as Weight
+from pallas_kernels.product_xla import by_xla
 from pallas_kernels.quantized import Quantized, quantize
 
-LAST = (((1,), (1,)), ((), ()))  # contract the last axes
-ROW_GRID = 8  # on a GPU, a single row is padded to this many
-BLOCK = 64  # outputs that XLA's form converts at a time
-CONVERTED_ROWS = 64  # maximum rows for which that pays
 ROW_CLASSES = 1, 16, 64  # products use the same form up to each number of rows; larger ones are a further class
 
 _forms: ContextVar[Mapping[str, str]] = ContextVar("forms", default={})  # noqa: B039  # never written
@@ -80,9 +79,6 @@ def prepare(weight: Any, x: str | None = None) -> None:
             products.prepare(x or str(weight.dtype), kind_of(weight), getattr(weight, "hadamard", 1))
 
 
-Weight = jax.Array | Quantized | Int4
-
-
 def product(x: jax.Array, weight: Weight, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """Multiplies x [rows, in] by weight [out, in].
 
@@ -93,8 +89,6 @@ def product(x: jax.Array, weight: Weight, dtype: jax.typing.DTypeLike | None = N
     xla = partial(by_xla, dtype=dtype)
     form = _form(x, weight)
     if form == "xla" and isinstance(weight, Quantized | Int4) and not traced_for_cpu():
-        from pallas_kernels import product_dispatch
-
         return product_dispatch.quantized_product(x, weight, dtype, device=traced_for())
     if form == "xla":
         return xla(x, weight)
@@ -110,17 +104,6 @@ def _form(x: jax.Array, weight: Weight) -> str:
     if str(x.dtype) not in INPUTS or kind not in (*WEIGHTS, "w8a8", "fp8 inputs", "int4") or min(x.shape[0], *weight.shape) == 0:
         return "xla"
     return _forms.get().get(form_key(x.shape[0], str(x.dtype), kind), "kernel")
-
-
-def traced_for() -> jax.Device:
-    """The device for which programs are traced: the default device."""
-    device: Any = jax.config.jax_default_device
-    return device if hasattr(device, "platform") else jax.devices(device)[0]
-
-
-def traced_for_cpu() -> bool:
-    """Whether the default device is a CPU."""
-    return bool(traced_for().platform == "cpu")
 
 
 def kind_of(weight: Any) -> str:
@@ -150,39 +133,3 @@ def _by_cpu_kernel(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any], form: st
     rows = quantize(x, weight.kind)
     y = products.product(rows.values.astype(x.dtype), weight.values, weight.scale, jnp.float32)
     return (y * rows.scale[:, None]).astype(dtype)
-
-
-def by_xla(x: jax.Array, weight: Weight, dtype: jnp.dtype[Any]) -> jax.Array:
-    """`product` by XLA, for any device. Four-bit weights are dequantized."""
-    if isinstance(weight, Int4):
-        return _any_rows(transform(x, weight.hadamard).astype(x.dtype), wide(weight).astype(x.dtype), dtype)
-    if not isinstance(weight, Quantized):
-        return _any_rows(x, weight, dtype)
-    if weight.inputs:
-        rows = quantize(transform(x, weight.hadamard), weight.kind)
-        sums = _any_rows(rows.values, weight.values, jnp.int32 if weight.kind == "int8" else jnp.float32)
-        return (sums.astype(jnp.float32) * rows.scale[:, None] * weight.scale).astype(dtype)
-    y: jax.Array = lax.platform_dependent(x, weight.values, cpu=_converted_by_block, default=_converted)
-    return (y * weight.scale).astype(dtype)
-
-
-def _any_rows(x: jax.Array, weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    if len(x) == 1 and x.dtype.itemsize == 2 and jnp.dtype(dtype) == jnp.float32 and not traced_for_cpu():
-        # For a single row, XLA would write a float32 copy of the weight in every step.
-        return _any_rows(jnp.pad(x, ((0, ROW_GRID - 1), (0, 0))), weight, dtype)[:1]
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # GPUs would otherwise use tf32
-    return lax.dot_general(x, weight, LAST, precision=precision, preferred_element_type=dtype)
-
-
-def _converted(x: jax.Array, values: jax.Array) -> jax.Array:
-    """float32 [rows, out]."""
-    return _any_rows(x, values.astype(x.dtype), jnp.float32)
-
-
-def _converted_by_block(x: jax.Array, values: jax.Array) -> jax.Array:
-    """The same as `_converted` on a CPU. Blocks fit the processor's cache; a converted copy of the whole weight would not."""
-    out, size = values.shape
-    if x.shape[0] > CONVERTED_ROWS or out % BLOCK:
-        return _converted(x, values)
-    y: jax.Array = lax.map(lambda block: _converted(x, block), values.reshape(-1, BLOCK, size))  # [blocks, rows, BLOCK]
-    return y.transpose(1, 0, 2).reshape(x.shape[0], out)

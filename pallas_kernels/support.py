@@ -10,7 +10,6 @@ from typing import Literal, get_args
 
 import jax
 
-from pallas_kernels import products
 from pallas_kernels.quantized import Pages, Quantized
 
 Impl = Literal["auto", "mosaic", "llvm", "flashinfer", "xla"]
@@ -26,10 +25,7 @@ def on_cpu(device: jax.Device | None) -> bool:
     return getattr(device or jax.devices()[0], "platform", None) == "cpu"
 
 
-def why_no_cpu_attention(k_pages: Pages, v_pages: Pages) -> str | None:
-    refused = products.cpu_refused()
-    if refused is not None:
-        return refused
+def why_no_cpu_cache(k_pages: Pages, v_pages: Pages) -> str | None:
     for name, pages in ("k_pages", k_pages), ("v_pages", v_pages):
         if _stored(pages) not in STORED_ON_CPU:
             return f"{name}={_stored(pages)}: the kernel takes {', '.join(STORED_ON_CPU)} (uint8: the bits of float8_e4m3fn)"

@@ -15,30 +15,22 @@ If flashinfer-python is installed, its decode kernel is timed too, and the times
 from __future__ import annotations
 
 import argparse
-import functools
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels import dispatch, fastest, tuning
+from pallas_kernels import compare, dispatch, fastest, tuning
 from pallas_kernels.attention_decode import paged_attention_decode
 from pallas_kernels.devices import visible_devices
-from pallas_kernels.quantized import Pages
-from pallas_kernels.timing import block_tables, chain, one_long, page_pool, seconds
+from pallas_kernels.timing import chain, seconds
 from pallas_kernels.tuning import DecodeCase, DecodeChoice
+from pallas_kernels.tuning_cases import SHAPES, arrays, cases
 
-KINDS = {None: None, "int8": "int8", "uint8": "float8_e4m3fn"}  # by stored dtype; None is the queries' dtype
-ROWS = (8, 16, 32, 64, 128, 256)  # row buckets of an engine on a GPU
-EVEN, LONGEST, SHORT = 8192, 32768, (256, 1024)  # tokens of a sequence
-POOL = 1 << 30  # bytes of the KV cache, many times the size of a GPU's L2 cache
 STAGES = (2, 3, 4, 6)
 WORTH = 0.98  # another choice must take at most this share of the default's time
 
@@ -53,19 +45,6 @@ class Measured:
     default: float
     choice: DecodeChoice
     best: float
-
-
-class Load(NamedTuple):
-    tables: jax.Array  # int32 [CHAIN, rows, width]
-    lengths: jax.Array  # int32 [rows]
-
-
-def cases(heads: int, kv_heads: int, head_dim: int, page_size: int = 64, dtype: str = "bfloat16") -> list[DecodeCase]:
-    """All cases that an engine may need with attention of this shape, for any max_model_len."""
-    return [DecodeCase(cache or dtype, dtype, heads, kv_heads, head_dim, page_size, rows) for cache, rows in itertools.product(KINDS, ROWS)]
-
-
-SHAPES = [(32, 8, 128), (64, 8, 128)]  # heads, kv_heads, head_dim
 
 
 def search(cases: Iterable[DecodeCase], timer: Timer) -> Iterator[Measured]:
@@ -104,23 +83,6 @@ def total_seconds(case: DecodeCase, choice: DecodeChoice) -> float:
         return math.inf
 
 
-@functools.lru_cache(maxsize=1)  # shared by all choices of a case
-def arrays(case: DecodeCase) -> tuple[jax.Array, Pages, Pages, list[Load]]:
-    """Queries, keys and values, and the loads: equal rows, and one long row among short ones."""
-    kind = KINDS.get(case.cache)
-    page = 2 * case.kv_heads * case.page_size * case.head_dim * jnp.dtype(case.cache).itemsize
-    num_pages = max(2, POOL // page)
-    k, v = page_pool((num_pages, case.kv_heads, case.page_size, case.head_dim), case.dtype, kind)
-    q = jax.random.normal(jax.random.key(0), (case.rows, case.heads, case.head_dim), case.dtype)
-
-    def load(lengths: list[int]) -> Load:
-        pages = [-(-length // case.page_size) for length in lengths]
-        tables = block_tables(num_pages, pages, width=-(-LONGEST // case.page_size))
-        return Load(jnp.asarray(tables), jnp.asarray(lengths, jnp.int32))
-
-    return q, k, v, [load(case.rows * [EVEN]), load(one_long(case.rows, LONGEST, *SHORT))]
-
-
 def row(measured: Measured) -> str:
     gain = measured.default / measured.best
     times = f"{measured.default * 1e6:.1f} | {measured.best * 1e6:.1f} | {gain:.2f}"
@@ -154,8 +116,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _compare(wanted: list[DecodeCase], device: jax.Device, file: Path) -> None:
-    from pallas_kernels import compare  # which imports this module
-
     refused = compare.why_not(device, wanted[0])
     if refused is not None:
         return print(f"\nnot compared with FlashInfer's kernel: {refused}")

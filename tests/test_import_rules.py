@@ -96,17 +96,19 @@ def broken_rules(imports: list[Import]) -> list[str]:
     return out
 
 
-def package_of(module: str) -> str:
-    """jengine.text of jengine.text.tokenizer: packages and single modules are the nodes of the graph that must have no cycle."""
-    return ".".join(module.split(".")[:2])
+def node_of(name: str, modules: dict[str, str]) -> str:
+    """The node of a module, or of a name in it: its package within jengine (jengine.text of jengine.text.tokenizer), else the module."""
+    if inside(name, "jengine"):
+        return ".".join(name.split(".")[:2])
+    return name if name in modules or "." not in name else node_of(name.rpartition(".")[0], modules)
 
 
 def cycle(imports: list[Import], modules: dict[str, str]) -> list[str]:
-    """The packages along some import cycle; empty when there is none."""
-    nodes = {package_of(module) for module in modules if inside(module, "jengine")}
+    """The nodes along some import cycle; empty when there is none."""
+    nodes = {node_of(module, modules) for module in modules}
     graph: dict[str, set[str]] = {}
     for found in imports:
-        importer, target = package_of(found.importer), package_of(found.target)
+        importer, target = node_of(found.importer, modules), node_of(found.target, modules)
         if {importer, target} <= nodes and importer not in (target, "jengine"):  # the front door imports nothing until asked
             graph.setdefault(importer, set()).add(target)
     path: list[str] = []
@@ -187,6 +189,10 @@ def test_cycles_are_found() -> None:
     assert cycle(imports_of(modules), modules) == []
     modules["jengine.a"] = "def lazily():\n    import jengine.b.x"
     assert cycle(imports_of(modules), modules) == ["jengine.a", "jengine.b", "jengine.a"]
+    kernels = {"pallas_kernels.cpu.a": "from pallas_kernels.b import f", "pallas_kernels.b": "from pallas_kernels.cpu import c"}
+    assert cycle(imports_of(kernels), kernels | {"pallas_kernels.cpu.c": ""}) == []
+    kernels["pallas_kernels.b"] = "from pallas_kernels.cpu import a"
+    assert cycle(imports_of(kernels), kernels) == ["pallas_kernels.b", "pallas_kernels.cpu.a", "pallas_kernels.b"]
 
 
 def test_files_stay_short() -> None:

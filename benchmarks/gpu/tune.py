@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 
 from benchmarks.gpu.rows import Row, skipped
-from pallas_kernels import compare, dispatch, fastest, tune, tuning
+from pallas_kernels import compare, dispatch, fastest, tune, tuning, tuning_cases
 
 
 def measure() -> Iterator[Row]:
@@ -19,7 +19,7 @@ def measure() -> Iterator[Row]:
     if getattr(device, "compute_capability", None) not in dispatch.HOPPER:
         yield skipped("decode attention", f"device={device.device_kind}: tuning needs a Hopper GPU")
         return
-    cases = [case for shape in tune.SHAPES for case in tune.cases(*shape)]
+    cases = [case for shape in tuning_cases.SHAPES for case in tuning_cases.cases(*shape)]
     tuned, timed = (fastest.read(file).get(device.device_kind, {}) for file in (tuning.FILE, fastest.FILE))
     for measured in tune.tune([case for case in cases if case.key() not in tuned], device, tuning.FILE):
         values = {"default us": 1e6 * measured.default, "best us": 1e6 * measured.best, "gain": measured.default / measured.best}

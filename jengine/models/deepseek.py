@@ -107,7 +107,7 @@ def read_experts(hf: Fields) -> dict[str, Any]:
     """The fields of experts: sizes, layers and groups."""
     experts, groups = int(hf["n_routed_experts"]), int(hf.get("n_group") or 1)
     if experts % groups:
-        raise ModelError(f"n_routed_experts={experts} is no multiple of n_group={groups}")
+        raise ModelError(f"n_routed_experts={experts} is not a multiple of n_group={groups}")
     return {
         "expert_layers": _expert_layers(hf, int(hf["num_hidden_layers"])),
         "num_experts": experts,
@@ -142,7 +142,7 @@ def read_v2(hf: Fields) -> dict[str, Any]:
     if hf.get("scoring_func", "softmax") != "softmax":
         raise ModelError(f"scoring_func {hf['scoring_func']!r} is not supported; softmax is")
     if hf.get("norm_topk_prob"):
-        raise ModelError("norm_topk_prob is not supported, of DeepSeek V2")
+        raise ModelError("norm_topk_prob=true is not supported with model_type deepseek_v2")
     if method == "greedy":
         fields |= {"expert_groups": 1, "expert_groups_kept": 1}
     return {**fields, "router": "softmax"}

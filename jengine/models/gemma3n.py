@@ -165,7 +165,7 @@ def read_gemma3n(hf: Fields) -> dict[str, Any]:
     layers, sizes = int(hf["num_hidden_layers"]), hf["intermediate_size"]
     if isinstance(sizes, list):
         if len(sizes) != layers or len(set(sizes)) != 1:
-            raise ModelError(f"intermediate_size={sizes} is not supported unless all {layers} layers have the same")
+            raise ModelError(f"intermediate_size={sizes} is not supported; all {layers} layers must have the same size")
         hf["intermediate_size"] = sizes[0]
     types = hf.get("layer_types") or full_attention_every(layers, 5)
     shared = check_shared_layers(hf, types)

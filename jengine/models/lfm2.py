@@ -88,7 +88,7 @@ def read_lfm2(hf: Fields) -> dict[str, Any]:
         raise ModelError(f"conv_L_cache={hf['conv_L_cache']} must be at least 2")
     heads = fields["num_heads"]
     if fields["hidden_size"] % heads:
-        raise ModelError(f"hidden_size={fields['hidden_size']} is no multiple of num_attention_heads={heads}")
+        raise ModelError(f"hidden_size={fields['hidden_size']} is not a multiple of num_attention_heads={heads}")
     convolved = tuple(i for i, kind in enumerate(types) if kind == "conv")
     size = fields["hidden_size"] // heads
     linear = LinearAttention(layers=convolved, key_heads=heads, value_heads=heads, key_dim=0, value_dim=size, taps=int(hf["conv_L_cache"]))

@@ -102,7 +102,7 @@ def read_llama4(hf: Fields) -> dict[str, Any]:
     rotated = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
     types = ["chunked_attention" if one else "full_attention" for one in rotated]
     if (hf.get("layer_types") or types) != types:
-        raise ModelError("layer_types is not supported, unless layers that rotate have chunked_attention and the others full_attention")
+        raise ModelError("layer_types must be chunked_attention for layers with rotary embedding and full_attention for the others")
     sparse = hf.get("moe_layers")
     return {
         **fields,

@@ -40,7 +40,7 @@ def read_ministral3(hf: Fields) -> dict[str, Any]:
     rope.pop("max_position_embeddings", None)  # duplicates the model's field
     fields = decoder(hf, rope)
     if "rope_scaling" not in fields:
-        raise ModelError(f"llama_4_scaling_beta={beta} is not supported without a stretched rope")
+        raise ModelError(f"llama_4_scaling_beta={beta} is not supported without rope scaling")
     return {**fields, **window_everywhere(hf, hf.get("sliding_window")), "query_scaling_beta": beta}
 
 

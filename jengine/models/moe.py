@@ -18,9 +18,10 @@ from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
 from jengine.parallel.collectives import all_reduce, shard_index
 from pallas_kernels.activations import gated
+from pallas_kernels.devices import traced_for
 from pallas_kernels.groups import counted, grouped
 from pallas_kernels.product_dispatch import grouped_product
-from pallas_kernels.products import Weight, traced_for
+from pallas_kernels.products import Weight
 
 MAX_BLOCK = 64  # maximum rows per block
 

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
         def less(columns: slice) -> slice:
             ends = [0 if columns.start is None else columns.start, columns.stop]
             if any(end is not None and end % group for end in ends):
-                raise ModelError(f"columns {ends} cut groups of {group}: take fewer devices", tensor=self.name)
+                raise ModelError(f"columns {ends} split quantization groups of {group}; use fewer devices", tensor=self.name)
             return slice(*(None if end is None else end // group for end in ends))
 
         whole = len(self.part) < ndim

@@ -199,7 +199,7 @@ def read_linear_attention(hf: Fields) -> dict[str, Any]:
         taps=int(hf.get("linear_conv_kernel_dim", 4)),
     )
     if linear.value_heads % linear.key_heads:
-        limit = f"is no multiple of linear_num_key_heads={linear.key_heads}"
+        limit = f"is not a multiple of linear_num_key_heads={linear.key_heads}"
         raise ModelError(f"linear_num_value_heads={linear.value_heads} {limit}")
     if linear.taps < 2:
         raise ModelError(f"linear_conv_kernel_dim={linear.taps} must be at least 2")

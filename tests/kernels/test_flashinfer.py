@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
-from pallas_kernels import compare, dispatch, fastest, reference, tune
+from pallas_kernels import compare, dispatch, fastest, reference, tuning_cases
 from pallas_kernels.ahead_of_time import compile_for, device
 from pallas_kernels.dispatch import why_flashinfer_unsupported
 from pallas_kernels.flashinfer import build, decode
@@ -243,7 +243,7 @@ def test_a_kernel_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_both_are_timed_and_the_file_is_written_after_each_case(tmp_path: Path) -> None:
-    file, cases = tmp_path / "fastest.json", tune.cases(8, 2, 64)
+    file, cases = tmp_path / "fastest.json", tuning_cases.cases(8, 2, 64)
     file.write_text(json.dumps({"NVIDIA H200": {compare._case(cases[0]).key(): {"mosaic": 1.0}}, "NVIDIA H100": {"a": {"mosaic": 1.0}}}))
     asked: list[tuple[int, str]] = []
 
@@ -257,15 +257,15 @@ def test_both_are_timed_and_the_file_is_written_after_each_case(tmp_path: Path) 
         assert times == {"mosaic": pytest.approx(case.rows), "flashinfer": pytest.approx(100)}
         assert table["NVIDIA H200"][case.key()] == times and table["NVIDIA H100"] == {"a": {"mosaic": 1.0}}
         assert f"| {case.key()} | {float(case.rows):.1f} | 100.0 |" == compare.row(case, times)
-        assert number or case.rows == tune.ROWS[1]  # what was known comes last
-    assert len(asked) == 2 * len(tune.ROWS)
+        assert number or case.rows == tuning_cases.ROWS[1]  # what was known comes last
+    assert len(asked) == 2 * len(tuning_cases.ROWS)
 
 
 def test_the_sums_that_are_compared_are_of_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing in the kernels' places, which needs no GPU."""
     q, k, v = arrays()
-    load = tune.Load(*where())
-    monkeypatch.setattr(tune, "arrays", lambda case: (q, k, v, [load, load]))
+    load = tuning_cases.Load(*where())
+    monkeypatch.setattr(compare, "arrays", lambda case: (q, k, v, [load, load]))
     monkeypatch.setattr(compare, "chain", lambda function: function)
     monkeypatch.setattr(compare, "seconds", lambda program, *args: float(program(*args).shape[0]))
     asked = []
@@ -275,7 +275,7 @@ def test_the_sums_that_are_compared_are_of_the_same_calls(monkeypatch: pytest.Mo
         return jnp.ones(2)
 
     monkeypatch.setattr(dispatch, "paged_attention_decode", attend)
-    assert [compare.total_seconds(tune.cases(8, 2, 64, 16)[0], impl) for impl in compare.IMPLS] == [4.0, 4.0]
+    assert [compare.total_seconds(tuning_cases.cases(8, 2, 64, 16)[0], impl) for impl in compare.IMPLS] == [4.0, 4.0]
     pages = (9, 2, 16, 64)
     assert asked == [(impl, 64**-0.5, [(2, 8, 64), pages, pages, (2, 4), (2,)]) for impl in compare.IMPLS for _ in range(2)]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import product_dispatch, products
+from pallas_kernels import devices, product_dispatch, products
 from pallas_kernels.groups import grouped
 from pallas_kernels.int4 import Int4, pack
 from pallas_kernels.quantized import quantize
@@ -78,7 +78,8 @@ def test_quantized_weights_are_read_as_they_lie_where_programs_are_traced_for_ho
     x, eight_bits = jnp.zeros((9, 192), jnp.bfloat16), quantize(jnp.zeros((64, 192)), "int8")
     for capability in "9.0", "8.0":
         device = SimpleNamespace(device_kind="GPU", platform="gpu", compute_capability=capability, core_count=132)
-        monkeypatch.setattr(products, "traced_for", lambda device=device: device)
+        for module in devices, products:
+            monkeypatch.setattr(module, "traced_for", lambda device=device: device)
         for weight in four_bits(64, 192, hadamard=64), eight_bits:
             assert products.product(x, weight, jnp.float32).shape == (9, 64)
     assert taken == [((9, 192), "bfloat16", jnp.float32), ((16, 192), "bfloat16", jnp.float32)], "transformed, and padded to a block"

@@ -18,7 +18,7 @@ import pytest
 from jengine.config import EngineConfig
 from jengine.devices import device_defaults
 from jengine.table.program_table import ProgramTable
-from pallas_kernels import dispatch, timing, tune, tuning, xla
+from pallas_kernels import dispatch, timing, tune, tuning, tuning_cases, xla
 from pallas_kernels.quantized import movable, quantize
 from pallas_kernels.tuning import DecodeCase, DecodeChoice
 
@@ -78,7 +78,7 @@ def test_the_search_takes_what_is_worth_it_and_leaves_out_what_does_not_fit() ->
 def test_what_is_found_is_written_beside_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, made = tmp_path / "tuned.json", tune.cases(4, 2, 64)
+    file, made = tmp_path / "tuned.json", tuning_cases.cases(4, 2, 64)
     known = {made[0].key(): {"stages": 7}}
     file.write_text(json.dumps({"NVIDIA H100": {"a": {"stages": 4}}, "NVIDIA H200": known}))
     monkeypatch.setattr(tune.jax, "devices", lambda: [GPU])
@@ -123,14 +123,14 @@ def test_every_case_of_the_default_engine_is_tuned(cache: str, max_model_len: in
         attend = partial(dispatch.paged_attention_decode, scale=1.0, window=window, impl="mosaic", device=GPU)
         with pytest.raises(Asked):
             jax.eval_shape(attend, q, pages, pages, ints((rows, max_model_len // sizes.page_size)), ints((rows,)))
-    assert len(asked) == 2 * len(tune.ROWS)
-    assert {case.key() for case in asked} <= {case.key() for case in tune.cases(heads, kv_heads, head_dim)}
+    assert len(asked) == 2 * len(tuning_cases.ROWS)
+    assert {case.key() for case in asked} <= {case.key() for case in tuning_cases.cases(heads, kv_heads, head_dim)}
 
 
 def test_a_choice_is_timed_by_all_loads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """XLA's form replaces the kernel, so no GPU is needed."""
     for name, value in {"POOL": 1 << 18, "EVEN": 32, "LONGEST": 64, "SHORT": (4, 9)}.items():
-        monkeypatch.setattr(tune, name, value)
+        monkeypatch.setattr(tuning_cases, name, value)
     monkeypatch.setattr(timing, "SAMPLE", 0.0)
     taken = []
 
@@ -142,22 +142,22 @@ def test_a_choice_is_timed_by_all_loads(monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.setattr(tune, "paged_attention_decode", attend)
     case = DecodeCase("bfloat16", "bfloat16", 4, 2, 64, 16, rows=3)
-    tune.arrays.cache_clear()
+    tuning_cases.arrays.cache_clear()
     assert 0 < tune.total_seconds(case, DecodeChoice(2)) < math.inf
     assert taken == [(0.125, 2)]  # compiled once, for both loads
     assert tune.total_seconds(case, DecodeChoice(9)) == math.inf
     assert "too much shared memory" in capsys.readouterr().out
-    tune.arrays.cache_clear()
+    tuning_cases.arrays.cache_clear()
 
 
 def test_the_pool_is_larger_than_a_cache_of_the_device() -> None:
     """Between two reads of a page lie as many others as the pool has, or as a chain of calls reads."""
     l2 = 128 << 20  # of a B200; an H200 has 50 MiB
-    for case in tune.cases(32, 8, 128):
+    for case in tuning_cases.cases(32, 8, 128):
         token = 2 * case.kv_heads * case.head_dim * jnp.dtype(case.cache).itemsize
-        batches = case.rows * [tune.EVEN], timing.one_long(case.rows, tune.LONGEST, *tune.SHORT)
+        batches = case.rows * [tuning_cases.EVEN], timing.one_long(case.rows, tuning_cases.LONGEST, *tuning_cases.SHORT)
         read = [sum(lengths) * token * timing.CHAIN for lengths in batches]
-        assert min(tune.POOL, *read) > 4 * l2
+        assert min(tuning_cases.POOL, *read) > 4 * l2
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,10 +169,10 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_arrays_are_what_a_case_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"POOL": 1 << 14, "EVEN": 32, "LONGEST": 64, "SHORT": (4, 9)}.items():
-        monkeypatch.setattr(tune, name, value)
-    tune.arrays.cache_clear()
-    q, k, v, (even, ragged) = tune.arrays(DecodeCase("uint8", "bfloat16", 4, 2, 64, 16, rows=3))
-    tune.arrays.cache_clear()
+        monkeypatch.setattr(tuning_cases, name, value)
+    tuning_cases.arrays.cache_clear()
+    q, k, v, (even, ragged) = tuning_cases.arrays(DecodeCase("uint8", "bfloat16", 4, 2, 64, 16, rows=3))
+    tuning_cases.arrays.cache_clear()
     assert q.shape == (3, 4, 64) and k.shape == v.shape == (timing.REPEATED, 2, 16, 64) and k.values.dtype == "uint8"
     assert even.tables.shape == ragged.tables.shape == (timing.CHAIN, 3, 4)
     assert even.lengths.tolist() == [32, 32, 32] and ragged.lengths.tolist() == [64, 4, 9]

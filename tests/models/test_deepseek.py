@@ -72,7 +72,7 @@ def test_a_layer_that_predicts_further_ahead_is_skipped_and_said(tmp_path: Path,
         ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported; noaux_tc is"),
         ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; sigmoid is"),
         ({"attention_bias": True}, "attention_bias is not supported"),
-        ({"n_group": 3}, "n_routed_experts=8 is no multiple of n_group=3"),
+        ({"n_group": 3}, "n_routed_experts=8 is not a multiple of n_group=3"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 must be even"),
         (
             {"model_type": "deepseek_v2", "topk_method": "noaux_tc"},
