@@ -256,7 +256,7 @@ def test_opt_350m_is_the_odd_one() -> None:
         ("falcon_7b", {"alibi": True}, "alibi is not supported"),
         ("falcon_40b", {"parallel_attn": False}, "parallel_attn=False is not supported with new_decoder_architecture"),
         ("falcon_7b", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is not supported"),
-        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1 is not supported without rope scaling"),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta=0.1 is not supported without rope"),
         (
             "mistral3",
             {"text_config": {"model_type": "mistral4"}},

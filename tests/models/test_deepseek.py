@@ -78,7 +78,7 @@ def test_a_layer_that_predicts_further_ahead_is_skipped_and_said(tmp_path: Path,
             {"model_type": "deepseek_v2", "topk_method": "noaux_tc"},
             "topk_method 'noaux_tc' is not supported; greedy and group_limited_greedy",
         ),
-        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob is not supported"),
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob=true is not supported"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
