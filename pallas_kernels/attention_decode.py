@@ -6,9 +6,10 @@ table lists them. Its compute warpgroup folds each tile into an online softmax (
 et al., 2022). The tensor cores multiply 64 queries at a time. The query heads of a kv head are the first of
 them; results of the others are discarded. This wastes arithmetic but no memory bandwidth, which limits decoding.
 
-If the work list splits a pair, the kernel stores each part's result and the logarithm of its softmax sum. A
-second kernel joins the parts (Flash-Decoding; Dao et al., 2023). Scales of an eight-bit cache multiply scores
-and weights in float32.
+If the work list splits a pair, each part's result and the logarithm of its softmax sum are stored, and the block
+with the last part joins them (Flash-Decoding; Dao et al., 2023; `attention_join`). That block waits for blocks with
+smaller indices, which the hardware starts first; so the kernel ends even if not all blocks run at the same time.
+Scales of an eight-bit cache multiply scores and weights in float32.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuning
-from pallas_kernels.attention_join import join_parts
+from pallas_kernels.attention_join import Join, join
 from pallas_kernels.decode_feed import Feed, Item, Side, seen
 from pallas_kernels.hopper import COLUMNS, ROWS, accumulate, per_row, product, rows_by_warp, tiled
 from pallas_kernels.quantized import Pages, Quantized
+from pallas_kernels.semaphores import signal
 from pallas_kernels.softmax import LOG2_E, MASKED, SMALLEST, scores
 from pallas_kernels.tuning import BLOCKS, DecodeCase, DecodeChoice
 from pallas_kernels.versions import store
@@ -67,7 +69,7 @@ def paged_attention_decode(
         lengths: int32 [rows], tokens of each sequence including the query's, at most width * page_size; 0 gives zeros.
         scale, window, soft_cap, sinks: as in `xla.paged_attention_decode`.
         work: a work list for these lengths and kv heads, and for this window or a larger one; None creates one. Many
-            layers can share a list.
+            layers can share a list, best one that is `shared`.
         choice: the number of tiles in flight per block, at least 2; None uses `tuning.decode`.
         device: the device that this will run on, for its limits; None: an H100 or H200.
         operand_in_registers: the second product reads its left operand from registers and accumulates in place. False
@@ -91,8 +93,10 @@ def paged_attention_decode(
     queries = q.reshape(rows * heads, head_dim)
     if len(queries) < padded:
         queries = jnp.pad(queries, ((0, padded - len(queries)), (0, 0)))
+    signals = jax.new_ref(work.signals) if isinstance(work.signals, jax.Array) else work.signals
+    lists = work.first, work.first_join, work.items, work.joins, signals
 
-    out, parts, sums = plgpu.kernel(
+    out, *_ = plgpu.kernel(
         partial(_kernel, scale=scale, window=window, soft_cap=soft_cap, rows=rows, group=group, sinks=sinks is not None),
         out_type=(
             jax.ShapeDtypeStruct((rows * heads, head_dim), q.dtype),
@@ -114,8 +118,9 @@ def paged_attention_decode(
         kernel_name="paged_attention_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(queries, k_pages, v_pages, block_tables, lengths, work.first, work.items, *([] if sinks is None else [sinks]))
-    return join_parts(out, parts, sums, work.joins, sinks, heads=heads, group=group, interpret=interpret).reshape(q.shape)
+    )(queries, k_pages, v_pages, block_tables, lengths, *lists, *([] if sinks is None else [sinks]))
+    result: jax.Array = out.reshape(q.shape)
+    return result
 
 
 def _ring(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -> dict[str, Any]:
@@ -143,7 +148,8 @@ def _ring(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -
 
 
 def _kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, length_ref: Any, first_ref: Any, item_ref: Any, *refs: Any,
+    q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, length_ref: Any,
+    first_ref: Any, first_join_ref: Any, item_ref: Any, join_ref: Any, signal_ref: Any, *refs: Any,
     ring: dict[str, Any], q_smem: Any, o_smem: Any, part_smem: Any, q_full: Any, p_smem: Any = None,
     scale: float, window: int | None, soft_cap: float | None, rows: int, group: int, sinks: bool,
 ) -> None:  # fmt: skip
@@ -161,6 +167,7 @@ def _kernel(
         return ref if pair is None else ref.at[pair]
 
     first, end = first_ref[block], first_ref[block + 1]
+    first_join, end_join = first_join_ref[block], first_join_ref[block + 1]
     q_smem, o_smem, part_smem, q_full = map(own, (q_smem, o_smem, part_smem, q_full))
     p_smem = None if p_smem is None else own(p_smem)
 
@@ -219,7 +226,7 @@ def _kernel(
         pl.when(item.slot >= 0)(partial(put_part, item, m, total, accs))
         return done + item.tiles
 
-    def first_query(item: Item) -> Any:
+    def first_query(item: Item | Join) -> Any:
         return item.row * heads + item.kv_head * group
 
     def load_queries(item: Item) -> None:
@@ -249,10 +256,26 @@ def _kernel(
         inverse = 1.0 / total
         store(sum_ref.at[item.slot], m + jnp.log2(total))
         for acc, part in zip(accs, columns, strict=True):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if part is not columns[0]:  # results of earlier items have been copied: see `load_queries`
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             store(part_smem, acc * lax.broadcast_in_dim(inverse, acc.shape, [0]))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(part_smem.at[pl.ds(0, padded)], part_ref.at[item.slot, :, part])
+
+        @pl.when(item.join >= 0)
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0)
+            signal(signal_ref.at[item.join])
+
+    def join_pair(index: jax.Array) -> None:
+        pair = Join.read(join_ref, index)
+
+        @pl.when(pair.parts > 0)
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0)
+            out = out_ref.at[pl.ds(first_query(pair), group)]
+            sinks = [sink_ref[0][pair.kv_head * group + i] for i in range(group)] if sink_ref else []
+            join(pair, signal_ref.at[index], part_ref, sum_ref, o_smem, out, sinks)
 
     def clear(turn: jax.Array) -> None:
         """Writes zeros for a row without a sequence."""
@@ -274,6 +297,7 @@ def _kernel(
             plgpu.set_max_registers(REGISTERS[0], action="increase")
         lax.fori_loop(first, end, attend, jnp.int32(0))
         pl.loop(0, pl.cdiv(rows, blocks))(clear)
+        pl.loop(first_join, end_join)(join_pair)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(lax.rem(warpgroup, 2) == 1)

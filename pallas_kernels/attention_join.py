@@ -1,13 +1,14 @@
-"""Joins the parts of a softmax that decode attention's work list has split, in a Pallas Mosaic GPU kernel for Hopper.
+"""The end of decode attention's kernel for pairs that its work list has split: joins the parts of the softmax.
 
-A thread block computes COLUMNS of a join's head dimension. It reads several parts at a time to hide memory
-latency. It adds parts in the order of the sequence, so results do not depend on which part was ready first.
+The block that has a pair's last part joins all of them. It waits for the other parts after its own items, so it
+waits for earlier blocks only, and none of these waits before it has signalled. Parts are added in the order of the
+sequence, so results do not depend on which part was ready first. Several are read at a time to hide memory latency.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,59 +17,61 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import COLUMNS, rows_by_warp
+from pallas_kernels.semaphores import wait
 from pallas_kernels.softmax import LOG2_E, MASKED
 from pallas_kernels.versions import store
 
-NUMBERS = 1 << 13  # values of parts in a block's registers: 64 per thread
+NUMBERS = 1 << 13  # values of parts in a warpgroup's registers: 64 per thread
 
 
-def join_parts(
-    out: jax.Array,
-    parts: jax.Array,
-    sums: jax.Array,
-    joins: jax.Array,
-    sinks: jax.Array | None,
-    *,
-    heads: int,
-    group: int,
-    interpret: plgpu.InterpretGPUParams | None = None,
-) -> jax.Array:
-    """Returns `out` with the joined results of split pairs.
+class Join(NamedTuple):
+    """A join of a work list, as int32 scalars; see `WorkList.joins`."""
+
+    row: jax.Array
+    kv_head: jax.Array
+    first: jax.Array
+    parts: jax.Array
+    elsewhere: jax.Array
+
+    @staticmethod
+    def read(ref: Any, index: Any) -> Join:
+        return Join(*(ref[index, field] for field in range(len(Join._fields))))
+
+
+def join(item: Join, signals: Any, part_ref: Any, sum_ref: Any, o_smem: Any, out: Any, sinks: list[jax.Array]) -> None:
+    """Waits for the parts that are in other blocks, and writes the pair's result.
+
+    Copies of this block's own parts from shared memory must have finished.
 
     Args:
-        out: [rows * heads, head_dim], which holds the results of pairs that were not split.
-        parts: float32 [slots, padded, head_dim], each part's normalized result. Rows after the first `group` are padding.
-        sums: float32 [slots, 64], the base-2 logarithms of the parts' softmax sums.
-        joins: `WorkList.joins`.
-        sinks: float32 [heads], scores without a value.
+        signals: the join's semaphore.
+        part_ref: float32 [slots, padded, head_dim] in global memory, each part's normalized result. Rows after the first
+            `group` are padding.
+        sum_ref: float32 [slots, 64] in global memory, the base-2 logarithms of the parts' softmax sums.
+        o_smem: [at least padded, head_dim], shared memory that nothing reads. The copy from it is not awaited.
+        out: [group, head_dim] in global memory.
+        sinks: for each query head of the pair, a score without a value; empty for none.
     """
-    padded, head_dim = parts.shape[1:]
-    cell = jax.new_ref(out)
-    plgpu.kernel(
-        partial(_kernel, heads=heads, group=group),
-        scratch_types={"o_smem": plgpu.SMEM((padded, COLUMNS), out.dtype)},
-        grid=(head_dim // COLUMNS, len(joins)),
-        grid_names=("part", "join"),
-        kernel_name="paged_attention_join",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-    )(cell, parts, sums, joins, *([] if sinks is None else [sinks]))
-    return jax.freeze(cell)
+    padded, head_dim = part_ref.shape[1:]
+    pl.when(item.elsewhere > 0)(partial(wait, signals, item.elsewhere))
+    for at in range(0, head_dim, COLUMNS):
+        columns = pl.ds(at, COLUMNS)
+        store(o_smem.at[pl.ds(0, padded), columns], _joined(item, part_ref, sum_ref, columns, sinks).astype(o_smem.dtype))
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, out.shape[0])], out)
 
 
-def _kernel(out_ref: Any, part_ref: Any, sum_ref: Any, join_ref: Any, *sink_ref: Any, o_smem: Any, heads: int, group: int) -> None:
+def _joined(item: Join, part_ref: Any, sum_ref: Any, columns: Any, sinks: list[jax.Array]) -> jax.Array:
     padded = part_ref.shape[1]
-    index, columns = lax.axis_index("join"), pl.ds(lax.axis_index("part") * COLUMNS, COLUMNS)
-    row, kv_head, first, count = (join_ref[index, field] for field in range(4))
     together = max(1, NUMBERS // (padded * COLUMNS))
 
     def fold(turn: jax.Array, carry: Any) -> Any:
         m, total, acc = carry
         numbers = [turn * together + i for i in range(together)]
-        slots = [first + jnp.minimum(number, count - 1) for number in numbers]
+        slots = [item.first + jnp.minimum(number, item.parts - 1) for number in numbers]
         lse = [_load(sum_ref.at[slot, pl.ds(0, padded)], rows_by_warp().reduce(1)) for slot in slots]
         values = [_load(part_ref.at[slot, :, columns], rows_by_warp()) for slot in slots]
-        lse = [x + jnp.where(number < count, 0.0, MASKED) for number, x in zip(numbers, lse, strict=True)]
+        lse = [x + jnp.where(number < item.parts, 0.0, MASKED) for number, x in zip(numbers, lse, strict=True)]
         m_new = m
         for x in lse:
             m_new = jnp.maximum(m_new, x)
@@ -79,22 +82,17 @@ def _kernel(out_ref: Any, part_ref: Any, sum_ref: Any, join_ref: Any, *sink_ref:
             total, acc = total + weight, acc + value * _wide(weight, acc)
         return m_new, total, acc
 
-    @pl.when(count > 0)
-    def _() -> None:
-        at = row * heads + kv_head * group
-        zeros = plgpu.layout_cast(jnp.zeros((padded, COLUMNS), jnp.float32), rows_by_warp())
-        nothing = plgpu.layout_cast(jnp.zeros((padded,), jnp.float32), rows_by_warp().reduce(1))
-        m, total = nothing + 2 * MASKED, nothing
-        if sink_ref:
-            line = plgpu.broadcasted_iota(jnp.int32, (padded,), 0, layout=rows_by_warp().reduce(1))
-            for i in range(group):
-                m = jnp.where(line == i, sink_ref[0][kv_head * group + i] * LOG2_E, m)
-            total += 1.0
-        _, total, acc = lax.fori_loop(0, lax.div(count + together - 1, together), fold, (m, total, zeros))
-        store(o_smem, (acc * _wide(1.0 / total, acc)).astype(o_smem.dtype))
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_smem.at[pl.ds(0, group)], out_ref.at[pl.ds(at, group), columns])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    zeros = plgpu.layout_cast(jnp.zeros((padded, COLUMNS), jnp.float32), rows_by_warp())
+    nothing = plgpu.layout_cast(jnp.zeros((padded,), jnp.float32), rows_by_warp().reduce(1))
+    m, total = nothing + 2 * MASKED, nothing
+    if sinks:
+        line = plgpu.broadcasted_iota(jnp.int32, (padded,), 0, layout=rows_by_warp().reduce(1))
+        for i, sink in enumerate(sinks):
+            m = jnp.where(line == i, sink * LOG2_E, m)
+        total += 1.0
+    _, total, acc = lax.fori_loop(0, lax.div(item.parts + together - 1, together), fold, (m, total, zeros))
+    result: jax.Array = acc * _wide(1.0 / total, acc)
+    return result
 
 
 def _load(x: Any, layout: Any) -> jax.Array:

@@ -33,6 +33,7 @@ class Item(NamedTuple):
     tiles: jax.Array
     length: jax.Array
     slot: jax.Array
+    join: jax.Array
 
     @staticmethod
     def read(ref: Any, index: Any) -> Item:

@@ -1,16 +1,17 @@
 """Divides the work of decode attention evenly: lists the tiles of the sequences that each thread block reads.
 
 The tiles of all live (row, kv head) pairs form one line, pair after pair, and each block takes an equal part of
-it. A border within a pair splits the pair; its parts go to scratch slots and are joined afterwards. So the grid
-does not depend on the number of rows of a program, rows without a sequence cost nothing, and one long sequence
-among short ones keeps the whole GPU busy.
+it. A border within a pair splits the pair; its parts go to scratch slots, and the block that has the last part joins
+them. So the grid does not depend on the number of rows of a program, rows without a sequence cost nothing, and one
+long sequence among short ones keeps the whole GPU busy.
 
 A list depends only on lengths and a window, so all layers of a cache group share one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +24,33 @@ PARTS = 8  # of fixed size; the longest row can be split into at least this many
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WorkList:
-    """The items of each block, as int32 arrays.
+    """The items and joins of each block, as int32 arrays.
 
     Attributes:
         first: [blocks + 1]; block b processes the items first[b], ..., first[b + 1] - 1.
-        items: [max items, 6]: row, kv head, first tile, number of tiles, the row's length, and the slot for a part's
-            result, or -1 if the item is a whole pair.
-        joins: [max joins, 4]: row, kv head, first slot and number of slots of each split pair; unused rows are zeros.
+        first_join: [blocks + 1]; and then the joins first_join[b], ..., first_join[b + 1] - 1.
+        items: [max items, 7]: row, kv head, first tile, number of tiles, the row's length, the slot for a part's result, or
+            -1 if the item is a whole pair, and the join that waits for the part in a later block, or -1.
+        joins: [max joins, 5]: row, kv head, first slot and number of slots of a split pair, and how many of its parts
+            are in other blocks. Zeros join nothing.
+        signals: [max joins], a semaphore for each join, or a reference to them; see `shared`.
         slots: number of slots.
     """
 
     first: jax.Array
+    first_join: jax.Array
     items: jax.Array
     joins: jax.Array
+    signals: Any
     slots: int = field(metadata={"static": True})
 
     @property
     def blocks(self) -> int:
         return len(self.first) - 1
+
+    def shared(self) -> WorkList:
+        """The same list, for several calls of one program: its semaphores are cleared once for all of them."""
+        return replace(self, signals=jax.new_ref(self.signals))
 
 
 def even_work(lengths: jax.Array, kv_heads: int, *, blocks: int, window: int | None = None) -> WorkList:
@@ -60,10 +70,13 @@ def even_work(lengths: jax.Array, kv_heads: int, *, blocks: int, window: int | N
     size = jnp.maximum(tiles[row], 1)
     pair = live[row] * kv_heads + place // size
     inside = (borders < before[-1]) & (place % size > 0)
-    new = inside & ~((pair == jnp.roll(pair, 1)) & jnp.roll(inside, 1))  # the first border within its pair
-    within = jnp.sum(inside & (pair[:, None] == pair), axis=1, dtype=jnp.int32)  # borders within the same pair
+    number = jnp.arange(blocks + 1, dtype=jnp.int32)
+    same = inside & (pair[:, None] == pair)  # borders within the same pair
+    parts = jnp.sum(same, axis=1, dtype=jnp.int32) + 1
+    last = jnp.max(jnp.where(same, number, 0), axis=1)  # the last of them, where the pair's last block begins
+    new = inside & (jnp.min(jnp.where(same, number, blocks), axis=1) == number)  # the first border within its pair
     cuts = _before(inside)[1:]
-    parts = cuts + _before(new)[1:]  # parts that end at or before each border, plus the one that begins there
+    slots = cuts + _before(new)[1:]  # parts that end at or before each border, plus the one that begins there
     first = pair + cuts
 
     item = jnp.arange(kv_heads * len(lengths) + blocks - 1, dtype=jnp.int32)
@@ -72,10 +85,12 @@ def even_work(lengths: jax.Array, kv_heads: int, *, blocks: int, window: int | N
     r, head = _find(live, nth // kv_heads), nth % kv_heads
     begin = before[r] + head * tiles[r]
     at, end = jnp.maximum(borders[block], begin), jnp.minimum(borders[block + 1], begin + tiles[r])
-    slot = jnp.where(at > begin, parts[block] - 1, parts[block + 1] - 2)
-    items = [r, head, start[r] + at - begin, end - at, lengths[r], jnp.where(end - at < tiles[r], slot, -1)]
-    joins = [row, place // size, parts - 2, 1 + within]
-    return WorkList(first, _table(items, item < first[-1]), _table(joins, new)[1:], max(1, 2 * (blocks - 1)))
+    slot = jnp.where(at > begin, slots[block] - 1, slots[block + 1] - 2)
+    join = jnp.where(end < begin + tiles[r], last[block + 1], -1)
+    items = [r, head, start[r] + at - begin, end - at, lengths[r], jnp.where(end - at < tiles[r], slot, -1), join]
+    joins = [row, place // size, slots - parts, parts, parts - 1]
+    table = _table(joins, inside & (last == number))[:-1]
+    return WorkList(first, number, _table(items, item < first[-1]), table, jnp.zeros_like(number[:-1]), max(1, 2 * (blocks - 1)))
 
 
 def fixed_work(lengths: jax.Array, kv_heads: int, *, blocks: int, tokens: int, window: int | None = None) -> WorkList:
@@ -100,14 +115,24 @@ def fixed_work(lengths: jax.Array, kv_heads: int, *, blocks: int, tokens: int, w
     head, part = jnp.divmod(item - number[r], jnp.maximum(parts[r], 1))
     at = jnp.maximum(start[r], (lowest[r] + part) * step)
     end = jnp.minimum(start[r] + tiles[r], (lowest[r] + part + 1) * step)
-    items = [r, head, at, end - at, lengths[r], jnp.where(parts[r] > 1, item, -1)]
     position = before[r] + head * tiles[r] + at - start[r]
     borders = _borders(before[-1], blocks)
     first = jnp.sum(there & (position < borders[:, None]), axis=1, dtype=jnp.int32)
 
-    r, head = jnp.divmod(jnp.arange(rows * kv_heads, dtype=jnp.int32), kv_heads)
-    joins = [r, head, number[r] + head * parts[r], parts[r]]
-    return WorkList(first, _table(items, there), _table(joins, parts[r] > 1), len(item))
+    split = _before(jnp.where(parts > 1, kv_heads, 0))  # each row's first join
+    block, to = _find(first, item), _find(first, item - part + parts[r] - 1)  # the item's block, and that of its pair's last
+    waiting = there & (parts[r] > 1)
+    items = [r, head, at, end - at, lengths[r], jnp.where(waiting, item, -1), jnp.where(waiting & (block < to), split[r] + head, -1)]
+
+    join = jnp.arange(rows * kv_heads, dtype=jnp.int32)
+    r = _find(split, join)
+    head = join - split[r]
+    slot = number[r] + head * parts[r]
+    to = _find(first, slot + parts[r] - 1)
+    joins = _table([r, head, slot, parts[r], jnp.maximum(first[to] - slot, 0)], join < split[-1])
+    ends = joins[:, 2] + joins[:, 3]
+    first_join = jnp.sum((join < split[-1]) & (ends <= first[:, None]), axis=1, dtype=jnp.int32)
+    return WorkList(first, first_join, _table(items, there), joins, jnp.zeros_like(join), len(item))
 
 
 def _tiles(lengths: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:

@@ -32,7 +32,7 @@ class Assumptions:
         bandwidth: achieved share of the data sheet's bandwidth if the whole chip is busy.
         products: achieved share of the data sheet's operations.
         block_bandwidth: bytes a second of one thread block with 64 KB in flight, at a latency of 0.8 microseconds.
-        join: seconds of latency when the parts of decode attention are joined.
+        join: seconds by which decode attention ends later because it joins parts.
         fill: seconds of a prefill kernel's first loads and last stores, during which nothing is multiplied.
         kernel: seconds between two kernels of a command buffer.
         launch: seconds to launch a single kernel, or a command buffer, from the host.
@@ -178,9 +178,6 @@ def _mosaic(
     slots = 2 * device.cores  # thread blocks that run at the same time
     if kernel == "paged_attention_decode":
         return _decode(operands, step, assumed)
-    if kernel == "paged_attention_join":
-        joined = operands[1] if operands[0].dtype != "f32" else operands[0]
-        return _Work("cache", joined.bytes, more=assumed.join)
     if kernel == "paged_attention_prefill":
         queries = operands[0]
         seen = step.context - queries.shape[1] / 2
@@ -220,9 +217,10 @@ def _decode(operands: list[Array], step: Step, assumed: Assumptions) -> _Work:
     busy = min(max(tiles // LEAST, 1), blocks)
     share = min(step.rows, rows) / rows
     cut = (busy - 1 + min(busy - 1, pairs)) * 4 * queries.size // (rows * keys.shape[1])  # bytes of parts' results
-    size = min(step.rows, rows) * step.context * _token_bytes(operands) + 2 * share * queries.bytes + cut
+    size = min(step.rows, rows) * step.context * _token_bytes(operands) + 2 * share * queries.bytes + 2 * cut
     drawn = assumed.block_bandwidth * tiles / math.ceil(tiles / busy)
-    return _Work("cache", size, 4.0 * queries.size * share * step.context, DTYPES[queries.dtype], drawn)
+    operations = 4.0 * queries.size * share * step.context
+    return _Work("cache", size, operations, DTYPES[queries.dtype], drawn, assumed.join if cut else 0.0)
 
 
 def _four_bits(operands: list[Array], out: Array, device: DeviceSpec, met: float, assumed: Assumptions) -> _Work:

@@ -17,6 +17,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from tests.kernels import semaphores_model
+
 # Threads of XLA on a CPU: with jax 0.11 each warpgroup that waits holds one, so that two cores' two would be a deadlock.
 os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))
 RACES = plgpu.InterpretGPUParams(detect_races=True)  # fresh memory is NaN
@@ -26,7 +28,7 @@ HOPPER = AbstractMesh((), (), abstract_device=AbstractDevice(device_kind="NVIDIA
 def interpret(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
     """function(*args, **how), whose kernels have interpret=RACES, for a Hopper GPU; it fails if a kernel races."""
     interpret_pallas_call.reset_gpu_interpret_mode_state()  # an earlier failure leaves some
-    with jax.sharding.use_abstract_mesh(HOPPER):
+    with jax.sharding.use_abstract_mesh(HOPPER), semaphores_model.interpreted():
         out = jax.block_until_ready(function(*args, **how))
     assert not interpret_pallas_call.get_races().races_found
     return out

@@ -64,14 +64,13 @@ def compiled_for_h200(case: Case) -> tuple[KernelFacts, jax.stages.Compiled]:
 
 
 def check_decode(case: Case, pairs: int) -> None:
-    """Attention and the join of what it cut; pairs: of warpgroups, that a multiprocessor holds."""
-    (attention, *joins), compiled = all_compiled_for_h200(case)  # several cases have the same join, which is compiled once
-    assert "decode" in attention.name and all("join" in join.name for join in joins)
-    assert attention.spilled == sum(join.spilled for join in joins) == 0
-    assert attention.products > 0
-    assert attention.blocks(THREADS * pairs) >= 1 and all(join.blocks(THREADS // 2) >= 2 for join in joins)
+    """pairs: of warpgroups, that a multiprocessor holds."""
+    facts, compiled = compiled_for_h200(case)
+    assert facts.spilled == 0
+    assert facts.products > 0
+    assert facts.blocks(THREADS * pairs) >= 1
     text = compiled.as_text()
-    assert text is not None and len(re.findall(r"= .*custom_call_target=\"mosaic_gpu", text)) == 2
+    assert text is not None and len(re.findall(r"= .*custom_call_target=\"mosaic_gpu", text)) == 1
     assert not re.search(r"\b(while|conditional|sort)\(", text)  # XLA would wait for the host
 
 

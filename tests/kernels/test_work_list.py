@@ -28,6 +28,7 @@ class Item(NamedTuple):
     count: int
     length: int
     slot: int
+    join: int
 
 
 @partial(jax.jit, static_argnames=("kv_heads", "blocks", "window", "fixed"))  # compiled a few times, for all examples
@@ -60,9 +61,31 @@ def check(lengths: list[int], kv_heads: int, blocks: int, window: int | None, fi
     assert all(item.count == len(seen[item.row]) for item in whole)
     used = [*chain(*parts.values())]
     assert len({*used}) == len(used) and all(slot < work.slots for slot in used)
-    joined = {(row, head): [*range(slot, slot + n)] for row, head, slot, n in np.asarray(work.joins).tolist() if n}
-    assert joined == parts and all(len(slots) > 1 for slots in parts.values())
+    check_joins(work, by_block, parts)
     return by_block
+
+
+def check_joins(work: WorkList, by_block: list[list[Item]], parts: dict[Key, list[int]]) -> None:
+    """The block that has a pair's last part joins all, and waits for those in earlier blocks, which signal."""
+    first, joins = np.asarray(work.first_join).tolist(), np.asarray(work.joins).tolist()
+    assert first[0] == 0 and first == sorted(first) and len(work.signals) == len(joins) >= first[-1]
+    blocks: dict[Key, list[int]] = {}
+    for block, items in enumerate(by_block):
+        for item in items:
+            if item.slot >= 0:
+                blocks.setdefault((item.row, item.head), []).append(block)
+    joined = {}
+    for block in range(work.blocks):
+        for index in range(first[block], first[block + 1]):
+            row, head, slot, count, elsewhere = joins[index]
+            if count:
+                joined[row, head] = [*range(slot, slot + count)]
+                there = blocks[row, head]
+                assert max(there) == block and elsewhere == sum(other < block for other in there)
+                waits = [item.join for items in by_block for item in items if (item.row, item.head) == (row, head)]
+                assert waits == [index if other < block else -1 for other in there]
+    assert joined == parts and all(len(slots) > 1 for slots in parts.values())
+    assert all(item.join == -1 for items in by_block for item in items if item.slot < 0)
 
 
 @EXAMPLES
@@ -94,7 +117,7 @@ def test_cuts_at_fixed_places_do_not_depend_on_other_rows(lengths: list[int], kv
 def test_the_grid_does_not_depend_on_the_row_bucket(rows: int) -> None:
     """Nor does what the live row's blocks do."""
     work = made(jnp.zeros(rows, jnp.int32).at[0].set(1 << 15), 8, 264, None, False)
-    assert work.blocks == 264 and work.joins.shape == (264, 4)
+    assert work.blocks == 264 and work.joins.shape == (264, 5)
     tiles = [sum(item.count for item in items) for items in of_blocks(work)]
     assert sum(tiles) == 8 * (1 << 15) // TILE and max(tiles) - min(tiles) == 1
 
