@@ -124,8 +124,8 @@ def decode_work(
     stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
     blocks = tuning.decode_blocks(str(stored), head_dim, device or jax.devices()[0])
     if batch_invariant:
-        return work_list.fixed_work(lengths, kv_heads, blocks=blocks, tokens=tokens, window=window).shared()
-    return work_list.even_work(lengths, kv_heads, blocks=blocks, window=window).shared()
+        return work_list.fixed_work(lengths, kv_heads, blocks=blocks, tokens=tokens, window=window)
+    return work_list.even_work(lengths, kv_heads, blocks=blocks, window=window)
 
 
 def why_prefill_unsupported(q: jax.Array, k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None) -> str | None:

@@ -112,7 +112,9 @@ class PagedAttention:
             if not key.rows or len(kv) == 1:
                 return None
             how: dict[str, Any] = {"window": window, "batch_invariant": batch_invariant, "device": device}
-            return dispatch.decode_work(views(kv, group, page_size)[0], row_lengths, tokens=block_table.shape[1] * page_size, **how)
+            pages = views(kv, group, page_size)[0]
+            work = dispatch.decode_work(pages, row_lengths, tokens=block_table.shape[1] * page_size, **how)
+            return None if work is None else work.shared()
 
         self._attend, self._make_work = attend, make_work
         self._work: dict[int | None, WorkList | None] = {}  # by window: made by the first layer of the group, for all
