@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import jax
@@ -80,11 +79,7 @@ def test_a_block_sees_what_others_wrote_before_they_signalled(concurrent: bool) 
     np.testing.assert_allclose(got, x.sum(0), rtol=1e-6)
 
 
-FAULTS = {"no wait": "races_found|not zero", "one signal is not awaited": "races_found|not zero", "only reads are awaited": "races_found"}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["no wait", "one signal is not awaited", "only reads are awaited"])
 def test_a_fault_is_found(fault: str) -> None:
-    with at_once(), pytest.raises(AssertionError) as found:
+    with at_once(), pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match="RACE DETECTED|races_found|not zero"):
         interpret(jax.jit(summed, static_argnums=1), jnp.ones((BLOCKS, LENGTH)), fault)
-    assert re.search(FAULTS[fault], str(found.value))
