@@ -81,5 +81,5 @@ def test_a_block_sees_what_others_wrote_before_they_signalled(concurrent: bool) 
 
 @pytest.mark.parametrize("fault", ["no wait", "one signal is not awaited", "only reads are awaited"])
 def test_a_fault_is_found(fault: str) -> None:
-    with at_once(), pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match="RACE DETECTED|races_found|not zero"):
+    with at_once(), pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=r"RACE DETECTED|races_found|not zero"):
         interpret(jax.jit(summed, static_argnums=1), jnp.ones((BLOCKS, LENGTH)), fault)
