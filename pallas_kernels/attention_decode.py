@@ -94,7 +94,7 @@ def paged_attention_decode(
     if len(queries) < padded:
         queries = jnp.pad(queries, ((0, padded - len(queries)), (0, 0)))
     signals = jax.new_ref(work.signals) if isinstance(work.signals, jax.Array) else work.signals
-    lists = work.first, work.first_join, work.items, work.joins, signals
+    lists = work.first, work.items, work.joins, signals
 
     out, *_ = plgpu.kernel(
         partial(_kernel, scale=scale, window=window, soft_cap=soft_cap, rows=rows, group=group, sinks=sinks is not None),
@@ -149,7 +149,7 @@ def _ring(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -
 
 def _kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, table_ref: Any, length_ref: Any,
-    first_ref: Any, first_join_ref: Any, item_ref: Any, join_ref: Any, signal_ref: Any, *refs: Any,
+    first_ref: Any, item_ref: Any, join_ref: Any, signal_ref: Any, *refs: Any,
     ring: dict[str, Any], q_smem: Any, o_smem: Any, part_smem: Any, q_full: Any, p_smem: Any = None,
     scale: float, window: int | None, soft_cap: float | None, rows: int, group: int, sinks: bool,
 ) -> None:  # fmt: skip
@@ -166,8 +166,7 @@ def _kernel(
         """This pair of warpgroups' part of shared memory or barriers."""
         return ref if pair is None else ref.at[pair]
 
-    first, end = first_ref[block], first_ref[block + 1]
-    first_join, end_join = first_join_ref[block], first_join_ref[block + 1]
+    first, end, first_join, end_join = (first_ref[block + i, kind] for kind in range(2) for i in range(2))
     q_smem, o_smem, part_smem, q_full = map(own, (q_smem, o_smem, part_smem, q_full))
     p_smem = None if p_smem is None else own(p_smem)
 

@@ -27,8 +27,8 @@ class WorkList:
     """The items and joins of each block, as int32 arrays.
 
     Attributes:
-        first: [blocks + 1]; block b processes the items first[b], ..., first[b + 1] - 1.
-        first_join: [blocks + 1]; and then the joins first_join[b], ..., first_join[b + 1] - 1.
+        first: [blocks + 1, 2]; block b processes the items first[b, 0], ..., first[b + 1, 0] - 1, and then the joins
+            first[b, 1], ..., first[b + 1, 1] - 1.
         items: [max items, 7]: row, kv head, first tile, number of tiles, the row's length, the slot for a part's result, or
             -1 if the item is a whole pair, and the join that waits for the part in a later block, or -1.
         joins: [max joins, 5]: row, kv head, first slot and number of slots of a split pair, and how many of its parts
@@ -38,7 +38,6 @@ class WorkList:
     """
 
     first: jax.Array
-    first_join: jax.Array
     items: jax.Array
     joins: jax.Array
     signals: Any
@@ -90,7 +89,8 @@ def even_work(lengths: jax.Array, kv_heads: int, *, blocks: int, window: int | N
     items = [r, head, start[r] + at - begin, end - at, lengths[r], jnp.where(end - at < tiles[r], slot, -1), join]
     joins = [row, place // size, slots - parts, parts, parts - 1]
     table = _table(joins, inside & (last == number))[:-1]
-    return WorkList(first, number, _table(items, item < first[-1]), table, jnp.zeros_like(number[:-1]), max(1, 2 * (blocks - 1)))
+    both = jnp.stack([first, number], axis=1)
+    return WorkList(both, _table(items, item < first[-1]), table, jnp.zeros_like(number[:-1]), max(1, 2 * (blocks - 1)))
 
 
 def fixed_work(lengths: jax.Array, kv_heads: int, *, blocks: int, tokens: int, window: int | None = None) -> WorkList:
@@ -132,7 +132,7 @@ def fixed_work(lengths: jax.Array, kv_heads: int, *, blocks: int, tokens: int, w
     joins = _table([r, head, slot, parts[r], jnp.maximum(first[to] - slot, 0)], join < split[-1])
     ends = joins[:, 2] + joins[:, 3]
     first_join = jnp.sum((join < split[-1]) & (ends <= first[:, None]), axis=1, dtype=jnp.int32)
-    return WorkList(first, first_join, _table(items, there), joins, jnp.zeros_like(join), len(item))
+    return WorkList(jnp.stack([first, first_join], axis=1), _table(items, there), joins, jnp.zeros_like(join), len(item))
 
 
 def _tiles(lengths: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:

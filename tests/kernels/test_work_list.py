@@ -39,7 +39,7 @@ def made(lengths: jax.Array, kv_heads: int, blocks: int, window: int | None, fix
 
 
 def of_blocks(work: WorkList) -> list[list[Item]]:
-    first, items = np.asarray(work.first).tolist(), [Item(*fields) for fields in np.asarray(work.items).tolist()]
+    first, items = np.asarray(work.first[:, 0]).tolist(), [Item(*fields) for fields in np.asarray(work.items).tolist()]
     assert first[0] == 0 and first == sorted(first)
     assert not any(any(item) for item in items[first[-1] :])  # defined, where nothing is
     return [items[first[b] : first[b + 1]] for b in range(work.blocks)]
@@ -67,7 +67,7 @@ def check(lengths: list[int], kv_heads: int, blocks: int, window: int | None, fi
 
 def check_joins(work: WorkList, by_block: list[list[Item]], parts: dict[Key, list[int]]) -> None:
     """The block that has a pair's last part joins all, and waits for those in earlier blocks, which signal."""
-    first, joins = np.asarray(work.first_join).tolist(), np.asarray(work.joins).tolist()
+    first, joins = np.asarray(work.first[:, 1]).tolist(), np.asarray(work.joins).tolist()
     assert first[0] == 0 and first == sorted(first) and len(work.signals) == len(joins) >= first[-1]
     blocks: dict[Key, list[int]] = {}
     for block, items in enumerate(by_block):

@@ -59,12 +59,11 @@ ENTRY %main (q: bf16[256,128]) -> bf16[256,128] {
   %v = bf16[100,4,64,128]{3,2,1,0} parameter(2)
   %tables = s32[8,64]{1,0} parameter(3)
   %lengths = s32[8]{0} parameter(4)
-  %first = s32[21]{0} parameter(5)
-  %first_join = s32[21]{0} parameter(6)
-  %items = s32[51,7]{1,0} parameter(7)
-  %joins = s32[20,5]{1,0} parameter(8)
-  %signals = s32[20]{0} parameter(9)
-  ROOT %one = (bf16[256,128]{1,0}, f32[38,8,128]{2,1,0}, f32[38,64]{1,0}, s32[20]{0}) custom-call(%q, %k, %v, %tables, %lengths, %first, %first_join, %items, %joins, %signals), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/paged_attention_decode/mpmd_map"}
+  %first = s32[21,2]{1,0} parameter(5)
+  %items = s32[51,7]{1,0} parameter(6)
+  %joins = s32[20,5]{1,0} parameter(7)
+  %signals = s32[20]{0} parameter(8)
+  ROOT %one = (bf16[256,128]{1,0}, f32[38,8,128]{2,1,0}, f32[38,64]{1,0}, s32[20]{0}) custom-call(%q, %k, %v, %tables, %lengths, %first, %items, %joins, %signals), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/paged_attention_decode/mpmd_map"}
 }
 """  # noqa: E501
 
