@@ -30,7 +30,7 @@ def interpret(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
     interpret_pallas_call.reset_gpu_interpret_mode_state()  # an earlier failure leaves some
     with jax.sharding.use_abstract_mesh(HOPPER), semaphores_model.interpreted():
         out = jax.block_until_ready(function(*args, **how))
-    assert not interpret_pallas_call.get_races().races_found
+    assert not interpret_pallas_call.get_races().races_found, "races_found"
     return out
 
 
