@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuning
 from pallas_kernels.attention_join import Join, join
-from pallas_kernels.decode_feed import Feed, Item, Side, seen
+from pallas_kernels.decode_feed import Feed, Item, Side, ring_of, seen
 from pallas_kernels.hopper import COLUMNS, ROWS, accumulate, per_row, product, rows_by_warp, tiled
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.semaphores import signal
@@ -35,7 +35,6 @@ from pallas_kernels.versions import store
 from pallas_kernels.work_list import TILE, WorkList, even_work
 
 QUERIES = ROWS  # maximum query heads per kv head
-STAGE_BYTES = 1 << 16  # bytes of keys and values in flight; two pairs of warpgroups fit on a multiprocessor, or one with head_dim 256
 REGISTERS = 152, 104  # per compute thread and per memory thread, if two pairs of warpgroups share a multiprocessor
 
 
@@ -104,7 +103,7 @@ def paged_attention_decode(
             jax.ShapeDtypeStruct((work.slots, ROWS), jnp.float32),
         ),
         scratch_types={
-            "ring": _ring(q.dtype, k_pages, stages, pairs),
+            "ring": ring_of(q.dtype, k_pages, stages, pairs),
             "q_smem": tiled((*of_pairs, ROWS, head_dim), q.dtype),
             "o_smem": plgpu.SMEM((*of_pairs, ROWS, head_dim), q.dtype),
             "part_smem": plgpu.SMEM((*of_pairs, ROWS, COLUMNS), jnp.float32),
@@ -121,30 +120,6 @@ def paged_attention_decode(
     )(queries, k_pages, v_pages, block_tables, lengths, *lists, *([] if sinks is None else [sinks]))
     result: jax.Array = out.reshape(q.shape)
     return result
-
-
-def _ring(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -> dict[str, Any]:
-    """Shared memory and barriers for keys and values in flight."""
-    page_size, head_dim = pages.shape[2:]
-    copies = TILE // min(page_size, TILE)
-    of_pairs = (pairs,) if pairs > 1 else ()
-    ring: dict[str, Any] = {}
-    if isinstance(pages, Quantized):
-        small = head_dim < 256
-        ahead, stages = stages or (4 if small else 2), 2 if small else 1
-        scale = plgpu.SMEM((*of_pairs, ahead + stages + 1, TILE), jnp.float32)  # still read while the next tile's keys are converted
-        eight = tiled((*of_pairs, ahead, TILE, head_dim), pages.values.dtype, min(head_dim, 2 * COLUMNS))
-        ring = {"arrived": plgpu.Barrier(num_arrivals=4 * copies, num_barriers=pairs * ahead)}
-        ring |= {"k_eight": eight, "v_eight": eight, "k_scale": scale, "v_scale": scale}
-        copies = 1  # the memory warpgroup writes these tiles itself
-    else:
-        stages = stages or max(2, STAGE_BYTES // (2 * TILE * head_dim * dtype.itemsize))
-        ring = {"arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=pairs)}
-    for name in "kv":
-        ring[f"{name}_smem"] = tiled((*of_pairs, stages, TILE, head_dim), dtype)
-        ring[f"{name}_full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=pairs * stages)
-        ring[f"{name}_free"] = plgpu.Barrier(num_barriers=pairs * stages)
-    return ring
 
 
 def _kernel(

@@ -20,8 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.mosaic_gpu import Tiling
 
-from pallas_kernels.hopper import COLUMNS
+from pallas_kernels.hopper import COLUMNS, tiled
+from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.work_list import TILE
+
+STAGE_BYTES = 1 << 16  # bytes of keys and values in flight; two pairs of warpgroups fit on a multiprocessor, or one with head_dim 256
 
 
 class Item(NamedTuple):
@@ -38,6 +41,30 @@ class Item(NamedTuple):
     @staticmethod
     def read(ref: Any, index: Any) -> Item:
         return Item(*(ref[index, field] for field in range(len(Item._fields))))
+
+
+def ring_of(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -> dict[str, Any]:
+    """Shared memory and barriers for keys and values in flight."""
+    page_size, head_dim = pages.shape[2:]
+    copies = TILE // min(page_size, TILE)
+    of_pairs = (pairs,) if pairs > 1 else ()
+    ring: dict[str, Any] = {}
+    if isinstance(pages, Quantized):
+        small = head_dim < 256
+        ahead, stages = stages or (4 if small else 2), 2 if small else 1
+        scale = plgpu.SMEM((*of_pairs, ahead + stages + 1, TILE), jnp.float32)  # still read while the next tile's keys are converted
+        eight = tiled((*of_pairs, ahead, TILE, head_dim), pages.values.dtype, min(head_dim, 2 * COLUMNS))
+        ring = {"arrived": plgpu.Barrier(num_arrivals=4 * copies, num_barriers=pairs * ahead)}
+        ring |= {"k_eight": eight, "v_eight": eight, "k_scale": scale, "v_scale": scale}
+        copies = 1  # the memory warpgroup writes these tiles itself
+    else:
+        stages = stages or max(2, STAGE_BYTES // (2 * TILE * head_dim * dtype.itemsize))
+        ring = {"arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=pairs)}
+    for name in "kv":
+        ring[f"{name}_smem"] = tiled((*of_pairs, stages, TILE, head_dim), dtype)
+        ring[f"{name}_full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=pairs * stages)
+        ring[f"{name}_free"] = plgpu.Barrier(num_barriers=pairs * stages)
+    return ring
 
 
 class Side(NamedTuple):
