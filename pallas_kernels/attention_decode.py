@@ -73,7 +73,8 @@ def paged_attention_decode(
         device: the device that this will run on, for its limits; None: an H100 or H200.
         operand_in_registers: the second product reads its left operand from registers and accumulates in place. False
             goes through shared memory, which is slower but the only form that Pallas interprets.
-        interpret: as in `plgpu.kernel`.
+        interpret: as in `plgpu.kernel`. Pallas interprets no semaphores: with `inline_mgpu="ignore"`, it interprets the
+            kernel for work lists that split no pair.
 
     Returns:
         [rows, heads, head_dim], in q's dtype.
